@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import duckdb
 import msgspec
@@ -19,12 +20,15 @@ from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.monitoring.background import Background
 from bytecheckpoint.monitoring.progress import make_progress
+from bytecheckpoint.monitoring.reading import read_run
 from bytecheckpoint.monitoring.record import without_secrets
 from bytecheckpoint.monitoring.sinks import files
+from bytecheckpoint.tiers.flush import job
 from bytecheckpoint.tracing.operation import Operation, span
 from bytecheckpoint.tuning import tuned
 from tests.faults.ranks import load_all, save_all, succeeded
 from tests.support.faulty_storage import Faults
+from tests.support.memory import hot_tier
 from tests.support.metrics import collecting, tables, wait_for_operations
 from tests.support.processes import run_program, wait_until
 
@@ -75,6 +79,24 @@ def test_a_failure_says_which_rank_and_where(tmp_path: Path, monkeypatch: pytest
     assert [(row["rank"], row["name"]) for row in rows] == [(0, "failed"), (1, "failed")]
     assert rows[1]["phase"] == "write" and "no space" in rows[1]["subject"] and "rank 1" in rows[0]["subject"]
     assert not any(secret in str(table.to_pylist()) for secret in ("secret", "own-signature"))
+
+
+def test_what_follows_the_commit_of_a_tier_are_phases_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, run = ThreadWorld(2), tmp_path / "run"
+    with hot_tier(monkeypatch), collecting():
+        reports = save_all(world, f"tier+file://{run}/step_1", 1)
+        monkeypatch.setattr(job, "commit", Mock(side_effect=StorageFullError("no space")))
+        save_all(world, f"tier+file://{run}/step_2", 2)
+        wait_for_operations(run, 2)
+    done, failed = (record.table.to_pylist() for record in read_run(str(run)).records)
+    for rank, report in enumerate(reports):
+        phases = {row["name"]: row["seconds"] for row in done if (row["rank"], row["level"]) == (rank, "phase")}
+        assert [*phases][-3:] == ["commit", "replicate", "flush"]
+        assert phases == pytest.approx(report.phases, rel=1e-4, abs=1e-5)
+        assert sum(phases.values()) == pytest.approx(report.total_seconds, abs=0.05)
+    copied = [row["nbytes"] for row in done if row["name"] == "transfer" and row["level"] == "span"]
+    assert sum(copied) == sum(file.stat().st_size for file in (run / "step_1").glob("*/*.safetensors"))
+    assert {(row["name"], row["phase"]) for row in failed if row["level"] == "rank"} == {("failed", "flush")}
 
 
 def test_a_rank_that_reports_nothing_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

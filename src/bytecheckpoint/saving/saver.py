@@ -204,7 +204,9 @@ class Saver:
         tier = session.call.storage.tier_to_flush()
         if tier is not None:
             keep_failure = partial(self._world.saves.keep_failure, handle)
-            self._world.flusher.take(self._task.number, tier, handle, report, self._settings, keep_failure)
+            self._world.flusher.take(
+                self._task.number, tier, handle, report, self._settings, self._operation, keep_failure
+            )
             return
         handle.restorable.set_result(None)
         handle.committed.set_result(report)

@@ -22,6 +22,7 @@ from bytecheckpoint.storage import FileReader, NewFile, Storage
 from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.storage.uploading import UploadingStorage
+from bytecheckpoint.tracing.operation import span
 
 __all__ = ["commit", "copy_file", "copy_if_missing", "is_sound", "own_files"]
 
@@ -96,6 +97,12 @@ def copy_file(source: Storage, target: Storage, catalog: Catalog, number: int) -
         CorruptCheckpointError: its bytes do not match the catalog; `target` then has no such file.
         StorageError: either storage fails.
     """
+    file = catalog.files[number]
+    with span("transfer", nbytes=file.size, subject=file.name):
+        _copy_file(source, target, catalog, number)
+
+
+def _copy_file(source: Storage, target: Storage, catalog: Catalog, number: int) -> None:
     file = catalog.files[number]
     label = f"{source.url}/{file.name}"
     reader = with_time_limits(source).open(file.name)

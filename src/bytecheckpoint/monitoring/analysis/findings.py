@@ -38,6 +38,7 @@ _LONG_PHASE = {
     "copies to memory first.",
     "finish": "Making files durable takes long: the storage's fsync or close is slow.",
     "commit": "The commit takes long though all ranks have written: look at the storage's latency for small files.",
+    "replicate": "Copies to other machines' memory take long: look at the network between them, or keep fewer replicas.",
     "flush": "Copying from memory to the durable storage takes long: its bandwidth is too small for the interval of saves.",
     "catalog": "Opening the checkpoint takes long: look at the storage's latency for small files.",
     "agree": "Ranks wait for each other: see which rank comes last in the critical path.",

@@ -15,11 +15,11 @@ __all__ = ["SHARED_PHASES", "Failure", "OperationSummary", "PhaseSummary", "Stra
 
 #: Phases in their order.
 _ORDER = {
-    "save": ("wait", "capture", "plan", "stage", "write", "finish", "commit", "flush"),
+    "save": ("wait", "capture", "plan", "stage", "write", "finish", "commit", "replicate", "flush"),
     "load": ("catalog", "destination", "plan", "agree", "read", "apply"),
 }
 #: Phases in which a rank waits for other ranks or for an earlier operation: their length says nothing about the rank.
-SHARED_PHASES = {"save": ("wait", "plan", "commit", "flush"), "load": ("agree",)}
+SHARED_PHASES = {"save": ("wait", "plan", "commit", "replicate", "flush"), "load": ("agree",)}
 #: Phases at whose end all ranks have heard of each other: the path of what everybody waits for changes ranks there.
 _MEETINGS = {"save": ("plan", "commit"), "load": ("agree",)}
 #: Phases that move bytes between ranks and storage.

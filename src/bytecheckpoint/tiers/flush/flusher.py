@@ -25,6 +25,7 @@ from bytecheckpoint.tiers.machines import Machines, find_machines
 from bytecheckpoint.tiers.replicas import replicate
 from bytecheckpoint.tiers.run import run_of, steps_of_run
 from bytecheckpoint.tiers.storage import TierStorage
+from bytecheckpoint.tracing.operation import Operation
 
 __all__ = ["Flusher"]
 
@@ -83,6 +84,7 @@ class Flusher:
         handle: SaveHandle,
         report: SaveReport,
         settings: Settings,
+        operation: Operation,
         on_failure: Callable[[CheckpointError], None],
     ) -> None:
         """Take over a step that was committed in the hot tier. Every rank calls it for every save, in order.
@@ -93,13 +95,13 @@ class Flusher:
             handle: whose `restorable` and `committed` are set.
             report: for `committed`.
             settings: of the save.
+            operation: this rank's part of the save.
             on_failure: called with the error of a flush that fails.
         """
         assert self._replicating is not None
         with self._changed:
             self._pending += 1
-        begun = time.perf_counter() - report.total_seconds
-        flush = PendingFlush(number, storage, handle, report, settings, on_failure, begun)
+        flush = PendingFlush(number, storage, handle, report, settings, on_failure, operation)
         self._replicating.submit(self._replicate, flush)
 
     def drain(self) -> None:
@@ -121,6 +123,7 @@ class Flusher:
 
     def _replicate(self, flush: PendingFlush) -> None:
         """Bring the step to every machine, and its files to the partners. Then the step is restorable."""
+        flush.operation.phase = Stage.REPLICATE.value
         try:
             agreement = Agreement(self._collective, f"tier/{flush.number}", flush.settings.timeout)
             machines = self._machines = self._machines or find_machines(agreement, flush.storage.hot_root)
@@ -134,6 +137,8 @@ class Flusher:
         except BaseException as error:  # noqa: BLE001  raised by result() and the next save
             self._fail(flush, error)
             return
+        flush.operation.mark(Stage.REPLICATE.value)
+        flush.operation.phase = Stage.FLUSH.value
         assert self._flushing is not None
         self._flushing.submit(self._flush, flush, machines)
 
@@ -205,7 +210,6 @@ class Flusher:
     def _flush(self, flush: PendingFlush, machines: Machines) -> None:
         """Copy the step to the durable storage. Then flush the steps that earlier flushes left."""
         flush.stage = Stage.FLUSH
-        begun = time.perf_counter()
         agreement = Agreement(self._collective, f"tier/{flush.number}/flush", flush.timeout)
         try:
             flush_together(agreement, machines, flush.storage, flush.agreed_step, flush.settings.write_threads)
@@ -213,7 +217,8 @@ class Flusher:
             self._fail(flush, error)
             return
         self._unflushed.on_flushed(flush.storage.url)
-        flush.set_committed(time.perf_counter() - begun)
+        flush.operation.mark(Stage.FLUSH.value)
+        flush.set_committed()
         # Not after a failure: other ranks may be gone then, and this rank would wait for them.
         try:
             run = run_of(flush.storage.url)

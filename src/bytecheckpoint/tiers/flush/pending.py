@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -15,13 +14,13 @@ from bytecheckpoint.settings import Settings
 from bytecheckpoint.tiers.flush.job import transfer_limit
 from bytecheckpoint.tiers.hot_folder import HotStep
 from bytecheckpoint.tiers.storage import TierStorage
-from bytecheckpoint.tracing.operation import retries_so_far
+from bytecheckpoint.tracing.operation import Operation
 
 __all__ = ["PendingFlush", "Stage"]
 
 
 class Stage(StrEnum):
-    """The stage of a flush. The values appear in errors."""
+    """The stage of a flush. The values appear in errors, and two of them are phases of the save."""
 
     REPLICATE = "replicate"  # all machines get the catalog, and partners the files; then the step is restorable
     FLUSH = "flush"  # the files go to the durable storage
@@ -40,7 +39,7 @@ class PendingFlush:
         report: of the save so far.
         settings: of the save.
         on_failure: called with the error if the step never became restorable.
-        begun: when the save began, as `time.perf_counter`.
+        operation: this rank's part of the save.
         stage: how far the flush is.
         step: the step, once the ranks have agreed upon it.
     """
@@ -51,7 +50,7 @@ class PendingFlush:
     report: SaveReport
     settings: Settings
     on_failure: Callable[[CheckpointError], None]
-    begun: float
+    operation: Operation
     stage: Stage = Stage.REPLICATE
     step: HotStep | None = None
     _catalog: Catalog | None = field(default=None, repr=False)
@@ -79,13 +78,18 @@ class PendingFlush:
         if not self.handle.restorable.done():
             self.handle.restorable.set_result(None)
 
-    def set_committed(self, flush_seconds: float) -> None:
+    def set_committed(self) -> None:
         """Report that the durable storage has the step."""
         self.stage = Stage.COMMITTED
         self.set_restorable()
-        phases = {**self.report.phases, "flush": flush_seconds}
-        seconds = time.perf_counter() - self.begun
-        report = replace(self.report, phases=phases, total_seconds=seconds, **retries_so_far())
+        operation = self.operation
+        report = replace(
+            self.report,
+            phases=operation.seconds_by_phase(),
+            total_seconds=operation.seconds(),
+            retries=operation.retries,
+            retry_seconds=operation.retry_seconds,
+        )
         self.handle.committed.set_result(report)
 
     def describe(self, rank: int, error: BaseException) -> CheckpointError:

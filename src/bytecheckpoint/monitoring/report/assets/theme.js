@@ -4,7 +4,7 @@ const VIRIDIS = ["#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80
 const NAMES = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8c8c8c"];
 // A phase has the same colour in every chart.
 const COLOUR_OF = {
-  wait: 6, capture: 4, plan: 3, stage: 1, write: 0, finish: 2, commit: 7, flush: 5,
+  wait: 6, capture: 4, plan: 3, stage: 1, write: 0, finish: 2, commit: 7, replicate: 3, flush: 5, transfer: 5,
   catalog: 4, agree: 7, destination: 1, read: 0, apply: 2, copy: 1, exchange: 3, retry: 5,
 };
 
