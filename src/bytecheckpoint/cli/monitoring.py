@@ -27,7 +27,10 @@ def report(root: str, *, newest: int | None, judge: Judge, output: str | None, t
     metrics = read_run(root, newest)
     if not metrics.operations:
         damaged = f"; {plural(metrics.skipped, 'file')} cannot be read" if metrics.skipped else ""
-        raise CheckpointNotFoundError(f"{root} holds no metrics of saves and loads (the setting `metrics`){damaged}")
+        raise CheckpointNotFoundError(
+            f"{root} holds no metrics of saves and loads (the setting `metrics`){damaged}; give the folder of the run, in "
+            "which the folders of its checkpoints lie"
+        )
     if metrics.skipped and not json:
         print_notes([f"{plural(metrics.skipped, 'damaged or foreign file')} skipped"])
     made = judge.report(metrics)
