@@ -262,8 +262,8 @@ def main() -> None:
     if arguments.serve_gloo:
         _gloo_ranks(*arguments.serve_gloo)
     elif arguments.serve:
-        *numbers, folder = arguments.serve
-        _serve_ranks(*map(int, numbers), f"{folder}/step")
+        first, last, size, port, folder = arguments.serve
+        _serve_ranks(int(first), int(last), int(size), int(port), f"{folder}/step")
     elif arguments.one:
         size, shape = int(arguments.one[0]), arguments.one[1]
         rows = _gloo(size, arguments.processes) if shape == "gloo" else _measure(size, arguments.processes, shape)

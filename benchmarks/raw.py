@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -69,12 +68,13 @@ class Raw:
         """Write the buffer to one or several new files in the folder `path`, with fsync."""
         path.mkdir(parents=True)
         bounds = [self.nbytes * i // way.files // 4096 * 4096 for i in range(way.files)] + [self.nbytes]
-        files = [(path / str(i), start, stop) for i, (start, stop) in enumerate(pairwise(bounds))]
         if way.files == 1:
-            self._write_file(*files[0], way, way.threads)
+            self._write_file(path / "0", 0, self.nbytes, way, way.threads)
             return
         with ThreadPoolExecutor(way.threads) as pool:
-            list(pool.map(lambda file: self._write_file(*file, way, 1), files))
+            list(
+                pool.map(lambda i: self._write_file(path / str(i), bounds[i], bounds[i + 1], way, 1), range(way.files))
+            )
 
     def _write_file(self, path: Path, first: int, stop: int, way: Way, threads: int) -> None:
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if way.direct else 0), 0o644)
