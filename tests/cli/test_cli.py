@@ -337,6 +337,7 @@ def test_looking_needs_no_torch(root: Path) -> None:
     step = str(root / "step_9")
     lines = [["--version"], ["--help"], ["ls", str(root)], ["inspect", step, "--boxes"], ["verify", step]]
     lines.append(["plan-interval", "--stall", "1s", "--write", "1s", "--mtbf", "1h"])
+    lines.append(["measure", str(root), "--size", "1MiB"])
     subprocess.run([sys.executable, "-c", _LIGHT.format(lines=lines)], check=True, timeout=60, capture_output=True)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.monitoring.analysis.findings import findings
+from bytecheckpoint.monitoring.analysis.limits import Limits, StorageLimit
 from bytecheckpoint.monitoring.analysis.run import summarize_run, usual
 from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER, encode_table
@@ -55,8 +56,27 @@ def test_the_phase_that_costs_most_comes_first() -> None:
 def test_the_storages_own_limit() -> None:
     summaries = simulated(saves=2)
     assert not findings(summaries)
-    found = findings(summaries, bandwidth=8e9)
+    found = findings(summaries, Limits(given=8e9))
     assert [finding.phase for finding in found] == ["write", "read"] and "7.5 GiB/s was given" in found[0].text
+
+
+def test_what_was_measured_of_the_storage_counts_for_each_machine() -> None:
+    summaries = simulated(saves=2)
+    saved = summaries[-1].bandwidth
+    hosts = summaries[-1].hosts
+
+    def measured(host: str, time: float, share: float, read: float | None = None) -> StorageLimit:
+        return StorageLimit(host=host, time=time, write=saved / share / hosts, read=read, nbytes=1 << 30, threads=8)
+
+    assert not findings(summaries, Limits(measured=[measured("a", 1, 0.9)]))
+    assert not findings(summaries, Limits(measured=[measured("a", 2, 0.9), measured("a", 1, 0.01)])), (
+        "the newest counts"
+    )
+    limits = Limits(measured=[measured("a", 1, 0.2), measured("b", 1, 0.2)])
+    (finding,) = findings(summaries, limits)  # of the median save; the sentence is about the last one
+    assert finding.title.startswith("Saves use 2") and f"was measured for {hosts} mach" in finding.text
+    (sentence,) = limits.words(summaries)
+    assert sentence.startswith("the last save reached 20% ") and sentence.endswith(" on 1970-01-01")
 
 
 def test_the_cost_of_a_run() -> None:

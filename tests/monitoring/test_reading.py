@@ -61,8 +61,9 @@ def test_damaged_and_foreign_files_are_counted(tmp_path: Path) -> None:
     bad_alerts = [b"", b"{}", b'[{"rule": 1}]', b"\xff"]
     for number, data in enumerate(bad_alerts):
         put(str(tmp_path), f"alerts-{number}.json", data)
+    put(str(tmp_path), "limits-1.json", b'{"host": "a"}')
     run = read_run(str(tmp_path))
-    assert [record.id for record in run.records] == [RECORDS[1].id] and run.skipped == len(bad) + len(bad_alerts)
+    assert [record.id for record in run.records] == [RECORDS[1].id] and run.skipped == len(bad) + len(bad_alerts) + 1
 
 
 def test_columns_of_another_version(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ Path = Annotated[str, typer.Argument(metavar="PATH", help="Folder or URL of one 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 # Of the metrics of a run.
 Bandwidth = Annotated[
-    str | None, typer.Option(help="What the storage takes from all ranks together, per second: 40GB.")
+    str | None,
+    typer.Option(help="What the storage takes from all ranks together, per second: 40GB (see also `measure`)."),
 ]
 Mtbf = Annotated[str | None, typer.Option(help="Mean time between two failures: 4h; tells the expected ETTR.")]
 Rules = Annotated[str, typer.Option(help="File of rules of alerts; default: the setting `alerts`.")]
@@ -229,6 +230,19 @@ def report(
 
     judge = make_judge(rules, bandwidth, mtbf)
     return partial(report, root, newest=newest, judge=judge, output=output, trace=trace, json=json)
+
+
+@app.command()
+def measure(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder or URL of a run.", show_default=False)],
+    size: Annotated[str, typer.Option(help="Bytes to write, e.g. 4GiB.")] = "1GiB",
+    threads: Annotated[int, typer.Option(min=1, help="Files that are written and read at once.")] = 8,
+    json: Json = False,
+) -> Job:
+    """Measure how fast the storage of a run writes and reads from here; reports compare saves and loads with it."""
+    from bytecheckpoint.cli.monitoring import measure
+
+    return partial(measure, root, size=size, threads=threads, json=json)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""`bytecheckpoint report`: what the metrics of a run say. Torch is not imported."""
+"""`bytecheckpoint report` and `measure`: what the metrics of a run say, what its storage can do. Torch is not imported."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import msgspec
 
 from bytecheckpoint.cli.format import format_time, plural, print_json, print_notes, print_table, printable
 from bytecheckpoint.cli.pages import write_files
+from bytecheckpoint.cli.tools import parse_size
 from bytecheckpoint.errors import CheckpointNotFoundError
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.analysis.words import bandwidth_text, rank_text, seconds_text, size_text
 from bytecheckpoint.monitoring.reading import read_run
 from bytecheckpoint.monitoring.report.report import Judge, Report
+from bytecheckpoint.tools.measure import measure_storage
 
-__all__ = ["report"]
+__all__ = ["measure", "report"]
 
 _SHOWN_STRAGGLERS = 20
 
@@ -43,6 +45,20 @@ def report(root: str, *, newest: int | None, judge: Judge, output: str | None, t
     return int(any(finding.severity == "critical" for finding in made.findings))
 
 
+def measure(root: str, *, size: str, threads: int, json: bool) -> int:
+    """Measure the storage of a run and print its bandwidths."""
+    limit = measure_storage(root, parse_size(size), threads)
+    if json:
+        print_json(msgspec.to_builtins(limit))
+        return 0
+    read = "from this machine's memory, so not measured" if limit.read is None else bandwidth_text(limit.read)
+    print(
+        f"{plural(limit.threads, 'file')} of {size_text(limit.nbytes / limit.threads)} from {printable(limit.host)}: "
+        f"write {bandwidth_text(limit.write)}, read {read}"
+    )
+    return 0
+
+
 def _print_json(root: str, made: Report) -> None:
     operations = [
         asdict(one) | {"failed": one.failed, "spared_share": one.spared_share} for one in made.metrics.operations
@@ -55,6 +71,7 @@ def _print_json(root: str, made: Report) -> None:
             "run": asdict(made.run),
             "expected": None if made.expected is None else asdict(made.expected),
             "findings": [asdict(finding) for finding in made.findings],
+            "limits": [msgspec.to_builtins(limit) for limit in made.metrics.limits],
             "alerts": [msgspec.to_builtins(alert) for alert in made.alerts],
         }
     )

@@ -6,12 +6,14 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 
 from bytecheckpoint.monitoring.alert import Alert
+from bytecheckpoint.monitoring.analysis.limits import LIMITS_PREFIX, StorageLimit
 from bytecheckpoint.monitoring.analysis.rows import Rows
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summarize
 from bytecheckpoint.monitoring.sinks.files import ALERTS_PREFIX, METRICS_FOLDER, decode_table
@@ -22,6 +24,7 @@ from bytecheckpoint.storage.time_limits import with_time_limits
 
 __all__ = ["KEPT_ROWS", "RunMetrics", "RunReader", "read_run", "records_of"]
 
+_T = TypeVar("_T")
 _JOINED = "joined-"
 _SUFFIX = ".parquet"
 #: Length of the time at the beginning of a name.
@@ -43,12 +46,14 @@ class RunMetrics:
         records: of the newest of them, and of the newest of each kind, in order of time: rows of all ranks take room.
         skipped: damaged or foreign files.
         alerts: that the jobs have raised.
+        limits: what was measured of the storage.
     """
 
     operations: Sequence[OperationSummary]
     records: Sequence[OperationRecord]
     skipped: int = 0
     alerts: Sequence[Alert] = ()
+    limits: Sequence[StorageLimit] = ()
 
     @classmethod
     def of(cls, records: Sequence[OperationRecord]) -> RunMetrics:
@@ -100,19 +105,27 @@ class RunReader:
             operations = operations[-self._newest :]
         skipped = sum(not found for found in self._files.values())
         records = [self._records[one.id] for one in operations if one.id in self._records]
-        alerts = []
-        for name, _ in self._folder.list():
-            if name.startswith(ALERTS_PREFIX):
-                try:
-                    alerts += msgspec.json.decode(self._folder.read(name), type=list[Alert])
-                except FileNotFoundError:
-                    continue
-                except (msgspec.MsgspecError, UnicodeDecodeError):
-                    skipped += 1
+        lists, damaged_alerts = self._read_json(ALERTS_PREFIX, list[Alert])
+        limits, damaged_limits = self._read_json(LIMITS_PREFIX, StorageLimit)
+        skipped += damaged_alerts + damaged_limits
+        alerts = [alert for of_process in lists for alert in of_process]
         if self._newest is not None:
             known = {one.id for one in operations}
             alerts = [alert for alert in alerts if alert.operation in known]
-        return RunMetrics(operations, records, skipped, alerts)
+        return RunMetrics(operations, records, skipped, alerts, limits)
+
+    def _read_json(self, prefix: str, content: type[_T]) -> tuple[list[_T], int]:
+        """Return what the files with a prefix hold, and how many of them are damaged or foreign."""
+        found, damaged = [], 0
+        for name, _ in self._folder.list():
+            if name.startswith(prefix):
+                try:
+                    found.append(msgspec.json.decode(self._folder.read(name), type=content))
+                except FileNotFoundError:
+                    continue
+                except (msgspec.MsgspecError, UnicodeDecodeError):
+                    damaged += 1
+        return found, damaged
 
     def _take(self, name: str) -> None:
         """Read a file, unless it is gone."""

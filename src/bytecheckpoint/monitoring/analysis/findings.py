@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from bytecheckpoint.monitoring.analysis.limits import Limits
 from bytecheckpoint.monitoring.analysis.run import summarize_run, usual
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary, Straggler
 from bytecheckpoint.monitoring.analysis.words import bandwidth_text, rank_text, ranks_text, seconds_text, size_text
@@ -18,6 +19,8 @@ _SEVERITIES = ("critical", "warning", "info")
 _RECENT = 10
 #: A rank that is slow once, and by less, is no finding.
 _NOTABLE_SECONDS = 1.0
+#: Of fewer saves or loads, the best one does not tell what the storage can do.
+_FEW = 5
 #: What to do about a slow rank, by phase.
 _SLOW_PHASE = {
     "capture": "Its objects' state_dict or hooks take long: look for hooks of its own, garbage collection or swapping.",
@@ -69,18 +72,17 @@ class Finding:
     phase: str = ""
 
 
-def findings(summaries: Sequence[OperationSummary], bandwidth: float | None = None) -> list[Finding]:
+def findings(summaries: Sequence[OperationSummary], limits: Limits | None = None) -> list[Finding]:
     """Return what is notable about a run, the worst first.
 
     Args:
         summaries: of its operations, in order of time.
-        bandwidth: bytes per second that the storage can take from all ranks together; None: the best that the run has
-            reached.
+        limits: what the storage can take and give; where it does not say, the best that the run has reached counts.
     """
     found: list[Finding] = []
     for look in _LOOKS:
         found += look(summaries)
-    found += _bandwidth(summaries, bandwidth)
+    found += _bandwidth(summaries, limits or Limits())
     return sorted(found, key=lambda finding: _SEVERITIES.index(finding.severity))
 
 
@@ -186,17 +188,17 @@ def _changes(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _bandwidth(summaries: Sequence[OperationSummary], limit: float | None) -> Iterator[Finding]:
+def _bandwidth(summaries: Sequence[OperationSummary], limits: Limits) -> Iterator[Finding]:
     for kind in ("save", "load"):
         known = [s for s in summaries if s.kind == kind and s.bandwidth and not s.failed]
-        if not known or (limit is None and len(known) < 5):
+        limit = limits.of(known[-1]) if known else None
+        if not known or (limit is None and len(known) < _FEW):
             continue
-        best = limit if limit is not None else max(s.bandwidth for s in known)
+        best, source = limit or (max(s.bandwidth for s in known), "the run has reached")
         recent = known[-_RECENT:]
         middle = statistics.median(s.bandwidth for s in recent)
         lost = statistics.median(s.nbytes / s.bandwidth - s.nbytes / best for s in recent)
         if middle < 0.5 * best and lost > 1:
-            source = "was given" if limit is not None else "the run has reached"
             phase = "write" if kind == "save" else "read"
             yield Finding(
                 "warning", f"{kind.capitalize()}s use {middle / best:.0%} of the storage's bandwidth",

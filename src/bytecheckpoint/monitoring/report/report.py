@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.alerts import Evaluation, Rule
 from bytecheckpoint.monitoring.analysis.findings import Finding, findings
+from bytecheckpoint.monitoring.analysis.limits import Limits
 from bytecheckpoint.monitoring.analysis.run import RunSummary, Shares, summarize_run
 from bytecheckpoint.monitoring.analysis.words import plural, seconds_text
 from bytecheckpoint.monitoring.reading import RunMetrics
@@ -42,7 +43,8 @@ class Judge:
 
     Attributes:
         rules: of alerts, beside those that the jobs have raised.
-        bandwidth: bytes per second that the storage takes from all ranks; None: the best that a run has reached.
+        bandwidth: bytes per second that the storage takes from all ranks; None: what was measured, or else the best that a
+            run has reached.
         mtbf: mean seconds between two failures; None: not known.
     """
 
@@ -66,7 +68,9 @@ class Judge:
                 "counts (ETTR)"
             )
         in_order = sorted(alerts.values(), key=lambda alert: alert.time)
-        return Report(metrics, run, expected, findings(operations, self.bandwidth), in_order, words)
+        limits = Limits(self.bandwidth, metrics.limits)
+        words += limits.words(operations)
+        return Report(metrics, run, expected, findings(operations, limits), in_order, words)
 
 
 def _about(alert: Alert) -> tuple[str, str, int | None, str]:
