@@ -48,7 +48,8 @@ def main(folder: str, steps: int) -> None:
     torch.manual_seed(0)
     # A batch is divided among the ranks, so that a step and the schedule are the same at any number of them.
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
-    model = nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 256))
+    # In double precision the losses of one rank and of two, which add in another order, are the same.
+    model = nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 256)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     loader = DataLoader(texts(), batch_size=SAMPLES_PER_STEP, shuffle=True)

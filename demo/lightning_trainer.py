@@ -61,6 +61,7 @@ def main(folder: str, steps: int) -> None:
         strategy="ddp" if ranks > 1 else "auto",
         devices=ranks,
         max_steps=steps,
+        precision="64-true",  # so that the losses of one rank and of two, which add in another order, are the same
         callbacks=[checkpoints],
         logger=False,
         enable_progress_bar=False,

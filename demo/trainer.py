@@ -52,7 +52,8 @@ def main(folder: str, steps: int) -> None:
         report_to="none",
         dataloader_pin_memory=False,
     )
-    trainer = Trainer(model=LlamaForCausalLM(config), args=arguments, train_dataset=texts())
+    # In double precision the losses of one rank and of two, which add in another order, are the same.
+    trainer = Trainer(model=LlamaForCausalLM(config).double(), args=arguments, train_dataset=texts())
     attach(trainer, hf_weights="last")
     trainer.train(resume_from_checkpoint="auto")
     if trainer.is_world_process_zero():

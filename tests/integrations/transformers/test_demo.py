@@ -36,5 +36,5 @@ def test_killed_under_torchrun(worlds: Worlds, tmp_path: Path) -> None:
     worlds.fresh(1).run(demo, tmp_path / "run", timeout=200)
     wanted = losses(tmp_path / "whole")
     assert len(wanted) == STEPS and wanted[str(STEPS)] < wanted["1"] / 2
-    assert losses(tmp_path / "run") == pytest.approx(wanted, rel=1e-3)
+    assert losses(tmp_path / "run") == pytest.approx(wanted, rel=1e-5)  # Trainer adds losses in single precision
     assert (tmp_path / "run" / "model.safetensors").is_file()
