@@ -48,7 +48,7 @@ def test_tensorboard_shows_scalars_over_steps(tmp_path: Path) -> None:
 
 
 def wandb_records(path: Path) -> list[Any]:
-    """Return what an offline run has stored: a log of LevelDB's format, after a header of 7 bytes."""
+    """Return what an offline run has stored so far: a log of LevelDB's format, after a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, records, parts = path.read_bytes(), 7, [], b""
@@ -57,6 +57,8 @@ def wandb_records(path: Path) -> list[Any]:
         if (1 << 15) - at % (1 << 15) < 7:  # the rest of a block has no room for a header
             at += (1 << 15) - at % (1 << 15)
         length, kind = struct.unpack_from("<HB", data, at + 4)
+        if at + 7 + length > len(data):
+            break  # it is being written
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or the last part
