@@ -48,7 +48,8 @@ def train(root: str, steps: int, record: Path | None = None, pace: float = 0.0) 
         pace: seconds that a step takes at least.
     """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(256, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 256))
+    # In double precision the losses do not depend on the number of ranks, which add in another order.
+    model = nn.Sequential(nn.Embedding(256, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 256)).double()
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     parallel = DistributedDataParallel(model) if ranks > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -56,7 +56,7 @@ class Training:
     def __init__(self, rank: int, ranks: int, workers: int) -> None:
         torch.manual_seed(0)
         self._ranks = ranks
-        self.model: nn.Module = nn.Sequential(nn.Embedding(_VOCABULARY, 8), nn.Linear(8, _VOCABULARY))
+        self.model: nn.Module = nn.Sequential(nn.Embedding(_VOCABULARY, 8), nn.Linear(8, _VOCABULARY)).double()
         if ranks > 1:
             fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)

@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 def wrapped(kind: str) -> nn.Module:
     """Return the model as DDP, as HSDP of two replicas, or as it is on one rank."""
-    net = Net()
+    net = Net().double()  # the order of additions must not show
     if kind == "hsdp" and dist.is_initialized():
         ranks = dist.get_world_size()
         mesh = init_device_mesh("cpu", (2, ranks // 2) if ranks % 2 == 0 else (1, ranks), mesh_dim_names=("r", "s"))

@@ -25,7 +25,7 @@ def check(job: ElasticJob, steps: int, ranks: list[int]) -> None:
     wanted = {facts["step"]: facts["loss"] for facts in alone.losses()}
     found = job.losses()
     assert [facts["step"] for facts in found] == [*range(1, steps + 1)], job.log
-    assert {facts["step"]: facts["loss"] for facts in found} == pytest.approx(wanted, rel=1e-5)
+    assert {facts["step"]: facts["loss"] for facts in found} == pytest.approx(wanted, rel=1e-9)
     numbers = [facts["ranks"] for facts in found]
     assert [number for number, before in zip(numbers, [0, *numbers], strict=False) if number != before] == ranks
 

@@ -67,12 +67,12 @@ def test_the_step_before_is_saved(
 ) -> None:
     wanted, _ = train(str(tmp_path / "reference"), STOP)
     before, _ = lose(worlds, tmp_path, size, victims, step, kind=kind, async_checkpoint=False)
-    assert before == pytest.approx({number: wanted[number] for number in range(1, step)}, rel=1e-5)
+    assert before == pytest.approx({number: wanted[number] for number in range(1, step)}, rel=1e-9)
     root = tmp_path / "run"
     assert steps_in(root) == [*range(EVERY, step, EVERY), step - 1]
     assert verify_checkpoint(resolve(root / f"step_{step - 1:08d}")).ok
     for losses, drawn in worlds.run(left, train, str(root), STOP, kind=kind):
-        assert losses == pytest.approx({number: wanted[number] for number in range(step, STOP + 1)}, rel=1e-5)
+        assert losses == pytest.approx({number: wanted[number] for number in range(step, STOP + 1)}, rel=1e-9)
         assert drawn == STOP
 
 
@@ -92,7 +92,7 @@ def test_a_rank_lost_between_its_optimizer_and_the_boundary(tmp_path: Path, worl
     lose(worlds, tmp_path, 3, (1,), 8, "boundary", async_checkpoint=False)
     assert steps_in(tmp_path / "run") == [EVERY, 8]
     for losses, _ in worlds.run(2, train, str(tmp_path / "run"), STOP):
-        assert losses == pytest.approx({number: wanted[number] for number in range(9, STOP + 1)}, rel=1e-5)
+        assert losses == pytest.approx({number: wanted[number] for number in range(9, STOP + 1)}, rel=1e-9)
 
 
 @pytest.mark.timeout(300)

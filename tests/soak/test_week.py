@@ -80,7 +80,7 @@ def test_a_week(tmp_path: Path, worlds: Worlds) -> None:
         for path in tmp_path.glob(f"day{day}.*.json"):
             found = {int(step): loss for step, loss in json.loads(path.read_text()).items()}
             assert [*found][:1] in ([], [newest + 1]), logs
-            assert found == pytest.approx({step: wanted[step] for step in found}, rel=1e-5), (day, seed, logs)
+            assert found == pytest.approx({step: wanted[step] for step in found}, rel=1e-9), (day, seed, logs)
         steps = steps_in(tmp_path / "run")
         assert max(steps, default=0) >= newest, logs
         for step in steps:
