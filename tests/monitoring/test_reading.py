@@ -55,10 +55,22 @@ def test_damaged_and_foreign_files_are_counted(tmp_path: Path) -> None:
             table.set_column(columns.index("rank"), "rank", pa.array([9] * len(table), pa.int32()))
         ),
     }
+    for name, values in {
+        "kind": ["other"], "path": [None], "host": [None], "name": [None], "began": [1 << 62], "seconds": [float("nan")],
+    }.items():  # fmt: skip
+        column = pa.array(values * len(table)).cast(table.schema.field(name).type)
+        bad[f"{name} {values}"] = encode_table(table.set_column(columns.index(name), name, column))
     for name, data in bad.items():
         put(str(tmp_path), f"{name}.parquet", data)
     put(str(tmp_path), "sound.parquet", sound)
-    bad_alerts = [b"", b"{}", b'[{"rule": 1}]', b"\xff"]
+    bad_alerts = [
+        b"",
+        b"{}",
+        b'[{"rule": 1}]',
+        b"\xff",
+        b'[{"rule": "a", "severity": "b", "text": "c", "time": 1e300}]',
+    ]
+    bad_alerts += [b'[{"rule": "a", "x": ' + b"[" * 100_000]
     for number, data in enumerate(bad_alerts):
         put(str(tmp_path), f"alerts-{number}.json", data)
     put(str(tmp_path), "limits-1.json", b'{"host": "a"}')

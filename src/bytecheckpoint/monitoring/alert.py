@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 __all__ = ["Alert"]
+
+#: Seconds since 1970, before the year 10,000: what a date can show.
+_Time = Annotated[float, msgspec.Meta(ge=0, lt=253_402_300_800)]
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,4 +41,4 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     phase: str = ""
     value: float | None = None
     limit: float | None = None
-    time: float = 0.0
+    time: _Time = 0.0

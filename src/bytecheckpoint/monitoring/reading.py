@@ -17,7 +17,7 @@ from bytecheckpoint.monitoring.analysis.limits import LIMITS_PREFIX, StorageLimi
 from bytecheckpoint.monitoring.analysis.rows import Rows
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summarize
 from bytecheckpoint.monitoring.sinks.files import ALERTS_PREFIX, METRICS_FOLDER, decode_table
-from bytecheckpoint.monitoring.table import MESH_AXES, SCHEMA, OperationRecord
+from bytecheckpoint.monitoring.table import KINDS, MESH_AXES, NULLABLE, SCHEMA, OperationRecord
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.storage.time_limits import with_time_limits
@@ -35,6 +35,8 @@ _LISTINGS = 3
 KEPT_ROWS = 2_000_000
 #: Larger worlds are a damaged file.
 _MOST_RANKS = 1 << 22
+#: Microseconds from 1970 to the year 10,000, which Python's dates do not reach.
+_LAST_DATE = 253_402_300_800_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class RunReader:
                     found.append(msgspec.json.decode(self._folder.read(name), type=content))
                 except FileNotFoundError:
                     continue
-                except (msgspec.MsgspecError, UnicodeDecodeError):
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                     damaged += 1
         return found, damaged
 
@@ -131,11 +133,11 @@ class RunReader:
         """Read a file, unless it is gone."""
         try:
             found = list(records_of(_conform(decode_table(self._folder.read(name)))))
+            summaries = [summarize(record) for record in found]
         except FileNotFoundError:
             return
         except (pa.ArrowException, OSError, ValueError, KeyError):
-            found = []
-        summaries = [summarize(record) for record in found]
+            found, summaries = [], []
         with self._lock:
             self._files[name] = [record.id for record in found]
             self._operations.update((summary.id, summary) for summary in summaries)
@@ -186,13 +188,18 @@ def _conform(table: pa.Table) -> pa.Table:
         if pa.types.is_dictionary(field.type) and not pa.types.is_dictionary(column.type):
             column = column.cast(pa.string()).dictionary_encode()
         columns.append(column.cast(field.type))
-    rank, size = table.column("rank"), table.column("world_size")
-    if not len(table) or rank.null_count or size.null_count or table.column("operation").null_count:
-        raise ValueError("no rows, or rows without a rank")
-    ranks, sizes = rank.to_numpy(), size.to_numpy()
+    conform = pa.table(columns, schema=SCHEMA)
+    if not len(conform) or any(conform[name].null_count for name in SCHEMA.names if name not in NULLABLE):
+        raise ValueError("no rows, or rows without a value")
+    rows = Rows(conform)
+    ranks, sizes, began = rows.numbers("rank"), rows.numbers("world_size"), conform["began"].cast(pa.int64()).to_numpy()
     if ranks.min() < 0 or (ranks >= sizes).any() or sizes.max() > _MOST_RANKS:
         raise ValueError("impossible ranks")
-    return pa.table(columns, schema=SCHEMA)
+    if not all(np.isfinite(rows.numbers(name)).all() for name in ("begin", "seconds")):
+        raise ValueError("impossible times")
+    if began.min() < 0 or began.max() >= _LAST_DATE or not set(rows.texts("kind")[1]) <= set(KINDS):
+        raise ValueError("impossible operations")
+    return conform
 
 
 def records_of(table: pa.Table) -> Iterator[OperationRecord]:

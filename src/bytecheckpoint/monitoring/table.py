@@ -17,10 +17,23 @@ from bytecheckpoint.monitoring.record import LEVELS, ROW, RankRecord
 from bytecheckpoint.representation.arrow_columns import number_array, string_array
 from bytecheckpoint.representation.catalog import StringColumn
 
-__all__ = ["MESH_AXES", "SCHEMA", "OperationFacts", "OperationRecord", "operation_id", "operation_record"]
+__all__ = [
+    "KINDS",
+    "MESH_AXES",
+    "NULLABLE",
+    "SCHEMA",
+    "OperationFacts",
+    "OperationRecord",
+    "operation_id",
+    "operation_record",
+]
 
 #: Mesh dimensions that have columns of their own.
 MESH_AXES = ("dp", "tp", "pp", "cp", "ep")
+#: Columns in which a value may be unknown.
+NULLABLE = {"step", *MESH_AXES}
+#: Kinds of operations.
+KINDS = ("save", "load")
 _TEXT = pa.dictionary(pa.int32(), pa.string())
 #: Columns of `ROW` that hold numbers of strings.
 _TEXTS = ("name", "phase", "subject")

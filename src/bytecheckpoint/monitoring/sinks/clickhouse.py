@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.sinks.base import Sink, split_address
-from bytecheckpoint.monitoring.table import MESH_AXES, SCHEMA, OperationRecord
+from bytecheckpoint.monitoring.table import NULLABLE, SCHEMA, OperationRecord
 
 __all__ = ["ClickHouseSink", "create_statement", "insert_statement", "tab_separated"]
 
@@ -22,7 +22,6 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: Seconds that one step of a request may take.
 _TIMEOUT = 5.0
 _UNKNOWN_TABLE = re.compile(rb"Code: 60\b")
-_NULLABLE = {"step", *MESH_AXES}
 _ESCAPES = (("\\", "\\\\"), ("\t", "\\t"), ("\n", "\\n"))
 
 
@@ -103,7 +102,7 @@ def _type(field: pa.Field) -> str:
     if pa.types.is_boolean(kind):
         return "UInt8"
     plain = f"{'Float' if pa.types.is_floating(kind) else 'Int'}{kind.bit_width}"
-    return f"Nullable({plain})" if field.name in _NULLABLE else plain
+    return f"Nullable({plain})" if field.name in NULLABLE else plain
 
 
 def tab_separated(table: pa.Table) -> bytes:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from bytecheckpoint.monitoring.sinks.base import Sink, split_address
-from bytecheckpoint.monitoring.table import OperationRecord
+from bytecheckpoint.monitoring.table import KINDS, OperationRecord
 
 if TYPE_CHECKING:
     from bytecheckpoint.monitoring.alert import Alert
@@ -69,7 +69,7 @@ class PrometheusSink(Sink):
         self._alerts = counter("alerts", "Alerts.", ("rule", "severity"))
         self._alert_time = gauge("last_alert_timestamp_seconds", "Of the newest alert of a rule.", ("rule", "severity"))
         # A counter that begins at 1 has no increase that PromQL could see.
-        for kind in ("save", "load"):
+        for kind in KINDS:
             for outcome in ("done", "failed"):
                 self._operations.labels(kind, outcome)
             for metric in (self._seconds, self._blocking, self._bytes, self._retries, self._retry_seconds):
