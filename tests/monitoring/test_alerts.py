@@ -21,7 +21,7 @@ from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.monitoring import delivery
 from bytecheckpoint.monitoring.alerts import Alert, Evaluation, load_rules
 from bytecheckpoint.monitoring.analysis.summary import summarize
-from bytecheckpoint.monitoring.progress import OperationProgress
+from bytecheckpoint.monitoring.progress import OperationProgress, RankColumns
 from bytecheckpoint.monitoring.reading import read_run
 from bytecheckpoint.monitoring.report.report import Judge
 from bytecheckpoint.monitoring.simulation import Fault
@@ -80,7 +80,8 @@ def test_an_overdue_checkpoint() -> None:
 
 def test_a_step_that_stays_in_memory() -> None:
     def running(seconds: float, *, ended: bool = False) -> OperationProgress:
-        return OperationProgress("x-save-1", "save", "tier+s3://b/run/step_1", 1, 2, 0.0, seconds, ended, {})
+        path, ranks = "tier+s3://b/run/step_1", RankColumns(rank=[], host=[], phase=[], seconds=[], done=[], planned=[])
+        return OperationProgress("x-save-1", "save", path, 1, 2, 0.0, seconds, ended, ranks)
 
     evaluation = Evaluation(load_rules())
     assert not evaluation.while_running(running(1000)) and not evaluation.while_running(running(2000, ended=True))

@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import re
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from importlib.resources import files
@@ -214,7 +215,13 @@ def test_other_machines_are_served_with_a_token_only() -> None:
 
 def test_damaged_progress_is_not_shown(view: RunView, tmp_path: Path) -> None:
     folder = tmp_path / ".bytecheckpoint-metrics"
-    for number, text in enumerate(["", "[]", "{}", '{"ranks": 3}', '{"ranks": {"rank": [1]}, "ended": false}']):
+    ranks = '{"rank": [0], "host": ["a"], "phase": ["write"], "seconds": [1.0], "done": [NaN], "planned": [1]}'
+    no_json = (
+        '{"operation": "a-save-1", "kind": "save", "path": "/run/1", "step": 1, "world_size": 1, "began": 1.0, '
+        f'"time": {time.time()}, "ended": false, "ranks": {ranks}}}'
+    )
+    bad = ["", "[]", "{}", '{"ranks": 3}', '{"ranks": {"rank": [1]}, "ended": false}', "[" * 100_000, no_json]
+    for number, text in enumerate(bad):
         (folder / f"live-{number}.json").write_text(text)
     assert view.news()["running"] == []
     assert view.news()["error"] == ""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TypedDict, cast
 
 import msgspec
 
 from bytecheckpoint.monitoring.record import step_of, without_secrets
 from bytecheckpoint.tracing.operation import Operation
 
-__all__ = ["OperationProgress", "RankProgress", "make_progress"]
+__all__ = ["OperationProgress", "RankColumns", "RankProgress", "make_progress"]
 
 #: Totals that bring an operation forward.
 _MOVING = {"save": ("write",), "load": ("read", "exchanged")}
@@ -40,6 +40,17 @@ class RankProgress(msgspec.Struct, frozen=True, array_like=True):
     planned: int
 
 
+class RankColumns(TypedDict):
+    """Columns of `RankProgress`, by name."""
+
+    rank: list[int]
+    host: list[str]
+    phase: list[str]
+    seconds: list[float]
+    done: list[int]
+    planned: list[int]
+
+
 class OperationProgress(msgspec.Struct, frozen=True):
     """How far all ranks are that have said so.
 
@@ -48,7 +59,7 @@ class OperationProgress(msgspec.Struct, frozen=True):
         kind, path, step, world_size: as there.
         began, time: when it began, and when this was so; seconds since 1970.
         ended: it does not run any more.
-        ranks: columns of `RankProgress`, by name.
+        ranks: a value per rank in each column.
     """
 
     operation: str
@@ -59,13 +70,15 @@ class OperationProgress(msgspec.Struct, frozen=True):
     began: float
     time: float
     ended: bool
-    ranks: dict[str, list[Any]]
+    ranks: RankColumns
 
     @classmethod
     def of(cls, ranks: Sequence[RankProgress], operation: str, world_size: int, *, ended: bool) -> OperationProgress:
         """Join what ranks have said of one operation."""
         first, now = ranks[0], time.time()
-        columns = {name: [getattr(rank, name) for rank in ranks] for name in _COLUMNS}
+        columns = cast(
+            RankColumns, {name: [getattr(rank, name) for rank in ranks] for name in RankColumns.__annotations__}
+        )
         began = now - max(rank.seconds for rank in ranks)
         return cls(operation, first.kind, first.path, first.step, world_size, began, now, ended, columns)
 
@@ -78,9 +91,6 @@ class OperationProgress(msgspec.Struct, frozen=True):
     def planned(self) -> int:
         """Bytes to move, of the ranks that know theirs."""
         return sum(self.ranks["planned"])
-
-
-_COLUMNS = ("rank", "host", "phase", "seconds", "done", "planned")
 
 
 def make_progress(operation: Operation, rank: int, host: str) -> RankProgress:

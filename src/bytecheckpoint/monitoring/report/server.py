@@ -11,7 +11,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from bytecheckpoint.errors import CheckpointError, UsageError
+from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.reading import RunReader
 from bytecheckpoint.monitoring.record import without_secrets
 from bytecheckpoint.monitoring.report.data import OPERATIONS, page_data
@@ -38,7 +41,6 @@ __all__ = ["RunView", "make_app", "require_token"]
 _REFRESH = 1.0
 #: An operation without news for so many seconds belongs to a job that was killed.
 _FORGOTTEN = 600.0
-_COLUMNS = ("rank", "host", "phase", "seconds", "done", "planned")
 
 
 def require_token(host: str, token: str) -> None:
@@ -116,18 +118,13 @@ class RunView:
     def _progress(self, name: str) -> dict[str, Any] | None:
         """Return the progress of an operation; None for a file that is gone, old, damaged or of one that has ended."""
         try:
-            progress = json.loads(self._folder.read(name))
-            ranks = {column: list(progress["ranks"][column]) for column in _COLUMNS}
-            sizes = {len(values) for values in ranks.values()}
-            numbers = [*ranks["rank"], *ranks["seconds"], *ranks["done"], *ranks["planned"], progress["began"]]
-            if len(sizes) != 1 or not all(isinstance(value, int | float) for value in numbers):
-                return None
-            if progress["ended"] or time.time() - progress["time"] > _FORGOTTEN:
-                return None
-            own = {key: str(progress[key]) for key in ("operation", "kind", "path")}
-            return own | {key: progress[key] for key in ("step", "began", "time", "ended")} | {"ranks": ranks}
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            progress = msgspec.json.decode(self._folder.read(name), type=OperationProgress)
+        except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
+        operation: dict[str, Any] = msgspec.to_builtins(progress)
+        sizes = {len(column) for column in operation["ranks"].values()}
+        forgotten = time.time() - progress.time > _FORGOTTEN
+        return None if progress.ended or forgotten or len(sizes) > 1 else operation
 
 
 def make_app(view: RunView, token: str = "") -> App:
