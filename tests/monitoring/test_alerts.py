@@ -114,12 +114,16 @@ def test_rules_of_a_file(tmp_path: Path) -> None:
         '[[rule]]\nkind = "straggler"\nratioo = 3',
         '[[rule]]\nkind = "threshold"\nmetric = "speed"\nabove = 1',
         '[[rule]]\nkind = "threshold"\nmetric = "seconds"',
+        "[[rule]]\nkind = 'threshold'\nmetric = 'total.write.times'\nabove = 1",
+        "[[rule]]\nkind = 'threshold'\nmetric = 'seconds'\nabove = nan",
+        "[[rule]]\nkind = 'overdue'\nfactor = inf",
+        "[[rule]]\nkind = 'failed'\nname = 'fällt aus'",
         "not toml",
     ],
 )
 def test_wrong_rules_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "rules.toml"
-    path.write_text(text)
+    path.write_text(text, "latin-1")
     with pytest.raises(UsageError, match=r"rules\.toml"):
         load_rules(str(path))
 

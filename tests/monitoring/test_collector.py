@@ -301,3 +301,15 @@ def test_an_operation_that_ends_before_an_earlier_one(tmp_path: Path, monkeypatc
         ThreadWorld(2).run(run, timeout=90)
         found = wait_for_operations(tmp_path, 2)
     assert sorted(table["operation"][0].as_py().rpartition("-")[2] for table in found) == ["1", "2"]
+
+
+def test_a_job_in_a_million_years_holds_up_no_other() -> None:
+    background = Background("test")
+    background.later(1e15, bool)
+    done: list[bool] = []
+    background.later(0.05, lambda: done.append(True))
+    background.flush(10)
+    deadline = time.monotonic() + 10
+    while not done:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -90,7 +90,8 @@ class Background:
                     self._running = False
                     return False
                 until = self._jobs[0][0] if self._jobs else idle_since + _IDLE_SECONDS
-                if not self._changed.wait(max(until - time.monotonic(), 0.0)) and not self._jobs:
+                wait = min(max(until - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
+                if not self._changed.wait(wait) and not self._jobs:
                     return True
             job = heapq.heappop(self._jobs)[2]
             self._busy = True

@@ -19,8 +19,11 @@ from bytecheckpoint.monitoring.progress import OperationProgress
 
 __all__ = ["Overdue", "Rule", "RuleSet", "Storage", "Unflushed", "load_rules", "metric"]
 
-_Positive = Annotated[float, msgspec.Meta(gt=0)]
-#: Numbers of a summary that a threshold may be set on.
+#: Finite: TOML knows inf and nan, which no time or size can be compared with.
+_Number = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
+_Positive = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
+#: Numbers of a total and of a summary that a threshold may be set on.
+_TOTALS = ("count", "seconds", "nbytes")
 _METRICS = ("seconds", "blocking_seconds", "bandwidth", "nbytes", "balance", "retries", "retry_seconds")
 #: Errors that say that stored bytes are damaged.
 _CORRUPT = "CorruptCheckpointError"
@@ -40,7 +43,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
     name: str = ""
     severity: Literal["info", "warning", "critical"] = "warning"
     operations: Literal["save", "load", "all"] = "all"
-    repeat: float = 3600.0
+    repeat: _Number = 3600.0
 
     def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
         """Iterate over the alerts about an operation that has ended.
@@ -64,14 +67,15 @@ class Threshold(Rule, frozen=True, kw_only=True, tag="threshold"):
     """A metric is above or below a limit."""
 
     metric: str
-    above: float | None = None
-    below: float | None = None
+    above: _Number | None = None
+    below: _Number | None = None
 
     def __post_init__(self) -> None:
         if (self.above is None) == (self.below is None):
             raise ValueError("a threshold has either `above` or `below`")
         first, *more = self.metric.split(".")
-        if self.metric not in _METRICS and (first, len(more)) not in (("phase", 1), ("total", 2)):
+        known = self.metric in _METRICS or (first == "phase" and len(more) == 1)
+        if not known and not (first == "total" and len(more) == 2 and more[1] in _TOTALS):
             raise ValueError(f"no metric is called {self.metric!r}")
 
     def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
@@ -89,7 +93,7 @@ class Straggler(Rule, frozen=True, kw_only=True, tag="straggler"):
     """A rank is much slower than the others in a phase."""
 
     ratio: _Positive = 2.0
-    seconds: float = 2.0
+    seconds: _Number = 2.0
 
     def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
         by_phase: dict[str, list[Any]] = {}
@@ -113,7 +117,7 @@ class Bandwidth(Rule, frozen=True, kw_only=True, tag="bandwidth"):
 
     fraction: _Positive = 0.4
     after: int = 5
-    seconds: float = 2.0
+    seconds: _Number = 2.0
 
     def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
         known = [summary.bandwidth for summary in before if summary.bandwidth]
@@ -135,7 +139,7 @@ class Retries(Rule, frozen=True, kw_only=True, tag="retries"):
     """Requests are repeated."""
 
     per_rank: _Positive = 3.0
-    seconds: float = 10.0
+    seconds: _Number = 10.0
 
     def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
         rank, longest = now.most_retries
@@ -198,7 +202,7 @@ class Overdue(Rule, frozen=True, kw_only=True, tag="overdue"):
     """No checkpoint for long."""
 
     factor: _Positive = 3.0
-    seconds: float = 600.0
+    seconds: _Number = 600.0
 
     def limit(self, saves: Sequence[OperationSummary]) -> float | None:
         """Return how long after the last of `saves` began the next one is overdue; None: too few to know."""
@@ -220,7 +224,7 @@ class Overdue(Rule, frozen=True, kw_only=True, tag="overdue"):
 class Unflushed(Rule, frozen=True, kw_only=True, tag="unflushed"):
     """A tier's step is not durable."""
 
-    seconds: float = 1800.0
+    seconds: _Number = 1800.0
 
     def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
         """As `Rule.check`, of a save that has become durable."""
@@ -265,7 +269,7 @@ def load_rules(path: str = "") -> list[Rule]:
         return [*msgspec.toml.decode(text, type=RuleSet).rule]
     except OSError as error:
         raise UsageError(f"settings.alerts: {path} cannot be read: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise UsageError(f"settings.alerts: {path}: {error}") from error
 
 
@@ -276,7 +280,5 @@ def metric(summary: OperationSummary, name: str) -> float | None:
         return next((phase.longest for phase in summary.phases if phase.name == more[0]), None)
     if first == "total":
         values = summary.totals.get(more[0])
-        return (
-            None if values is None else float(dict(zip(("count", "seconds", "nbytes"), values, strict=True))[more[1]])
-        )
+        return None if values is None else float(values[_TOTALS.index(more[1])])
     return float(getattr(summary, name))
