@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from bytecheckpoint.monitoring import delivery
 from bytecheckpoint.monitoring.alerts import Alert, Evaluation, load_rules
 from bytecheckpoint.monitoring.analysis.summary import summarize
 from bytecheckpoint.monitoring.progress import OperationProgress, RankColumns
-from bytecheckpoint.monitoring.reading import read_run
+from bytecheckpoint.monitoring.reading import RunMetrics, read_run
 from bytecheckpoint.monitoring.report.report import Judge
-from bytecheckpoint.monitoring.simulation import Fault
+from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 from bytecheckpoint.storage.posix.storage import PosixStorage
 from tests.faults.ranks import load_all, save_all, succeeded
 from tests.support.faulty_storage import Faults
@@ -104,6 +105,23 @@ def test_rules_of_a_file(tmp_path: Path) -> None:
     assert {alert.rule for alert in alerts} == {"training waits"} and len(alerts) == 10
     assert alerts[0].limit == 0.01 and alerts[0].value is not None and alerts[0].value > 0.05
     assert "phase.stage is 0." in alerts[0].text
+
+
+def test_rules_of_one_name_are_two_rules(tmp_path: Path) -> None:
+    path = tmp_path / "rules.toml"
+    limits = "metric = 'seconds'\nabove = 0", "metric = 'nbytes'\nabove = 1"
+    path.write_text("".join(f"[[rule]]\nkind = 'threshold'\n{limit}\n" for limit in limits))
+    records = list(SimulatedRun({"dp": 2}, saves=1, loads=0).records())
+    alerts = Judge(load_rules(str(path))).report(RunMetrics.of(records)).alerts
+    assert [alert.text.split(" is ")[0] for alert in alerts] == ["save of step 100: seconds", "save of step 100: nbytes"]
+
+
+def test_a_clock_that_is_set_back_silences_no_rule() -> None:
+    rule = load_rules()[0]
+    evaluation = Evaluation([rule])
+    (summary,) = simulated(Fault("slow", [3]), saves=1, loads=0)
+    assert len(evaluation.after(summary)) == 1 and not evaluation.after(summary)
+    assert len(evaluation.after(replace(summary, began=summary.began - 86400))) == 1
 
 
 @pytest.mark.parametrize(

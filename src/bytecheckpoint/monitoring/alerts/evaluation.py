@@ -27,7 +27,7 @@ class Evaluation:
         self._rules = list(rules)
         self._before: dict[tuple[str, str, int], deque[OperationSummary]] = {}
         self._saves: deque[OperationSummary] = deque(maxlen=COMPARED)  # of the run that was saved last
-        self._raised: dict[tuple[str, str, int | None, str], float] = {}  # when an alert came last
+        self._raised: dict[tuple[Rule, str, int | None, str], float] = {}  # when an alert came last
 
     def after(self, summary: OperationSummary, lacking: Callable[[str, int], str] | None = None) -> list[Alert]:
         """Return the alerts about an operation that has ended.
@@ -86,9 +86,9 @@ class Evaluation:
         """Return those of `alerts` that did not come a short while ago."""
         found = []
         for alert in alerts:
-            key = alert.rule, run_of_path(alert.path), alert.rank, alert.phase
+            key = rule, run_of_path(alert.path), alert.rank, alert.phase  # several rules may have one name
             when = alert.time or clock.time()
-            if key not in self._raised or when - self._raised[key] >= rule.repeat:
+            if key not in self._raised or abs(when - self._raised[key]) >= rule.repeat:  # a clock may be set back
                 self._raised[key] = when
                 found.append(alert)
         return found

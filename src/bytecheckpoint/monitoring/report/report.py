@@ -57,9 +57,10 @@ class Judge:
         operations = metrics.operations
         run = summarize_run(operations)
         evaluation = Evaluation(self.rules)
-        alerts = {_about(alert): alert for operation in operations for alert in evaluation.after(operation)}
+        alerts = [alert for operation in operations for alert in evaluation.after(operation)]
         # What depended on the moment, such as a full storage, only the job itself could tell.
-        alerts = {_about(alert): alert for alert in metrics.alerts} | alerts
+        told = {_about(alert) for alert in alerts}
+        alerts += [alert for alert in metrics.alerts if _about(alert) not in told]
         expected = run.at(self.mtbf) if self.mtbf is not None else None
         words = [_words_about(run)] if operations else []
         if expected is not None and self.mtbf is not None:
@@ -67,7 +68,7 @@ class Judge:
                 f"with a failure every {seconds_text(self.mtbf)}: {expected.effective:.2%} of the time is training that "
                 "counts (ETTR)"
             )
-        in_order = sorted(alerts.values(), key=lambda alert: alert.time)
+        in_order = sorted(alerts, key=lambda alert: alert.time)
         limits = Limits(self.bandwidth, metrics.limits)
         words += limits.words(operations)
         return Report(metrics, run, expected, findings(operations, limits), in_order, words)
