@@ -20,6 +20,7 @@ import bytecheckpoint
 from bytecheckpoint.monitoring import delivery
 from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summarize
+from bytecheckpoint.monitoring.progress import OperationProgress, RankProgress
 from bytecheckpoint.monitoring.record import make_record
 from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 from bytecheckpoint.monitoring.sinks import Sink, make_sink, shown
@@ -229,6 +230,9 @@ def test_the_exit_waits_a_limited_time_for_a_sink_that_hangs(tmp_path: Path, sch
     assert time.time() - float(done.stdout) < 10, "three records of 5 seconds each wait"
 
 
+PROGRESS = RankProgress("save", 1, "/run/step_1", 1, 0, "host", "write", 1.0, 1, 1)
+
+
 class SlowSink(Sink):
     """Takes a record when the test lets it."""
 
@@ -253,9 +257,24 @@ def test_what_a_slow_sink_cannot_take_is_dropped_and_counted(
         assert time.monotonic() - began < 1
         (slow,) = delivery._deliveries.values()
         assert slow.dropped >= 200 - 64 - 2
+        dropped = slow.dropped
+        for _ in range(100):
+            delivery.deliver_alert(Alert(rule="failed", severity="critical", text="it failed"))
+            delivery.deliver_progress(OperationProgress.of([PROGRESS], record.id, 1, ended=True))
+        assert slow.dropped == dropped + 100 and slow._background.waiting() == 64
         SlowSink.may.release(200)
-        assert slow._background.flush(10) and len(SlowSink.taken) + slow.dropped == 200
+        assert slow._background.flush(10) and len(SlowSink.taken) + dropped == 200
     assert caplog.text.count("metrics are dropped") == 1
+    assert caplog.text.count(f"keeps up again; {dropped + 100} records and alerts are lost") == 1
+
+
+def test_an_address_that_is_given_twice_counts_once(tmp_path: Path) -> None:
+    with receiver() as received:
+        address = f"clickhouse://127.0.0.1:{received.port}"
+        with collecting(f"{address},files, {address}"):
+            bytecheckpoint.save(tmp_path / "step_1", STATES)
+            wait_for_operations(tmp_path, 1)
+    assert len(received.requests) == 1
 
 
 ADDRESSES = [

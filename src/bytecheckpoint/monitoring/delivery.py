@@ -45,21 +45,24 @@ class _Delivery:
         self._background.submit(lambda: self._call(lambda _: None))  # importing a client may take seconds
 
     def put(self, record: OperationRecord, summary: OperationSummary) -> None:
+        self._put(lambda sink: sink.deliver(record, summary), "records")
+
+    def put_progress(self, progress: OperationProgress) -> None:
+        # What a slow sink misses is old, but for the end.
+        if self._background.waiting() < (_WAITING if progress.ended else 1):
+            self._background.submit(lambda: self._call(lambda sink: sink.progress(progress)))
+
+    def put_alert(self, alert: Alert) -> None:
+        self._put(lambda sink: sink.alert(alert), "alerts")
+
+    def _put(self, work: Callable[[Sink], None], what: str) -> None:
         if self._background.waiting() < _WAITING:
-            self._background.submit(lambda: self._call(lambda sink: sink.deliver(record, summary), "records"))
+            self._background.submit(lambda: self._call(work, what))
             return
         self.dropped += 1
         if not self._late:
             _log.warning("metrics are dropped, which disturbs nothing else: %s is too slow", self._shown)
         self._late = True
-
-    def put_progress(self, progress: OperationProgress) -> None:
-        if progress.ended or not self._background.waiting():  # what a slow sink misses is old
-            self._background.submit(lambda: self._call(lambda sink: sink.progress(progress)))
-
-    def put_alert(self, alert: Alert) -> None:
-        if self._background.waiting() < _WAITING:
-            self._background.submit(lambda: self._call(lambda sink: sink.alert(alert), "alerts"))
 
     def finish(self, timeout: float) -> None:
         self._background.flush(timeout)
@@ -84,7 +87,10 @@ class _Delivery:
             # A sink may take alerts only, and then taking a record proves nothing.
             if what and self._failed in ("", what):
                 _log.warning("metrics reach %s again; %d %s are lost", self._shown, self.dropped, what)
-                self._failed = None
+                self._failed, self._late = None, False
+            elif self._late and not self._background.waiting():
+                _log.warning("%s keeps up again; %d records and alerts are lost", self._shown, self.dropped)
+                self._late = False
 
     def _close(self) -> None:
         if self._sink is not None:
@@ -120,7 +126,7 @@ def is_on() -> bool:
 def _current() -> list[_Delivery]:
     """Return the deliveries to the sinks of the settings in force, and close others."""
     wanted = [address.strip() for address in settings().metrics.split(",")]
-    wanted = [address for address in wanted if address not in _OFF]
+    wanted = list(dict.fromkeys(address for address in wanted if address not in _OFF))  # each counts once
     with _lock:
         for address in _deliveries.keys() - set(wanted):
             _deliveries.pop(address).close()
