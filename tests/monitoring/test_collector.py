@@ -15,9 +15,11 @@ import pytest
 import torch
 
 import bytecheckpoint
-from bytecheckpoint import StorageFullError, StorageUnavailableError, UsageError
+from bytecheckpoint import CheckpointNotFoundError, StorageFullError, StorageUnavailableError, UsageError
+from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
+from bytecheckpoint.monitoring import collector
 from bytecheckpoint.monitoring.background import Background
 from bytecheckpoint.monitoring.progress import make_progress
 from bytecheckpoint.monitoring.reading import read_run
@@ -79,6 +81,34 @@ def test_a_failure_says_which_rank_and_where(tmp_path: Path, monkeypatch: pytest
     assert [(row["rank"], row["name"]) for row in rows] == [(0, "failed"), (1, "failed")]
     assert rows[1]["phase"] == "write" and "no space" in rows[1]["subject"] and "rank 1" in rows[0]["subject"]
     assert not any(secret in str(table.to_pylist()) for secret in ("secret", "own-signature"))
+
+
+def test_a_load_that_fails_before_its_first_phase(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As the first one of a new run does, which finds nothing to resume from."""
+    with collecting():
+        save_all(ThreadWorld(1), tmp_path / "step_1", 1)
+        wait_for_operations(tmp_path, 1)
+        with pytest.raises(CheckpointNotFoundError):
+            bytecheckpoint.load(tmp_path / "step_2", {"model": {"w": torch.ones(1)}})
+        wait_for_operations(tmp_path, 2)
+        bytecheckpoint.save(tmp_path / "step_3", {"model": {"w": torch.ones(1)}})
+        wait_for_operations(tmp_path, 3)
+    _, load, _ = read_run(str(tmp_path)).operations
+    assert load.failed and load.phases == () and "CheckpointNotFoundError" in load.first_failure.error
+    assert "alert failed: load of step 2" in caplog.text
+    assert command(["report", str(tmp_path), "-o", str(tmp_path / "report.html")]) == 1
+
+
+def test_metrics_that_cannot_be_joined_cost_no_other_operation_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with collecting():
+        with monkeypatch.context() as patch:
+            patch.setattr(collector, "summarize", Mock(side_effect=ValueError("odd")))
+            bytecheckpoint.save(tmp_path / "step_1", {"model": {"w": torch.ones(1)}})
+            assert wait_until(lambda: "the metrics of a save are lost" in caplog.text, 30)
+        bytecheckpoint.save(tmp_path / "step_2", {"model": {"w": torch.ones(1)}})
+        wait_for_operations(tmp_path, 1)
 
 
 def test_what_follows_the_commit_of_a_tier_are_phases_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

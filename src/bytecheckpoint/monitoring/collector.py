@@ -150,7 +150,8 @@ class Collector:
         if self._rank == 0:
             self._progress.setdefault((progress.kind, progress.number), {})[0] = progress
         else:
-            with contextlib.suppress(CheckpointError):  # the world has ended
+            # The world has ended, or the path is no UTF-8.
+            with contextlib.suppress(CheckpointError, UnicodeEncodeError):
                 self._send(0, _PROGRESS_TAG, msgspec.msgpack.encode(progress))
 
     # --- rank 0 ---------------------------------------------------------------------------------------------------
@@ -215,8 +216,11 @@ class Collector:
             self._told.remove(key)
             self._deliver_progress(key, ended=True)
         self._progress.pop(key, None)
-        record = operation_record([*records.values()], self._world_id, self._world_size)
-        deliver(record, summarize(record))
+        try:
+            record = operation_record([*records.values()], self._world_id, self._world_size)
+            deliver(record, summarize(record))
+        except Exception:  # noqa: BLE001  of one operation must not cost the others theirs
+            _log.exception("the metrics of a %s are lost", key[0])
 
     def _deliver_overdue(self) -> None:
         """Deliver what is not complete although no rank goes on: one is gone, or hangs. A slow one is waited for."""

@@ -229,7 +229,7 @@ def _phases(kind: str, rows: Rows, rank: NDArray[np.int32], width: int) -> _Phas
     begins, ends = np.full((2, len(parts), width), np.nan)
     begins[row_of_part, rank] = begin
     ends[row_of_part, rank] = begin + seconds
-    sums = np.bincount(cell, seconds, len(names) * width)
+    sums = np.bincount(cell, seconds, len(names) * width).astype(np.float64)  # of no phases, numpy counts in integers
     sums[np.bincount(cell, minlength=len(sums)) == 0] = np.nan
     return _Phases(names, sums.reshape(len(names), width), parts, begins, ends)
 
