@@ -268,6 +268,14 @@ def test_what_a_slow_sink_cannot_take_is_dropped_and_counted(
     assert caplog.text.count(f"keeps up again; {dropped + 100} records and alerts are lost") == 1
 
 
+def test_a_webhook_that_redirects_gets_no_alert_and_passes_no_password_on() -> None:
+    with receiver() as other, receiver(302, location=f"http://localhost:{other.port}/") as first:
+        sink = make_sink(f"webhook+http://me:secret@127.0.0.1:{first.port}/")
+        with pytest.raises(OSError, match="302"):
+            sink.alert(Alert(rule="failed", severity="critical", text="it failed"))
+    assert len(first.requests) == 1 and not other.requests
+
+
 def test_an_address_that_is_given_twice_counts_once(tmp_path: Path) -> None:
     with receiver() as received:
         address = f"clickhouse://127.0.0.1:{received.port}"
@@ -286,6 +294,9 @@ ADDRESSES = [
     "otlp://u:hunter2@127.0.0.1:{port}",
     "otlp://u:hun/hunter2@127.0.0.1:{port}",
     "prometheus://u:hunter2@127.0.0.1:{port}",
+    "webhook+http://u:hunter2@127.0.0.1:{port}/hunter2#hunter2",
+    "webhook+http://127.0.0.1:{port}/my hunter2",
+    "webhook+http://my u:hunter2@127.0.0.1:{port}",
     "nowhere://u:hunter2@127.0.0.1:{port}?token=hunter2",
     "hunter2",
 ]
@@ -297,6 +308,7 @@ def test_no_log_line_shows_a_secret(tmp_path: Path, address: str, caplog: pytest
     answer = b"no: http://u:hunter2@host/?token=hunter2"
     with receiver(403, answer) as received, collecting(address.format(port=received.port)):
         bytecheckpoint.save(tmp_path / "step_1", STATES)
+        delivery.deliver_alert(Alert(rule="failed", severity="critical", text="it failed"))
         assert wait_until(lambda: "metrics do not reach" in caplog.text, 30)
     assert "hunter2" not in caplog.text
     assert not any("hunter2" in thread.name for thread in threading.enumerate())

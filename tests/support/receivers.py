@@ -30,7 +30,9 @@ class Received:
 
 
 @contextlib.contextmanager
-def receiver(status: int = 200, answer: bytes = b"", *, certificate: str = "", key: str = "") -> Iterator[Received]:
+def receiver(
+    status: int = 200, answer: bytes = b"", *, location: str = "", certificate: str = "", key: str = ""
+) -> Iterator[Received]:
     """Serve HTTP inside the block, or HTTPS with the files of a certificate, with the same answer to all requests."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -41,6 +43,8 @@ def receiver(status: int = 200, answer: bytes = b"", *, certificate: str = "", k
             received.requests.append((self.path, dict(self.headers), body))
             self.send_response(status)
             self.send_header("Content-Length", str(len(answer)))
+            if location:
+                self.send_header("Location", location)
             self.end_headers()
             self.wfile.write(answer)
 

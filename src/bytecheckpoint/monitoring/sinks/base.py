@@ -77,9 +77,9 @@ def shown(address: str) -> str:
         path = split_address(address).path if rest else ""
     except UsageError:
         path = rest
-    if "@" in path or rest.count(":") > 2:
+    if "@" in path or rest.count(":") > 2 or len(rest.split()) > 1:
         return f"{scheme}://..."
-    address = without_secrets(address)
+    address = without_secrets(address).partition("#")[0]
     return "/".join(address.split("/")[:3]) if scheme.startswith(_WEBHOOK) else address  # a path often is a token
 
 
