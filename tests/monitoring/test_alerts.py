@@ -113,7 +113,10 @@ def test_rules_of_one_name_are_two_rules(tmp_path: Path) -> None:
     path.write_text("".join(f"[[rule]]\nkind = 'threshold'\n{limit}\n" for limit in limits))
     records = list(SimulatedRun({"dp": 2}, saves=1, loads=0).records())
     alerts = Judge(load_rules(str(path))).report(RunMetrics.of(records)).alerts
-    assert [alert.text.split(" is ")[0] for alert in alerts] == ["save of step 100: seconds", "save of step 100: nbytes"]
+    assert [alert.text.split(" is ")[0] for alert in alerts] == [
+        "save of step 100: seconds",
+        "save of step 100: nbytes",
+    ]
 
 
 def test_a_clock_that_is_set_back_silences_no_rule() -> None:

@@ -23,7 +23,7 @@ from bytecheckpoint.monitoring import collector
 from bytecheckpoint.monitoring.background import Background
 from bytecheckpoint.monitoring.progress import make_progress
 from bytecheckpoint.monitoring.reading import read_run
-from bytecheckpoint.monitoring.record import without_secrets
+from bytecheckpoint.monitoring.record import make_record, without_secrets
 from bytecheckpoint.monitoring.sinks import files
 from bytecheckpoint.tiers.flush import job
 from bytecheckpoint.tracing.operation import Operation, span
@@ -288,10 +288,26 @@ def test_a_function_is_measured_with_its_failures() -> None:
         ("exceeded with url: /a?sig=abc (refused)", "exceeded with url: /a (refused)"),
         ("401 for Authorization: Bearer abcdefgh123=", "401 for Authorization: Bearer ..."),
         ("/plain/path?with=query", "/plain/path?with=query"),
+        ("s3://key:se/cret@bucket/run", "s3://bucket/run"),
+        ("hdfs://host:8020/run@2", "hdfs://host:8020/run@2"),
+        ("{'Authorization': 'Basic abcdefgh123='}", "{'Authorization': 'Basic ...'}"),
+        ("GET /a?X-Amz-Date=1&X-Amz-Signature=ab/c&x=1", "GET /a?X-Amz-Date=1&X-Amz-Signature=...&x=1"),
+        (
+            "AWS_SECRET_ACCESS_KEY=abc AccountKey=a+b==;X-Api-Key: abc",
+            "AWS_SECRET_ACCESS_KEY=... AccountKey=...;X-Api-Key: ...",
+        ),
+        ("model/cls_token: shape (1,) is not (2,)", "model/cls_token: shape (1,) is not (2,)"),
     ],
 )
 def test_secrets_are_left_out(text: str, shown: str) -> None:
     assert without_secrets(text) == shown
+
+
+def test_an_error_is_one_line_of_limited_length_and_a_path_stays_a_path() -> None:
+    operation = Operation("save", "s3://key:secret@bucket/token=64/step_1")
+    record = make_record(operation, 0, "host", {}, ValueError("a\n  b " + "x" * 100_000), 10)
+    assert record.path == "s3://bucket/token=64/step_1"
+    assert record.error.startswith("ValueError: a b xxx") and len(record.error) < 4100
 
 
 def test_background_work_ends_with_its_owner() -> None:

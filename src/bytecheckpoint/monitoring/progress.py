@@ -8,7 +8,7 @@ from typing import TypedDict, cast
 
 import msgspec
 
-from bytecheckpoint.monitoring.record import step_of, without_secrets
+from bytecheckpoint.monitoring.record import path_without_secrets, step_of
 from bytecheckpoint.tracing.operation import Operation
 
 __all__ = ["OperationProgress", "RankColumns", "RankProgress", "make_progress"]
@@ -95,7 +95,7 @@ class OperationProgress(msgspec.Struct, frozen=True):
 
 def make_progress(operation: Operation, rank: int, host: str) -> RankProgress:
     """Describe how far this rank is."""
-    path = without_secrets(operation.path)
+    path = path_without_secrets(operation.path)
     done = sum(operation.total(name).nbytes for name in _MOVING[operation.kind])
     step = operation.step if operation.step is not None else step_of(path)
     return RankProgress(

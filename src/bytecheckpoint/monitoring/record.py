@@ -12,7 +12,7 @@ import numpy as np
 from bytecheckpoint.handles import LoadReport, SaveReport
 from bytecheckpoint.tracing.operation import Operation
 
-__all__ = ["LEVELS", "ROW", "RankRecord", "make_record", "step_of", "without_secrets"]
+__all__ = ["LEVELS", "ROW", "RankRecord", "make_record", "path_without_secrets", "step_of", "without_secrets"]
 
 #: What a row describes: the part of a rank as a whole, one of its phases, the sum of all spans of one name, one span.
 LEVELS = ("rank", "phase", "total", "span")
@@ -25,10 +25,18 @@ ROW = np.dtype(
 )  # fmt: skip
 
 _STEP = re.compile(r"step[_-]?([0-9]{1,18})/*$")
-_CREDENTIALS = re.compile(r"(?<=://)[^/\s'\"]+@")
+#: A password may hold a "/"; a port does not begin one.
+_CREDENTIALS = re.compile(r"(?<=://)(?:[^/\s'\"]+|[^/\s:@'\"]+:(?!\d{1,5}/)[^\s'\"]*)@")
 #: The query of a URL; some libraries write "url: /bucket/key?X-Amz-Signature=...".
 _QUERY = re.compile(r"((?:://|\burl: ?)[^\s'\"?]*)\?[^\s'\"]*")
-_TOKEN = re.compile(r"(?i)\b(bearer|authorization:\s*\w+)\s+[\w.~+/-]{8,}=*")
+_TOKEN = re.compile(r"(?i)\b(bearer|authorization['\"]?:\s*['\"]?\w+)\s+[\w.~+/-]{8,}=*")
+#: "password=...", "X-Amz-Signature=...", "X-ClickHouse-Key: ...": of errors that quote a connection or a request.
+_NAMED = re.compile(
+    r"(?i)((?:password|passwd|secret|token|signature|\bsig|(?:access|account|api|secret)[_-]?key)=|"
+    r"\bx-[\w-]{1,40}(?:key|token)['\"]?:\s?)['\"]?[^\s'\",;&)]+"
+)
+#: Characters of an error; the rest of a longer one is in the log of its rank.
+_LONGEST_ERROR = 4000
 
 
 class RankRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -71,9 +79,14 @@ class RankRecord(msgspec.Struct, frozen=True, array_like=True):
     rows: bytes
 
 
+def path_without_secrets(path: str) -> str:
+    """Return the path of a checkpoint without user name, password and query; it still leads there."""
+    return _QUERY.sub(r"\1", _CREDENTIALS.sub("", path))
+
+
 def without_secrets(text: str) -> str:
-    """Return `text` without user names, passwords and queries of URLs, and without tokens of requests."""
-    return _TOKEN.sub(r"\1 ...", _QUERY.sub(r"\1", _CREDENTIALS.sub("", text)))
+    """Return `text` without user names, passwords and queries of URLs, and without passwords and tokens of requests."""
+    return _NAMED.sub(r"\1...", _TOKEN.sub(r"\1 ...", path_without_secrets(text)))
 
 
 def step_of(path: str) -> int | None:
@@ -126,14 +139,15 @@ def make_record(
     ]
     path, error, seconds, blocking, nbytes = operation.path, "", operation.seconds(), 0.0, 0
     if isinstance(outcome, BaseException):
-        error = without_secrets(f"{type(outcome).__name__}: {outcome}")
+        text = f"{type(outcome).__name__}: {outcome}"
+        error = without_secrets(" ".join(text[:_LONGEST_ERROR].split()) + " ..." * (len(text) > _LONGEST_ERROR))
     else:
         path, seconds, blocking = outcome.path, outcome.total_seconds, outcome.blocking_seconds
         nbytes = outcome.bytes_written if isinstance(outcome, SaveReport) else outcome.bytes_read
     return RankRecord(
         kind=operation.kind,
         number=operation.number,
-        path=without_secrets(path),
+        path=path_without_secrets(path),
         step=operation.step if operation.step is not None else step_of(path),
         began=operation.began,
         rank=rank,

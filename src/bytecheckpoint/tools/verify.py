@@ -8,7 +8,7 @@ from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.errors import CheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.delivery import deliver_alert
-from bytecheckpoint.monitoring.record import without_secrets
+from bytecheckpoint.monitoring.record import path_without_secrets
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import Storage
@@ -55,7 +55,7 @@ def verify_checkpoint(storage: Storage, progress: Progress | None = None, *, thr
 def _alert(storage: Storage, report: VerifyReport) -> None:
     """Hand the findings to the sinks of the setting `metrics`, if there are alerts."""
     if settings().alerts != "off":
-        path = without_secrets(storage.url)
+        path = path_without_secrets(storage.url)
         text = f"{path}: {len(report.findings)} findings in a verification, the first: {report.findings[0].message}"
         deliver_alert(Alert(rule="verification", severity="critical", text=text, path=path, time=time.time()))
 

@@ -92,7 +92,7 @@ class RunView:
                     self._refresh()
                     self._error = ""
                 except (CheckpointError, OSError) as error:
-                    self._error = f"The metrics cannot be read now: {error}"
+                    self._error = f"The metrics cannot be read now: {without_secrets(str(error))}"
                 self._read = time.monotonic()
             now = time.time()
             running = [operation | {"age": now - operation["time"]} for operation in self._running]
