@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import re
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -241,8 +242,19 @@ def test_the_report_is_written_to_files(tmp_path: Path, capsys: pytest.CaptureFi
     assert "cannot write" in capsys.readouterr().err
 
 
+def test_the_monitor_says_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("uvicorn.Server.run", lambda *_: None)
+    for host, shown in {"127.0.0.1": "127.0.0.1", "::1": "[::1]", "[::1]": "[::1]"}.items():
+        if host == "127.0.0.1" or socket.has_dualstack_ipv6():
+            assert command(["monitor", str(tmp_path), "--host", host, "--port", "0"]) == 0
+            assert capsys.readouterr().out.startswith(f"http://{shown}:")
+
+
 def test_a_monitor_of_other_machines_without_a_token_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(["monitor", str(tmp_path), "--host", "0.0.0.0"]) == 2
-    assert "give a --token" in capsys.readouterr().err
+    for token in ("", " \n"):
+        assert command(["monitor", str(tmp_path), "--host", "0.0.0.0", "--token", token]) == 2
+        assert "give a --token" in capsys.readouterr().err

@@ -73,6 +73,7 @@ def _opened(path: str) -> BinaryIO:
 
 def monitor(root: str, *, judge: Judge, host: str, port: int, token: str) -> int:
     """Serve the page of a run until interrupted."""
+    host, token = host.strip("[]"), token.strip()  # a token that comes from a file may end with a line break
     require_token(host, token)
     try:
         import uvicorn
@@ -84,7 +85,7 @@ def monitor(root: str, *, judge: Judge, host: str, port: int, token: str) -> int
         raise UsageError("the monitor needs an extra: pip install 'bytecheckpoint[monitor]'") from None
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host.strip("[]"), port), family=family)
+        listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise UsageError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     shown = f"[{host}]" if family is socket.AF_INET6 else host
