@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from bytecheckpoint.errors import StorageError, StorageUnavailableError
 from bytecheckpoint.monitoring import reading
 from bytecheckpoint.monitoring.analysis.summary import summarize
 from bytecheckpoint.monitoring.reading import RunReader, read_run
@@ -76,6 +77,28 @@ def test_damaged_and_foreign_files_are_counted(tmp_path: Path) -> None:
     put(str(tmp_path), "limits-1.json", b'{"host": "a"}')
     run = read_run(str(tmp_path))
     assert [record.id for record in run.records] == [RECORDS[1].id] and run.skipped == len(bad) + len(bad_alerts) + 1
+
+
+def test_a_file_that_may_not_be_read_is_counted_and_a_storage_that_is_away_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 2):
+        put(str(tmp_path), f"{number}.parquet", encode_table(RECORDS[number].table))
+    put(str(tmp_path), "alerts-1.json", b"[]")
+    folder = type(resolve(f"{tmp_path}/{METRICS_FOLDER}"))
+    read, error = folder.read, StorageError("permission denied")
+
+    def refuse(storage: object, name: str) -> bytes:
+        if name != "2.parquet":
+            raise error
+        return read(storage, name)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(folder, "read", refuse)
+    run = read_run(str(tmp_path))
+    assert [one.id for one in run.operations] == [RECORDS[2].id] and run.skipped == 2
+    error = StorageUnavailableError("no answer")
+    with pytest.raises(StorageUnavailableError):
+        read_run(str(tmp_path))
 
 
 def test_columns_of_another_version(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from bytecheckpoint.errors import StorageError, StorageUnavailableError
 from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.analysis.limits import LIMITS_PREFIX, StorageLimit
 from bytecheckpoint.monitoring.analysis.rows import Rows
@@ -46,7 +47,7 @@ class RunMetrics:
     Attributes:
         operations: saves and loads in order of time, each once.
         records: of the newest of them, and of the newest of each kind, in order of time: rows of all ranks take room.
-        skipped: damaged or foreign files.
+        skipped: damaged or foreign files, and those that this user may not read.
         alerts: that the jobs have raised.
         limits: what was measured of the storage.
     """
@@ -89,7 +90,7 @@ class RunReader:
         """Return what the run's files hold now.
 
         Raises:
-            StorageError: the storage does not answer.
+            StorageError: the storage does not answer, or refuses to list the folder.
         """
         for _ in range(_LISTINGS):
             names = _wanted(self._folder, self._newest)
@@ -125,7 +126,9 @@ class RunReader:
                     found.append(msgspec.json.decode(self._folder.read(name), type=content))
                 except FileNotFoundError:
                     continue
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                except StorageUnavailableError:
+                    raise
+                except (StorageError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                     damaged += 1
         return found, damaged
 
@@ -136,7 +139,9 @@ class RunReader:
             summaries = [summarize(record) for record in found]
         except FileNotFoundError:
             return
-        except (pa.ArrowException, OSError, ValueError, KeyError):
+        except StorageUnavailableError:
+            raise
+        except (StorageError, pa.ArrowException, OSError, ValueError, KeyError):
             found, summaries = [], []
         with self._lock:
             self._files[name] = [record.id for record in found]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from bytecheckpoint.errors import CheckpointError, UsageError
+from bytecheckpoint.errors import CheckpointError, StorageError, StorageUnavailableError, UsageError
 from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.reading import RunReader
 from bytecheckpoint.monitoring.record import without_secrets
@@ -116,10 +116,12 @@ class RunView:
             self._version += 1
 
     def _progress(self, name: str) -> dict[str, Any] | None:
-        """Return the progress of an operation; None for a file that is gone, old, damaged or of one that has ended."""
+        """Return the progress of an operation; None for a file that is gone, old, damaged, not to be read, or of one that has ended."""
         try:
             progress = msgspec.json.decode(self._folder.read(name), type=OperationProgress)
-        except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except StorageUnavailableError:
+            raise
+        except (StorageError, FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
         operation: dict[str, Any] = msgspec.to_builtins(progress)
         sizes = {len(column) for column in operation["ranks"].values()}
