@@ -11,6 +11,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
@@ -26,6 +27,7 @@ from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 from bytecheckpoint.monitoring.sinks import Sink, make_sink, shown
 from bytecheckpoint.monitoring.sinks.clickhouse import tab_separated
 from bytecheckpoint.monitoring.table import OperationRecord, operation_record
+from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.tracing.operation import Operation
 from bytecheckpoint.tuning import tuned
 from tests.servers.process import free_port, opener
@@ -339,6 +341,24 @@ def failed_record(path: str, error: str) -> OperationRecord:
     operation.mark("write")
     record = make_record(operation, 0, "host", {}, RuntimeError(error), 10)
     return operation_record([record], "w", 1)
+
+
+def test_a_long_load_asks_the_storage_once_whether_its_run_has_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    folders = PosixStorage.folders
+    monkeypatch.setattr(PosixStorage, "folders", lambda storage: asked.append(storage.url) or folders(storage))
+    (tmp_path / "new/.bytecheckpoint-metrics").mkdir(parents=True)
+    sink = make_sink("files")
+    for run, files in (("old", 0), ("new", 1)):
+        path = tmp_path / run / "step_1"
+        path.mkdir(parents=True)
+        step = msgspec.structs.replace(PROGRESS, kind="load", path=str(path))
+        for _ in range(5):
+            sink.progress(OperationProgress.of([step], f"{run}-load-1", 1, ended=False))
+        assert len(asked) == 1 and len(list(tmp_path.glob(f"{run}/.bytecheckpoint-metrics/*"))) == files
+        asked.clear()
 
 
 def test_two_sinks_at_once_and_a_change_in_the_middle(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ class FilesSink(Sink):
     def __init__(self, address: str) -> None:
         super().__init__(address)
         self._runs: set[str] = set()  # that have a folder of metrics
+        self._untold: set[str] = set()  # running operations of runs without one
         self._small: dict[str, dict[str, bytes]] = {}  # folder -> small files of this process
         self._alerts: dict[str, deque[Alert]] = {}  # folder -> the newest ones
         self._alerts_name = f"{ALERTS_PREFIX}{uuid.uuid4().hex}.json"
@@ -67,6 +68,7 @@ class FilesSink(Sink):
 
     def deliver(self, record: OperationRecord, summary: OperationSummary) -> None:
         """Write the file of an operation, and join small files when there are many."""
+        self._untold.discard(record.id)
         folder = self._folder(record.kind, record.path)
         if folder is None:
             return
@@ -83,8 +85,12 @@ class FilesSink(Sink):
 
     def progress(self, progress: OperationProgress) -> None:
         """Replace the file that says how far the running operation is."""
+        if progress.operation in self._untold:  # asked already
+            return
         folder = self._folder(progress.kind, progress.path)
-        if folder is not None:
+        if folder is None:
+            self._untold.add(progress.operation)
+        else:
             name = f"{LIVE_PREFIX}{progress.operation.split('-', 1)[0]}.json"
             folder.publish(name, msgspec.json.encode(progress))
             self._live[folder.url, name] = folder
@@ -106,10 +112,10 @@ class FilesSink(Sink):
     def _folder(self, kind: str, path: str) -> Storage | None:
         """Return where the metrics of an operation go; None for nowhere."""
         run = run_of_path(path)
-        if kind == "save":
+        if run not in self._runs:
+            if kind != "save" and METRICS_FOLDER not in with_time_limits(resolve(run)).folders():
+                return None
             self._runs.add(run)
-        elif run not in self._runs and METRICS_FOLDER not in with_time_limits(resolve(run)).folders():
-            return None
         return with_time_limits(resolve(f"{run}/{METRICS_FOLDER}"))
 
 
