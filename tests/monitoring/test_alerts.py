@@ -21,6 +21,7 @@ from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.monitoring import delivery
 from bytecheckpoint.monitoring.alerts import Alert, Evaluation, load_rules
+from bytecheckpoint.monitoring.alerts.watching import Watcher
 from bytecheckpoint.monitoring.analysis.summary import summarize
 from bytecheckpoint.monitoring.progress import OperationProgress, RankColumns
 from bytecheckpoint.monitoring.reading import RunMetrics, read_run
@@ -105,6 +106,15 @@ def test_rules_of_a_file(tmp_path: Path) -> None:
     assert {alert.rule for alert in alerts} == {"training waits"} and len(alerts) == 10
     assert alerts[0].limit == 0.01 and alerts[0].value is not None and alerts[0].value > 0.05
     assert "phase.stage is 0." in alerts[0].text
+
+
+def test_a_storage_that_cannot_be_asked_for_its_room_costs_no_other_alert(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[Alert] = []
+    watcher = Watcher(told.append)
+    for summary in simulated(Fault("missing", [3]), saves=1, loads=0):  # of a scheme that no storage has
+        watcher.ended(summary)
+    watcher.finish(10)
+    assert [alert.rule for alert in told] == ["missing"] and "monitoring failed" not in caplog.text
 
 
 def test_rules_of_one_name_are_two_rules(tmp_path: Path) -> None:
