@@ -23,7 +23,7 @@ from bytecheckpoint.monitoring import collector
 from bytecheckpoint.monitoring.background import Background
 from bytecheckpoint.monitoring.progress import make_progress
 from bytecheckpoint.monitoring.reading import read_run
-from bytecheckpoint.monitoring.record import make_record, without_secrets
+from bytecheckpoint.monitoring.record import make_record, path_without_secrets, without_secrets
 from bytecheckpoint.monitoring.sinks import files
 from bytecheckpoint.tiers.flush import job
 from bytecheckpoint.tracing.operation import Operation, span
@@ -301,6 +301,28 @@ def test_a_function_is_measured_with_its_failures() -> None:
 )
 def test_secrets_are_left_out(text: str, shown: str) -> None:
     assert without_secrets(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("s3://key:se/cret@bucket/run", "s3://bucket/run"),
+        ("s3://:secret@bucket/run?secret", "s3://bucket/run"),
+        ("hdfs://user:p@ss@host:8020/run@2", "hdfs://host:8020/run@2"),
+        ("fsspec+abfs://container@account.dfs.core.windows.net/run", "fsspec+abfs://container@account.dfs.core.windows.net/run"),
+        ("hdfs://host:8020/run@2", "hdfs://host:8020/run@2"),
+        ("/runs/token=64/step_1", "/runs/token=64/step_1"),
+    ],
+)  # fmt: skip
+def test_a_path_without_secrets_still_leads_to_the_checkpoint(path: str, shown: str) -> None:
+    assert path_without_secrets(path) == shown
+
+
+def test_metrics_lie_beside_a_run_of_a_container_of_an_account() -> None:
+    with collecting():
+        bytecheckpoint.configure(writer="thread")
+        bytecheckpoint.save("fsspec+memory://container@account/run/step_1", {"model": {"w": torch.ones(1)}})
+        wait_for_operations("fsspec+memory://container@account/run", 1)
 
 
 def test_an_error_is_one_line_of_limited_length_and_a_path_stays_a_path() -> None:

@@ -16,7 +16,7 @@ from bytecheckpoint.errors import CheckpointNotFoundError
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.analysis.words import bandwidth_text, rank_text, seconds_text, size_text
 from bytecheckpoint.monitoring.reading import read_run
-from bytecheckpoint.monitoring.record import without_secrets
+from bytecheckpoint.monitoring.record import path_without_secrets
 from bytecheckpoint.monitoring.report.report import Judge, Report
 from bytecheckpoint.tools.measure import measure_storage
 
@@ -66,7 +66,7 @@ def _print_json(root: str, made: Report) -> None:
     ]
     print_json(
         {
-            "root": without_secrets(root),
+            "root": path_without_secrets(root),
             "skipped": made.metrics.skipped,
             "operations": operations,
             "run": asdict(made.run),

@@ -11,7 +11,7 @@ from bytecheckpoint.cli.tiers import parse_age
 from bytecheckpoint.cli.tools import parse_size
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.monitoring.alerts import load_rules
-from bytecheckpoint.monitoring.record import without_secrets
+from bytecheckpoint.monitoring.record import path_without_secrets
 from bytecheckpoint.monitoring.report.report import Judge, Report
 from bytecheckpoint.monitoring.report.server import RunView, make_app, require_token
 from bytecheckpoint.settings import settings
@@ -52,7 +52,7 @@ def write_files(root: str, report: Report, page: str | None, trace: str | None) 
     from bytecheckpoint.monitoring.report.trace import write_trace
 
     if page is not None:
-        content = make_page(page_data(report, without_secrets(root), time.time()))
+        content = make_page(page_data(report, path_without_secrets(root), time.time()))
         with _opened(page) as file:
             file.write(content)
         print(f"{printable(page)}: {size_text(len(content))}, opens in any browser")

@@ -27,6 +27,8 @@ ROW = np.dtype(
 _STEP = re.compile(r"step[_-]?([0-9]{1,18})/*$")
 #: A password may hold a "/"; a port does not begin one.
 _CREDENTIALS = re.compile(r"(?<=://)(?:[^/\s'\"]+|[^/\s:@'\"]+:(?!\d{1,5}/)[^\s'\"]*)@")
+#: The same with a password; without one, as in abfs://container@account, the part before the "@" is no secret.
+_PASSWORD = re.compile(r"(?<=://)[^/\s:@'\"]*:(?:[^/\s'\"]*|(?!\d{1,5}/)[^\s'\"]*)@")
 #: The query of a URL; some libraries write "url: /bucket/key?X-Amz-Signature=...".
 _QUERY = re.compile(r"((?:://|\burl: ?)[^\s'\"?]*)\?[^\s'\"]*")
 _TOKEN = re.compile(r"(?i)\b(bearer|authorization['\"]?:\s*['\"]?\w+)\s+[\w.~+/-]{8,}=*")
@@ -80,13 +82,14 @@ class RankRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 def path_without_secrets(path: str) -> str:
-    """Return the path of a checkpoint without user name, password and query; it still leads there."""
-    return _QUERY.sub(r"\1", _CREDENTIALS.sub("", path))
+    """Return the path of a checkpoint without password and query; it still leads there, as no storage takes these."""
+    return _QUERY.sub(r"\1", _PASSWORD.sub("", path))
 
 
 def without_secrets(text: str) -> str:
     """Return `text` without user names, passwords and queries of URLs, and without passwords and tokens of requests."""
-    return _NAMED.sub(r"\1...", _TOKEN.sub(r"\1 ...", path_without_secrets(text)))
+    text = _QUERY.sub(r"\1", _CREDENTIALS.sub("", text))
+    return _NAMED.sub(r"\1...", _TOKEN.sub(r"\1 ...", text))
 
 
 def step_of(path: str) -> int | None:

@@ -16,7 +16,7 @@ import msgspec
 from bytecheckpoint.errors import CheckpointError, StorageError, StorageUnavailableError, UsageError
 from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.reading import RunReader
-from bytecheckpoint.monitoring.record import without_secrets
+from bytecheckpoint.monitoring.record import path_without_secrets, without_secrets
 from bytecheckpoint.monitoring.report.data import OPERATIONS, page_data
 from bytecheckpoint.monitoring.report.page import content_security_policy, make_page
 from bytecheckpoint.monitoring.report.report import Judge
@@ -72,7 +72,7 @@ class RunView:
     """
 
     def __init__(self, root: str, judge: Judge) -> None:
-        self._shown = without_secrets(root)
+        self._shown = path_without_secrets(root)
         self._judge = judge
         self._reader = RunReader(root, OPERATIONS)
         self._folder = with_time_limits(resolve(f"{root.rstrip('/')}/{METRICS_FOLDER}"))
@@ -116,7 +116,7 @@ class RunView:
             self._version += 1
 
     def _progress(self, name: str) -> dict[str, Any] | None:
-        """Return the progress of an operation; None for a file that is gone, old, damaged, not to be read, or of one that has ended."""
+        """Return the progress of an operation; None for a file that is gone, old, unreadable, or of one that has ended."""
         try:
             progress = msgspec.json.decode(self._folder.read(name), type=OperationProgress)
         except StorageUnavailableError:
