@@ -10,6 +10,7 @@ import time
 import urllib.request
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -268,6 +269,17 @@ def test_what_a_slow_sink_cannot_take_is_dropped_and_counted(
         assert slow._background.flush(10) and len(SlowSink.taken) + dropped == 200
     assert caplog.text.count("metrics are dropped") == 1
     assert caplog.text.count(f"keeps up again; {dropped + 100} records and alerts are lost") == 1
+
+
+def test_what_a_client_says_is_one_line_of_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = RuntimeError("<html>\n" + "http://a.example\n" * 100_000)
+    monkeypatch.setattr(delivery, "make_sink", Mock(side_effect=error))
+    with collecting("slow://"):
+        delivery.open_sinks()
+        assert wait_until(lambda: "RuntimeError: <html> http://a.example" in caplog.text, 10)
+    assert caplog.text.count("\n") == 1 and len(caplog.text) < 5000
 
 
 def test_a_webhook_that_redirects_gets_no_alert_and_passes_no_password_on() -> None:

@@ -13,7 +13,7 @@ from bytecheckpoint.monitoring.alerts.watching import Watcher
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.background import Background
 from bytecheckpoint.monitoring.progress import OperationProgress
-from bytecheckpoint.monitoring.record import without_secrets
+from bytecheckpoint.monitoring.record import error_text
 from bytecheckpoint.monitoring.sinks import Sink, make_sink, shown
 from bytecheckpoint.monitoring.table import OperationRecord
 from bytecheckpoint.settings import settings
@@ -80,8 +80,7 @@ class _Delivery:
         except Exception as error:  # noqa: BLE001  of any client
             self.dropped += bool(what)
             if self._failed is None:
-                why = without_secrets(f"{type(error).__name__}: {error}")
-                _log.warning("metrics do not reach %s, which disturbs nothing else: %s", self._shown, why)
+                _log.warning("metrics do not reach %s, which disturbs nothing else: %s", self._shown, error_text(error))
                 self._failed = what
         else:
             # A sink may take alerts only, and then taking a record proves nothing.

@@ -12,7 +12,16 @@ import numpy as np
 from bytecheckpoint.handles import LoadReport, SaveReport
 from bytecheckpoint.tracing.operation import Operation
 
-__all__ = ["LEVELS", "ROW", "RankRecord", "make_record", "path_without_secrets", "step_of", "without_secrets"]
+__all__ = [
+    "LEVELS",
+    "ROW",
+    "RankRecord",
+    "error_text",
+    "make_record",
+    "path_without_secrets",
+    "step_of",
+    "without_secrets",
+]
 
 #: What a row describes: the part of a rank as a whole, one of its phases, the sum of all spans of one name, one span.
 LEVELS = ("rank", "phase", "total", "span")
@@ -92,6 +101,12 @@ def without_secrets(text: str) -> str:
     return _NAMED.sub(r"\1...", _TOKEN.sub(r"\1 ...", text))
 
 
+def error_text(error: BaseException) -> str:
+    """Return an error as one line of limited length, without secrets."""
+    text = f"{type(error).__name__}: {error}"
+    return without_secrets(" ".join(text[:_LONGEST_ERROR].split())) + " ..." * (len(text) > _LONGEST_ERROR)
+
+
 def step_of(path: str) -> int | None:
     """Return the training step that the name of a checkpoint's folder says."""
     found = _STEP.search(path)
@@ -142,8 +157,7 @@ def make_record(
     ]
     path, error, seconds, blocking, nbytes = operation.path, "", operation.seconds(), 0.0, 0
     if isinstance(outcome, BaseException):
-        text = f"{type(outcome).__name__}: {outcome}"
-        error = without_secrets(" ".join(text[:_LONGEST_ERROR].split()) + " ..." * (len(text) > _LONGEST_ERROR))
+        error = error_text(outcome)
     else:
         path, seconds, blocking = outcome.path, outcome.total_seconds, outcome.blocking_seconds
         nbytes = outcome.bytes_written if isinstance(outcome, SaveReport) else outcome.bytes_read
