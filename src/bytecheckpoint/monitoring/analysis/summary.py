@@ -136,8 +136,8 @@ class OperationSummary(OperationFacts):
 
     @property
     def spared_share(self) -> float:
-        """Share of the ranks' bytes that nobody had to write again, because a replica's holder writes them."""
-        spared = self.total("left to others")[2]
+        """Share of the ranks' bytes that nobody had to write again, because a replica's holder wrote them."""
+        spared = 0 if self.failed else self.total("left to others")[2]
         return spared / (spared + self.nbytes) if spared else 0.0
 
     def total(self, name: str) -> tuple[int, float, int]:
