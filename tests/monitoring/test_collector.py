@@ -23,7 +23,7 @@ from bytecheckpoint.monitoring import collector
 from bytecheckpoint.monitoring.background import Background
 from bytecheckpoint.monitoring.progress import make_progress
 from bytecheckpoint.monitoring.reading import read_run
-from bytecheckpoint.monitoring.record import make_record, path_without_secrets, without_secrets
+from bytecheckpoint.monitoring.record import error_text, make_record, path_without_secrets, without_secrets
 from bytecheckpoint.monitoring.sinks import files
 from bytecheckpoint.tiers.flush import job
 from bytecheckpoint.tracing.operation import Operation, span
@@ -301,6 +301,15 @@ def test_a_function_is_measured_with_its_failures() -> None:
 )
 def test_secrets_are_left_out(text: str, shown: str) -> None:
     assert without_secrets(text) == shown
+
+
+def test_names_that_are_not_utf_8(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert error_text(OSError("no file a\udcff")) == "OSError: no file a\\udcff"
+    with collecting():
+        bytecheckpoint.save(f"{tmp_path}/a\udcff/step_1", {"model": {"w": torch.ones(1)}})
+        bytecheckpoint.save(tmp_path / "step_2", {"model": {"w": torch.ones(1)}})
+        wait_for_operations(tmp_path, 1)
+    assert caplog.text.count("its path is not UTF-8") == 1 and "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize(

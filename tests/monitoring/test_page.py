@@ -242,6 +242,14 @@ def test_the_report_is_written_to_files(tmp_path: Path, capsys: pytest.CaptureFi
     assert "cannot write" in capsys.readouterr().err
 
 
+def test_a_folder_whose_name_is_not_utf_8(tmp_path: Path) -> None:
+    root, page = tmp_path / "a\udcff", tmp_path / "report.html"
+    root.mkdir()
+    write_metrics(root, RUN.records())
+    assert command(["report", str(root), "-o", str(page)]) == 0
+    assert "/a\\\\udcff" in page.read_text()
+
+
 def test_the_monitor_says_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,6 +111,8 @@ class Collector:
                 self._send(0, _TAG, message)
         except CheckpointError:
             pass  # the world has ended
+        except UnicodeEncodeError:
+            _log.warning("the metrics of a %s are lost: its path is not UTF-8, which they are", operation.kind)
         except Exception:  # noqa: BLE001  metrics never fail a save
             _log.exception("the metrics of a %s are lost", operation.kind)
 

@@ -103,7 +103,7 @@ def without_secrets(text: str) -> str:
 
 def error_text(error: BaseException) -> str:
     """Return an error as one line of limited length, without secrets."""
-    text = f"{type(error).__name__}: {error}"
+    text = f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()  # it may quote any file name
     return without_secrets(" ".join(text[:_LONGEST_ERROR].split())) + " ..." * (len(text) > _LONGEST_ERROR)
 
 

@@ -54,7 +54,7 @@ def page_data(report: Report, root: str, made: float) -> dict[str, Any]:
     details, notes = _details(run.records, operations)
     return {
         "version": 1,
-        "root": root,
+        "root": root.encode(errors="backslashreplace").decode(),  # a name may be no UTF-8, which JSON is
         "made": made,
         "simulated": any(operation.path.startswith("simulated://") for operation in operations),
         "skipped": run.skipped,
