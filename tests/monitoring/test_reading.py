@@ -75,8 +75,9 @@ def test_damaged_and_foreign_files_are_counted(tmp_path: Path) -> None:
     for number, data in enumerate(bad_alerts):
         put(str(tmp_path), f"alerts-{number}.json", data)
     put(str(tmp_path), "limits-1.json", b'{"host": "a"}')
+    put(str(tmp_path), "limits-2.json", b'{"host":"a","time":1,"write":0,"read":null,"nbytes":1,"threads":1}')
     run = read_run(str(tmp_path))
-    assert [record.id for record in run.records] == [RECORDS[1].id] and run.skipped == len(bad) + len(bad_alerts) + 1
+    assert [record.id for record in run.records] == [RECORDS[1].id] and run.skipped == len(bad) + len(bad_alerts) + 2
 
 
 def test_a_file_that_may_not_be_read_is_counted_and_a_storage_that_is_away_is_told(

@@ -377,6 +377,17 @@ def test_a_long_load_asks_the_storage_once_whether_its_run_has_metrics(
         asked.clear()
 
 
+def test_files_of_killed_jobs_go(tmp_path: Path) -> None:
+    folder = tmp_path / ".bytecheckpoint-metrics"
+    folder.mkdir()
+    for name, age in (("live-killed.json", 90_000), ("live-running.json", 5), ("foreign.json", 90_000)):
+        (folder / name).write_text("{}")
+        os.utime(folder / name, (time.time() - age,) * 2)
+    step = msgspec.structs.replace(PROGRESS, path=str(tmp_path / "step_1"))
+    make_sink("files").progress(OperationProgress.of([step], "mine-save-1", 1, ended=False))
+    assert {path.name for path in folder.iterdir()} == {"live-running.json", "live-mine.json", "foreign.json"}
+
+
 def test_two_sinks_at_once_and_a_change_in_the_middle(tmp_path: Path) -> None:
     with receiver() as received, collecting(f"clickhouse://127.0.0.1:{received.port},files"):
         bytecheckpoint.save(tmp_path / "step_1", STATES)

@@ -48,7 +48,7 @@ def test_nothing_stays_of_a_measurement_that_fails_or_was_killed(tmp_path: Path)
     killed.parent.mkdir()
     killed.write_bytes(b"1")
     running.write_bytes(b"1")
-    os.utime(killed, (time.time() - 7200,) * 2)
+    os.utime(killed, (time.time() - 90_000,) * 2)
     measure_storage(str(tmp_path), MIB, 1)
     assert running.exists() and not killed.exists()
 

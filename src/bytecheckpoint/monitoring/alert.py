@@ -6,10 +6,10 @@ from typing import Annotated
 
 import msgspec
 
-__all__ = ["Alert"]
+__all__ = ["Alert", "Time"]
 
 #: Seconds since 1970, before the year 10,000: what a date can show.
-_Time = Annotated[float, msgspec.Meta(ge=0, lt=253_402_300_800)]
+Time = Annotated[float, msgspec.Meta(ge=0, lt=253_402_300_800)]
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,4 +41,4 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     phase: str = ""
     value: float | None = None
     limit: float | None = None
-    time: _Time = 0.0
+    time: Time = 0.0

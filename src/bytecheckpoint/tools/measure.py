@@ -15,7 +15,7 @@ import numpy as np
 
 from bytecheckpoint.errors import StorageError, UsageError
 from bytecheckpoint.monitoring.analysis.limits import LIMITS_PREFIX, StorageLimit
-from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER
+from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER, remove_forgotten
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.base import NewFile
@@ -29,8 +29,6 @@ _PREFIX = "measure-"
 _PAGE = mmap.PAGESIZE
 #: Bytes of one call.
 _CHUNK = 8 << 20
-#: Files of a measurement that was killed are removed after so many seconds.
-_FORGOTTEN = 3600.0
 
 
 def measure_storage(root: str, nbytes: int, threads: int) -> StorageLimit:
@@ -52,7 +50,7 @@ def measure_storage(root: str, nbytes: int, threads: int) -> StorageLimit:
         raise UsageError(f"{nbytes} bytes are too few for {threads} threads: give a page of {_PAGE} to each")
     folder = with_time_limits(resolve(f"{root.removeprefix(PREFIX).rstrip('/')}/{METRICS_FOLDER}"))
     host = socket.gethostname()
-    _remove_forgotten(folder)
+    remove_forgotten(folder, _PREFIX)
     names = [f"{_PREFIX}{uuid.uuid4().hex}" for _ in range(threads)]
     data = mmap.mmap(-1, min(_CHUNK, share))
     data.write(np.random.default_rng().bytes(len(data)))  # nothing on the way can compress it
@@ -101,11 +99,3 @@ def _read(folder: Storage, name: str, size: int) -> None:
     with contextlib.closing(folder.open(name)) as reader:
         for offset in range(0, size, len(buffer)):
             reader.read_into(offset, [buffer[: size - offset]])
-
-
-def _remove_forgotten(folder: Storage) -> None:
-    for name, _ in folder.list():
-        if name.startswith(_PREFIX):
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - folder.stat(name).modified > _FORGOTTEN:
-                    folder.delete([name])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
+from bytecheckpoint.monitoring.alert import Time
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.analysis.words import bandwidth_text, plural
 
@@ -15,6 +17,7 @@ __all__ = ["LIMITS_PREFIX", "Limits", "StorageLimit"]
 
 #: In the folder of metrics, files of `StorageLimit`, one per measurement.
 LIMITS_PREFIX = "limits-"
+_Bandwidth = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
 
 
 class StorageLimit(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,9 +33,9 @@ class StorageLimit(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     host: str
-    time: float
-    write: float
-    read: float | None
+    time: Time
+    write: _Bandwidth
+    read: _Bandwidth | None
     nbytes: int
     threads: int
 

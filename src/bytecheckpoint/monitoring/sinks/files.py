@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import time
 import uuid
@@ -21,7 +22,16 @@ from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tiers.storage import PREFIX
 
-__all__ = ["ALERTS_PREFIX", "LIVE_PREFIX", "METRICS_FOLDER", "FilesSink", "decode_table", "encode_table", "run_of_path"]
+__all__ = [
+    "ALERTS_PREFIX",
+    "LIVE_PREFIX",
+    "METRICS_FOLDER",
+    "FilesSink",
+    "decode_table",
+    "encode_table",
+    "remove_forgotten",
+    "run_of_path",
+]
 
 #: Folder of the metrics, in the folder of the run.
 METRICS_FOLDER = ".bytecheckpoint-metrics"
@@ -32,6 +42,8 @@ ALERTS_PREFIX = "alerts-"
 _ALERTS = 200
 #: Files of operations that are joined into one. Until then their bytes stay in memory.
 _JOINED = 64
+#: Seconds after which a file of something that runs is that of a killed job.
+_FORGOTTEN = 86400.0
 #: Larger files stay as they are.
 _SMALL = 1 << 18
 #: Rows of a table from which on better compression is worth its time.
@@ -92,6 +104,8 @@ class FilesSink(Sink):
             self._untold.add(progress.operation)
         else:
             name = f"{LIVE_PREFIX}{progress.operation.split('-', 1)[0]}.json"
+            if (folder.url, name) not in self._live:
+                remove_forgotten(folder, LIVE_PREFIX)
             folder.publish(name, msgspec.json.encode(progress))
             self._live[folder.url, name] = folder
 
@@ -117,6 +131,16 @@ class FilesSink(Sink):
                 return None
             self._runs.add(run)
         return with_time_limits(resolve(f"{run}/{METRICS_FOLDER}"))
+
+
+def remove_forgotten(folder: Storage, prefix: str) -> None:
+    """Remove the files of this prefix that killed jobs have left."""
+    for name, _ in folder.list():
+        if name.startswith(prefix):
+            with contextlib.suppress(FileNotFoundError):
+                modified = folder.stat(name).modified
+                if modified and time.time() - modified > _FORGOTTEN:
+                    folder.delete([name])
 
 
 def _join(folder: Storage, files: Mapping[str, bytes]) -> None:
