@@ -78,6 +78,7 @@ class Tuning:
         progress_interval: tracing, monitoring: time between two reports of how far an operation is.
         progress_rate: monitoring: such reports per second of all ranks together; ranks of a large world report less often.
         metrics_wait: monitoring: time that rank 0 waits for the metrics of the other ranks while none of them goes on.
+        files_delay: monitoring: time after which the file of an operation is written beside the run.
         metrics_end: monitoring: time that a process which ends waits for its metrics to be delivered.
         lease_renewal: tiers: time between two renewals of a lease that is held.
         lease_expiry: tiers: time for which a lease must stay unchanged for its holder to count as dead.
@@ -144,6 +145,7 @@ class Tuning:
     progress_interval: float = 1.0
     progress_rate: float = 500.0
     metrics_wait: float = 30.0
+    files_delay: float = 1.0
     metrics_end: float = 10.0
 
     # --- tiers ---

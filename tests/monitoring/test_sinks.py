@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 import threading
 import time
@@ -375,6 +376,19 @@ def test_a_long_load_asks_the_storage_once_whether_its_run_has_metrics(
             sink.progress(OperationProgress.of([step], f"{run}-load-1", 1, ended=False))
         assert len(asked) == 1 and len(list(tmp_path.glob(f"{run}/.bytecheckpoint-metrics/*"))) == files
         asked.clear()
+
+
+def test_a_run_that_is_removed_at_once_stays_removed(tmp_path: Path) -> None:
+    """As those of `tempfile.TemporaryDirectory`: nothing is in the way of their removal, and nothing comes back."""
+    with collecting():
+        for run in [tmp_path / str(number) for number in range(20)]:
+            bytecheckpoint.save(run / "step_1", STATES)
+            bytecheckpoint.load(run / "step_1", STATES)
+            shutil.rmtree(run)
+        bytecheckpoint.save(tmp_path / "stays/step_1", STATES)
+        (files,) = delivery._deliveries.values()
+        assert wait_until(lambda: files._background.waiting() == 0, 30)
+    assert [path.name for path in tmp_path.iterdir()] == ["stays"] and len(tables(tmp_path / "stays")) == 1
 
 
 def test_files_of_killed_jobs_go(tmp_path: Path) -> None:

@@ -57,6 +57,21 @@ class Background:
         with self._changed:
             return len(self._jobs)
 
+    def due(self) -> int:
+        """Return the number of jobs whose time has come."""
+        with self._changed:
+            return sum(when <= time.monotonic() for when, _, _ in self._jobs)
+
+    def hurry(self) -> None:
+        """Let the time of all jobs that wait come now, in their order."""
+        with self._changed:
+            now = time.monotonic()
+            # A sorted list is a heap.
+            self._jobs = [
+                (min(when, now), number, job) for when, number, job in sorted(self._jobs, key=lambda j: j[:2])
+            ]
+            self._changed.notify_all()
+
     def flush(self, timeout: float) -> bool:
         """Wait until all jobs that are due have ended, or run them where there is no thread; False after `timeout` s."""
         deadline = time.monotonic() + timeout

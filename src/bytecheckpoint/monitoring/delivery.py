@@ -45,19 +45,22 @@ class _Delivery:
         self._background.submit(lambda: self._call(lambda _: None))  # importing a client may take seconds
 
     def put(self, record: OperationRecord, summary: OperationSummary) -> None:
-        self._put(lambda sink: sink.deliver(record, summary), "records")
+        # Whoever saves into a temporary folder removes it at once, and a file that is being written is in the way then.
+        # A failure may be the last thing that the process does.
+        late = self._address == "files" and not summary.failed
+        self._put(lambda sink: sink.deliver(record, summary), "records", tuning().files_delay if late else 0.0)
 
     def put_progress(self, progress: OperationProgress) -> None:
         # What a slow sink misses is old, but for the end.
-        if self._background.waiting() < (_WAITING if progress.ended else 1):
+        if self._background.due() < (_WAITING if progress.ended else 1):
             self._background.submit(lambda: self._call(lambda sink: sink.progress(progress)))
 
     def put_alert(self, alert: Alert) -> None:
         self._put(lambda sink: sink.alert(alert), "alerts")
 
-    def _put(self, work: Callable[[Sink], None], what: str) -> None:
-        if self._background.waiting() < _WAITING:
-            self._background.submit(lambda: self._call(work, what))
+    def _put(self, work: Callable[[Sink], None], what: str, delay: float = 0.0) -> None:
+        if self._background.due() < _WAITING:
+            self._background.later(delay, lambda: self._call(work, what))
             return
         self.dropped += 1
         if not self._late:
@@ -69,6 +72,7 @@ class _Delivery:
 
     def close(self) -> None:
         """Close the sink after what waits, without waiting for that."""
+        self._background.hurry()
         self._background.submit(self._close)
         self._background.end()
 
@@ -87,7 +91,7 @@ class _Delivery:
             if what and self._failed in ("", what):
                 _log.warning("metrics reach %s again; %d %s are lost", self._shown, self.dropped, what)
                 self._failed, self._late = None, False
-            elif self._late and not self._background.waiting():
+            elif self._late and not self._background.due():
                 _log.warning("%s keeps up again; %d records and alerts are lost", self._shown, self.dropped)
                 self._late = False
 

@@ -232,6 +232,10 @@ class Storage(ABC):
             StorageUnavailableError: `undecided` is set when the data may be present all the same, now or soon.
         """
 
+    def exists(self) -> bool:
+        """Return whether the folder is there. A store without folders says True: it takes any name at any time."""
+        return True
+
     @abstractmethod
     def folders(self) -> list[str]:
         """Return the names of the direct sub-folders, sorted."""

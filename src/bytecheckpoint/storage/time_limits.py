@@ -23,6 +23,7 @@ _VERBS = {
     "read_into": "read",
     "stat": "look at",
     "version": "look at",
+    "exists": "look at",
     "folders": "list",
     "unfinished_uploads": "list the uploads to",
     "abort_uploads": "abort the uploads to",

@@ -116,6 +116,9 @@ class WrappedStorage(Storage):
     def publish(self, name: str, data: bytes, *, expected: str | None = None) -> None:
         self.around(Call("publish", (name,), len(data)), lambda: self.inner.publish(name, data, expected=expected))
 
+    def exists(self) -> bool:
+        return self.around(Call("exists"), self.inner.exists)
+
     def folders(self) -> list[str]:
         return self.around(Call("folders"), self.inner.folders)
 

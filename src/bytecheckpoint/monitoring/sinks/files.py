@@ -101,7 +101,8 @@ class FilesSink(Sink):
             return
         folder = self._folder(progress.kind, progress.path)
         if folder is None:
-            self._untold.add(progress.operation)
+            if progress.kind != "save":  # which makes its folder soon
+                self._untold.add(progress.operation)
         else:
             name = f"{LIVE_PREFIX}{progress.operation.split('-', 1)[0]}.json"
             if (folder.url, name) not in self._live:
@@ -124,8 +125,10 @@ class FilesSink(Sink):
         self._live.clear()
 
     def _folder(self, kind: str, path: str) -> Storage | None:
-        """Return where the metrics of an operation go; None for nowhere."""
+        """Return where the metrics of an operation go; None where the run is gone, or has none."""
         run = run_of_path(path)
+        if not with_time_limits(resolve(run)).exists():
+            return None
         if run not in self._runs:
             if kind != "save" and METRICS_FOLDER not in with_time_limits(resolve(run)).folders():
                 return None

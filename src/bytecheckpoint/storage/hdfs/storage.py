@@ -190,6 +190,13 @@ class HdfsStorage(UploadingStorage):
 
     # --- folders ----------------------------------------------------------------------------------------------
 
+    def exists(self) -> bool:
+        try:
+            self._run("look at", self.url, lambda client: client.get_file_info(self._root or "/"))
+        except FileNotFoundError:
+            return False
+        return True
+
     def folders(self) -> list[str]:
         return sorted(self._listing("")[1])
 

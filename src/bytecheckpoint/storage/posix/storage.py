@@ -228,6 +228,9 @@ class PosixStorage(Storage):
 
         return self._run("create", self._label(name), opened)
 
+    def exists(self) -> bool:
+        return self._run("look at", self.url, lambda: os.path.isdir(self.root))
+
     def folders(self) -> list[str]:
         def folders() -> list[str]:
             try:

@@ -48,6 +48,13 @@ class NameTests(Suite):
                 folder.read("metadata.parquet")
         assert self.again(storage).folders() == [], "looking makes no folders"
 
+    def test_a_folder_with_files_exists(self, storage: Storage) -> None:
+        inner = self.neighbour(storage, "/step_1")
+        assert inner.exists() == self.again(storage).exists(), "False, or True in a store without folders"
+        inner.publish("metadata.parquet", b"x")
+        assert inner.exists()
+        assert self.again(storage).exists()
+
     def test_stat(self, storage: Storage) -> None:
         write_file(storage, "model/file", content(1000))
         write_file(storage, "model/other", content(1000, 1))
