@@ -207,9 +207,7 @@ class Connections(Loop):
                 self._lose(peer, self._lost.get(peer.rank, _CLOSED))
                 self._connect_if_needed(peer)  # the rank may live, and wait for an exchange that was given up here
         elif link.greeting.dialled is not None:
-            self._redial_later(
-                self._peer(link.greeting.dialled), "the connection closed before the ranks had greeted each other"
-            )
+            self._redial_later(self._peer(link.greeting.dialled), link.ungreeted())
 
     def _on_leave(self) -> None:
         self._stop_accepting()

@@ -34,6 +34,9 @@ class Link:
         sock: the connection, over TCP, TLS, or within this machine.
         reader: assembles what arrives.
         greeting: this side of it.
+
+    Attributes:
+        failure: why it broke, as far as this side knows; "" before that, and after an ordinary end.
     """
 
     def __init__(self, sock: socket.socket, reader: FrameReader, greeting: Greeting) -> None:
@@ -51,6 +54,7 @@ class Link:
         self.resumes = False  # more can be sent once something has come
         self.greeting = greeting
         self.rank = -1  # of the other side, once the greeting is over
+        self.failure = ""
         self._unanswered_since: float | None = None
         self.hang_up = False  # shut down for writing once the queue is empty
         self._dead = False  # nothing can be sent any more
@@ -85,8 +89,9 @@ class Link:
             except AGAIN_AFTER_READING:  # the handshake of TLS
                 self.resumes = True
                 return True
-            except OSError:
+            except OSError as error:
                 # Reading from the broken connection fails too, and reports it.
+                self.failure = str(error)
                 self._dead = True
                 self._queue.clear()
                 return True
@@ -160,6 +165,11 @@ class Link:
         since = self._unanswered_since = self._unanswered_since or now
         unanswered: float = min(now - since, silent / 1000)
         return unanswered > tuning().unanswered_timeout
+
+    def ungreeted(self) -> str:
+        """Tell that the connection ended before its greeting, and why."""
+        ended = "the connection closed before the ranks had greeted each other"
+        return f"{ended} ({self.failure})" if self.failure else ended
 
     def kill(self) -> None:
         """Close the connection and clear the queue."""

@@ -263,8 +263,9 @@ class Loop(ABC):
                     link.resumes = False
                     if not link.flush():
                         self._unsent.append(link)
-            except (EOFError, OSError):
+            except (EOFError, OSError) as error:
                 if link in self._open:
+                    link.failure = link.failure or str(error)
                     self._drop(link)
                     self._on_gone(link)
 

@@ -88,8 +88,7 @@ class Spoke(Star):
                     f"rank {self.rank}: not every rank connected to rank 0 within {timeout:g} s"
                 )
             if self.inbox.closed:
-                why = f"rank 0 went away while the ranks were connecting to it: {self.inbox.closed}"
-                raise PeerLostError(f"rank {self.rank}: {why}")
+                raise PeerLostError(f"rank {self.rank}: cannot join rank 0: {self.inbox.closed}")
             if (place := self._moved) is None:
                 return
             self._moved = None
@@ -243,7 +242,8 @@ class Spoke(Star):
         if link is self._up:
             above = "rank 0" if link.rank < 1 else f"rank {link.rank}, which passes messages on,"
             happened = _LEFT if self._sending_over else _KILLED
-            self._end(f"{above} {happened}; restart the job from its last committed checkpoint")
+            restart = "restart the job from its last committed checkpoint"
+            self._end(f"{above} {happened}; {restart}" if link.rank >= 0 else link.ungreeted())
         for rank, through in list(self.below.items()):
             if through is link and rank not in self._gone:
                 self._gone.add(rank)
