@@ -120,6 +120,8 @@ def test_the_death_of_a_carrier_loses_its_machine_by_name(world: SocketWorld) ->
             # Its thread goes on here, and may tell the others that it has no connection with rank 0.
             with pytest.raises(PeerLostError, match=f"(rank {lost}, which passes messages on,|rank 0) was killed"):
                 world.ranks[rank].recv(0, "never", timeout=3600)
+    with pytest.raises(PeerLostError, match="lost ranks 6, 7, 8 while waiting for 'never': rank 6: "):
+        world.ranks[0].collect((6, 7, 8), "never", timeout=3600)
     world.ranks[4].send(0, "still", b"works")
     assert world.ranks[0].recv(4, "still", timeout=30) == b"works"
 

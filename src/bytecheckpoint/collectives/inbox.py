@@ -318,8 +318,11 @@ class Inbox:
     def _raise_if_lost(self, missing: list[int], tag: str) -> None:
         lost = [s for s in missing if s in self._lost]
         if lost:
+            reason = self._lost[lost[0]]
+            if len(lost) > 1:  # the others may have another one
+                reason = f"rank {lost[0]}: {reason}"
             raise PeerLostError(
-                f"rank {self.rank}: lost {names_of_ranks(lost)} while waiting for {tag!r}: {self._lost[lost[0]]}; "
+                f"rank {self.rank}: lost {names_of_ranks(lost)} while waiting for {tag!r}: {reason}; "
                 "restart the job from its last committed checkpoint"
             )
         if self._closed is not None:
