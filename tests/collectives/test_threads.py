@@ -237,3 +237,8 @@ def test_losses_are_told() -> None:
     end()
     world.kill(0, silent=False)
     assert sorted(told) == [1, 2] and all(told.values())
+
+
+def test_what_is_left_of_a_time_limit_is_rounded() -> None:
+    with pytest.raises(CheckpointTimeoutError, match=r"within 0\.12 s;"):
+        ThreadWorld(2).rank(0).recv(1, "never", timeout=0.1234567)

@@ -231,7 +231,7 @@ class Inbox:
                     with self._lock:
                         self._raise_if_lost(sorted(missing), tag)
                     raise CheckpointTimeoutError(
-                        f"rank {self.rank}: no message {tag!r} from {names_of_ranks(silent)} within {timeout:g} s"
+                        f"rank {self.rank}: no message {tag!r} from {names_of_ranks(silent)} within {round(timeout, 2):g} s"
                         f"{self.explain(silent)}; look for a hung rank, or raise the time-out"
                     )
         finally:
