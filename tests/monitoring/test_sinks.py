@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -400,6 +401,15 @@ def test_files_of_killed_jobs_go(tmp_path: Path) -> None:
     step = msgspec.structs.replace(PROGRESS, path=str(tmp_path / "step_1"))
     make_sink("files").progress(OperationProgress.of([step], "mine-save-1", 1, ended=False))
     assert {path.name for path in folder.iterdir()} == {"live-running.json", "live-mine.json", "foreign.json"}
+
+
+def test_the_end_of_an_operation_does_not_hide_the_next_one(tmp_path: Path) -> None:
+    step = msgspec.structs.replace(PROGRESS, path=str(tmp_path / "step_1"))
+    sink = make_sink("files")
+    for operation, ended in (("mine-save-1", False), ("mine-save-2", False), ("mine-save-1", True)):
+        sink.progress(OperationProgress.of([step], operation, 1, ended=ended))
+    shown = json.loads((tmp_path / ".bytecheckpoint-metrics/live-mine.json").read_text())
+    assert (shown["operation"], shown["ended"]) == ("mine-save-2", False)
 
 
 def test_two_sinks_at_once_and_a_change_in_the_middle(tmp_path: Path) -> None:

@@ -41,19 +41,21 @@ class _Delivery:
         self._sink: Sink | None = None
         self._failed: str | None = None  # what did not reach the sink, "" if it was neither a record nor an alert
         self._late = False
+        # Whoever saves into a temporary folder removes it at once, and a file that is being written is in the way then.
+        self._delay = tuning().files_delay if address == "files" else 0.0
         self.dropped = 0
         self._background.submit(lambda: self._call(lambda _: None))  # importing a client may take seconds
 
     def put(self, record: OperationRecord, summary: OperationSummary) -> None:
-        # Whoever saves into a temporary folder removes it at once, and a file that is being written is in the way then.
         # A failure may be the last thing that the process does.
-        late = self._address == "files" and not summary.failed
-        self._put(lambda sink: sink.deliver(record, summary), "records", tuning().files_delay if late else 0.0)
+        delay = 0.0 if summary.failed else self._delay
+        self._put(lambda sink: sink.deliver(record, summary), "records", delay)
 
     def put_progress(self, progress: OperationProgress) -> None:
         # What a slow sink misses is old, but for the end.
         if self._background.due() < (_WAITING if progress.ended else 1):
-            self._background.submit(lambda: self._call(lambda sink: sink.progress(progress)))
+            delay = self._delay if progress.ended else 0.0
+            self._background.later(delay, lambda: self._call(lambda sink: sink.progress(progress)))
 
     def put_alert(self, alert: Alert) -> None:
         self._put(lambda sink: sink.alert(alert), "alerts")

@@ -76,7 +76,7 @@ class FilesSink(Sink):
         self._small: dict[str, dict[str, bytes]] = {}  # folder -> small files of this process
         self._alerts: dict[str, deque[Alert]] = {}  # folder -> the newest ones
         self._alerts_name = f"{ALERTS_PREFIX}{uuid.uuid4().hex}.json"
-        self._live: dict[tuple[str, str], Storage] = {}  # files of running operations
+        self._live: dict[tuple[str, str], tuple[Storage, str]] = {}  # files of running operations, and which these are
 
     def deliver(self, record: OperationRecord, summary: OperationSummary) -> None:
         """Write the file of an operation, and join small files when there are many."""
@@ -105,10 +105,13 @@ class FilesSink(Sink):
                 self._untold.add(progress.operation)
         else:
             name = f"{LIVE_PREFIX}{progress.operation.split('-', 1)[0]}.json"
-            if (folder.url, name) not in self._live:
+            _, written = self._live.get((folder.url, name), (None, ""))
+            if progress.ended and written != progress.operation:
+                return  # the next one runs already
+            if not written:
                 remove_forgotten(folder, LIVE_PREFIX)
             folder.publish(name, msgspec.json.encode(progress))
-            self._live[folder.url, name] = folder
+            self._live[folder.url, name] = folder, progress.operation
 
     def alert(self, alert: Alert) -> None:
         """Replace the file that holds the alerts of this process: afterwards nobody could tell that a storage was full."""
@@ -120,7 +123,7 @@ class FilesSink(Sink):
 
     def close(self) -> None:
         """Remove the files of running operations: none runs any more."""
-        for (_, name), folder in self._live.items():
+        for (_, name), (folder, _) in self._live.items():
             folder.delete([name])
         self._live.clear()
 
