@@ -11,6 +11,7 @@ import pytest
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.manager.boundary import Boundaries
+from tests.support.processes import wait_until
 
 STEPS = 60
 
@@ -87,6 +88,29 @@ def test_a_rank_that_is_gone_holds_nobody_up(gone: int, how: str) -> None:
     alone = gone == 0 and how != "leaves"
     assert [acts for _, acts, _ in others] == ([{"save"}, set()] if alone else [{"save"}] * 2)
     assert others[0][2] == {gone}
+
+
+def test_a_rank_that_acts_and_leaves_is_not_overtaken() -> None:
+    """The other one asks for the same while it has not reached that boundary yet."""
+    heard = threading.Event()
+
+    def run(collective: Collective) -> dict[int, set[str]]:
+        with Boundaries(collective, "boundaries", 20) as boundaries:
+            if collective.rank:
+                boundaries.reach(8)
+                boundaries.request("stop")
+                assert wait_until(lambda: bool(boundaries._acts), 20)
+                acts = boundaries.reach(9)
+                heard.set()
+                return {9: acts}
+            boundaries.reach(3)
+            assert heard.wait(20)
+            assert wait_until(lambda: bool(boundaries._left), 20)
+            boundaries.request("stop")
+            time.sleep(0.1)
+            return {step: acts for step in range(4, 12) if (acts := boundaries.reach(step))}
+
+    assert ThreadWorld(2).run(run, timeout=60) == [{9: {"stop"}}] * 2
 
 
 def test_what_is_polled_is_asked_for_once() -> None:

@@ -58,6 +58,7 @@ class Boundaries:
         self._wanted: set[str] = set()
         self._answers: dict[int, int] = {}
         self._left: set[int] = set()  # ranks that have left or are lost
+        self._decided = -1  # the boundary of the round before
         self._thread = threading.Thread(target=self._run, name="bytecheckpoint-boundaries", daemon=True)
         self._ended = threading.Event()
 
@@ -195,9 +196,10 @@ class Boundaries:
         present = self._present()
         if not present <= self._answers.keys():  # one has answered and left
             return
-        step = max((self._answers[rank] for rank in present), default=0) + 1
+        # Not before a boundary that is decided already: a rank that acts there, and leaves, answers no more.
+        step = max(self._decided, *(self._answers[rank] + 1 for rank in present), 1)
         self._send_each(present, ["act", self._round, step, sorted(self._wanted), sorted(self._left)])
-        self._asking, self._wanted, self._answers = False, set(), {}
+        self._asking, self._wanted, self._answers, self._decided = False, set(), {}, step
 
     def _present(self) -> set[int]:
         """Return the ranks that take part. Takes long in a large world."""
