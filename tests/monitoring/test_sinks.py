@@ -392,6 +392,32 @@ def test_a_run_that_is_removed_at_once_stays_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["stays"] and len(tables(tmp_path / "stays")) == 1
 
 
+def test_a_call_that_fails_at_once_has_a_path_that_leads_to_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with collecting(), pytest.raises(bytecheckpoint.UsageError):
+        bytecheckpoint.save("run/step_1", STATES, staging="unknown")
+    assert wait_until(lambda: "alert failed" in caplog.text, 30)
+    assert f"({tmp_path}/run/step_1)" in caplog.text
+
+
+@pytest.mark.parametrize("path", ["", "s3:/bucket/step_1", STATES])
+def test_a_call_without_a_path_has_no_metrics(path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr("bytecheckpoint.monitoring.collector.deliver", lambda record, _: seen.append(record.path))
+    for call in (bytecheckpoint.save, bytecheckpoint.load):
+        with collecting(), pytest.raises(bytecheckpoint.UsageError):
+            call(path, STATES)
+    assert wait_until(lambda: len(seen) == 2, 30)
+    assert seen == ["", ""]
+
+
+def test_an_operation_without_a_path_has_no_files() -> None:
+    record = failed_record("", "no path")
+    make_sink("files").deliver(record, summarize(record))
+
+
 def test_files_of_killed_jobs_go(tmp_path: Path) -> None:
     folder = tmp_path / ".bytecheckpoint-metrics"
     folder.mkdir()

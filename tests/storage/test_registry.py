@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,10 +60,11 @@ def test_paths_and_file_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert resolve("with:colon").url == str(tmp_path / "with:colon")
 
 
-@pytest.mark.parametrize("path", ["", "a\0b", "file://", b"bytes"])
-def test_what_is_no_path(path: str) -> None:
-    with pytest.raises(UsageError, match="not a checkpoint path"):
+@pytest.mark.parametrize("path", ["", "a\0b", "file://", b"bytes", None, {"model": list(range(100))}])
+def test_what_is_no_path(path: Any) -> None:
+    with pytest.raises(UsageError, match="not a checkpoint path") as caught:
         resolve(path)
+    assert len(str(caught.value)) < 120
 
 
 CREDENTIALS = "credentials belong in the environment"

@@ -113,7 +113,7 @@ def load(
         True
     """
     settings, wrong = settings_with_timeout(timeout)
-    operation = Operation("load", str(path))
+    operation = Operation("load", "")  # until it is known where `path` leads
     with operation.running():
         collective = current(process_group, timeout=settings.timeout)
     world = world_of(collective)
@@ -133,7 +133,9 @@ def load(
 
     def check() -> LoadArguments:
         # Ranks wait for each other in `agree`, so nothing that may fail on one rank alone comes before it.
-        storage = resolve_storage(path).agree_on_copy(agree)
+        storage = resolve_storage(path)
+        operation.path = storage.url
+        storage = storage.agree_on_copy(agree)
         if wrong is not None:
             raise wrong
         check_flags(overlap_loading=overlap_loading, cast=cast)
@@ -141,7 +143,6 @@ def load(
             check_flags(prepare_save=prepare_save)
         check_states(states, names, mutable=True)
         storage.timeout = settings.timeout
-        operation.path = storage.url
         bare = unwrap_states(states)
         world.note_layout(bare)
         return LoadArguments(

@@ -124,8 +124,8 @@ def save(
     # `make_call` refuses other types than bool, after every rank has taken this call's number.
     asynchronous = isinstance(async_checkpoint, bool | np.bool_) and bool(async_checkpoint)
     background = asynchronous and isinstance(staging, str) and staging == "background"
-    handle = SaveHandle(str(path))
-    operation = Operation("save", str(path))
+    operation = Operation("save", "" if isinstance(storage, Exception) else storage.url)
+    handle = SaveHandle(operation.path)
     handle.committed.add_done_callback(lambda _: operation.end())
     # Memory that is kept for later saves must not belong to the inference mode.
     with operation.running(), torch.inference_mode(False):

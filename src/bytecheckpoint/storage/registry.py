@@ -61,7 +61,11 @@ def resolve(path: str | os.PathLike[str] | Storage) -> Storage:
         return path
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text:
-        raise UsageError(f"{path!r} is not a checkpoint path: give a folder or a URL")
+        # A dict of states in the place of a path would be printed with all that it holds.
+        shown = (
+            repr(path) if path is None or isinstance(path, str | bytes) else f"an object of type {type(path).__name__}"
+        )
+        raise UsageError(f"{shown} is not a checkpoint path: give a folder or a URL")
     match = _SCHEME.match(text)
     if match is None:
         _refuse_broken_url(text)

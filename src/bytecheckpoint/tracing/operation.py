@@ -86,7 +86,7 @@ class Operation:
 
     Args:
         kind: "save", "load" or "prepare".
-        path: of the checkpoint.
+        path: of the checkpoint; "" where the caller has given none that leads anywhere.
 
     Attributes:
         kind: as given.

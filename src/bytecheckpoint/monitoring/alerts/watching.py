@@ -86,7 +86,8 @@ class Watcher:
 
     def _tell(self, alerts: Sequence[Alert]) -> None:
         for alert in alerts:
-            _log.log(_LEVELS[alert.severity], "alert %s: %s (%s)", alert.rule, alert.text, alert.path)
+            where = f" ({alert.path})" if alert.path else ""
+            _log.log(_LEVELS[alert.severity], "alert %s: %s%s", alert.rule, alert.text, where)
             self._hand(alert)
 
 

@@ -97,7 +97,7 @@ class FilesSink(Sink):
 
     def progress(self, progress: OperationProgress) -> None:
         """Replace the file that says how far the running operation is."""
-        if progress.operation in self._untold:  # asked already
+        if not progress.path or progress.operation in self._untold:  # not known yet, or asked already
             return
         folder = self._folder(progress.kind, progress.path)
         if folder is None:
@@ -129,6 +129,8 @@ class FilesSink(Sink):
 
     def _folder(self, kind: str, path: str) -> Storage | None:
         """Return where the metrics of an operation go; None where the run is gone, or has none."""
+        if not path:  # the argument was no path
+            return None
         run = run_of_path(path)
         if not with_time_limits(resolve(run)).exists():
             return None
