@@ -27,6 +27,8 @@ _TOTALS = ("count", "seconds", "nbytes")
 _METRICS = ("seconds", "blocking_seconds", "bandwidth", "nbytes", "balance", "retries", "retry_seconds")
 #: Errors that say that stored bytes are damaged.
 _CORRUPT = "CorruptCheckpointError"
+#: Errors that nobody needs to hear of: a first start finds no checkpoint, and whoever presses Ctrl-C knows it.
+_EXPECTED = ("CheckpointNotFoundError:", "KeyboardInterrupt:")
 _TIER = "tier+"
 
 
@@ -166,8 +168,10 @@ class Failed(Rule, frozen=True, kw_only=True, tag="failed"):
     corrupt = False
 
     def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
-        if now.failures and (_CORRUPT in now.first_failure.error) == self.corrupt:
-            first = now.first_failure
+        if not now.failures or now.first_failure.error.startswith(_EXPECTED):
+            return
+        first = now.first_failure
+        if (_CORRUPT in first.error) == self.corrupt:
             stage = f" in {first.stage}" if first.stage else ""
             yield self.alert(
                 f"failed{stage} on rank {first.rank}: {first.error}", now, rank=first.rank, phase=first.stage
