@@ -60,6 +60,15 @@ def test_paths_and_file_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert resolve("with:colon").url == str(tmp_path / "with:colon")
 
 
+def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert resolve("/absolute").url == "/absolute"
+    with pytest.raises(bytecheckpoint.StorageError, match="step_1: the working directory of this process is gone"):
+        resolve("step_1")
+
+
 @pytest.mark.parametrize("path", ["", "a\0b", "file://", b"bytes", None, {"model": list(range(100))}])
 def test_what_is_no_path(path: Any) -> None:
     with pytest.raises(UsageError, match="not a checkpoint path") as caught:

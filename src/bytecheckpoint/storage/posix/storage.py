@@ -308,5 +308,10 @@ class LocalStorage(PosixStorage):
     """A folder of a local or mounted file system. A relative path is resolved at construction."""
 
     def __init__(self, path: str) -> None:
-        root = os.path.abspath(path)
+        try:
+            root = os.path.abspath(path)
+        except FileNotFoundError:
+            raise StorageError(
+                f"{path}: the working directory of this process is gone; change to another one, or give an absolute path"
+            ) from None
         super().__init__(root, root)
