@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -390,6 +391,18 @@ def test_a_run_that_is_removed_at_once_stays_removed(tmp_path: Path) -> None:
         (files,) = delivery._deliveries.values()
         assert wait_until(lambda: files._background.waiting() == 0, 30)
     assert [path.name for path in tmp_path.iterdir()] == ["stays"] and len(tables(tmp_path / "stays")) == 1
+
+
+def test_the_folder_for_temporary_files_gets_no_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with collecting():
+        bytecheckpoint.save(tmp_path / "run/step_1", STATES)
+        with tempfile.TemporaryDirectory() as path:
+            bytecheckpoint.save(path, STATES)
+        wait_for_operations(tmp_path / "run", 1)
+        (files,) = delivery._deliveries.values()
+        assert wait_until(lambda: files._background.waiting() == 0, 30)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_call_that_fails_at_once_has_a_path_that_leads_to_its_run(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import tempfile
 import time
 import uuid
 from collections import deque
@@ -67,6 +69,8 @@ class FilesSink(Sink):
     """Writes files to the storage of the run that an operation belongs to.
 
     A load writes only where saves have left metrics: nobody expects that reading somebody's folder leaves files there.
+    Nothing is written into the system's folder for temporary files. A checkpoint that lies there directly, as in
+    `with TemporaryDirectory() as path: save(path, states)`, belongs to no run, and the folder to all users.
     """
 
     def __init__(self, address: str) -> None:
@@ -128,14 +132,15 @@ class FilesSink(Sink):
         self._live.clear()
 
     def _folder(self, kind: str, path: str) -> Storage | None:
-        """Return where the metrics of an operation go; None where the run is gone, or has none."""
+        """Return where the metrics of an operation go; None where they go nowhere."""
         if not path:  # the argument was no path
             return None
         run = run_of_path(path)
-        if not with_time_limits(resolve(run)).exists():
+        storage = with_time_limits(resolve(run))
+        if storage.url == os.path.abspath(tempfile.gettempdir()) or not storage.exists():
             return None
         if run not in self._runs:
-            if kind != "save" and METRICS_FOLDER not in with_time_limits(resolve(run)).folders():
+            if kind != "save" and METRICS_FOLDER not in storage.folders():
                 return None
             self._runs.add(run)
         return with_time_limits(resolve(f"{run}/{METRICS_FOLDER}"))
