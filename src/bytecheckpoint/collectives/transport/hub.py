@@ -100,7 +100,8 @@ class Hub(Star):
             self.leave()
             raise CheckpointTimeoutError(
                 f"rank 0: ranks {missing[:16]} of {self.world_size} did not connect to port {self.port} within "
-                f"{timeout:g} s; look for a hung rank or a firewall"
+                f"{round(timeout, 2):g} s; every rank makes this call: look for one that does not, as under "
+                f"`if rank == 0`, for one that hangs, or for a firewall"
             )
 
     def send(self, to: int, tag: str, payload: bytes) -> None:  # noqa: D102 (inherited)

@@ -85,7 +85,7 @@ class Spoke(Star):
             if not self.ready.wait(max(0.0, deadline - time.monotonic())):
                 self.leave()
                 raise CheckpointTimeoutError(
-                    f"rank {self.rank}: not every rank connected to rank 0 within {timeout:g} s"
+                    f"rank {self.rank}: not every rank connected to rank 0 within {round(timeout, 2):g} s"
                 )
             if self.inbox.closed:
                 raise PeerLostError(f"rank {self.rank}: cannot join rank 0: {self.inbox.closed}")
