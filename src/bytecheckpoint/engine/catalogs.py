@@ -215,7 +215,8 @@ def _located(storage: Storage) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise CheckpointNotFoundError(
-            f"{storage.url} holds no committed checkpoint (no {CATALOG_NAME}); give the folder of one step"
+            f"{storage.url} holds no committed checkpoint (no {CATALOG_NAME}); give the folder of one step "
+            f"(an asynchronous save is there after `handle.result()`)"
         ) from None
     except CorruptCheckpointError as error:
         where = f"{storage.url}/{CATALOG_NAME}"
