@@ -357,6 +357,8 @@ CYCLE.append({"again": (CYCLE,)})
         ({"g": np.random.default_rng(1)}, r"bit_generator\.state"), (collections.defaultdict(lambda: 0), "defaultdict"),
         ({torch.ones(1): 1}, "a tensor cannot be a dictionary key"), ({(1, torch.ones(1))}, "a tensor cannot be"),
         (memoryview(b"x"), "make it bytes"), (NotImplemented, "NotImplementedType"), (Config, "builtins.type"),
+        ({"f": lambda: 0}, r"^f: .*builtins\.function cannot be stored; save its name"), ({"m": math}, "save its name"),
+        (torch.utils.data.DataLoader([0]), r"it has no position to save; wrap it in .*ResumableLoader"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )  # fmt: skip

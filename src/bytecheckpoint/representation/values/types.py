@@ -96,6 +96,13 @@ _PATHS = {
 
 STORE_INSTEAD: dict[str, str] = {
     "torch._C.Generator": "save its get_state() instead",
+    "torch.utils.data.dataloader.DataLoader": "it has no position to save; wrap it in "
+    "bytecheckpoint.dataloader.ResumableLoader, or leave it out",
+    "builtins.function": "save its name instead, or leave it out",
+    "builtins.method": "save its name instead, or leave it out",
+    "builtins.builtin_function_or_method": "save its name instead, or leave it out",
+    "builtins.type": "save its name instead, or leave it out",
+    "builtins.module": "save its name instead, or leave it out",
     "random.Random": "save its getstate() instead",
     "numpy.random._generator.Generator": "save its bit_generator.state instead",
     "numpy.random.mtrand.RandomState": "save its get_state() instead",
