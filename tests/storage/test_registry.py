@@ -113,6 +113,10 @@ BAD_PARTS = ("x/../y", "x//y", "./y", "..", "x/./y", "x\ny", "x\\y", "\udcff")
         ("fsspec+s3://b/x?key=SECRET", "takes no password and no query"),
         ("ftp://user:SECRET@host/step", r"no storage backend for ftp://.*file, mem, s3, gs, az, hdfs, fsspec\+"),
         ("tier+mem", "tier"),
+        *(
+            (home, "is not expanded to your home folder: give os.path.expanduser")
+            for home in ("~", Path("~/run/step_1"))
+        ),
         ("tier+tier+file:///x/y", "tier"),
         ("s3://key:SECRET@bucket/x", CREDENTIALS),
         ("s3://key:SEC/SECRET@bucket/x", CREDENTIALS),
@@ -136,7 +140,7 @@ def test_a_broken_url_is_no_folder_of_this_machine(
 
 def test_folders_that_only_look_like_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for given in ("./s3:/bucket", "./x://y", "a/b://c", "12:30"):
+    for given in ("./s3:/bucket", "./x://y", "a/b://c", "12:30", "~old/x", "./~/x"):
         assert resolve(given).url == str(tmp_path / given.replace("//", "/"))
 
 

@@ -107,7 +107,15 @@ def known_schemes() -> list[str]:
 
 
 def _refuse_broken_url(text: str) -> None:
-    """Raise UsageError for a malformed URL. Taken as a path, it would name a folder on each machine."""
+    """Raise UsageError for a malformed URL. Taken as a path, it would name a folder on each machine.
+
+    The same for a home folder that no shell has expanded: whoever removes a folder `~` by that name loses the other one.
+    """
+    if text.partition("/")[0] == "~":
+        raise UsageError(
+            f"{text[:40]} is not expanded to your home folder: give os.path.expanduser(path) (or write ./~ for a local "
+            f"folder of that name)"
+        )
     head, colon, _ = text.partition(":")
     word = head.lower()
     if word.startswith(_TIER):
