@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 import bytecheckpoint
+from bytecheckpoint.collectives import current
 from tests.support.metrics import collecting, tables, wait_for_operations
-from tests.support.worlds import on_ranks
+from tests.support.processes import wait_until
+from tests.support.worlds import Worlds, on_ranks
 
 _PROGRAM = """
 import os, signal, sys, torch, bytecheckpoint
@@ -53,6 +57,28 @@ def test_the_ranks_of_a_mesh_are_known(tmp_path: Path) -> None:
             places = [(row["rank"], row["dp"], row["tp"]) for row in table.to_pylist() if row["level"] == "rank"]
             assert places == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
     dist.barrier()
+
+
+def save_and_leave(path: str) -> bool:
+    with collecting():
+        bytecheckpoint.save(path, {"model": torch.nn.Linear(4, 4)})
+    collective = weakref.ref(current())
+    dist.destroy_process_group()
+
+    def is_gone() -> bool:
+        gc.collect()
+        return collective() is None
+
+    return wait_until(is_gone, 20)
+
+
+def test_a_world_ends_with_its_process_group(worlds: Worlds, tmp_path: Path) -> None:
+    """So a process that goes on with another group keeps no threads, connections and memory of this one."""
+    world = worlds.fresh(2)
+    try:
+        assert world.run(save_and_leave, str(tmp_path / "step_1")) == [True, True]
+    finally:
+        world.close()
 
 
 def test_a_forked_child_begins_anew(tmp_path: Path) -> None:

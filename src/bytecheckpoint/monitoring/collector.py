@@ -6,9 +6,11 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from typing import ParamSpec
 
 import msgspec
 
@@ -26,6 +28,7 @@ from bytecheckpoint.tuning import tuning
 
 __all__ = ["Collector"]
 
+_Arguments = ParamSpec("_Arguments")
 _log = logging.getLogger("bytecheckpoint")
 #: For which a world that ends waits for the next metrics of other ranks: some may be gone.
 _LAST_SECONDS = 2.0
@@ -34,6 +37,8 @@ _REMEMBERED = 256
 _TAG, _PROGRESS_TAG = "metrics", "metrics/progress"
 _decoder = msgspec.msgpack.Decoder(RankRecord)
 _progress_decoder = msgspec.msgpack.Decoder(RankProgress)
+#: Collectors that wait for ranks. Each lives until it has delivered, and its world with it; others end with their world.
+_incomplete: set[Collector] = set()
 
 
 class Collector:
@@ -65,8 +70,9 @@ class Collector:
         self._progress: dict[tuple[str, int], dict[int, RankProgress]] = {}  # of the operations that run, on rank 0
         self._told: set[tuple[str, int]] = set()  # operations whose progress the sinks know
         if self._rank == 0 and self._world_size > 1:
-            collective.watch(_TAG, self._receive)
-            collective.watch(_PROGRESS_TAG, self._receive_progress)
+            # Weak: the transport's thread must not keep the collective alive, which ends that thread when it goes.
+            collective.watch(_TAG, _weak(self._receive))
+            collective.watch(_PROGRESS_TAG, _weak(self._receive_progress))
 
     def begin(self, operation: Operation) -> None:
         """Report from time to time how far an operation is, until `report` is called for it."""
@@ -201,7 +207,8 @@ class Collector:
             return  # too late
         if key not in self._gathered:
             if not self._gathered:
-                self._background.later(tuning().metrics_wait, self._deliver_overdue)
+                self._background.later(tuning().metrics_wait, _weak(self._deliver_overdue))
+                _incomplete.add(self)
             self._gathered[key] = {}
         self._gathered[key][record.rank] = record
         self._heard[key] = time.monotonic()
@@ -213,6 +220,8 @@ class Collector:
     def _deliver(self, key: tuple[str, int]) -> None:
         records = self._gathered.pop(key)
         del self._heard[key]
+        if not self._gathered:
+            _incomplete.discard(self)
         self._delivered.append(key)
         if key in self._told:
             self._told.remove(key)
@@ -232,9 +241,20 @@ class Collector:
                 self._deliver(key)
         if self._gathered:
             wait = min(self._heard[key] for key in self._gathered) + tuning().metrics_wait - now
-            self._background.later(wait, self._deliver_overdue)
+            self._background.later(wait, _weak(self._deliver_overdue))
 
     def _deliver_all(self) -> None:
         self._take_messages()
         for key in list(self._gathered):
             self._deliver(key)
+
+
+def _weak(method: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """Return a function that calls `method` as long as its object lives, and does not keep it alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+        if (alive := reference()) is not None:
+            alive(*args, **kwargs)
+
+    return call
