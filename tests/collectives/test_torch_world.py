@@ -84,6 +84,7 @@ def everything() -> None:
 
     # The world survives the training's groups; a new default group gets a new world.
     c.barrier("destroy", timeout=30)
+    destroyed = dist.group.WORLD  # as torch's caches of DTensors keep it
     dist.destroy_process_group()
     assert isinstance(current(), SingleProcess)
     c.barrier("after destroy", timeout=30)
@@ -93,6 +94,7 @@ def everything() -> None:
     ).decode()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     new = current()
+    assert destroyed is not None and destroyed is not dist.group.WORLD
     assert new is not c and new.world_id != c.world_id
     new.barrier("new", timeout=30)
     c.barrier("old still works", timeout=30)

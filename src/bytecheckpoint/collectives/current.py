@@ -35,7 +35,7 @@ class _State:
     def __init__(self, inherited: object = None) -> None:
         self.lock = threading.Lock()
         self.single: SingleProcess | None = None
-        # Weak keys: the collective of a destroyed group goes too, unless a background commit still refers to it.
+        # Weak keys: the collective of a group that is gone goes too, unless a background commit still refers to it.
         self.by_group: weakref.WeakKeyDictionary[Any, Collective] = weakref.WeakKeyDictionary()
         self.inherited = inherited
 
@@ -117,6 +117,7 @@ def current(process_group: ProcessGroup | None = None, *, timeout: float = 300.0
             return existing
         from bytecheckpoint.collectives.process_group import collective_of_group
 
+        _drop_destroyed(state)
         state.by_group[group] = new = collective_of_group(group, timeout=timeout)
         return new
 
@@ -132,6 +133,17 @@ def _locked(state: _State, timeout: float) -> Iterator[None]:
         yield
     finally:
         state.lock.release()
+
+
+def _drop_destroyed(state: _State) -> None:
+    """Forget the collectives of destroyed groups that something still refers to, as torch's caches of DTensors do."""
+    import torch.distributed as dist
+
+    for group in list(state.by_group):
+        try:
+            dist.get_process_group_ranks(group)
+        except KeyError:
+            del state.by_group[group]
 
 
 def _single(state: _State) -> SingleProcess:
