@@ -13,18 +13,23 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from contextvars import ContextVar
 
-__all__ = ["busy", "note_activity", "seconds_busy", "seconds_idle"]
+__all__ = ["busy", "is_unnoticed", "note_activity", "seconds_busy", "seconds_idle", "unnoticed"]
 
 _limits: dict[int, float] = {}
 _numbers = itertools.count()
 _active = time.monotonic()
+_unnoticed: ContextVar[bool] = ContextVar("bytecheckpoint_unnoticed", default=False)
 os.register_at_fork(after_in_child=_limits.clear)  # the threads of the parent
 
 
 @contextlib.contextmanager
 def busy(seconds: float) -> Iterator[None]:
     """Count this process as busy inside a `with` block, which ends within `seconds` of its own accord."""
+    if is_unnoticed():
+        yield
+        return
     number = next(_numbers)
     _limits[number] = time.monotonic() + seconds
     try:
@@ -37,7 +42,23 @@ def busy(seconds: float) -> Iterator[None]:
 def note_activity() -> None:
     """Note that something of a save or load went forward in this process just now."""
     global _active  # noqa: PLW0603  one value per process
-    _active = time.monotonic()
+    if not is_unnoticed():
+        _active = time.monotonic()
+
+
+@contextlib.contextmanager
+def unnoticed() -> Iterator[None]:
+    """Let nothing that this thread does inside a `with` block count: no save or load waits for it."""
+    token = _unnoticed.set(True)
+    try:
+        yield
+    finally:
+        _unnoticed.reset(token)
+
+
+def is_unnoticed() -> bool:
+    """Return whether this thread is in a block of `unnoticed`, or works for one that is."""
+    return _unnoticed.get()
 
 
 def seconds_busy() -> float:

@@ -15,7 +15,13 @@ import pytest
 import torch
 
 import bytecheckpoint
-from bytecheckpoint import CheckpointNotFoundError, StorageFullError, StorageUnavailableError, UsageError
+from bytecheckpoint import (
+    CheckpointNotFoundError,
+    CheckpointTimeoutError,
+    StorageFullError,
+    StorageUnavailableError,
+    UsageError,
+)
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
@@ -28,7 +34,8 @@ from bytecheckpoint.monitoring.sinks import files
 from bytecheckpoint.tiers.flush import job
 from bytecheckpoint.tracing.operation import Operation, span
 from bytecheckpoint.tuning import tuned
-from tests.faults.ranks import load_all, save_all, succeeded
+from tests.faults.coded import states
+from tests.faults.ranks import load_all, outcomes, save_all, succeeded
 from tests.support.faulty_storage import Faults
 from tests.support.memory import hot_tier
 from tests.support.metrics import collecting, tables, wait_for_operations
@@ -39,6 +46,19 @@ def query(root: Path, sql: str) -> list[tuple[Any, ...]]:
     """Ask the metrics of a run, without this package."""
     source = f"read_parquet('{root}/.bytecheckpoint-metrics/*.parquet')"
     return duckdb.sql(sql.format(metrics=source)).fetchall()
+
+
+def test_progress_of_a_save_that_hangs_keeps_it_not_alive(tmp_path: Path) -> None:
+    """Rank 0 writes a file each time, and the others would take that for work of the save."""
+    world = ThreadWorld(3)
+
+    def one(collective: Collective) -> None:
+        if collective.rank != 2:
+            bytecheckpoint.save(tmp_path / "step", states(collective.rank, 3, 1), timeout=1.0)
+
+    with collecting(), tuned(progress_interval=0.2):
+        for error in outcomes(world, one, timeout=30)[:2]:
+            assert isinstance(error, CheckpointTimeoutError) and "from rank 2 within 1 s" in str(error)
 
 
 @pytest.mark.parametrize("writer", ["thread", "process"])

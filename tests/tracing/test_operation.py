@@ -16,6 +16,7 @@ import bytecheckpoint
 from bytecheckpoint import StorageUnavailableError
 from bytecheckpoint.collectives.transport.serving import Service
 from bytecheckpoint.engine.workers import Workers
+from bytecheckpoint.liveness import is_unnoticed, unnoticed
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.retry import Attempts
 from bytecheckpoint.storage.testing.wrappers import FaultRule, FaultyStorage, RetryingStorage
@@ -70,11 +71,14 @@ def by_service(count: Callable[..., Any]) -> None:
     service.close()
 
 
-@pytest.mark.parametrize(
+every_pool = pytest.mark.parametrize(
     "elsewhere",
     [by_workers, by_parallel_map, lambda c: wait_for_call(c, 10.0), by_background, by_coordination, by_service],
     ids=["Workers", "parallel_map", "wait_for_call", "background", "coordination", "Service"],
 )
+
+
+@every_pool
 def test_every_pool_carries_the_operation(elsewhere: Callable[[Callable[..., Any]], None]) -> None:
     operation = Operation("save", "/x")
     with operation.running():
@@ -82,6 +86,19 @@ def test_every_pool_carries_the_operation(elsewhere: Callable[[Callable[..., Any
     elsewhere(count_retries)  # of nobody, also if a thread is used again
     assert operation.retries == 1
     assert retries_so_far() == {}
+
+
+@every_pool
+def test_every_pool_knows_what_counts_as_no_activity(elsewhere: Callable[[Callable[..., Any]], None]) -> None:
+    found: list[bool] = []
+
+    def look(*_: object) -> None:
+        found.append(is_unnoticed())
+
+    with unnoticed():
+        elsewhere(look)
+    elsewhere(look)
+    assert found == [True, False]
 
 
 def test_pauses_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:

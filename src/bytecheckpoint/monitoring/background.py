@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 
+from bytecheckpoint.liveness import unnoticed
 from bytecheckpoint.threads import try_start
 
 __all__ = ["Background"]
@@ -116,7 +117,9 @@ class Background:
 
 def _run(job: Callable[[], object]) -> None:
     try:
-        job()
+        # Reports of a save that hangs would otherwise make this rank look alive, and the others would wait for ever.
+        with unnoticed():
+            job()
     except Exception:  # noqa: BLE001  of one sink or alert must not end the others
         _log.exception("monitoring failed")
 

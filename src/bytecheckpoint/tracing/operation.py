@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from bytecheckpoint.liveness import note_activity
+from bytecheckpoint.liveness import is_unnoticed, note_activity, unnoticed
 from bytecheckpoint.tuning import tuning
 
 __all__ = [
@@ -290,15 +290,16 @@ class span:
 
 
 def carried(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return `function` for another thread, where it then belongs to the operation of this one."""
-    operation = _current.get()
-    if operation is None:
+    """Return `function` for another thread, where it belongs to the operation of this one, and is `unnoticed` as here."""
+    operation, unseen = _current.get(), is_unnoticed()
+    if operation is None and not unseen:
         return function
 
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         token = _current.set(operation)
         try:
-            return function(*args, **kwargs)
+            with unnoticed() if unseen else contextlib.nullcontext():
+                return function(*args, **kwargs)
         finally:
             _current.reset(token)
 
