@@ -209,6 +209,8 @@ def test_metrics_lie_beside_the_run(anywhere: str) -> None:
         found = wait_for_operations(f"{anywhere}/run", 3)
     assert sorted(table["step"][0].as_py() for table in found) == [1, 2, 2]
     assert len(read_run(f"{anywhere}/run").records) == 3
+    assert run(["measure", f"{anywhere}/run", "--size", "8MiB", "--threads", "2"]) == 0
+    assert len(read_run(f"{anywhere}/run").limits) == 1
     assert run(["report", f"{anywhere}/run"]) == 0
     shown = RunView(f"{anywhere}/run", Judge())
     assert not shown.news()["error"] and len(json.loads(shown.data())["operations"]) == 3
