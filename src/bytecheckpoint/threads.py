@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
 import threading
 
 from bytecheckpoint.errors import CheckpointError
@@ -14,6 +16,8 @@ _log = logging.getLogger("bytecheckpoint")
 ADVICE = "raise the limit on processes (ulimit -u, pids.max of the cgroup)"
 """Ends the message that no thread can be started."""
 _warned = False
+_forked = False  # torch has made no thread pool since
+_lock = threading.Lock()
 
 
 def start(thread: threading.Thread) -> None:
@@ -22,6 +26,7 @@ def start(thread: threading.Thread) -> None:
     Raises:
         CheckpointError: this process may start no other thread.
     """
+    _settle_torch()
     try:
         thread.start()
     except RuntimeError as error:
@@ -31,6 +36,7 @@ def start(thread: threading.Thread) -> None:
 def try_start(thread: threading.Thread) -> bool:
     """Start a thread that the caller can do without; return whether it runs. A refusal is logged once."""
     global _warned  # noqa: PLW0603  one line for each process
+    _settle_torch()
     try:
         thread.start()
     except RuntimeError as error:
@@ -46,3 +52,30 @@ def try_start(thread: threading.Thread) -> bool:
             )
         return False
     return True
+
+
+def _settle_torch() -> None:
+    """Let a thread alone make torch's pool of threads anew after a fork, before others are started that may need it.
+
+    Where `torch.set_num_threads` was called, a new thread does that at its first large operation, and two at once may fail:
+    "Invalid thread pool!" (torch 2.13).
+    """
+    global _forked  # noqa: PLW0603  of this process
+    if not _forked:
+        return
+    with _lock:
+        look = getattr(sys.modules.get("torch"), "get_num_threads", None)
+        if _forked and look is not None:
+            thread = threading.Thread(target=look, name="bytecheckpoint-torch", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no thread can be started, so none will race
+                thread.start()
+                thread.join()
+        _forked = False
+
+
+def _note_fork() -> None:
+    global _forked, _lock
+    _forked, _lock = True, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_note_fork)
