@@ -92,7 +92,8 @@ def test_ranks_that_see_different_checkpoints(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("bytecheckpoint.loading.resolve_storage", by_rank)
     for error in load(2, tmp_path):
         assert type(error) is IncompatibleCheckpointError
-        assert "ranks see different checkpoints" in str(error) and "load again" in str(error)
+        paths = f"rank 1 at {tmp_path / '1'}, the others at {tmp_path / '0'}"
+        assert f"ranks see different checkpoints: {paths}; give all the same path" in str(error), error
     assert next(tries) == 2 * 3
 
 

@@ -16,6 +16,7 @@ import bytecheckpoint
 from bytecheckpoint import CorruptCheckpointError
 from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld, use
 from bytecheckpoint.engine.catalogs import CatalogHead
+from bytecheckpoint.errors import UsageError
 from bytecheckpoint.loading.decision import OpenReport, decide_open
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.wrappers import Call, WrappedStorage
@@ -145,3 +146,15 @@ def test_the_ranks_of_each_machine() -> None:
     assert not decide_open([*reports, OpenReport(b"y")], head).alike
     for_others = decide_open([*reports, OpenReport(b"")], head)
     assert for_others.alike and for_others.head == head()
+
+
+def test_a_catalog_that_rank_0_sends_is_for_its_path() -> None:
+    head = partial(CatalogHead, b"x")
+    assert decide_open([OpenReport(b"x", url="/mnt/a"), OpenReport(b"x", url="/data/a")], head).alike, (
+        "mounted elsewhere"
+    )
+    reports = [OpenReport(b"x", url="s3://b/1"), OpenReport(b"", url="s3://b/1"), OpenReport(b"", url="s3://b/2")]
+    with pytest.raises(
+        UsageError, match="different paths: rank 2 at s3://b/2, the others at s3://b/1; give all the same"
+    ):
+        decide_open(reports, head)

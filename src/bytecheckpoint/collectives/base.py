@@ -28,7 +28,16 @@ from bytecheckpoint.tuning import tuning
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Collective", "DataProvider", "InterruptedWaitError", "host_id", "names_of_ranks", "new_world_id", "provide"]
+__all__ = [
+    "Collective",
+    "DataProvider",
+    "InterruptedWaitError",
+    "different_paths",
+    "host_id",
+    "names_of_ranks",
+    "new_world_id",
+    "provide",
+]
 
 #: Makes the data that other ranks fetch: request -> contiguous 1-D uint8. Several threads call it. The `fetch` of the
 #: rank that asked raises what the provider raises.
@@ -50,6 +59,23 @@ def host_id() -> str:
 def names_of_ranks(ranks: Collection[int], limit: int = 16) -> str:
     """Format ranks for an error message: "rank 3", "ranks 1, 2 and 9 more"."""
     return ("rank " if len(ranks) == 1 else "ranks ") + listed(sorted(ranks), limit)
+
+
+def different_paths(paths: Mapping[int, str], preposition: str) -> str:
+    """Format paths of ranks for an error message: "rank 3 to /a, the others to /b"; "" if all are equal.
+
+    Args:
+        paths: by rank, ascending.
+        preposition: stands before each path.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, path in paths.items():
+        ranks.setdefault(path, []).append(rank)
+    if len(ranks) < 2:
+        return ""
+    most = max(ranks, key=lambda path: len(ranks[path]))
+    odd = [f"{names_of_ranks(found)} {preposition} {path}" for path, found in ranks.items() if path != most][:3]
+    return f"{', '.join(odd)}, the others {preposition} {most}"
 
 
 # First byte of rank 0's answer. The rest is the answer, the report of an error, or the length of a relayed answer.

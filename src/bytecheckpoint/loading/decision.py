@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from bytecheckpoint.collectives.base import different_paths
 from bytecheckpoint.engine.catalogs import CatalogHead
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.selection import SelectionReport, check_selections
@@ -35,10 +36,12 @@ class OpenReport(msgspec.Struct, frozen=True):
     Attributes:
         digest: of the catalog's identity; empty if this rank gets the catalog from rank 0.
         host: ranks with the same one are on one machine; "" if this rank serves no pieces.
+        url: of the checkpoint's storage.
     """
 
     digest: bytes
     host: str = ""
+    url: str = ""
 
 
 class OpenDecision(msgspec.Struct, frozen=True):
@@ -48,11 +51,13 @@ class OpenDecision(msgspec.Struct, frozen=True):
         alike: all ranks that have read the catalog see the same.
         hosts: a number for each rank that serves pieces, equal for ranks of one machine, and -1 for others; empty: none.
         head: of the catalog, if a rank needs it.
+        paths: where the ranks look, in words, if they look at different paths.
     """
 
     alike: bool = True
     hosts: list[int] = []
     head: CatalogHead | None = None
+    paths: str = ""
 
     def servers(self, rank: int) -> list[int]:
         """Return the ranks of a rank's machine that serve pieces, if it does so itself."""
@@ -61,11 +66,18 @@ class OpenDecision(msgspec.Struct, frozen=True):
 
 
 def decide_open(reports: Sequence[OpenReport], head: Callable[[], CatalogHead]) -> OpenDecision:
-    """Compare the catalogs of all ranks, and find the ranks of each machine. `head` returns what rank 0 has read."""
+    """Compare the catalogs of all ranks, and find the ranks of each machine. `head` returns what rank 0 has read.
+
+    Raises:
+        UsageError: a rank that gets the catalog from rank 0 looks at another path.
+    """
+    paths = different_paths({rank: report.url for rank, report in enumerate(reports)}, "at")
+    if any(report.digest == b"" and report.url != reports[0].url for report in reports):
+        raise UsageError(f"ranks load from different paths: {paths}; give all the same path")
     digests = {report.digest for report in reports}
     numbers = {host: number for number, host in enumerate(dict.fromkeys(r.host for r in reports if r.host))}
     hosts = [numbers.get(report.host, -1) for report in reports] if numbers else []
-    return OpenDecision(len(digests - {b""}) == 1, hosts, head() if b"" in digests else None)
+    return OpenDecision(len(digests - {b""}) == 1, hosts, head() if b"" in digests else None, paths)
 
 
 class FitReport(msgspec.Struct, frozen=True):

@@ -79,7 +79,7 @@ class Opening:
                 far = far or (several and source.trees.far())
         if far:
             stack.enter_context(self.shared.serve())
-        return OpenReport(digest, self._collective.host if far else "")
+        return OpenReport(digest, self._collective.host if far else "", storage.url)
 
     def _use(self, reader: CatalogReader, stack: contextlib.ExitStack) -> Source:
         """Go on with a catalog."""
@@ -106,6 +106,8 @@ class Opening:
         if not decided.alike:
             assert self._arguments is not None
             kind = IncompatibleCheckpointError if last else CheckpointReplacedError
+            if decided.paths:
+                raise kind(f"ranks see different checkpoints: {decided.paths}; give all the same path, and load again")
             raise kind(
                 f"ranks see different checkpoints at {self._arguments.storage.url}; it was replaced during the "
                 f"load, or the path is not shared; load again"

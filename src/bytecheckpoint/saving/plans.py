@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bytecheckpoint.collectives.base import names_of_ranks
+from bytecheckpoint.collectives.base import different_paths, names_of_ranks
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.selection import check_selections
 from bytecheckpoint.planning.local_table import LocalTable
@@ -89,15 +89,8 @@ def check_calls(messages: Mapping[int, PlanRequest | WriteReport]) -> None:
 
 def check_arguments(messages: Mapping[int, PlanRequest | WriteReport]) -> None:
     """Refuse messages of all ranks if these save to different paths, or different parts of their states."""
-    ranks: dict[str, list[int]] = {}
-    for rank, message in sorted(messages.items()):
-        ranks.setdefault(message.url, []).append(rank)
-    if len(ranks) > 1:
-        most = max(ranks, key=lambda url: len(ranks[url]))
-        odd = [f"{names_of_ranks(found)} to {url}" for url, found in ranks.items() if url != most][:3]
-        raise UsageError(
-            f"ranks save to different paths: {', '.join(odd)}, the others to {most}; give all the same path"
-        )
+    if paths := different_paths({rank: message.url for rank, message in sorted(messages.items())}, "to"):
+        raise UsageError(f"ranks save to different paths: {paths}; give all the same path")
     check_selections([message.selection for _, message in sorted(messages.items())])
 
 
