@@ -16,7 +16,7 @@ from bytecheckpoint.collectives.transport.spoke import Spoke
 from bytecheckpoint.collectives.transport.wire import Kind
 from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
 from bytecheckpoint.tuning import tuned
-from tests.collectives.data_world import until
+from tests.collectives.data_world import SECRET, greet, until
 from tests.collectives.socket_world import SocketWorld
 
 MACHINES = [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -178,6 +178,41 @@ def test_a_machine_whose_carrier_does_not_answer() -> None:
             spoke.connect(["localhost"], hub.port, 1.0, beside="bytecheckpoint-test-elsewhere")
     hub.leave()
     assert hub.join(10)
+
+
+def test_a_second_peer_that_claims_a_connected_rank_harms_nobody() -> None:
+    """It knows the secret, and dials the rank that passes on the messages of a machine."""
+    hub = Hub(5, Inbox(0), SECRET, 1.0, "bytecheckpoint-test-m0")
+    spokes = {rank: Spoke(rank, 5, Inbox(rank), SECRET, 1.0) for rank in range(1, 5)}
+
+    def join(rank: int) -> threading.Thread:
+        beside = "bytecheckpoint-test-m1" if rank < 3 else f"bytecheckpoint-test-m{rank}"
+        joining = threading.Thread(
+            target=spokes[rank].connect, args=(["localhost"], hub.port, 30.0), kwargs={"beside": beside}
+        )
+        joining.start()
+        return joining
+
+    joining = [join(1)]
+    until(lambda: 1 in hub.below)
+    joining += [join(2), join(3)]
+    until(lambda: hub.below.keys() == {1, 2, 3})
+    claimed = [2, 3]  # of this machine, and of another one
+    for rank in claimed:
+        with socket.create_connection(("localhost", spokes[1]._message_port)) as second:
+            greet(second, "bytecheckpoint-messages", rank, 1)
+            second.settimeout(1.0)
+            with contextlib.suppress(TimeoutError):
+                assert second.recv(1) == b""
+    joining.append(join(4))
+    hub.wait_ready(30)
+    for rank, thread in enumerate(joining, start=1):
+        thread.join(30)
+        spokes[rank].send(0, "x", b"%d" % rank)
+    assert hub.inbox.take(range(1, 5), "x", timeout=30) == [b"1", b"2", b"3", b"4"]
+    for star in (*spokes.values(), hub):
+        star.leave()
+    assert all(star.join(10) for star in (*spokes.values(), hub))
 
 
 def test_where_names_cannot_be_taken_each_rank_speaks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,6 +177,8 @@ class Hub(Star):
             for message in unpack(bytes(payload)):
                 for rank in message.ranks:
                     self._receive(rank, message.tag, message.payload)
+        elif kind is Kind.JOIN and source in self.below:
+            pass  # somebody has claimed this rank at another machine, which is to stay connected
         elif kind is Kind.JOIN:
             self._join(source, link, self._place_of(link, payload))
         elif kind is Kind.WATCH:
@@ -185,6 +187,8 @@ class Hub(Star):
             self._watchers.setdefault(to, set()).add(source)
         elif kind is Kind.WHERE:
             self._post(link, Kind.PLACE, to, source, b"", msgspec.msgpack.encode(self._places[to]))
+        elif self.below.get(source) is not link:
+            pass  # only the connection through which a rank is reached can tell that it is gone
         elif kind is Kind.BYE:
             self._lose(source, "it has left this world or ended")
         elif kind is Kind.LOST:

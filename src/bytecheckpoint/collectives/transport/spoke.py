@@ -274,6 +274,8 @@ class Spoke(Star):
             self._join(link.rank, link, link.greeting.heard)
 
     def _join(self, rank: int, link: Link, payload: Payload) -> None:
+        if rank in self.below:
+            raise OSError("not a rank of this world")
         self.below[rank], self._places[rank] = link, self._place_of(link, payload)
         if self._up is not None and self._up.rank >= 0:
             self._tell_of(rank)
