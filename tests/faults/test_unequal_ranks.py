@@ -111,6 +111,24 @@ def test_a_rank_that_prepares_while_the_others_save(tmp_path: Path, cached: bool
     succeeded(save(world, tmp_path / "s", 3))
 
 
+@pytest.mark.parametrize("odd", [0, 2])
+def test_a_rank_that_loads_from_a_tier_while_the_others_do_not(tmp_path: Path, odd: int) -> None:
+    """Every rank hears both paths, long before the time limit."""
+    world, path = ThreadWorld(3), tmp_path / "s"
+    succeeded(save(world, path, 1))
+
+    def one(collective: Collective) -> Any:
+        own = states(collective.rank, 3, 2, ROWS)
+        return bytecheckpoint.load(f"tier+file://{path}" if collective.rank == odd else path, own, timeout=30)
+
+    with tuned(call_check=0.5):
+        got = outcomes(world, one)
+    for error in got:
+        assert isinstance(error, UsageError), error
+        assert f" at {path}" in str(error) and f" at tier+file://{path}" in str(error), error
+    assert load_step(path, rows=ROWS) == 1
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("odd", [0, 2])
 def test_a_rank_that_loads_while_the_others_save(tmp_path: Path, odd: int, mode: str) -> None:

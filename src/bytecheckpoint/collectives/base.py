@@ -207,6 +207,14 @@ class Collective(ABC):
             name: with which the tags of the call begin.
         """
 
+    def describe_call(self, kind: str, path: str) -> None:
+        """Note more of the call that this rank has begun, for the same purpose.
+
+        Args:
+            kind: ranks in calls of different kinds take different steps.
+            path: of the checkpoint, for the error.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Leave the world. Messages already sent still arrive; later calls raise `PeerLostError`."""

@@ -16,24 +16,32 @@ class CallLog:
 
     Attributes:
         last: number and name of the last one, and whether the main thread has made it; None while that says nothing.
+        kind: of the last one, if ranks in calls of different kinds would wait for each other in vain; "" if unknown yet.
+        path: of the last one.
     """
 
     def __init__(self) -> None:
         self.last: tuple[int, str, bool] | None = None
+        self.kind = self.path = ""
         self._count = 0
         self._threads: list[threading.Thread] = []
 
     def begin(self, name: str) -> None:
         """Note the next call."""
         self._count += 1
+        self.kind = self.path = ""
         thread = threading.current_thread()
         others = [other for other in self._threads if other is not thread and other.is_alive()]
         self._threads = [thread, *others]
         self.last = None if others else (self._count, name, thread is threading.main_thread())
 
+    def describe(self, kind: str, path: str) -> None:
+        """Note the kind and the path of the last call."""
+        self.kind, self.path = kind, path
+
     def encode(self) -> bytes:
         """Return the last call for another rank."""
-        return json.dumps(self.last).encode()
+        return json.dumps(self.last and (*self.last, self.kind, self.path)).encode()
 
     def of(self, tag: str) -> tuple[int, str, bool] | None:
         """Return the last call if a tag is one of its tags."""
@@ -49,9 +57,16 @@ class CallLog:
             answers: what `encode` has returned on other ranks.
         """
         for other, answer in sorted(answers.items()):
-            if (call := json.loads(answer)) and (call[0], call[2]) == (own[0], own[2]) and call[1] != own[1]:
+            if not (call := json.loads(answer)) or (call[0], call[2]) != (own[0], own[2]):
+                continue
+            if call[1] != own[1]:
                 here, there = (name.replace("/", " ") for name in (own[1], call[1]))
                 raise UsageError(
                     f"rank {other} is in {there}, and rank {rank} in {here}, as call {own[0]} of each: "
                     "make the same calls on all ranks, in one order"
+                )
+            if self.kind and call[3] and call[3] != self.kind:
+                raise UsageError(
+                    f"{own[1].replace('/', ' ')}: rank {other} is at {call[4]}, and rank {rank} at {self.path}; "
+                    "give all the same path"
                 )

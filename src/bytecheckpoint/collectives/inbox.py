@@ -111,6 +111,10 @@ class Inbox:
         """Note that this rank begins a call that all ranks make; its tags begin with `name`."""
         self._calls.begin(name)
 
+    def describe_call(self, kind: str, path: str) -> None:
+        """Note the kind and the path of the call that this rank has begun."""
+        self._calls.describe(kind, path)
+
     def put(self, source: int, tag: str, payload: bytes) -> None:
         """Give a message to the handler of its tag, or keep it and wake the threads that have all their messages now."""
         with self._lock:
@@ -369,6 +373,9 @@ class InboxCollective(Collective):
 
     def begin_call(self, name: str) -> None:  # noqa: D102 (inherited)
         self.inbox.begin_call(name)
+
+    def describe_call(self, kind: str, path: str) -> None:  # noqa: D102 (inherited)
+        self.inbox.describe_call(kind, path)
 
     def _ask(self, rank: int, tag: str) -> None:
         """Let a rank send its outlook under `tag`. Every transport answers `ASK` itself, whatever its threads do."""

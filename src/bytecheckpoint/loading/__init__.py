@@ -135,6 +135,8 @@ def load(
         # Ranks wait for each other in `agree`, so nothing that may fail on one rank alone comes before it.
         storage = resolve_storage(path)
         operation.path = storage.url
+        # Ranks agree on the copy of a tier first, so they would wait in vain for those that load from something else.
+        collective.describe_call("tier" if isinstance(storage, TierStorage) else "storage", storage.url)
         storage = storage.agree_on_copy(agree)
         if wrong is not None:
             raise wrong
