@@ -13,7 +13,7 @@ from bytecheckpoint.errors import CheckpointError
 __all__ = ["ADVICE", "start", "try_start"]
 
 _log = logging.getLogger("bytecheckpoint")
-ADVICE = "raise the limit on processes (ulimit -u, pids.max of the cgroup)"
+ADVICE = "raise the limit on processes (ulimit -u, pids.max of the cgroup) or on address space (ulimit -v)"
 """Ends the message that no thread can be started."""
 _warned = False
 _forked = False  # torch has made no thread pool since

@@ -56,7 +56,7 @@ def test_a_limit_on_threads(call: str, odd: int, tmp_path: Path) -> None:
             except CheckpointError as error:
                 failure = str(error)
         assert time.monotonic() - begun < 50, "nobody waits until the time limit"
-        assert not failure or "raise the limit on processes" in failure
+        assert not failure or ("raise the limit on processes" in failure and "address space" in failure)
         dist.barrier()
         bytecheckpoint.save(tmp_path / "c", state, async_checkpoint=True, **here).result(60)
         bytecheckpoint.load(tmp_path / "c", state, **here)
