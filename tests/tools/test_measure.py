@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from bytecheckpoint.cli.main import run
-from bytecheckpoint.errors import StorageFullError, UsageError
+from bytecheckpoint.errors import StorageError, StorageFullError, UsageError
 from bytecheckpoint.monitoring.reading import read_run
 from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER
+from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.tools.measure import measure_storage
 from tests.support.mounts import small_tmpfs
 
@@ -51,6 +53,18 @@ def test_nothing_stays_of_a_measurement_that_fails_or_was_killed(tmp_path: Path)
     os.utime(killed, (time.time() - 90_000,) * 2)
     measure_storage(str(tmp_path), MIB, 1)
     assert running.exists() and not killed.exists()
+
+
+def test_a_file_that_is_cut_meanwhile_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(storage: PosixStorage, names: Iterable[str]) -> None:
+        for name in names:
+            os.truncate(os.path.join(storage.root, name), 5)
+
+    monkeypatch.setattr(PosixStorage, "sync", cut)
+    monkeypatch.setattr(PosixStorage, "is_cached", lambda *_: False)
+    with pytest.raises(StorageError, match="was cut or removed while it was measured"):
+        measure_storage(str(tmp_path), MIB, 2)
+    assert not list((tmp_path / METRICS_FOLDER).iterdir())
 
 
 def test_too_few_bytes(tmp_path: Path) -> None:

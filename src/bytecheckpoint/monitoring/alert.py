@@ -6,10 +6,12 @@ from typing import Annotated
 
 import msgspec
 
-__all__ = ["Alert", "Time"]
+__all__ = ["DATES_END", "Alert", "Time"]
 
-#: Seconds since 1970, before the year 10,000: what a date can show.
-Time = Annotated[float, msgspec.Meta(ge=0, lt=253_402_300_800)]
+#: Seconds from 1970 to the year 10,000, which Python's dates do not reach.
+DATES_END = 253_402_300_800
+#: Seconds since 1970 that a date can show.
+Time = Annotated[float, msgspec.Meta(ge=0, lt=DATES_END)]
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from bytecheckpoint.errors import StorageError, StorageUnavailableError
-from bytecheckpoint.monitoring.alert import Alert
+from bytecheckpoint.monitoring.alert import DATES_END, Alert
 from bytecheckpoint.monitoring.analysis.limits import LIMITS_PREFIX, StorageLimit
 from bytecheckpoint.monitoring.analysis.rows import Rows
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summarize
@@ -36,8 +36,6 @@ _LISTINGS = 3
 KEPT_ROWS = 2_000_000
 #: Larger worlds are a damaged file.
 _MOST_RANKS = 1 << 22
-#: Microseconds from 1970 to the year 10,000, which Python's dates do not reach.
-_LAST_DATE = 253_402_300_800_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +106,9 @@ class RunReader:
             operations = operations[-self._newest :]
         skipped = sum(not found for found in self._files.values())
         records = [self._records[one.id] for one in operations if one.id in self._records]
-        lists, damaged_alerts = self._read_json(ALERTS_PREFIX, list[Alert])
-        limits, damaged_limits = self._read_json(LIMITS_PREFIX, StorageLimit)
+        listed = [name for name, _ in self._folder.list()]
+        lists, damaged_alerts = self._read_json(listed, ALERTS_PREFIX, list[Alert])
+        limits, damaged_limits = self._read_json(listed, LIMITS_PREFIX, StorageLimit)
         skipped += damaged_alerts + damaged_limits
         alerts = [alert for of_process in lists for alert in of_process]
         if self._newest is not None:
@@ -117,10 +116,10 @@ class RunReader:
             alerts = [alert for alert in alerts if alert.operation in known]
         return RunMetrics(operations, records, skipped, alerts, limits)
 
-    def _read_json(self, prefix: str, content: type[_T]) -> tuple[list[_T], int]:
+    def _read_json(self, names: Sequence[str], prefix: str, content: type[_T]) -> tuple[list[_T], int]:
         """Return what the files with a prefix hold, and how many of them are damaged or foreign."""
         found, damaged = [], 0
-        for name, _ in self._folder.list():
+        for name in names:
             if name.startswith(prefix):
                 try:
                     found.append(msgspec.json.decode(self._folder.read(name), type=content))
@@ -202,7 +201,7 @@ def _conform(table: pa.Table) -> pa.Table:
         raise ValueError("impossible ranks")
     if not all(np.isfinite(rows.numbers(name)).all() for name in ("begin", "seconds")):
         raise ValueError("impossible times")
-    if began.min() < 0 or began.max() >= _LAST_DATE or not set(rows.texts("kind")[1]) <= set(KINDS):
+    if began.min() < 0 or began.max() >= DATES_END * 1_000_000 or not set(rows.texts("kind")[1]) <= set(KINDS):
         raise ValueError("impossible operations")
     return conform
 

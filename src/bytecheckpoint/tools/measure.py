@@ -98,4 +98,6 @@ def _read(folder: Storage, name: str, size: int) -> None:
     buffer = memoryview(mmap.mmap(-1, min(_CHUNK, size)))
     with contextlib.closing(folder.open(name)) as reader:
         for offset in range(0, size, len(buffer)):
-            reader.read_into(offset, [buffer[: size - offset]])
+            part = buffer[: size - offset]
+            if reader.read_into(offset, [part]) != len(part):
+                raise StorageError(f"{folder.url}/{name} was cut or removed while it was measured; measure again")
