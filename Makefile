@@ -44,7 +44,7 @@ QUICK := representation planning engine saving opening golden tools roundtrip cl
 check: venv lint types imports ## the inner loop: linters, types, and the tests of the quick rooms, in under two minutes
 	$(PYTEST) $(QUICK:%=tests/%) --ignore=tests/frameworks/test_world.py
 
-test: venv lint types imports ## linters, types, and all tests but slow, soak and server: about ten minutes on two cores
+test: venv lint types imports ## linters, types, and all tests but slow, soak and server: six to eight minutes on two cores
 	$(PYTEST)
 
 test-all: venv lint types imports ## the same, with the slow tests (tests/README.md lists them)
