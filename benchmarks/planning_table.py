@@ -309,7 +309,7 @@ def load(job: str, ranks: int, folder: Path) -> dict[str, float]:
 
 
 def boxes_in(catalog: Catalog, layout: Layout, boxes: BoxTable) -> BoxTable:
-    """Number boxes by the catalog's tensors."""
+    """Return boxes that refer to tensors by their number in the catalog."""
     place = {key: number for number, key in enumerate(catalog.keys())}
     numbers = [place[tuple(layout.names[t][:3])] for t in boxes.tensor.tolist()]  # type: ignore[index]
     return BoxTable(np.array(numbers, np.int64), boxes.offsets, boxes.lengths)

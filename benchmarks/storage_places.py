@@ -346,7 +346,7 @@ def _local(folder: Path) -> Iterator[Place]:
 
 @contextmanager
 def _nas(folder: Path) -> Iterator[Place]:
-    """A network file system: GlusterFS over FUSE, with its usual caches."""
+    """Start a network file system: GlusterFS over FUSE, with its usual caches."""
     memory = Path("/dev/shm") / folder.name
     gluster = Gluster(folder / "gluster", "default")
     try:

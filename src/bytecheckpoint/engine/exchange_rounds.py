@@ -93,7 +93,7 @@ class Machines:
         return sorted({self._hosts[rank] for rank in ranks})
 
     def number_machines(self, unreadable_hosts: Sequence[int]) -> list[int]:
-        """Number the machines; every rank of an unreadable host is a machine of its own."""
+        """Assign a number to each machine; every rank of an unreadable host is a machine of its own."""
         names = [(host, rank if host in unreadable_hosts else -1) for rank, host in enumerate(self._hosts)]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return [numbers[name] for name in names]

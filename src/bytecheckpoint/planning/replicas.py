@@ -13,7 +13,7 @@ __all__ = ["all_distinct", "differing_rows", "group_equal", "repeated_rows"]
 
 
 def group_equal(table: BoxTable) -> Int64s:
-    """Number the distinct boxes; return the number of each row's box, [n].
+    """Assign a number to each distinct box; return the number of each row's box, [n].
 
     Two rows have the same number exactly when their tensor, offsets and lengths are equal. The numbers are 0, 1, ... in
     the lexicographic order of (tensor, offsets, lengths).

@@ -21,7 +21,7 @@ class RangeTests(Suite):
 
     @pytest.fixture
     def reader_of(self, storage: Storage) -> Callable[[NDArray[np.uint8]], FileReader]:
-        """A function that writes a file and opens it."""
+        """Return a function that writes a file and opens it."""
 
         def make(data: NDArray[np.uint8]) -> FileReader:
             write_file(storage, "model/file", data)

@@ -110,7 +110,7 @@ class Suite:
 
     @pytest.fixture
     def storage(self) -> Storage:
-        """The storage under test."""
+        """Return the storage under test."""
         raise NotImplementedError
 
     def again(self, storage: Storage) -> Storage:
