@@ -1,4 +1,4 @@
-"""Reports of saves and loads, and the handle of a save that is still running."""
+"""Report on saves and loads, and follow a save that is still running."""
 
 from __future__ import annotations
 
@@ -14,73 +14,73 @@ from typing import TypeVar
 from bytecheckpoint.calls import refuse_calls
 from bytecheckpoint.errors import CheckpointTimeoutError
 
-__all__ = ["LoadReport", "Outcome", "SaveHandle", "SaveReport", "fail_handle"]
+__all__ = ["LoadReport", "SaveFuture", "SaveHandle", "SaveReport", "fail_handle"]
 
 _T = TypeVar("_T")
 
 _log = logging.getLogger("bytecheckpoint")
-#: What a thread is inside of while it runs done-callbacks.
+#: The call that a thread is in while it runs done-callbacks, for `UsageError` messages.
 _CALLBACK = "a done-callback of a save"
 
 
-class Outcome(Future[_T]):
-    """A future that nobody can cancel, because the work behind it continues and sets the result.
+class SaveFuture(Future[_T]):
+    """A future that cannot be cancelled, because the work behind it continues and sets the result.
 
     asyncio, for example, cancels a wrapped future when `wait_for` times out. The thread that sets the result runs the
-    done-callbacks: public calls are refused in them there, and nothing that they raise reaches the work.
+    done-callbacks: public calls fail in them, and their exceptions do not reach the work.
 
     Attributes:
-        failure_seen: somebody has got the failure.
+        failure_retrieved: whether a caller has received the failure, so the next save does not raise it again.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.failure_seen = False
+        self.failure_retrieved = False
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> _T:
-        """As `Future.result`."""
+        """Return the result, as `Future.result` does, and note a retrieved failure."""
         try:
             return super().result(timeout)
         except BaseException as error:
-            self.failure_seen = self.failure_seen or (self.done() and super().exception() is error)
+            self.failure_retrieved = self.failure_retrieved or (self.done() and super().exception() is error)
             raise
 
     def set_result(self, result: _T) -> None:
-        """As `Future.set_result`."""
+        """Set the result, as `Future.set_result` does, and run the done-callbacks."""
         with refuse_calls(_CALLBACK):
             super().set_result(result)
 
     def set_exception(self, exception: BaseException | None) -> None:
-        """As `Future.set_exception`."""
+        """Set the failure, as `Future.set_exception` does, and run the done-callbacks."""
         with refuse_calls(_CALLBACK):
             super().set_exception(exception)
 
     def add_done_callback(self, fn: Callable[[Future[_T]], object]) -> None:
-        """As `Future.add_done_callback`."""
+        """Add a callback, as `Future.add_done_callback` does. Its exceptions are logged."""
         super().add_done_callback(partial(_call_back, fn))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """As `Future.exception`."""
+        """Return the failure or None, as `Future.exception` does, and note a retrieved failure."""
         error = super().exception(timeout)
-        self.failure_seen = self.failure_seen or error is not None
+        self.failure_retrieved = self.failure_retrieved or error is not None
         return error
 
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """What one rank did in one save.
+    """The work of one rank in one save.
 
     Attributes:
-        path: where the checkpoint is.
+        path: URL of the checkpoint.
         bytes_written: bytes that this rank wrote, headers included.
-        blocking_seconds: how long the call kept its caller.
-        total_seconds: from the call to the commit.
+        blocking_seconds: seconds for which the caller waited.
+        total_seconds: seconds from the call to the commit.
         phases: seconds by phase ("capture", "plan", "wait", "stage", "write", "finish", "commit").
-        plan_cached: the plan of an earlier save was used, without any planning communication.
+        plan_cached: whether the plan of an earlier save was used, without any planning communication.
         generation: the part of this save's file names that no other save has.
         retries: attempts after the first, of all requests to storages and of connections to other ranks, as far as their
-            clients tell (docs/how-to/when-things-fail.md).
+            clients report them (docs/how-to/when-things-fail.md).
         retry_seconds: seconds waited before these attempts, summed over threads.
     """
 
@@ -97,31 +97,28 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What one rank did in one load.
+    """The work of one rank in one load.
 
     Attributes:
-        path: where the checkpoint is.
+        path: URL of the checkpoint.
         bytes_read: bytes that this rank read from storage, checksum blocks counted whole.
         bytes_received: bytes that came from other ranks instead of storage.
-        blocking_seconds: how long the call kept its caller (a load always blocks, so this equals `total_seconds`).
-        total_seconds: length of the load.
+        total_seconds: length of the load, for which the caller waits.
         phases: seconds by phase ("catalog", "destination", "plan", "agree", "read", "apply").
-        plan_cached: always False; loads are planned each time.
-        missing: what the program wants and the checkpoint lacks, of states that the load is not strict about.
-        unexpected: what the checkpoint holds and no rank wants, of the same states.
+        missing: names that the program wants and the checkpoint lacks, of states that the load is not strict about.
+        unexpected: names that the checkpoint holds and no rank wants, of the same states.
         cast: keys of tensors that were converted to the destination's dtype. Without cast=True, only optimizer state that
             its optimizer holds in higher precision than it was saved in.
         notes: further facts for a person, e.g. values that came from rank 0 because this rank has no copy of its own.
-        retries, retry_seconds: as in `SaveReport`.
+        retries: attempts after the first, as in `SaveReport`.
+        retry_seconds: seconds waited before these attempts, summed over threads.
     """
 
     path: str
     bytes_read: int = 0
     bytes_received: int = 0
-    blocking_seconds: float = 0.0
     total_seconds: float = 0.0
     phases: Mapping[str, float] = field(default_factory=dict)
-    plan_cached: bool = False
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
@@ -135,24 +132,24 @@ class SaveHandle:
     """A save in flight, or done. Its futures cannot be cancelled.
 
     Attributes:
-        path: where the checkpoint goes.
-        staged: done when the caller may change its state again: a full copy exists.
-        restorable: done when a load from `path` finds the checkpoint, whatever becomes of this process. For `tier+...`
-            paths it is then in the memory of `tier_replicas` + 1 machines and not yet in the durable storage; for all
-            others this comes with `committed`.
-        committed: done, with the `SaveReport`, when the checkpoint is durable and visible: for `tier+...` paths, in
+        path: URL of the checkpoint.
+        staged: future, done when the caller may change its state again: a full copy exists.
+        restorable: future, done when a load from `path` finds the checkpoint even if this process dies. For `tier+...`
+            paths the checkpoint is then in the memory of `tier_replicas` + 1 machines and not yet in the durable storage;
+            for all others it is done together with `committed`.
+        committed: future of the `SaveReport`, done when the checkpoint is durable and visible: for `tier+...` paths, in
             the durable storage.
     """
 
     path: str
-    staged: Outcome[None] = field(default_factory=Outcome)
-    restorable: Outcome[None] = field(default_factory=Outcome)
-    committed: Outcome[SaveReport] = field(default_factory=Outcome)
+    staged: SaveFuture[None] = field(default_factory=SaveFuture)
+    restorable: SaveFuture[None] = field(default_factory=SaveFuture)
+    committed: SaveFuture[SaveReport] = field(default_factory=SaveFuture)
 
     @property
-    def failure_seen(self) -> bool:
-        """Whether somebody has got the failure of this save. The next save raises it otherwise, once."""
-        return any(future.failure_seen for future in (self.staged, self.restorable, self.committed))
+    def failure_retrieved(self) -> bool:
+        """Whether a caller has received the failure of this save. Otherwise the next save raises it, once."""
+        return any(future.failure_retrieved for future in (self.staged, self.restorable, self.committed))
 
     def done(self) -> bool:
         """Return whether the save has ended, well or not."""

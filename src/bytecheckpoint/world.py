@@ -109,7 +109,7 @@ class SaveQueue:
     def raise_failure(self) -> None:
         """Raise the newest failure of an earlier background half that nobody has seen; forget all of them."""
         failures, self._failures = self._failures, []
-        unseen = [failure for handle, failure in failures if not handle.failure_seen]
+        unseen = [failure for handle, failure in failures if not handle.failure_retrieved]
         if unseen:
             error = type(unseen[-1])(f"an earlier asynchronous save failed: {unseen[-1]}")
             error.repeats = "here"

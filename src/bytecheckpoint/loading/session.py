@@ -253,7 +253,6 @@ class _Attempt:
             path=opened.storage.url,
             bytes_read=opened.bytes_read + opened.trees.bytes_read,
             bytes_received=opened.bytes_received + self._opening.shared.bytes_received,
-            blocking_seconds=total,
             total_seconds=total,
             phases=self._operation.seconds_by_phase(),
             missing=tuple(opened.destination.missing),

@@ -90,7 +90,7 @@ class RunSaves:
 
         def note(done: Future[Any]) -> None:
             try:
-                if Future.exception(done) is None:  # not `Outcome`'s, which would count as having been told
+                if Future.exception(done) is None:  # not `SaveFuture`'s, which notes a retrieved failure
                     seconds, self.committed = time.monotonic() - begun, step
                     self.longest = max(self.longest, seconds)
                     self._after(stall, seconds)
@@ -128,7 +128,7 @@ class RunSaves:
     def raise_failure(self) -> None:
         """Tell of the failure of the last save, once."""
         handle = self._handle
-        if handle is None or not handle.done() or handle.failure_seen:
+        if handle is None or not handle.done() or handle.failure_retrieved:
             return
         try:
             handle.result()

@@ -91,7 +91,7 @@ class Collector:
         """Return a done-callback that reports the outcome of `operation`."""
 
         def observe(done: Future[SaveReport]) -> None:
-            # Not the methods of `Outcome`, which note that somebody has seen the failure.
+            # Not the methods of `SaveFuture`, which note that a caller has received the failure.
             error = Future.exception(done)
             self.report(operation, Future.result(done) if error is None else error)
 

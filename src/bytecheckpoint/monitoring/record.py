@@ -159,8 +159,11 @@ def make_record(
     if isinstance(outcome, BaseException):
         error = error_text(outcome)
     else:
-        path, seconds, blocking = outcome.path, outcome.total_seconds, outcome.blocking_seconds
-        nbytes = outcome.bytes_written if isinstance(outcome, SaveReport) else outcome.bytes_read
+        path, seconds = outcome.path, outcome.total_seconds
+        if isinstance(outcome, SaveReport):
+            blocking, nbytes = outcome.blocking_seconds, outcome.bytes_written
+        else:
+            blocking, nbytes = seconds, outcome.bytes_read  # the caller of a load waits for all of it
     return RankRecord(
         kind=operation.kind,
         number=operation.number,

@@ -11,7 +11,7 @@ from functools import partial
 from bytecheckpoint.calls import refusal
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.frameworks.selected_states import select_states
-from bytecheckpoint.handles import Outcome, SaveHandle, SaveReport, fail_handle
+from bytecheckpoint.handles import SaveFuture, SaveHandle, SaveReport, fail_handle
 from bytecheckpoint.saving.call import SaveCall, SaveTask
 from bytecheckpoint.saving.channel import CoordinatorChannel
 from bytecheckpoint.saving.coordinator import Coordinator
@@ -81,7 +81,7 @@ class Saver:
         Returns:
             A future, done when the plan and the pool are ready.
         """
-        done = Outcome[None]()
+        done = SaveFuture[None]()
         with self._world.saves.calling(self._settings.timeout) as stuck, self._taking_number():
             if stuck is not None:
                 raise stuck
