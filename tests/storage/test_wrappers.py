@@ -31,7 +31,7 @@ from bytecheckpoint.storage.testing.wrappers import (
 )
 from bytecheckpoint.storage.time_limits import TimeLimitedStorage
 from bytecheckpoint.storage.uploading import UploadingStorage
-from bytecheckpoint.storage.wrappers import Call, WrappedStorage
+from bytecheckpoint.storage.wrappers import Call, WrappedStorage, wrapped_like
 from tests.faults.coded import files_of, load_step, states, step_of
 from tests.faults.ranks import outcomes
 from tests.storage.checks import check_save, within
@@ -277,7 +277,7 @@ def test_calls_that_do_not_return_are_given_up(local: Storage) -> None:
     with within(20):
         with pytest.raises(StorageUnavailableError, match=says):
             storage.stat("model/file")
-        assert storage.apply_wrappers(local).stat("model/file").size == 1000, "another storage does not hang with it"
+        assert wrapped_like(storage, local).stat("model/file").size == 1000, "another storage does not hang with it"
         reader.close()
     held.set()
     wait_until(lambda: not storage._hanging, 30)

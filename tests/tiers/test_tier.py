@@ -33,6 +33,7 @@ from bytecheckpoint.storage.posix.storage import LocalStorage, PosixStorage
 from bytecheckpoint.storage.testing import StorageTests
 from bytecheckpoint.storage.testing.wrappers import MeteredStorage
 from bytecheckpoint.tiers.hot_folder import HotFolder
+from bytecheckpoint.tiers.storage import hot_part
 from bytecheckpoint.tuning import tuned
 from bytecheckpoint.world import world_of
 from tests.faults.coded import check_steps, files_of, load_step, save_steps, states
@@ -505,7 +506,7 @@ def test_what_killed_saves_leave_in_memory_is_removed_by_the_next_job(
     assert sorted(os.listdir(steps)) == ["10", "9", "somebody else's"]
     assert not any(place.exists() for place in remains)
     for step in (9, 10):
-        hot = resolve(f"{run}/{step}").nearest_tier()
+        hot = hot_part(resolve(f"{run}/{step}"))
         named = {file.name for file in read_catalog(hot)[0].files}
         assert {name for name, _ in hot.list()} == {*named, "metadata.parquet"}
         shutil.rmtree(durable_folder(run) / str(step))

@@ -23,6 +23,7 @@ from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, natural_order
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.threads import call_with_timeout, parallel_map
+from bytecheckpoint.tiers.storage import hot_part
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["explain_missing_catalog", "ls", "open_catalog", "summary"]
@@ -55,7 +56,7 @@ def explain_missing_catalog(storage: Storage, error: CheckpointNotFoundError) ->
 def ls(path: str, *, json: bool) -> int:
     """List checkpoints. Return 1 if one is damaged or a storage did not answer."""
     storage = resolve(path)
-    hot_tier, unreachable = storage.nearest_tier(), ""
+    hot_tier, unreachable = hot_part(storage), ""
     if hot_tier is not storage:
         try:  # without an answer only this machine's hot tier is listed
             call_with_timeout(tuning().tier_load_timeout, storage.folders)
@@ -81,11 +82,11 @@ def ls(path: str, *, json: bool) -> int:
 
 def _steps(storage: Storage) -> list[dict[str, Any]]:
     """Describe the folders of a folder: checkpoints, and the files of saves that did not commit."""
-    only_first_tier = storage.nearest_tier() is storage
+    only_first_tier = hot_part(storage) is storage
 
     def describe(name: str) -> dict[str, Any] | None:
         step = resolve(f"{storage.url}/{name}")
-        step = step.nearest_tier() if only_first_tier else step
+        step = hot_part(step) if only_first_tier else step
         try:
             catalog = read_outline(step)
         except CheckpointNotFoundError:

@@ -23,6 +23,7 @@ from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.names import is_uri
 from bytecheckpoint.storage import FileReader, Storage, open_named, resolve
 from bytecheckpoint.storage.threads import call_with_timeout
+from bytecheckpoint.storage.wrappers import wrapped_like
 from bytecheckpoint.tracing.operation import count_retries, span
 from bytecheckpoint.tuning import tuning
 
@@ -42,7 +43,7 @@ def parallel_reads(storage: Storage, catalog: Catalog) -> int:
     """Return the number of parallel reads that suits the storages of a checkpoint's files."""
     storages = [storage]
     with contextlib.suppress(CheckpointError):  # opening the file raises it
-        storages += [storage.apply_wrappers(resolve(folder)) for folder in other_folders(catalog)]
+        storages += [wrapped_like(storage, resolve(folder)) for folder in other_folders(catalog)]
     return max(storage.parallel_reads for storage in storages)
 
 

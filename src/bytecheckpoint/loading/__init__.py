@@ -32,8 +32,8 @@ from bytecheckpoint.saving import prepare_next
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage import resolve as resolve_storage
 from bytecheckpoint.tiers.machines import FIRST_STEP as TIER_FIRST_STEP
-from bytecheckpoint.tiers.restore import agree_on_copy
-from bytecheckpoint.tiers.storage import TierStorage
+from bytecheckpoint.tiers.restore import choose_copy
+from bytecheckpoint.tiers.storage import TierStorage, tier_of
 from bytecheckpoint.tracing.operation import Operation
 from bytecheckpoint.world import world_of
 
@@ -126,18 +126,13 @@ def load(
     copies = contextlib.ExitStack()  # hot copies that this rank serves to the others
     copies.callback(operation.end)
 
-    def agree(tier: TierStorage) -> Storage:
-        if collective.world_size == 1:
-            return tier
-        return agree_on_copy(tier, collective, f"load/{number}.{next(attempts)}/tier", settings, copies)
-
     def check() -> LoadArguments:
-        # Ranks wait for each other in `agree`, so nothing that may fail on one rank alone comes before it.
+        # Ranks wait for each other in `choose_copy`, so nothing that may fail on one rank alone comes before it.
         storage = resolve_storage(path)
         operation.path = storage.url
         # Ranks agree on the copy of a tier first, so they would wait in vain for those that load from something else.
         collective.describe_call("tier" if isinstance(storage, TierStorage) else "storage", storage.url)
-        storage = storage.agree_on_copy(agree)
+        storage = choose_copy(storage, collective, f"load/{number}.{next(attempts)}/tier", settings, copies)
         if wrong is not None:
             raise wrong
         check_flags(overlap_loading=overlap_loading, cast=cast)
@@ -181,12 +176,8 @@ def load(
 
 def _leave(path: str | os.PathLike[str] | Storage, collective: Collective, tag: str, refused: UsageError) -> NoReturn:
     """Fail a load that is refused on this rank on all ranks, and wait for none: perhaps the others do not make it."""
-
-    def leave(tier: TierStorage) -> Storage:
-        Agreement(collective, f"{tag}/tier", 0.0).leave(TIER_FIRST_STEP, refused)
-        return tier
-
     with contextlib.suppress(CheckpointError):
-        resolve_storage(path).agree_on_copy(leave)
+        if tier_of(resolve_storage(path)) is not None:
+            Agreement(collective, f"{tag}/tier", 0.0).leave(TIER_FIRST_STEP, refused)
     Agreement(collective, tag, 0.0).leave(FIRST_STEP, refused)
     raise refused

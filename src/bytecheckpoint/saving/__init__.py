@@ -30,6 +30,7 @@ from bytecheckpoint.saving.steps import check_step
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage import resolve as resolve_storage
+from bytecheckpoint.tiers.storage import hot_part, tier_of
 from bytecheckpoint.tracing.operation import Operation
 from bytecheckpoint.world import world_of
 
@@ -132,7 +133,7 @@ def save(
         world = world_of(current(process_group, timeout=settings.timeout))
         world.collector.begin(operation)
         handle.committed.add_done_callback(world.collector.observer(operation))
-        tier = None if isinstance(storage, Exception) else storage.tier_to_flush()
+        tier = None if isinstance(storage, Exception) else tier_of(storage)
         saver = Saver(world, make_call, settings, operation)
         saver.save(handle, tier=tier, asynchronous=asynchronous, background=background)
     return handle
@@ -217,7 +218,7 @@ def _checked_call(
     number = check_step(step)
     if isinstance(storage, Exception):
         raise storage
-    storage = storage.nearest_tier()
+    storage = hot_part(storage)
     storage.timeout = settings.timeout
     states = unwrap_states(states)
     adapter = resolve_framework(framework, states)

@@ -18,6 +18,7 @@ from bytecheckpoint.saving.coordinator import Coordinator
 from bytecheckpoint.saving.session import SaveSession
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
+from bytecheckpoint.tiers.storage import tier_of
 from bytecheckpoint.tracing.operation import Operation
 from bytecheckpoint.world import World
 
@@ -201,7 +202,7 @@ class Saver:
     def _report_commit(self, session: SaveSession, handle: SaveHandle, report: SaveReport) -> None:
         """Report the commit to the caller, or hand the step to the flusher if the path is a tier."""
         session.end()
-        tier = session.call.storage.tier_to_flush()
+        tier = tier_of(session.call.storage)
         if tier is not None:
             keep_failure = partial(self._world.saves.keep_failure, handle)
             self._world.flusher.take(

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bytecheckpoint.errors import StorageConflictError, UsageError
 from bytecheckpoint.representation.names import check_file_name, is_uri
@@ -261,26 +261,6 @@ class Storage(ABC):
         This starts no read. Raises FileNotFoundError.
         """
         return self.in_memory
-
-    def nearest_tier(self) -> Storage:
-        """Return the part of this storage that works while the durable storage behind it does not; by default all of it."""
-        return self
-
-    def tier_to_flush(self) -> Any:
-        """Return the tier whose commits a flush makes durable afterwards; None: a commit here is durable already."""
-        return None
-
-    def agree_on_copy(self, agree: Callable[[Any], Storage]) -> Storage:
-        """Let the ranks of a load agree which copy of the checkpoint they read; return it. Every rank calls this.
-
-        Args:
-            agree: lets the ranks choose a copy. A storage calls it with itself if ranks may see different copies.
-        """
-        return self
-
-    def apply_wrappers(self, other: Storage) -> Storage:
-        """Return `other`, a folder with files of this checkpoint, inside the same wrappers as this storage."""
-        return other
 
     def copy_from(self, source: Storage, name: str, size: int) -> bool:
         """Let the store copy a file of another folder, without sending its bytes through this machine.

@@ -19,6 +19,7 @@ from bytecheckpoint.errors import StorageError, UsageError
 from bytecheckpoint.representation.names import generation_of, is_uri
 from bytecheckpoint.storage.base import FileReader, Storage
 from bytecheckpoint.storage.posix.storage import LocalStorage
+from bytecheckpoint.storage.wrappers import wrapped_like
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -98,7 +99,7 @@ def open_named(storage: Storage, name: str) -> FileReader:
     folder, *inside = name.rsplit("/", 2)
     if len(inside) < 2 or generation_of("/".join(inside)) is None:
         raise StorageError(f"{storage.url}: the catalog names {name[:200]!r}, which is no storage file")
-    return storage.apply_wrappers(resolve(folder)).open("/".join(inside))
+    return wrapped_like(storage, resolve(folder)).open("/".join(inside))
 
 
 def known_schemes() -> list[str]:

@@ -69,7 +69,7 @@ class TimeLimitedStorage(WrappedStorage):
     def is_cached(self, name: str, offsets: Sequence[int]) -> bool:
         return self.around(Call("open", (name,)), lambda: self.inner.is_cached(name, offsets))
 
-    def _wrap(self, inner: Storage) -> Storage:
+    def wrap(self, inner: Storage) -> Storage:
         return TimeLimitedStorage(inner)  # counts its own hanging calls: the other storage may answer
 
     def around_close(self, function: Callable[[], None]) -> None:

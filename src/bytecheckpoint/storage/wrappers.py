@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from bytecheckpoint.storage.base import FileReader, FileStat, FileWriter, NewFile, Storage, UnfinishedUpload
 
-__all__ = ["Call", "WrappedStorage"]
+__all__ = ["Call", "WrappedStorage", "unwrapped", "wrapped_like"]
 
 _T = TypeVar("_T")
 
@@ -34,6 +34,23 @@ class Call:
     def name(self) -> str:
         """The names in one string, for rules that look for a part of a name."""
         return " ".join(self.names)
+
+
+def unwrapped(storage: Storage) -> Storage:
+    """Return the storage inside of all wrappers."""
+    while isinstance(storage, WrappedStorage):
+        storage = storage.inner
+    return storage
+
+
+def wrapped_like(storage: Storage, other: Storage) -> Storage:
+    """Wrap another storage in the same wrappers.
+
+    Args:
+        storage: storage with any number of wrappers, or none.
+        other: storage to wrap.
+    """
+    return storage.wrap(wrapped_like(storage.inner, other)) if isinstance(storage, WrappedStorage) else other
 
 
 class WrappedStorage(Storage):
@@ -78,20 +95,7 @@ class WrappedStorage(Storage):
     def call_timeout(self, nbytes: int = 0) -> float:
         return self.inner.call_timeout(nbytes)
 
-    def nearest_tier(self) -> Storage:
-        return self._wrap(self.inner.nearest_tier())
-
-    def tier_to_flush(self) -> Any:
-        return self.inner.tier_to_flush()
-
-    def agree_on_copy(self, agree: Callable[[Any], Storage]) -> Storage:
-        agreed = self.inner.agree_on_copy(agree)
-        return self if agreed is self.inner else self._wrap(agreed)
-
-    def apply_wrappers(self, other: Storage) -> Storage:
-        return self._wrap(self.inner.apply_wrappers(other))
-
-    def _wrap(self, inner: Storage) -> Storage:
+    def wrap(self, inner: Storage) -> Storage:
         """Return the same wrapper around another storage."""
         new = copy.copy(self)
         new.inner, new.url, new.capabilities = inner, inner.url, inner.capabilities

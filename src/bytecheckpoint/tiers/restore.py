@@ -15,37 +15,47 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.representation.catalog_file import decode_outline
 from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
 from bytecheckpoint.settings import Settings
-from bytecheckpoint.storage import FileReader
+from bytecheckpoint.storage import FileReader, Storage
+from bytecheckpoint.storage.wrappers import wrapped_like
 from bytecheckpoint.tiers.copies import AnyCopy
 from bytecheckpoint.tiers.current_copy import open_durable_catalog
 from bytecheckpoint.tiers.hot_folder import StepRecord
 from bytecheckpoint.tiers.machines import Machines, find_machines
 from bytecheckpoint.tiers.names import digest_of
 from bytecheckpoint.tiers.remote_files import RemoteFiles, RemoteReader, file_provider
-from bytecheckpoint.tiers.storage import TierStorage
+from bytecheckpoint.tiers.storage import TierStorage, tier_of
 
-__all__ = ["SharedTier", "agree_on_copy"]
+__all__ = ["SharedTier", "choose_copy"]
 
 _log = logging.getLogger("bytecheckpoint")
 
 
-def agree_on_copy(
-    storage: TierStorage, collective: Collective, tag: str, settings: Settings, stack: contextlib.ExitStack
-) -> TierStorage:
-    """Agree which copy of a step counts, and serve this machine's files to the other ranks until `stack` is closed.
+def choose_copy(
+    storage: Storage, collective: Collective, tag: str, settings: Settings, stack: contextlib.ExitStack
+) -> Storage:
+    """Agree on the copy of a checkpoint that all ranks of a load read. Every rank calls this.
 
-    Every rank of the load calls it.
+    A storage without tiers has one copy and is returned as it is.
 
     Args:
-        storage: as this rank sees it.
-        collective: the ranks.
-        tag: unique to this load.
-        settings: time limits.
-        stack: closed when all ranks have loaded.
+        storage: storage of the checkpoint, as this rank sees it.
+        collective: ranks of the load.
+        tag: tag of the messages, unique to this attempt.
+        settings: settings with the time limits.
+        stack: exit stack of the load; this rank serves its hot files to the other ranks until it is closed.
 
     Returns:
-        The storage to load from: it reads the hot step that the machines have among them, or the durable one.
+        The storage to load from. That of a tier reads the hot step that the machines have among them, or the durable step.
     """
+    tier = tier_of(storage)
+    if tier is None or collective.world_size == 1:
+        return storage
+    return wrapped_like(storage, _choose_copy(tier, collective, tag, settings, stack))
+
+
+def _choose_copy(
+    storage: TierStorage, collective: Collective, tag: str, settings: Settings, stack: contextlib.ExitStack
+) -> TierStorage:
     agreement = Agreement(collective, tag, settings.timeout)
     machines = find_machines(agreement, storage.hot_root)
     leads = machines.leads(collective.rank)

@@ -25,6 +25,7 @@ from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.base import Capabilities, FileReader, FileStat, FileWriter, NewFile, Storage, check_name
 from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.storage.threads import call_with_timeout
+from bytecheckpoint.storage.wrappers import unwrapped, wrapped_like
 from bytecheckpoint.tiers.copies import AnyCopy
 from bytecheckpoint.tiers.current_copy import ask_durable, hot_copy_counts, missing_files, open_durable_catalog
 from bytecheckpoint.tiers.hot_folder import UNKNOWN, HotFolder, StepRecord, list_own_files
@@ -32,11 +33,25 @@ from bytecheckpoint.tiers.names import hot_folder_of, step_name
 from bytecheckpoint.tiers.room import with_room
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["PREFIX", "HotTier", "TierStorage", "hot_tier"]
+__all__ = ["PREFIX", "HotTier", "TierStorage", "hot_part", "hot_tier", "tier_of"]
 
 PREFIX = "tier+"
 
 _log = logging.getLogger("bytecheckpoint")
+
+
+def tier_of(storage: Storage) -> TierStorage | None:
+    """Return the tier inside of a storage's wrappers; None if a commit in the storage is durable at once."""
+    inner = unwrapped(storage)
+    return inner if isinstance(inner, TierStorage) else None
+
+
+def hot_part(storage: Storage) -> Storage:
+    """Return the part of a storage that works while its durable storage does not: a tier's hot folder, else all of it."""
+    tier = tier_of(storage)
+    if tier is None or isinstance(tier, HotTier):
+        return storage
+    return wrapped_like(storage, HotTier(tier.url))
 
 
 def hot_tier(folder: str = "") -> PosixStorage:
@@ -169,15 +184,6 @@ class TierStorage(Storage):
     def list(self) -> list[tuple[str, int]]:
         return sorted({**dict(self.durable.list()), **dict(list_own_files(self.hot))}.items())
 
-    def nearest_tier(self) -> Storage:
-        return HotTier(self.url)
-
-    def tier_to_flush(self) -> TierStorage:
-        return self
-
-    def agree_on_copy(self, agree: Callable[[TierStorage], Storage]) -> Storage:
-        return agree(self)
-
     def delete(self, names: Iterable[str]) -> None:
         names = list(names)
         self.hot_folder.remove(names)
@@ -225,9 +231,6 @@ class HotTier(TierStorage):
 
     def list(self) -> list[tuple[str, int]]:
         return list_own_files(self.hot)
-
-    def nearest_tier(self) -> Storage:
-        return self
 
     def delete(self, names: Iterable[str]) -> None:
         hot, others = self._by_place(names)

@@ -25,6 +25,7 @@ from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.storage.time_limits import TimeLimitedStorage, with_time_limits
 from bytecheckpoint.storage.wrappers import Call
+from bytecheckpoint.tiers.storage import tier_of
 from bytecheckpoint.tools.export_layout import (
     SINGLE_FILE,
     OutputFile,
@@ -156,7 +157,7 @@ def _check_target(storage: Storage, force: bool) -> list[str]:
     Raises:
         UsageError: the target cannot take an export.
     """
-    tier = storage.tier_to_flush()
+    tier = tier_of(storage)
     if tier is not None:
         raise UsageError(f"export writes to the storage itself: give {tier.durable.url}, without the tier")
     if isinstance(storage, LocalStorage) and os.path.lexists(storage.url) and not os.path.isdir(storage.url):

@@ -13,6 +13,7 @@ from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.time_limits import with_time_limits
+from bytecheckpoint.tiers.storage import tier_of
 from bytecheckpoint.tools.verify_files import Finding, Progress, VerifyReport, verify_catalog
 from bytecheckpoint.tools.verify_tier import verify_tier
 
@@ -61,7 +62,7 @@ def _alert(storage: Storage, report: VerifyReport) -> None:
 
 
 def _verify(storage: Storage, progress: Progress | None, threads: int) -> VerifyReport:
-    tier = storage.tier_to_flush()
+    tier = tier_of(storage)
     if tier is not None:
         return verify_tier(tier, progress, threads=threads)
     catalog, _ = read_catalog(storage)
@@ -70,7 +71,7 @@ def _verify(storage: Storage, progress: Progress | None, threads: int) -> Verify
 
 def _catalogs(storage: Storage) -> list[bytes]:
     """Return the catalogs of all copies, b"" for those that cannot be read."""
-    tier = storage.tier_to_flush()
+    tier = tier_of(storage)
     found = []
     for place in (storage,) if tier is None else (tier.hot, tier.durable):
         try:
