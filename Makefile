@@ -12,6 +12,8 @@ export VENV
 # Parallel workers of the tests: two for each core, because many tests wait. WORKERS=0 runs them in one process.
 WORKERS ?= $(shell cores=$$(env -u OMP_NUM_THREADS nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 PYTEST := $(PY) -m pytest -n $(WORKERS)
+# Extras and dependency groups of the environments in which the package's own tests run.
+TESTED := cli,s3-profiles,fsspec,hdfs,prometheus,otlp,monitor,dev
 SEED := 1
 
 .DEFAULT_GOAL := help
@@ -65,7 +67,7 @@ test-servers-all: venv servers ## the same, with the slow tests, MinIO, and a co
 
 # What a change of Python can break; the many parallel layouts are tested on one Python only.
 test-oldest: ## the quick rooms on Python 3.11, the oldest that is supported (environment: .venv-oldest)
-	VENV=.venv-oldest PYTHON=3.11 EXTRAS=cli,dev ./scripts/bootstrap.sh
+	VENV=.venv-oldest PYTHON=3.11 EXTRAS=$(TESTED) ./scripts/bootstrap.sh
 	.venv-oldest/bin/python -m pytest -n $(WORKERS) tests/representation tests/planning tests/opening tests/tools tests/cli \
 		tests/roundtrip tests/saving tests/golden
 
@@ -90,7 +92,7 @@ EXTENSIONS := $(FRAMEWORKS)/torch_extensions
 WITH_FRAMEWORKS := PATH="$(FRAMEWORKS)/bin:$$PATH" TORCH_EXTENSIONS_DIR=$(EXTENSIONS) DS_ACCELERATOR=cpu \
 	BYTECHECKPOINT_REQUIRE_FRAMEWORKS=1 $(FRAMEWORKS)/bin/python
 define frameworks # $(1): the extensions of DeepSpeed to compile
-	VENV=.venv-frameworks PYTHON=3.12 EXTRAS=cli,dev PINNED=constraints-frameworks.txt ./scripts/bootstrap.sh
+	VENV=.venv-frameworks PYTHON=3.12 EXTRAS=$(TESTED) PINNED=constraints-frameworks.txt ./scripts/bootstrap.sh
 	find $(EXTENSIONS) -name lock -delete 2>/dev/null || true
 	$(WITH_FRAMEWORKS) -c "from deepspeed.ops.op_builder import cpu; [getattr(cpu, b)().load(verbose=False) for b in '$(1)'.split()]"
 endef
@@ -139,7 +141,7 @@ test-frameworks-servers: ## real frameworks on real HDFS and S3, with the exampl
 
 # Real training tools of other people, which decide when to save.
 test-integrations: ## real Hugging Face Accelerate, Trainer, TRL, PEFT and Lightning (environment: .venv-integrations)
-	VENV=.venv-integrations PYTHON=3.12 EXTRAS=cli,dev,accelerate,transformers,lightning PINNED=constraints-integrations.txt \
+	VENV=.venv-integrations PYTHON=3.12 EXTRAS=$(TESTED),accelerate,transformers,lightning PINNED=constraints-integrations.txt \
 		./scripts/bootstrap.sh
 	BYTECHECKPOINT_REQUIRE_INTEGRATIONS=1 .venv-integrations/bin/python -m pytest -n $(WORKERS) tests/integrations \
 		--ignore=tests/integrations/torchtitan --ignore=tests/integrations/ray $(WITH_SLOW)
@@ -156,7 +158,7 @@ test-ray: ## a real Ray Train of this machine (environment: .venv-ray)
 
 # W&B, MLflow and ClickHouse's engine are large, and nothing else needs them.
 test-metrics-sinks: ## metrics in real TensorBoard, W&B, MLflow and today's ClickHouse (environment: .venv-metrics)
-	VENV=.venv-metrics PYTHON=3.12 EXTRAS=cli,dev,tensorboard,wandb,mlflow PINNED=constraints-metrics.txt ./scripts/bootstrap.sh
+	VENV=.venv-metrics PYTHON=3.12 EXTRAS=$(TESTED),tensorboard,wandb,mlflow PINNED=constraints-metrics.txt ./scripts/bootstrap.sh
 	BYTECHECKPOINT_REQUIRE_METRICS=1 .venv-metrics/bin/python -m pytest tests/monitoring/test_sinks_tools.py
 
 test-integrations-all: ## the tests of all training tools (the three targets above), with the slow ones
@@ -174,7 +176,7 @@ demo: venv ## train, kill a rank, resume at other layouts, compare the losses
 	$(PY) demo/run.py
 
 demo-trainer: ## fine-tune with Hugging Face Trainer, kill it, go on, compare (environment: .venv-integrations)
-	VENV=.venv-integrations PYTHON=3.12 EXTRAS=cli,dev,accelerate,transformers,lightning PINNED=constraints-integrations.txt \
+	VENV=.venv-integrations PYTHON=3.12 EXTRAS=$(TESTED),accelerate,transformers,lightning PINNED=constraints-integrations.txt \
 		./scripts/bootstrap.sh
 	.venv-integrations/bin/python demo/kill_trainer.py
 
@@ -193,7 +195,7 @@ bench-storage-short: venv ## bench-storage with small files and few threads
 	$(PY) -m benchmarks.storage --short --threads 4 --places hdfs s3 s3-limited az fsspec local nas mem
 
 bench-frameworks: ## saving Megatron-Core's distributed optimizer, against its own formats (.venv-frameworks)
-	VENV=.venv-frameworks PYTHON=3.12 EXTRAS=cli,dev,bench PINNED=constraints-frameworks.txt ./scripts/bootstrap.sh
+	VENV=.venv-frameworks PYTHON=3.12 EXTRAS=$(TESTED),bench PINNED=constraints-frameworks.txt ./scripts/bootstrap.sh
 	$(WITH_FRAMEWORKS) -m benchmarks --only megatron
 
 bench-short: venv ## bench on small states, once each, with one and two ranks
@@ -202,12 +204,12 @@ bench-short: venv ## bench on small states, once each, with one and two ranks
 docs: venv ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 
-# All extras but torchtitan, which wants older packages than the others.
-LOCKED_EXTRAS := accelerate azure bench cli demo dev docs fsspec gcs hdfs lightning mlflow monitor otlp prometheus ray s3 s3-profiles \
-	tensorboard transformers wandb
+# All groups, and all extras but torchtitan, which wants older packages than the others.
+LOCKED_EXTRAS := accelerate cli fsspec hdfs lightning mlflow monitor objects otlp prometheus ray s3-profiles tensorboard transformers wandb
+LOCKED_GROUPS := bench bootstrap demo dev docs
 lock: ## update constraints.txt from pyproject.toml, keeping the pins that still fit
-	$(UV) pip compile --quiet --universal --python-version 3.11 $(LOCKED_EXTRAS:%=--extra %) --group bootstrap \
-		--no-annotate --no-header --no-emit-index-url --output-file constraints.txt pyproject.toml
+	$(UV) pip compile --quiet --universal --python-version 3.11 $(LOCKED_EXTRAS:%=--extra %) \
+		$(LOCKED_GROUPS:%=--group %) --no-annotate --no-header --no-emit-index-url --output-file constraints.txt pyproject.toml
 	sed -i -E "/'3\.1[12]/!s/ ;.*//" constraints.txt # resolved for Linux only: the common marker says nothing
 	sed -i "1i # Every version that the environment is made of, for Python 3.11 and newer on Linux. Renew with \`make lock\`." constraints.txt
 

@@ -4,7 +4,7 @@
 #   VENV    where (default: .venv). An environment that is already there is kept and installed into.
 #   PYTHON  the interpreter to build it from: a path, or a version such as 3.11, which is looked for on PATH and in pyenv
 #           (default: the first of 3.12, 3.13, 3.11 that runs).
-#   EXTRAS  which extras of pyproject.toml to install (default: all).
+#   EXTRAS  which extras and dependency groups of pyproject.toml to install (default: all that `make test` and `make docs` need).
 #   PINNED  a file of pinned requirements to install as well (default: none). Its versions go before those of constraints.txt.
 #   UV      the uv to use (default: the one on PATH, else one is installed with pip under .cache/).
 #
@@ -15,7 +15,7 @@ shopt -s inherit_errexit # a `die` inside $(...) ends the script
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=${VENV:-.venv}
-EXTRAS=${EXTRAS:-cli,dev,docs,bench,demo}
+EXTRAS=${EXTRAS:-cli,s3-profiles,fsspec,hdfs,prometheus,otlp,monitor,dev,docs,bench,demo}
 PINNED=${PINNED:-}
 export UV_PYTHON_DOWNLOADS=never
 export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-300} # torch is a large wheel
@@ -95,7 +95,12 @@ if ! "$VENV/bin/python" -c '' 2>/dev/null; then
 fi
 constraints=$VENV/constraints.txt
 awk -F'==' 'FILENAME == ARGV[1] { pinned[$1]; next } !($1 in pinned)' "${PINNED:-/dev/null}" constraints.txt >"$constraints"
-"$uv" pip install --quiet --python "$VENV/bin/python" \
-    --constraint "$constraints" --build-constraint constraints.txt --editable ".[$EXTRAS]" ${PINNED:+-r "$PINNED"}
+groups=$(awk '/^\[/ { inside = $0 == "[dependency-groups]" } inside && /^[a-z-]+ = / { print $1 }' pyproject.toml)
+extras="" wanted_groups=()
+for name in ${EXTRAS//,/ }; do
+    if grep -qxF -- "$name" <<<"$groups"; then wanted_groups+=(--group "$name"); else extras+=${extras:+,}$name; fi
+done
+"$uv" pip install --quiet --python "$VENV/bin/python" --constraint "$constraints" --build-constraint constraints.txt \
+    --editable ".${extras:+[$extras]}" "${wanted_groups[@]}" ${PINNED:+-r "$PINNED"}
 echo "$wanted" >"$stamp"
 echo "bootstrap: $VENV is ready"
