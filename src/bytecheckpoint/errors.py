@@ -18,6 +18,7 @@ __all__ = [
     "CorruptCheckpointError",
     "IncompatibleCheckpointError",
     "MissingKeyError",
+    "OutOfRangeError",
     "PeerLostError",
     "StorageConflictError",
     "StorageError",
@@ -34,11 +35,16 @@ __all__ = [
 class CheckpointError(Exception):
     """Base of every error of this package.
 
+    The keyword-only parameters of a class's constructor are the fields of its errors. `failures.Failure` carries them to
+    other ranks and processes.
+
     Attributes:
+        failure: `failures.Failure` that this error was made from or sent as, None for an error that was not sent.
         repeats: "here" for an error by which a save raises the failure of an earlier one, "elsewhere" on the other ranks of
             that save, else "".
     """
 
+    failure: object | None = None
     repeats = ""
 
     def __str__(self) -> str:
@@ -114,6 +120,10 @@ class CheckpointTimeoutError(CheckpointError, TimeoutError):
 
 class UsageError(CheckpointError, ValueError):
     """The call itself is wrong, or holds something that cannot be saved. Handler: fix the program."""
+
+
+class OutOfRangeError(UsageError, IndexError):
+    """An index is outside the shape of a tensor, or there are more indices than dimensions."""
 
 
 _BY_NAME: dict[str, type[CheckpointError]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -11,26 +10,21 @@ from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.collectives.stop import StopSignal
 from bytecheckpoint.errors import CheckpointError, CheckpointReplacedError, StorageError
+from bytecheckpoint.failures import Cancellation
 
 
 def outcomes(world: ThreadWorld, failing: dict[int, Exception], urgent: tuple[type[CheckpointError], ...] = ()) -> Any:
     """Let some ranks fail at once, and the others work until they hear of it; return what each rank raised."""
 
     def one(collective: Collective) -> str:
-        heard = threading.Event()
-        stopped: list[CheckpointError] = []
-
-        def stop(error: CheckpointError) -> None:
-            stopped.append(error)
-            heard.set()
+        cancel = Cancellation()
 
         def work() -> None:
             if collective.rank in failing:
                 raise failing[collective.rank]
-            assert heard.wait(60)
-            raise stopped[0]
+            cancel.future.result(60)
 
-        with pytest.raises(Exception) as raised, StopSignal(collective, "t", stop) as signal:  # noqa: PT011
+        with pytest.raises(Exception) as raised, StopSignal(collective, "t", cancel) as signal:  # noqa: PT011
             Agreement(collective, "t", 60.0, urgent=urgent, stop=signal).part("inner").agree("s", work, len)
         return f"{type(raised.value).__name__}: {raised.value}"
 

@@ -106,7 +106,7 @@ def test_what_fails_on_rank_0_fails_every_rank_at_once(silent: bool) -> None:
         for operation in (lambda **limit: c.all_gather("g", b"", **limit), lambda **limit: c.barrier("b", **limit)):
             with pytest.raises(error, match="rank 2") as caught:
                 operation(timeout=0.2 if c.rank == 0 else 3600)
-            assert ("failed on rank 0" in str(caught.value)) == (c.rank == 1)
+            assert ("rank 0, " in str(caught.value)) == (c.rank == 1)
 
     threads = [threading.Thread(target=body, args=(world.rank(rank),)) for rank in (0, 1)]
     for thread in threads:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytecheckpoint import CheckpointError, UsageError
-from bytecheckpoint.opening.slices import OutOfRangeError, row_major_boxes, select
+from bytecheckpoint.errors import OutOfRangeError
+from bytecheckpoint.opening.slices import row_major_boxes, select
 
 
 @st.composite

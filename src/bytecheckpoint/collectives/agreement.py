@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from bytecheckpoint.collectives.base import Collective
-from bytecheckpoint.collectives.stop import RankFailure, StopSignal
-from bytecheckpoint.errors import CheckpointError, error_class, error_report
+from bytecheckpoint.collectives.stop import StopSignal
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.failures import Failure
 
 __all__ = ["Agreement"]
 
@@ -26,7 +27,7 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
         payload: its report as msgpack, empty when it failed.
     """
 
-    failure: RankFailure | None = None
+    failure: Failure | None = None
     payload: bytes = b""
 
 
@@ -38,7 +39,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
         payload: the decision as msgpack, empty after a failure.
     """
 
-    failure: RankFailure | None = None
+    failure: Failure | None = None
     payload: bytes = b""
 
 
@@ -165,24 +166,25 @@ class Agreement:
             step: as for `agree`.
             error: why this rank cannot take part.
         """
-        failure = RankFailure(error_report(error), self.rank)
+        failure = Failure.of(error, rank=self.rank)
         self.collective.leave_gather_scatter(
             f"{self.tag}/{step}",
             msgspec.msgpack.encode(RankReport(failure)),
             msgspec.msgpack.encode(Decision(failure)),
         )
 
-    def _failure(self, error: BaseException) -> RankFailure:
+    def _failure(self, error: BaseException) -> Failure:
         """Return what the others hear of an error of this rank: that, or the failure of another rank that led to it."""
-        failure = RankFailure(error_report(error), self.rank)
+        failure = Failure.of(error, rank=self.rank)
         if self._stop is not None:
-            if self._stop.failure is not None and isinstance(error, CheckpointError) and not self._is_urgent(failure):
-                return self._stop.failure
+            first = self._stop.cancel.failure
+            if first is not None and isinstance(error, CheckpointError) and not self._is_urgent(failure):
+                return first
             self._stop.fail(failure)
         return failure
 
-    def _is_urgent(self, failure: RankFailure) -> bool:
-        return issubclass(error_class(failure.error), self._urgent)
+    def _is_urgent(self, failure: Failure) -> bool:
+        return issubclass(failure.error_class, self._urgent)
 
     def _answer(
         self, messages: list[bytes], decide: Callable[[list[_Report]], Sequence[_Decision]], reports: Any
@@ -203,4 +205,4 @@ class Agreement:
             }
             return [encoded[id(decision)] for decision in decisions]
         except Exception as error:  # noqa: BLE001  raised on every rank
-            return [msgspec.msgpack.encode(Decision(RankFailure(error_report(error), 0)))] * len(received)
+            return [msgspec.msgpack.encode(Decision(Failure.of(error, rank=0)))] * len(received)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import secrets
 import socket
 import time
@@ -22,7 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from bytecheckpoint.errors import CheckpointError, error_from_report, error_report, listed
+from bytecheckpoint.errors import CheckpointError, listed
+from bytecheckpoint.failures import Cancellation, Failure
 from bytecheckpoint.tuning import tuning
 
 if TYPE_CHECKING:
@@ -149,16 +149,31 @@ class Collective(ABC):
             self.send(to, tag, payload)
 
     @abstractmethod
-    def recv(self, source: int, tag: str, *, timeout: float) -> bytes:
+    def recv(self, source: int, tag: str, *, timeout: float, cancel: Cancellation | None = None) -> bytes:
         """Receive the message that rank `source` sent under `tag`; wait at most `timeout` seconds.
 
+        Args:
+            source: rank.
+            tag: tag of the message.
+            timeout: seconds.
+            cancel: token whose failure ends the wait.
+
         Raises:
+            CheckpointError: failure of `cancel`.
             CheckpointTimeoutError: the message did not come in time.
             PeerLostError: the message cannot come any more: `source` is gone, or rank 0.
         """
 
     @abstractmethod
-    def collect(self, sources: Collection[int], tag: str, *, timeout: float, unless: str = "") -> list[bytes]:
+    def collect(
+        self,
+        sources: Collection[int],
+        tag: str,
+        *,
+        timeout: float,
+        unless: str = "",
+        cancel: Cancellation | None = None,
+    ) -> list[bytes]:
         """Receive one message from each of `sources` under one deadline; errors name every missing rank.
 
         Args:
@@ -166,9 +181,11 @@ class Collective(ABC):
             tag: of the messages.
             timeout: seconds.
             unless: a tag. A message under it, from any rank, ends the wait.
+            cancel: token whose failure ends the wait.
 
         Raises:
             InterruptedWaitError: such a message has come.
+            CheckpointError: failure of `cancel`.
             CheckpointTimeoutError, PeerLostError: as `recv`.
         """
 
@@ -288,11 +305,11 @@ class Collective(ABC):
         except Exception as error:
             if self.rank == 0:
                 with contextlib.suppress(CheckpointError):
-                    self.broadcast(down, _ERROR + json.dumps(error_report(error)).encode(), timeout=0)
+                    self.broadcast(down, _ERROR + Failure.of(error, rank=0, stage=tag).encode(), timeout=0)
             raise
         message = self.scatter(down, messages, timeout=max(0.0, deadline - time.monotonic()))
         if message[:1] == _ERROR:
-            raise error_from_report(json.loads(message[1:]), prefix=f"rank {self.rank}: {tag!r} failed on rank 0: ")
+            raise Failure.decode(message[1:]).as_error()
         if message[:1] == _RELAYED:
             data = np.empty(int.from_bytes(message[1:], "little"), np.uint8) if relayed is None else relayed
             self._relay(tag, data, time.monotonic() + timeout)

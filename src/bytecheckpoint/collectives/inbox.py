@@ -26,6 +26,7 @@ from bytecheckpoint.collectives.base import (
 )
 from bytecheckpoint.collectives.call_log import CallLog
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
+from bytecheckpoint.failures import Cancellation, Failure
 from bytecheckpoint.liveness import note_activity, seconds_busy, seconds_idle
 from bytecheckpoint.tuning import tuning
 
@@ -54,7 +55,7 @@ class MessageHandler(Protocol):
 class _Receiver:
     """One thread that waits for messages under one tag."""
 
-    def __init__(self, missing: set[int], lock: threading.Lock, over: threading.Condition | None = None) -> None:
+    def __init__(self, missing: set[int], lock: threading.RLock, over: threading.Condition | None = None) -> None:
         self.missing = missing
         self.over = over or threading.Condition(lock)
 
@@ -105,7 +106,7 @@ class Inbox:
         self._lost: dict[int, str] = {}
         self._closed: str | None = None
         self._calls = CallLog()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler may set a token that ends a wait here
 
     def begin_call(self, name: str) -> None:
         """Note that this rank begins a call that all ranks make; its tags begin with `name`."""
@@ -192,6 +193,7 @@ class Inbox:
         timeout: float,
         ask: Callable[[int, str], None] | None = None,
         unless: str = "",
+        cancel: Cancellation | None = None,
     ) -> list[bytes]:
         """Wait for one message under `tag` from each of `sources`, and take all of them or none.
 
@@ -201,19 +203,22 @@ class Inbox:
             timeout: seconds. After that, a rank that is alive (`liveness`) is waited for as long as it is.
             ask: `ask(rank, tag)` lets a rank send its `outlook` under a tag. Without it, nobody is waited for longer.
             unless: a tag; a message under it ends the wait.
+            cancel: token of the save or load; its failure ends the wait, and is raised.
 
         Raises:
             InterruptedWaitError, CheckpointTimeoutError, PeerLostError: as `Collective.collect`.
         """
         wait = _Wait(time.monotonic() + timeout)
         self._current.add(wait)
+        if cancel is not None:
+            cancel.on_set(self._wake_all)
         try:
             limit = wait.until
             pause = tuning().call_check
             look = time.monotonic() + pause
             while True:
                 with self._lock:
-                    missing = self._wait(sources, tag, min(limit, look), unless)
+                    missing = self._wait(sources, tag, min(limit, look), unless, cancel)
                     if not missing:
                         note_activity()
                         return [self._pop(source, tag) for source in sources]
@@ -274,7 +279,14 @@ class Inbox:
                 self._wait(ranks, tag, time.monotonic() + min(tuning().outlook_timeout, timeout))
             return {rank: self._pop(rank, tag) for rank in ranks if self.has(rank, tag)}
 
-    def _wait(self, sources: Collection[int], tag: str, limit: float, unless: str = "") -> set[int]:
+    def _wake_all(self, _: Failure) -> None:
+        with self._lock:
+            for receiver in itertools.chain(*self._receivers.values()):
+                receiver.over.notify()
+
+    def _wait(
+        self, sources: Collection[int], tag: str, limit: float, unless: str = "", cancel: Cancellation | None = None
+    ) -> set[int]:
         """Wait until a message under `tag` has come from each of `sources`, or until the time `limit`.
 
         The caller holds the lock.
@@ -286,6 +298,8 @@ class Inbox:
             InterruptedWaitError: a message under the tag `unless` has come.
         """
         while True:
+            if cancel is not None:
+                cancel.raise_if_set()
             if unless in self._messages:
                 raise InterruptedWaitError(self._pop(next(iter(self._messages[unless])), unless))
             by_source = self._messages.get(tag, {})
@@ -349,13 +363,21 @@ class InboxCollective(Collective):
         self._providers: dict[str, DataProvider] = {}
         self._loss_watches = itertools.count()
 
-    def recv(self, source: int, tag: str, *, timeout: float) -> bytes:  # noqa: D102 (inherited)
-        return self.collect((source,), tag, timeout=timeout)[0]
+    def recv(  # noqa: D102 (inherited)
+        self, source: int, tag: str, *, timeout: float, cancel: Cancellation | None = None
+    ) -> bytes:
+        return self.collect((source,), tag, timeout=timeout, cancel=cancel)[0]
 
     def collect(  # noqa: D102 (inherited)
-        self, sources: Collection[int], tag: str, *, timeout: float, unless: str = ""
+        self,
+        sources: Collection[int],
+        tag: str,
+        *,
+        timeout: float,
+        unless: str = "",
+        cancel: Cancellation | None = None,
     ) -> list[bytes]:
-        return self.inbox.take(sources, tag, timeout=timeout, ask=self._ask, unless=unless)
+        return self.inbox.take(sources, tag, timeout=timeout, ask=self._ask, unless=unless, cancel=cancel)
 
     def watch(  # noqa: D102 (inherited)
         self, tag: str, on_message: Callable[[bytes], None], on_lost: Callable[[int, str], None] | None = None

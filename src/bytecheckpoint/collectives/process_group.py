@@ -35,6 +35,7 @@ from bytecheckpoint.errors import (
     error_from_report,
     error_report,
 )
+from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.settings import settings
 from bytecheckpoint.tuning import tuning
 
@@ -189,13 +190,19 @@ class StoreCollective(InboxCollective):
         self._star.send_each(tag, payloads)
 
     def collect(  # noqa: D102 (inherited)
-        self, sources: Collection[int], tag: str, *, timeout: float, unless: str = ""
+        self,
+        sources: Collection[int],
+        tag: str,
+        *,
+        timeout: float,
+        unless: str = "",
+        cancel: Cancellation | None = None,
     ) -> list[bytes]:
         self._star.check_process()
         for source in sources:
             if source not in (0, self.rank) and not self.inbox.has(source, tag):
                 self._star.watch(source)
-        return super().collect(sources, tag, timeout=timeout, unless=unless)
+        return super().collect(sources, tag, timeout=timeout, unless=unless, cancel=cancel)
 
     def watch_losses(self, on_lost: Callable[[int, str], None]) -> Callable[[], None]:  # noqa: D102 (inherited)
         self._star.watch(ANYBODY)

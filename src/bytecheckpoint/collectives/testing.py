@@ -14,6 +14,7 @@ from bytecheckpoint.collectives.base import Collective, new_world_id
 from bytecheckpoint.collectives.current import use
 from bytecheckpoint.collectives.inbox import ASK, InboxCollective
 from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
+from bytecheckpoint.failures import Cancellation
 
 __all__ = ["ThreadWorld"]
 
@@ -38,10 +39,18 @@ class _ThreadRank(InboxCollective):
         elif to not in self._world.killed:
             self.inbox.put(to, payload.decode(), self._world.ranks[to].inbox.outlook())
 
-    def collect(self, sources: Collection[int], tag: str, *, timeout: float, unless: str = "") -> list[bytes]:
+    def collect(
+        self,
+        sources: Collection[int],
+        tag: str,
+        *,
+        timeout: float,
+        unless: str = "",
+        cancel: Cancellation | None = None,
+    ) -> list[bytes]:
         if self.rank in self._world.killed:
             raise PeerLostError(f"rank {self.rank}: was killed")
-        return super().collect(sources, tag, timeout=timeout, unless=unless)
+        return super().collect(sources, tag, timeout=timeout, unless=unless, cancel=cancel)
 
     def fetch(self, rank: int, tag: str, request: bytes, into: NDArray[np.uint8], *, timeout: float) -> None:
         if not {rank, self.rank}.isdisjoint(self._world.killed):

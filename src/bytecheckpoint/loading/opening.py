@@ -16,6 +16,7 @@ from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.machine_reads import MachineReads
 from bytecheckpoint.engine.workers import call_until_stopped
 from bytecheckpoint.errors import CheckpointError, CheckpointReplacedError, IncompatibleCheckpointError
+from bytecheckpoint.failures import Failure
 from bytecheckpoint.loading.call import LoadArguments, LoadCall
 from bytecheckpoint.loading.decision import OpenDecision, OpenReport, decide_open
 from bytecheckpoint.loading.open_checkpoint import detect_replacement
@@ -59,11 +60,11 @@ class Opening:
         self._stopped: CheckpointError | None = None
         self.shared = MachineReads(collective, f"{tag}/pieces", call.settings.timeout)
 
-    def stop(self, error: CheckpointError) -> None:
-        """Let reads end with `error`. Any thread may call it."""
-        self._stopped = error
+    def stop(self, failure: Failure) -> None:
+        """End reads with `failure`. Any thread may call it, once."""
+        self._stopped = failure.as_error()
         if self._source is not None:
-            self._source.files.stop(error)
+            self._source.files.stop(self._stopped)
 
     def open(self, stack: contextlib.ExitStack) -> OpenReport:
         """Read the catalog if this rank does so itself, and begin to serve pieces, until `stack` is closed."""

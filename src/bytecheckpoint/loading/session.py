@@ -16,6 +16,7 @@ from bytecheckpoint.engine.peer_memory import peer_handshake
 from bytecheckpoint.engine.reading import read_all
 from bytecheckpoint.engine.scatter import ScatterPlan
 from bytecheckpoint.errors import CheckpointReplacedError, IncompatibleCheckpointError, listed
+from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.frameworks.base import Destination, is_strict
 from bytecheckpoint.garbage_collection import gc_paused
 from bytecheckpoint.handles import LoadReport
@@ -104,7 +105,9 @@ class _Attempt:
     def run(self) -> LoadReport:
         """Load, or raise `CheckpointReplacedError` on all ranks."""
         with contextlib.ExitStack() as stack:  # open until all ranks are done: they read this rank's memory
-            stop = stack.enter_context(StopSignal(self._collective, self._tag, self._opening.stop))
+            cancel = Cancellation()
+            cancel.on_set(self._opening.stop)
+            stop = stack.enter_context(StopSignal(self._collective, self._tag, cancel))
             timeout = self._call.settings.timeout
             agreement = Agreement(self._collective, self._tag, timeout, urgent=(CheckpointReplacedError,), stop=stop)
             # Before the live objects are asked for their state: their hooks may communicate, so all ranks run them or none.

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 
 from bytecheckpoint.engine.catalogs import CatalogReader, check_rank
-from bytecheckpoint.errors import UsageError
+from bytecheckpoint.errors import OutOfRangeError, UsageError
 from bytecheckpoint.opening.checkpoint import Checkpoint
 from bytecheckpoint.opening.entry import Entry
-from bytecheckpoint.opening.slices import OutOfRangeError
 from bytecheckpoint.storage import Storage, resolve
 
 __all__ = ["Checkpoint", "Entry", "OutOfRangeError", "open"]

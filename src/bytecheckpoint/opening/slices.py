@@ -7,13 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bytecheckpoint.errors import UsageError
+from bytecheckpoint.errors import OutOfRangeError, UsageError
 
-__all__ = ["OutOfRangeError", "Selection", "row_major_boxes", "select"]
-
-
-class OutOfRangeError(UsageError, IndexError):
-    """An index is outside the shape, or there are more indices than dimensions."""
+__all__ = ["Selection", "row_major_boxes", "select"]
 
 
 @dataclass(frozen=True, slots=True)
