@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Any
 from bytecheckpoint._version import __version__
 
 # Imported eagerly: a later import of the module `settings` would put the module in place of the function.
-from bytecheckpoint.settings import Settings, configure, settings
+from bytecheckpoint.settings import (
+    MonitoringSettings,
+    Settings,
+    StagingSettings,
+    StorageSettings,
+    TierSettings,
+    TransportSettings,
+    configure,
+    settings,
+)
 
 if TYPE_CHECKING:
     from bytecheckpoint.errors import (
@@ -55,14 +64,19 @@ __all__ = [
     "IncompatibleCheckpointError",
     "LoadReport",
     "MissingKeyError",
+    "MonitoringSettings",
     "PeerLostError",
     "SaveHandle",
     "SaveReport",
     "Settings",
+    "StagingSettings",
     "StorageConflictError",
     "StorageError",
     "StorageFullError",
+    "StorageSettings",
     "StorageUnavailableError",
+    "TierSettings",
+    "TransportSettings",
     "UsageError",
     "__version__",
     "configure",

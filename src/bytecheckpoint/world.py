@@ -162,7 +162,7 @@ class World:
             # Once for the same objects: where there is no mesh, this goes through all parameters, and the caller waits.
             self._looked_at = looked_at
             rank, world_size = self.collective.rank, self.collective.world_size
-            self.collector.mesh = mesh_coordinates(states, settings().mesh, rank, world_size)
+            self.collector.mesh = mesh_coordinates(states, settings().monitoring.mesh, rank, world_size)
 
     def is_prepared(self, states: Mapping[str, object]) -> bool:
         """Return whether these very objects were saved or prepared last, without a failure since."""

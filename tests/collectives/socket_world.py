@@ -26,7 +26,7 @@ class SocketWorld(ThreadWorld):
     ranks: list[StoreCollective]  # type: ignore[assignment]
 
     def __init__(self, machines: Sequence[int], *, tree: bool = False) -> None:
-        assert settings().message_tree == "auto"
+        assert settings().transport.message_tree == "auto"
         self.size = len(machines)
         store = dist.HashStore()
 

@@ -77,7 +77,7 @@ def test_what_an_earlier_group_left_in_the_store(listening: bool) -> None:
 
 
 WRONG = {
-    "address": "rank 2 cannot join the others: settings.listen_address is '192.0.2.1': not of this machine",
+    "address": "rank 2 cannot join the others: setting listen_address is '192.0.2.1': not of this machine",
     "TLS": "rank 2 uses TLS, and rank 0 does not",
     "TLS on rank 0": r"rank [12] does not use TLS, and rank 0 does:",
     "authority": "rank 2 cannot join the others",

@@ -24,7 +24,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _reserved(resources: SaveResources) -> int:
     """Return how large the pool gets for an image that is larger than the machine."""
-    resources.reserve(1 << 40, Settings(chunk_bytes=_CHUNK))
+    resources.reserve(1 << 40, Settings().with_changes(chunk_bytes=_CHUNK))
     capacity = resources.pool.capacity
     resources.release()
     return capacity >> 20
@@ -81,8 +81,8 @@ def test_a_pool_that_saves_nearly_fill_stays() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (Settings(), "96 MiB of /sys/fs/cgroup/job shared by 1 rank; set settings.staging_bytes"),
-        (Settings(staging_bytes=32 << 20), "settings.staging_bytes is 33554432; raise it"),
+        (Settings(), "96 MiB of /sys/fs/cgroup/job shared by 1 rank; set staging_bytes"),
+        (Settings().with_changes(staging_bytes=32 << 20), "setting staging_bytes is 33554432; raise it"),
     ],
 )
 def test_a_small_pool_is_explained_once(caplog: pytest.LogCaptureFixture, settings: Settings, reason: str) -> None:

@@ -91,12 +91,12 @@ def test_missing_keys_are_refused_by_name() -> None:
 )
 def test_reads_of_small_checkpoints_are_shorter(size: int, ranks: int, threads: int, expected: int) -> None:
     catalog: Any = SimpleNamespace(files=[SimpleNamespace(size=size, block_bytes=MiB)])
-    assert read_length(catalog, ranks, Settings(chunk_bytes=8 * MiB, read_threads=threads)) == expected
+    assert read_length(catalog, ranks, Settings().with_changes(chunk_bytes=8 * MiB, read_threads=threads)) == expected
 
 
 def test_reads_are_whole_blocks() -> None:
     catalog: Any = SimpleNamespace(files=[SimpleNamespace(size=100, block_bytes=4 * MiB)])
-    assert read_length(catalog, 1, Settings(chunk_bytes=8 * MiB)) == 4 * MiB
+    assert read_length(catalog, 1, Settings().with_changes(chunk_bytes=8 * MiB)) == 4 * MiB
 
 
 def test_a_conversion_that_torch_does_not_know(tmp_path: Path) -> None:

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from bytecheckpoint import Settings, UsageError, configure, settings
-from bytecheckpoint.settings import _from_environment
+from bytecheckpoint.settings import (
+    StagingSettings,
+    StorageSettings,
+    TransportSettings,
+    _from_environment,
+    flat_settings,
+)
 
 WRONG: list[tuple[str, list[Any], str]] = [
     ("timeout", [-1, 0, math.nan, math.inf, "5", "x", None, True, 10**5000], "give a positive number of seconds"),
@@ -28,8 +34,8 @@ WRONG: list[tuple[str, list[Any], str]] = [
 def test_a_wrong_value_is_refused_by_name(name: str, values: list[Any], advice: str) -> None:
     before = settings()
     for value in values:
-        for make in (Settings, configure):
-            with pytest.raises(UsageError, match=rf"^settings\.{name} is .*: {advice}"):
+        for make in (Settings().with_changes, configure):
+            with pytest.raises(UsageError, match=rf"^setting {name} is .*: {advice}"):
                 make(**{name: value})
     assert settings() is before
 
@@ -40,7 +46,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 
 def test_an_unknown_setting_is_refused_with_all_names() -> None:
-    with pytest.raises(UsageError, match=r"unknown setting 'tiemout'; the settings are: staging_bytes, .*tier_waiting"):
+    with pytest.raises(UsageError, match=r"unknown setting 'tiemout'; the settings are: timeout, .*tier_waiting"):
         configure(tiemout=3)
 
 
@@ -50,7 +56,25 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in given.items():
         monkeypatch.setenv(f"BYTECHECKPOINT_{name}", text)
     found = _from_environment()
-    assert found == Settings(timeout=5.0, chunk_bytes=1 << 20, writer="thread", spool_dir="12", read_threads=3)
+    assert found == Settings(
+        timeout=5.0,
+        storage=StorageSettings(chunk_bytes=1 << 20, spool_dir="12", read_threads=3),
+        staging=StagingSettings(writer="thread"),
+    )
+
+
+def test_a_group_refuses_what_configure_refuses() -> None:
+    with pytest.raises(UsageError, match=r"^setting storage_timeout is -1: give a positive number of seconds"):
+        StorageSettings(timeout=-1)
+    with pytest.raises(UsageError, match=r"^setting listen_ports is '9-8': give a range of ports"):
+        TransportSettings(listen_ports="9-8")
+
+
+def test_every_setting_has_one_flat_name() -> None:
+    assert len(flat_settings(Settings())) == 25
+    changed = Settings().with_changes(tier_hot="mem://other", staging_bytes=1 << 20)
+    assert (changed.tier.hot, changed.staging.bytes) == ("mem://other", 1 << 20)
+    assert Settings().with_changes(**flat_settings(changed)) == changed
 
 
 @pytest.mark.parametrize(("name", "text"), [("TIMEOUT", "soon"), ("TIMEOUT", "-1"), ("WRITER", "fork"), ("COMMIT", "")])

@@ -75,7 +75,7 @@ def test_a_save_through_a_small_pool_says_so_once(tmp_path: Path, caplog: pytest
         world_of(collective).close()
     assert [r.getMessage() for r in caplog.records if "staging pool" in r.getMessage()] == [
         "an asynchronous save of 4.0 MiB passes through a staging pool of 2.0 MiB, so its caller waits while most of it is "
-        "written. The pool is that small because settings.staging_bytes is 2097152; raise it"
+        "written. The pool is that small because setting staging_bytes is 2097152; raise it"
     ]
 
 

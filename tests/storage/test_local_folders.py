@@ -166,7 +166,7 @@ def as_user(tmp_path: Path) -> Callable[..., str]:
     def call(user: int, what: str, root: Path | str, name: str = "", *, mask: int = 0o022) -> str:
         world = World(1, tmp_path / f"world-{uuid.uuid4().hex}")
         try:
-            (said,) = world.run(act, user, mask, str(root), what, name, bytecheckpoint.settings().memory_dir)
+            (said,) = world.run(act, user, mask, str(root), what, name, bytecheckpoint.settings().storage.memory_dir)
         finally:
             world.kill()
         return str(said)

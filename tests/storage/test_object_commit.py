@@ -110,7 +110,7 @@ def unsigned(s3: S3Server, bucket: str, between: FaultProxy, monkeypatch: pytest
 @pytest.mark.usefixtures("unsigned")
 def test_a_store_that_ignores_the_condition_of_a_creation(between: FaultProxy, path: str) -> None:
     between.add(creates, strip=("if-none-match",), times=-1)
-    with pytest.raises(StorageError, match=r"does not honour conditional puts.*settings\.commit='plain'"):
+    with pytest.raises(StorageError, match=r"does not honour conditional puts.*commit='plain'"):
         bytecheckpoint.save(path, states(step=1))
     assert not any("/rank" in request.path for request in between.requests), "the error comes before anything is sent"
 
@@ -122,7 +122,7 @@ UNKNOWN = [(501, "NotImplemented"), (400, "InvalidArgument"), (400, ""), (405, "
 @pytest.mark.parametrize(("status", "code"), UNKNOWN)
 def test_a_store_that_knows_no_conditions(between: FaultProxy, path: str, status: int, code: str) -> None:
     between.add(conditional, status=status, body=s3_error(code) if code else b"", times=-1)
-    says = rf"cannot publish {path}/metadata\.parquet: \S+ does not honour conditional puts.*settings\.commit='plain'"
+    says = rf"cannot publish {path}/metadata\.parquet: \S+ does not honour conditional puts.*commit='plain'"
     with pytest.raises(StorageError, match=says):
         bytecheckpoint.save(path, states(step=1))
     assert resolve(path).list() == []
@@ -199,7 +199,7 @@ def racy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_a_store_with_broken_conditional_puts_is_refused(racy: str) -> None:
-    with pytest.raises(StorageError, match=r"s3://bucket does not honour conditional puts.*settings\.commit='plain'"):
+    with pytest.raises(StorageError, match=r"s3://bucket does not honour conditional puts.*commit='plain'"):
         bytecheckpoint.save(racy, states(step=1))
     assert resolve(racy).list() == []
     bytecheckpoint.configure(commit="plain")

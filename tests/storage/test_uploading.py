@@ -110,14 +110,14 @@ def test_bytes_that_lack_are_noticed(storage: Uploads, stable: bool) -> None:
 
 
 def test_no_room_for_the_spool(storage: Uploads, spool: Path) -> None:
-    full = pytest.raises(StorageFullError, match=rf"the spool of .*model/file in {spool} \(settings.spool_dir\)")
+    full = pytest.raises(StorageFullError, match=rf"the spool of .*model/file in {spool} \(setting spool_dir\)")
     with small_tmpfs(spool, "1m", lazy=True), full:
         write_file(storage, "model/file", content(3 << 20), stable=False)
 
 
 def test_no_folder_for_the_spool(storage: Uploads, tmp_path: Path) -> None:
     bytecheckpoint.configure(spool_dir=str(tmp_path / "absent"))
-    with pytest.raises(bytecheckpoint.StorageError, match=r"settings\.spool_dir"):
+    with pytest.raises(bytecheckpoint.StorageError, match=r"setting spool_dir"):
         storage.create(NewFile("model/file", 10))
 
 
@@ -198,7 +198,7 @@ def test_a_synchronous_save_needs_no_spool_where_memory_has_room(tmp_path: Path)
 
     bytecheckpoint.configure(staging_bytes=20 << 20)
     world_of(current()).resources.pool.release()
-    with pytest.raises(bytecheckpoint.StorageError, match=r"the spool of .*settings\.spool_dir"):
+    with pytest.raises(bytecheckpoint.StorageError, match=r"the spool of .*setting spool_dir"):
         bytecheckpoint.save(url, {"model": state})
     bytecheckpoint.configure(spool_dir=str(tmp_path))
     state["w"].fill_(3.0)

@@ -3,7 +3,7 @@
     faults = Faults().install(monkeypatch)
     faults.add("write", StorageFullError("no space"), rank=1, skip=2)
 
-The helper process writes the files of asynchronous saves, out of reach of the rules: use settings.writer="thread".
+The helper process writes the files of asynchronous saves, out of reach of the rules: set writer="thread".
 """
 
 from __future__ import annotations

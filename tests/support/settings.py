@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import bytecheckpoint
 from bytecheckpoint.collectives import current
+from bytecheckpoint.settings import flat_settings
 from bytecheckpoint.world import world_of
 
 
 @contextlib.contextmanager
 def using(**changes: Any) -> Iterator[None]:
     """Change settings inside the block, and restore them after it, whatever was configured in between."""
-    before = dataclasses.asdict(bytecheckpoint.settings())
+    before = flat_settings(bytecheckpoint.settings())
     bytecheckpoint.configure(**changes)
     try:
         yield

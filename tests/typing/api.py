@@ -18,6 +18,7 @@ from torch import nn
 
 import bytecheckpoint
 from bytecheckpoint import CheckpointError, LoadReport, SaveHandle, SaveReport, Settings
+from bytecheckpoint.settings import StorageSettings
 
 model = nn.Linear(4, 2)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -125,7 +126,7 @@ bytecheckpoint.open("ckpt", rank="0")  # type: ignore[arg-type]
 assert_type(bytecheckpoint.settings(), Settings)
 assert_type(bytecheckpoint.configure(chunk_bytes=16 << 20, writer="thread"), Settings)
 assert_type(Settings(timeout=30).timeout, float)
-Settings(chunk_bytes="8 MiB")  # type: ignore[arg-type]
+StorageSettings(chunk_bytes="8 MiB")  # type: ignore[arg-type]
 bytecheckpoint.settings().timeout = 3  # type: ignore[misc]
 assert_type(bytecheckpoint.__version__, str)
 

@@ -30,7 +30,7 @@ def make_judge(rules: str, bandwidth: str | None, mtbf: str | None) -> Judge:
     Raises:
         UsageError: one of them is wrong.
     """
-    chosen = rules or settings().alerts
+    chosen = rules or settings().monitoring.alerts
     seconds = None if mtbf is None else parse_age(mtbf)
     if seconds == 0:
         raise UsageError("--mtbf: failures have some time between them: write 30m, 12h or 7d")

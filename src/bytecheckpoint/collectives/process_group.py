@@ -109,7 +109,7 @@ class StoreCollective(InboxCollective):
                 "port": hub.port,
                 "host": self.host,
                 "tree": tree,
-                "tls": bool(settings().tls_certificate),
+                "tls": bool(settings().transport.tls_certificate),
             }
         )
         try:
@@ -154,7 +154,7 @@ class StoreCollective(InboxCollective):
         if (version := told.get("version", "of another version")) != __version__:
             versions = f"rank {self.rank} runs bytecheckpoint {__version__} and rank 0 {version}"
             raise UsageError(f"{versions}: install one version on all machines")
-        self.world_id, own = told["world"], bool(settings().tls_certificate)
+        self.world_id, own = told["world"], bool(settings().transport.tls_certificate)
         if told["tls"] is not own:
             difference = "uses TLS, and rank 0 does not" if own else "does not use TLS, and rank 0 does"
             raise UsageError(
@@ -261,9 +261,9 @@ def _leave(loops: list[Loop]) -> None:
 
 def _prefers_tree(world_size: int) -> bool:
     """Whether messages pass through one rank of each machine."""
-    if settings().message_tree == "auto":
+    if settings().transport.message_tree == "auto":
         return world_size > tuning().star_ranks or not may_open(world_size)
-    return settings().message_tree == "on"
+    return settings().transport.message_tree == "on"
 
 
 def collective_of_group(group: dist.ProcessGroup, *, timeout: float) -> StoreCollective:

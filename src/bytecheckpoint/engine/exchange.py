@@ -114,13 +114,13 @@ class Exchange:
         self.rank = agreement.rank
         self._agreement = agreement
         self._files = files
-        self._threads = files.threads(settings.read_threads)
+        self._threads = files.threads(settings.storage.read_threads)
         self._mover = ChunkMover(plan, files, scatter_plan, chunk_bytes)
         most = max(tuning().exchange_round_bytes // chunk_bytes, 1)
         self._schedule = _Schedule(plan.shared, chunks_per_round, most)
         devices = {target.data.device for target in scatter_plan.targets}
         nbytes = int((plan.shared.stop - plan.shared.start).sum())
-        self._offer = offer_fabric(agreement.collective, settings.fabric, devices, nbytes)
+        self._offer = offer_fabric(agreement.collective, settings.transport.fabric, devices, nbytes)
         self._fabric: FabricExchange | None = None
         self._wanting: dict[int, dict[int, list[int]]] = {}  # set of ranks -> machine -> ranks
         self._machine_chunks = MachineChunks(self._agreement, Machines(hosts, self.rank, handshakes), self._offer)

@@ -94,7 +94,7 @@ def _offer(collective: Collective, mode: str, devices: set[torch.device], nbytes
         return FabricOffer("", "fabric='off' there")
     if mode == "auto" and nbytes < tuning().min_fabric_bytes:
         return FabricOffer("", "too few bytes")
-    if mode == "auto" and settings().tls_certificate:
+    if mode == "auto" and settings().transport.tls_certificate:
         return FabricOffer("", "connections go over TLS, which NCCL does not know")
     backends = _backends_of(collective)
     accelerator = torch.accelerator.current_accelerator()

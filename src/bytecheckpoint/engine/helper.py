@@ -301,7 +301,7 @@ class _Server:
         self._batches = []
         current = configure(**settings)
         files = [msgspec.convert(t, FileTask) for t in tasks]
-        direct, threads = current.direct_io != "off", current.write_threads
+        direct, threads = current.storage.direct_io != "off", current.storage.write_threads
         self._writer = FilesWriter(resolve(unescape(url)), files, direct=direct, threads=threads, stable=stable)
         if job == self._stopped_job:
             self._writer.stop(_stopped())

@@ -11,7 +11,6 @@ import itertools
 import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
 from typing import Any, Protocol
 
 import msgspec
@@ -25,7 +24,7 @@ from bytecheckpoint.engine.staging import Chunk, Image, chunks_of
 from bytecheckpoint.engine.writing import FilesWriter, FileTask, StagedChunk
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.representation.names import escape
-from bytecheckpoint.settings import Settings
+from bytecheckpoint.settings import Settings, flat_settings
 from bytecheckpoint.storage import Storage
 
 __all__ = ["SaveJob"]
@@ -110,7 +109,7 @@ class _HelperWriter:
             "job": self._job,
             "url": escape(storage.url),
             "tasks": [msgspec.to_builtins(t) for t in tasks],
-            "settings": asdict(settings),
+            "settings": flat_settings(settings),
             "stable": stable,
         }
 
@@ -179,8 +178,8 @@ class SaveJob:
 
     def slot_bytes(self) -> int:
         """Return the bytes that `write_through` needs of a pool."""
-        longest = max((min(f.nbytes, self._settings.chunk_bytes) for f in self._image.files), default=0)
-        return self._settings.write_threads * -(-longest // 4096) * 4096
+        longest = max((min(f.nbytes, self._settings.storage.chunk_bytes) for f in self._image.files), default=0)
+        return self._settings.storage.write_threads * -(-longest // 4096) * 4096
 
     def write_through(self, pool: StagingPool) -> list[NDArray[np.uint64]]:
         """Write everything now, from the live tensors.
@@ -193,13 +192,16 @@ class SaveJob:
         """
         settings = self._settings
         writer = FilesWriter(
-            self._storage, self._tasks, direct=settings.direct_io != "off", threads=settings.write_threads
+            self._storage,
+            self._tasks,
+            direct=settings.storage.direct_io != "off",
+            threads=settings.storage.write_threads,
         )
         self._open(_ThreadWriter(writer, pool))
-        chunks = chunks_of(self._image.files, settings.chunk_bytes)
+        chunks = chunks_of(self._image.files, settings.storage.chunk_bytes)
         slots: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        size = self.slot_bytes() // settings.write_threads
-        for number in range(settings.write_threads if chunks else 0):
+        size = self.slot_bytes() // settings.storage.write_threads
+        for number in range(settings.storage.write_threads if chunks else 0):
             slots.put(pool.tensor()[number * size : (number + 1) * size])
         direct = writer.direct
         # Collected first: later the streaming bytes have pushed this code out of the processor's caches.
@@ -233,8 +235,8 @@ class SaveJob:
         if helper is not None and self._storage.capabilities.shared:
             self._open(_HelperWriter(helper, self._storage, self._tasks, settings, pool, stable))
         else:
-            direct = settings.direct_io != "off"
-            threads = settings.write_threads
+            direct = settings.storage.direct_io != "off"
+            threads = settings.storage.write_threads
             writer = FilesWriter(self._storage, self._tasks, direct=direct, threads=threads, stable=stable)
             self._open(_ThreadWriter(writer, pool))
 
@@ -247,7 +249,7 @@ class SaveJob:
         Returns:
             The chunks in the pool that are not written yet, for `write_staged`.
         """
-        image, chunk_bytes = self._image, self._settings.chunk_bytes
+        image, chunk_bytes = self._image, self._settings.storage.chunk_bytes
         chunks = chunks_of(image.files, chunk_bytes)
         if not chunks:
             return []

@@ -110,7 +110,7 @@ class SaveResources:
         Returns:
             Whether it writes. Otherwise threads do, also where a sandbox denies the start; that is logged once.
         """
-        if settings.writer != "process":
+        if settings.staging.writer != "process":
             return False
         try:
             self.helper()
@@ -134,7 +134,7 @@ class SaveResources:
         """
         limit = self._pool_limit(settings)
         if nbytes > limit:
-            nbytes = max(limit // settings.chunk_bytes, 2) * settings.chunk_bytes
+            nbytes = max(limit // settings.storage.chunk_bytes, 2) * settings.storage.chunk_bytes
         if nbytes:
             self.pool.reserve(nbytes, touch=touch, device=device)
 
@@ -177,14 +177,14 @@ class SaveResources:
         if self._warned_of_pool:
             return
         self._warned_of_pool = True
-        if settings.staging_bytes:
-            why = f"settings.staging_bytes is {settings.staging_bytes}; raise it"
+        if settings.staging.bytes:
+            why = f"setting staging_bytes is {settings.staging.bytes}; raise it"
         else:
             ranks = self._sharing_ranks()
             free = free_memory()
             why = (
                 f"it may take half of the memory that is free, {free.nbytes >> 20} MiB of {free.source} shared by "
-                f"{ranks} rank{'s' * (ranks > 1)}; set settings.staging_bytes to take more, or give the job more memory"
+                f"{ranks} rank{'s' * (ranks > 1)}; set staging_bytes to take more, or give the job more memory"
             )
         _log.warning(
             "an asynchronous save of %.1f MiB passes through a staging pool of %.1f MiB, so its caller waits while most of "
@@ -237,8 +237,8 @@ class SaveResources:
         self.pool.release()
 
     def _pool_limit(self, settings: Settings) -> int:
-        if settings.staging_bytes:
-            return settings.staging_bytes
+        if settings.staging.bytes:
+            return settings.staging.bytes
         # The other ranks of the machine ask at the same time.
         return (self.pool.capacity + free_memory().nbytes // self._sharing_ranks()) // 2
 

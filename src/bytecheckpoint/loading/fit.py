@@ -230,8 +230,8 @@ def read_length(catalog: Catalog, world_size: int, settings: Settings) -> int:
         world_size: number of ranks.
         settings: `chunk_bytes`, which is the longest read, and `read_threads`.
     """
-    length = settings.chunk_bytes
-    readers = world_size * (settings.read_threads or _READERS)
+    length = settings.storage.chunk_bytes
+    readers = world_size * (settings.storage.read_threads or _READERS)
     fair = sum(file.size for file in catalog.files) // (2 * readers)
     block = max((file.block_bytes for file in catalog.files), default=1)
     while length % 2 == 0 and length > max(fair, _SMALLEST_READ) and (length // 2) % max(block, 1) == 0:

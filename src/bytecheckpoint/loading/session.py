@@ -200,7 +200,7 @@ class _Attempt:
         """On rank 0, sum up the reports of all ranks."""
         opened = self._checkpoint
         # Half of the readers take a round's chunks while the other half reads the next.
-        chunks_per_round = max(opened.files.threads(self._call.settings.read_threads) // 2, _FEWEST_CHUNKS)
+        chunks_per_round = max(opened.files.threads(self._call.settings.storage.read_threads) // 2, _FEWEST_CHUNKS)
         return decide_fit(reports, opened.fit.chunk_bytes, chunks_per_round)
 
     def _check_decision(self, decision: FitDecision) -> list[str]:
@@ -230,7 +230,7 @@ class _Attempt:
                     exchange.run()
                 self._operation.count("exchanged", nbytes=exchange.received)
                 opened.bytes_read, opened.bytes_received = exchange.read, exchange.received
-            threads = self._call.settings.read_threads
+            threads = self._call.settings.storage.read_threads
             opened.bytes_read += read_all(
                 opened.files, scatter, private, threads=threads, chunk_bytes=opened.fit.chunk_bytes
             )

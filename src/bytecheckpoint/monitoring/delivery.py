@@ -125,12 +125,12 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 def is_on() -> bool:
     """Whether metrics are collected."""
-    return settings().metrics not in _OFF
+    return settings().monitoring.metrics not in _OFF
 
 
 def _current() -> list[_Delivery]:
     """Return the deliveries to the sinks of the settings in force, and close others."""
-    wanted = [address.strip() for address in settings().metrics.split(",")]
+    wanted = [address.strip() for address in settings().monitoring.metrics.split(",")]
     wanted = list(dict.fromkeys(address for address in wanted if address not in _OFF))  # each counts once
     with _lock:
         for address in _deliveries.keys() - set(wanted):

@@ -188,7 +188,9 @@ class BoxReader:
                 for request, data, dtype in zip(requests, out, dtypes, strict=True)
                 for part in request.parts(data)
             ]
-            read_all(files, ScatterPlan(plan, targets), ranges, threads=settings().read_threads, chunk_bytes=longest)
+            read_all(
+                files, ScatterPlan(plan, targets), ranges, threads=settings().storage.read_threads, chunk_bytes=longest
+            )
         return out
 
     def _plan(self, requests: Sequence[BoxRequest]) -> ReadPlan:
@@ -205,7 +207,7 @@ class BoxReader:
                 f"{url}: {name} is stored in a file without checksums, which this version does not read"
             )
         largest = int(blocks.max(initial=1))
-        chunk = -(-settings().chunk_bytes // largest) * largest
+        chunk = -(-settings().storage.chunk_bytes // largest) * largest
         plan = plan_reads(stored, wanted, np.array(contiguous, bool), chunk)
         if len(plan.overlaps):
             name = str(catalog.key(int(stored.boxes.tensor[plan.overlaps[0, 0]])))

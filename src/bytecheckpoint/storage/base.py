@@ -192,7 +192,7 @@ class Storage(ABC):
         """Return the timeout in seconds of a call that moves `nbytes`: a mount whose server is gone may never answer."""
         seconds = settings().timeout if self.timeout is None else self.timeout
         if self.capabilities.whole_files:
-            seconds += settings().storage_timeout  # such a storage retries for so long by itself
+            seconds += settings().storage.timeout  # such a storage retries for so long by itself
         return seconds + nbytes / _MIN_BANDWIDTH
 
     @abstractmethod

@@ -127,7 +127,7 @@ class FsspecStorage(UploadingStorage):
         # On local file systems the errors may pass that `PosixStorage` retries.
         return retry(
             attempt,
-            settings().storage_timeout,
+            settings().storage.timeout,
             lambda error: not self._local or may_pass(error.__context__, self._root),
         )
 

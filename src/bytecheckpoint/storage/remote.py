@@ -93,7 +93,7 @@ class RemoteClient:
         while True:
             count += 1
             try:
-                with busy(settings().storage_timeout):
+                with busy(settings().storage.timeout):
                     return call()
             except CheckpointError:
                 raise

@@ -141,8 +141,8 @@ class _SpoolWriter(_UploadWriter):
 
     def __init__(self, storage: UploadingStorage, request: NewFile) -> None:
         super().__init__(storage, request)
-        self._folder = settings().spool_dir or tempfile.gettempdir()
-        self._label = f"the spool of {storage.url}/{request.name} in {self._folder} (settings.spool_dir)"
+        self._folder = settings().storage.spool_dir or tempfile.gettempdir()
+        self._label = f"the spool of {storage.url}/{request.name} in {self._folder} (setting spool_dir)"
         self._written: dict[int, int] = {}
         self._size = 0
         with translated("create", self._label):

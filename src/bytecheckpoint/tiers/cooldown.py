@@ -282,7 +282,7 @@ def _copy_and_verify(
         progress(file.size)
 
     try:
-        parallel_map(copy_file, own_files(catalog), settings().write_threads, "bytecheckpoint-cool")
+        parallel_map(copy_file, own_files(catalog), settings().storage.write_threads, "bytecheckpoint-cool")
     except FileNotFoundError as error:
         raise CorruptCheckpointError(f"{hot.url} lacks {error.filename}, so it cannot be moved") from error
 

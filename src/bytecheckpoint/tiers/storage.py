@@ -58,14 +58,14 @@ def hot_tier(folder: str = "") -> PosixStorage:
     """Return this machine's hot tier, or a folder of it.
 
     Raises:
-        UsageError: `settings.tier_hot` is not a folder of this machine.
+        UsageError: `tier_hot` is not a folder of this machine.
     """
     from bytecheckpoint.storage.registry import resolve
 
-    root = settings().tier_hot.rstrip("/")
+    root = settings().tier.hot.rstrip("/")
     hot = resolve(f"{root}/{folder}" if folder else root)
     if not isinstance(hot, PosixStorage):
-        raise UsageError(f"settings.tier_hot is {root!r}: use mem://name or a folder of a local disk")
+        raise UsageError(f"setting tier_hot is {root!r}: use mem://name or a folder of a local disk")
     return hot
 
 

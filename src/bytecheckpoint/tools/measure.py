@@ -83,7 +83,7 @@ def _on_threads(work: Callable[[str], None], names: list[str]) -> None:
 
 
 def _write(folder: Storage, name: str, size: int, data: memoryview) -> None:
-    direct = settings().direct_io != "off"
+    direct = settings().storage.direct_io != "off"
     writer = folder.create(NewFile(name, size, direct=direct, stable=True))
     try:
         for offset in [*range(len(data), size, len(data)), 0]:  # the first bytes come last

@@ -55,7 +55,7 @@ def verify_checkpoint(storage: Storage, progress: Progress | None = None, *, thr
 
 def _alert(storage: Storage, report: VerifyReport) -> None:
     """Hand the findings to the sinks of the setting `metrics`, if there are alerts."""
-    if settings().alerts != "off":
+    if settings().monitoring.alerts != "off":
         path = path_without_secrets(storage.url)
         text = f"{path}: {len(report.findings)} findings in a verification, the first: {report.findings[0].message}"
         deliver_alert(Alert(rule="verification", severity="critical", text=text, path=path, time=time.time()))

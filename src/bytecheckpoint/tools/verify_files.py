@@ -102,7 +102,7 @@ def verify_catalog(
     """
     check = _FileCheck(storage, catalog, progress)
     try:
-        check.run(threads or settings().read_threads or parallel_reads(storage, catalog))
+        check.run(threads or settings().storage.read_threads or parallel_reads(storage, catalog))
     finally:
         check.close()
     findings = (*check.findings(), *_coverage(catalog))

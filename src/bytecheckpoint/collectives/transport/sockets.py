@@ -40,8 +40,8 @@ def local_addresses(towards: str | None) -> list[str]:
     Args:
         towards: the job's MASTER_ADDR. The job uses the interface that leads there.
     """
-    if settings().listen_address:
-        return [settings().listen_address]
+    if settings().transport.listen_address:
+        return [settings().transport.listen_address]
     found: list[str] = []
     try:
         for family, kind, _, _, address in socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM) if towards else ():
@@ -77,10 +77,10 @@ def listen(backlog: int) -> socket.socket:
     """Open a non-blocking socket that accepts connections where the settings allow it: at any port of all interfaces.
 
     Raises:
-        UsageError: no port of `settings.listen_ports` is free, or `settings.listen_address` is not of this machine.
+        UsageError: no port of `listen_ports` is free, or `listen_address` is not of this machine.
     """
-    address = settings().listen_address
-    first, last = settings().port_range
+    address = settings().transport.listen_address
+    first, last = settings().transport.port_range
     for port in random.sample(range(first, last + 1), last + 1 - first):
         try:
             listener = _listen_at(address, port, backlog)
@@ -88,12 +88,12 @@ def listen(backlog: int) -> socket.socket:
             if error.errno == errno.EADDRINUSE:
                 continue
             if address and (error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror)):
-                raise UsageError(f"settings.listen_address is {address!r}: not of this machine ({error})") from None
+                raise UsageError(f"setting listen_address is {address!r}: not of this machine ({error})") from None
             raise
         listener.setblocking(False)
         return listener
     raise UsageError(
-        f"settings.listen_ports is {settings().listen_ports!r}: no port of these is free; each rank takes two"
+        f"setting listen_ports is {settings().transport.listen_ports!r}: no port of these is free; each rank takes two"
     )
 
 

@@ -53,7 +53,7 @@ class Star(Loop):
     def __init__(self, rank: int, world_size: int, inbox: Inbox, secret: bytes, linger: float) -> None:
         super().__init__(rank, world_size, "bytecheckpoint-messages", secret, linger)
         self.inbox = inbox
-        self.hub_address = settings().listen_address or loopback()
+        self.hub_address = settings().transport.listen_address or loopback()
         self.ready = threading.Event()  # every rank is connected, or connecting failed and the inbox is closed
         self.below: dict[int, Link] = {}  # the connection through which each rank is reached, away from rank 0
         self._places: dict[int, Place] = {}  # where these ranks listen

@@ -26,7 +26,7 @@ class Security:
 
     def __init__(self) -> None:
         self._dials = self._accepts = None
-        if settings().tls_certificate:
+        if settings().transport.tls_certificate:
             self._dials = _context(ssl.PROTOCOL_TLS_CLIENT)
             self._accepts = _context(ssl.PROTOCOL_TLS_SERVER)
 
@@ -47,7 +47,7 @@ class Security:
 
 
 def _context(protocol: ssl._SSLMethod) -> ssl.SSLContext:
-    now = settings()
+    now = settings().transport
     context = ssl.SSLContext(protocol)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
@@ -57,7 +57,7 @@ def _context(protocol: ssl._SSLMethod) -> ssl.SSLContext:
         context.load_verify_locations(now.tls_authority)
     except (OSError, ssl.SSLError) as error:
         raise UsageError(
-            f"settings.tls_certificate is {now.tls_certificate!r}, tls_key {now.tls_key!r} and tls_authority "
+            f"setting tls_certificate is {now.tls_certificate!r}, tls_key {now.tls_key!r} and tls_authority "
             f"{now.tls_authority!r}: they cannot be used: {error}"
         ) from error
     return context

@@ -272,9 +272,9 @@ def load_rules(path: str = "") -> list[Rule]:
         text = Path(path).read_bytes() if path else resources.files(__package__).joinpath("defaults.toml").read_bytes()
         return [*msgspec.toml.decode(text, type=RuleSet).rule]
     except OSError as error:
-        raise UsageError(f"settings.alerts: {path} cannot be read: {error.strerror}") from error
+        raise UsageError(f"setting alerts: {path} cannot be read: {error.strerror}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise UsageError(f"settings.alerts: {path}: {error}") from error
+        raise UsageError(f"setting alerts: {path}: {error}") from error
 
 
 def metric(summary: OperationSummary, name: str) -> float | None:

@@ -46,12 +46,12 @@ class Watcher:
 
     def ended(self, summary: OperationSummary) -> None:
         """Look at an operation that has ended, soon. Returns at once."""
-        if settings().alerts != _OFF and self._background.waiting() < _WAITING:
+        if settings().monitoring.alerts != _OFF and self._background.waiting() < _WAITING:
             self._background.submit(lambda: self._after(summary))
 
     def progress(self, progress: OperationProgress) -> None:
         """Look at an operation that runs, soon. Returns at once."""
-        if settings().alerts != _OFF and self._background.waiting() <= self._waking:
+        if settings().monitoring.alerts != _OFF and self._background.waiting() <= self._waking:
             self._background.submit(lambda: self._tell(self._current().while_running(progress)))
 
     def finish(self, timeout: float) -> None:
@@ -59,7 +59,7 @@ class Watcher:
         self._background.flush(timeout)
 
     def _current(self) -> Evaluation:
-        path = settings().alerts
+        path = settings().monitoring.alerts
         if self._evaluation is None or self._evaluation[0] != path:
             self._evaluation = path, Evaluation(_rules(path))
         return self._evaluation[1]
@@ -77,7 +77,7 @@ class Watcher:
 
     def _look_at_clock(self) -> None:
         self._waking = False
-        if settings().alerts == _OFF:
+        if settings().monitoring.alerts == _OFF:
             return
         evaluation = self._current()
         self._tell(evaluation.at(time.time()))

@@ -72,7 +72,7 @@ def shown(address: str) -> str:
     """Return an address as logs may show it: without credentials, and without what may be a part of badly written ones."""
     scheme, _, rest = address.partition("://")
     if scheme not in _SINKS:
-        return "a sink of settings.metrics"
+        return "a sink of the setting metrics"
     try:
         path = split_address(address).path if rest else ""
     except UsageError:
@@ -97,7 +97,7 @@ def split_address(address: str) -> SplitResult:
     if not parts.netloc and not address.endswith("://"):
         scheme = address.split(":", 1)[0]
         raise UsageError(
-            f"settings.metrics: write {scheme}://host:port, and characters such as / @ , of a password as %2F %40 %2C"
+            f"setting metrics: write {scheme}://host:port, and characters such as / @ , of a password as %2F %40 %2C"
         )
     return parts
 
@@ -112,7 +112,7 @@ def make_sink(address: str) -> Sink:
     if scheme not in _SINKS:
         # What follows a comma may be a part of a password.
         what = f"no sink is called {scheme!r}" if _SCHEME.fullmatch(scheme) and "://" in address else "no sink"
-        raise UsageError(f"settings.metrics: {what}; there are: off, {', '.join(_SINKS)}")
+        raise UsageError(f"setting metrics: {what}; there are: off, {', '.join(_SINKS)}")
     module, name, extra = _SINKS[scheme]
     try:
         sink: Sink = getattr(importlib.import_module(f"bytecheckpoint.monitoring.sinks.{module}"), name)(address)

@@ -41,7 +41,7 @@ class ClickHouseSink(Sink):
         self._host, self._port = parts.hostname or "127.0.0.1", parts.port or (8443 if self._secure else 8123)
         database, table = parts.path.strip("/") or "default", parse_qs(parts.query).get("table", ["bytecheckpoint"])[0]
         if not (_NAME.fullmatch(database) and _NAME.fullmatch(table)):
-            raise UsageError(f"settings.metrics: give {parts.scheme}://host:port/database?table=name, with plain names")
+            raise UsageError(f"setting metrics: give {parts.scheme}://host:port/database?table=name, with plain names")
         self._table = f"{database}.{table}"
         user = unquote(parts.username or "") or os.environ.get("CLICKHOUSE_USER", "")
         password = unquote(parts.password or "") or os.environ.get("CLICKHOUSE_PASSWORD", "")

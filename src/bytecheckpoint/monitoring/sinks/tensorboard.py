@@ -21,7 +21,7 @@ class TensorBoardSink(ScalarSink):
         super().__init__(address)
         folder = address.partition("://")[2]
         if not folder:
-            raise UsageError("settings.metrics: write tensorboard:///folder")
+            raise UsageError("setting metrics: write tensorboard:///folder")
         self._writer = SummaryWriter(folder, filename_suffix=".bytecheckpoint")
 
     def write(self, scalars: dict[str, float], step: int | None, began: float) -> None:

@@ -28,9 +28,7 @@ class WebhookSink(Sink):
         super().__init__(address)
         split_address(address)
         if any(not "!" <= character <= "~" for character in address):  # errors of `urllib` would show the path
-            raise UsageError(
-                "settings.metrics: write blanks and other special characters of a webhook's address as %20"
-            )
+            raise UsageError("setting metrics: write blanks and other special characters of a webhook's address as %20")
 
     def deliver(self, record: OperationRecord, summary: OperationSummary) -> None:
         """Do nothing: only alerts are sent."""

@@ -28,7 +28,7 @@ from bytecheckpoint.tuning import tuning
 __all__ = ["Cluster", "call_client", "cluster_of"]
 
 _T = TypeVar("_T")
-#: Lower bound of timeouts that follow `settings().storage_timeout`.
+#: Lower bound of timeouts that follow `storage_timeout`.
 _SHORTEST_SECONDS = 2.0
 #: "No room" is retried for so many seconds: the NameNode learns late of the room on a DataNode that has just started.
 _NO_ROOM_SECONDS = 15.0
@@ -132,7 +132,7 @@ class Cluster(RemoteClient):
             StorageError: typed; FileNotFoundError: there is no such file.
         """
         self.refuse_fork(self.name)
-        seconds = min(settings().storage_timeout, self._retry_seconds(math.inf, brief))
+        seconds = min(settings().storage.timeout, self._retry_seconds(math.inf, brief))
         in_contact = Attempts(seconds)
         first_contact = tuning().hdfs_first_write if writes else tuning().hdfs_first_contact
         without_contact = Attempts(min(seconds, first_contact))
@@ -168,7 +168,7 @@ class Cluster(RemoteClient):
         """Return the timeout of one call of the NameNode, in seconds."""
         seconds = tuning().hdfs_call if self.answered else tuning().hdfs_first_call
         share = max(seconds / len(self._target.namenodes), tuning().hdfs_shortest_call)
-        return min(seconds, share, max(settings().storage_timeout, _SHORTEST_SECONDS))
+        return min(seconds, share, max(settings().storage.timeout, _SHORTEST_SECONDS))
 
     def join(self, target: str, sources: Sequence[str], client_id: bytes) -> None:
         """Append closed files to another file of their folder: one attempt.
@@ -182,7 +182,7 @@ class Cluster(RemoteClient):
             RemoteError: the NameNode refuses. OSError: it does not answer.
         """
         namenodes = sorted(self._target.namenodes, key=lambda address: address != self._joined_by)
-        timeout = min(tuning().hdfs_call / len(namenodes), max(settings().storage_timeout, _SHORTEST_SECONDS))
+        timeout = min(tuning().hdfs_call / len(namenodes), max(settings().storage.timeout, _SHORTEST_SECONDS))
         self._joined_by = concat(namenodes, self._target.user, target, sources, client_id, timeout=timeout)
 
     def remaining_bytes(self, timeout: float) -> int | None:

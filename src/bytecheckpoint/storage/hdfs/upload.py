@@ -158,7 +158,7 @@ class Upload:
         stall = _MIN_STALL_SECONDS
 
         def move_data(call: Callable[[], Any]) -> None:
-            longest = max(settings().storage_timeout, _MIN_STALL_SECONDS)
+            longest = max(settings().storage.timeout, _MIN_STALL_SECONDS)
             call_client(call, min(stall, longest, tuning().hdfs_write_stall))
 
         def attempt() -> None:

@@ -230,7 +230,7 @@ _buckets: ClientCache[_Key, Bucket] = ClientCache(lambda: tuning().object_client
 
 def bucket_of(scheme: str, name: str) -> Bucket:
     """Return this process's client of a bucket, a new one after the environment or a credential file has changed."""
-    variables, seconds = environment(), settings().storage_timeout
+    variables, seconds = environment(), settings().storage.timeout
     key = (scheme, name, fingerprint(variables), seconds)
     store = (scheme, name, tuple(sorted(without_secrets(variables).items())))
 

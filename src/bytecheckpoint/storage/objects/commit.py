@@ -65,7 +65,7 @@ def require_commits(bucket: Bucket, prefix: str, label: str, expected: str) -> N
     Raises:
         StorageError: the bucket does not honour them.
     """
-    if settings().commit == "plain":
+    if settings().storage.commit == "plain":
         return
     with bucket.lock:
         if bucket.commits is None:
@@ -74,13 +74,13 @@ def require_commits(bucket: Bucket, prefix: str, label: str, expected: str) -> N
         raise StorageError(
             f"cannot publish {label}: {bucket.name} does not honour conditional puts (If-None-Match) of several writers at "
             f"once, so two jobs that save to one path could destroy each other's checkpoint; use another store, or "
-            f"settings.commit='plain' if you make sure that one job at a time saves to a path"
+            f"configure(commit='plain') if you make sure that one job at a time saves to a path"
         )
     if expected and not bucket.commits.replace:
         raise StorageError(
             f"cannot replace {label}: {bucket.name} does not honour puts under the condition that the object is still the "
-            f"same (If-Match); save each step to a path of its own, or set settings.commit='plain' if you make sure that "
-            f"one job at a time saves to a path"
+            f"same (If-Match); save each step to a path of its own, or call configure(commit='plain') if you make sure "
+            f"that one job at a time saves to a path"
         )
 
 
@@ -221,7 +221,7 @@ def publish_exclusively(bucket: Bucket, key: str, label: str, data: bytes, expec
     """
     name = label[len(storage.url) + 1 :]
     mode: Any = "create" if not expected else _condition(*msgspec.json.decode(expected))
-    if settings().commit == "plain":
+    if settings().storage.commit == "plain":
         if storage.version(name) != expected:
             raise conflict_error(label)
         mode = "overwrite"

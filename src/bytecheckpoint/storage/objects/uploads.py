@@ -121,7 +121,7 @@ class Uploads:
 
     def _retried(self, *request: Any) -> tuple[bytes, float]:
         """Make a request, and make it again for a while after transient errors. As `_request`."""
-        return retry(lambda: self._request(*request), min(_RETRY_SECONDS, settings().storage_timeout))
+        return retry(lambda: self._request(*request), min(_RETRY_SECONDS, settings().storage.timeout))
 
     def _request(self, method: str, key: str, query: Mapping[str, str], action: str, label: str) -> tuple[bytes, float]:
         """Make a request; return the answer's body, and its time by the server's clock in seconds since 1970."""

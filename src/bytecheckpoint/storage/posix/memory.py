@@ -27,7 +27,7 @@ class MemoryStorage(PosixStorage):
             check_name(name)
         except UsageError:
             raise UsageError(f"{url!r} names no place in memory: write mem://name or mem://name/step_1") from None
-        base = os.path.join(settings().memory_dir, f"bytecheckpoint-{os.geteuid()}")
+        base = os.path.join(settings().storage.memory_dir, f"bytecheckpoint-{os.geteuid()}")
         super().__init__(os.path.join(base, *name.split("/")), f"mem://{name}")
         self._base = base
         if os.path.lexists(base):

@@ -90,7 +90,7 @@ class PosixStorage(Storage):
         if self.in_memory:
             return call()
         # Whoever waits for this thread gives up after `call_timeout`, and must hear the error before.
-        seconds = min(settings().storage_timeout, self.call_timeout() / 2)
+        seconds = min(settings().storage.timeout, self.call_timeout() / 2)
         if brief and time.monotonic() - self._failed_at < _BRIEF.window:
             seconds = min(seconds, _BRIEF.seconds)
         try:
@@ -151,7 +151,7 @@ class PosixStorage(Storage):
             self._make_folder(folder)
             # tmpfs, overlay and network file systems have anonymous device numbers, and rarely gain from direct I/O.
             disk = os.major(os.stat(folder).st_dev) != 0
-            direct = request.direct and (disk or settings().direct_io == "on")
+            direct = request.direct and (disk or settings().storage.direct_io == "on")
             remote = not (disk or self.in_memory) and on_network(folder)
             first, again = not again, True
             return Writer(

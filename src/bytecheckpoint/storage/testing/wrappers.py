@@ -143,7 +143,7 @@ class DelayedStorage(WrappedStorage):
 class FaultyStorage(WrappedStorage):
     """Fails by rules, each call by all that match it.
 
-    The helper process writes the files of asynchronous saves, out of reach of the rules, unless settings.writer="thread".
+    The helper process writes the files of asynchronous saves, out of reach of the rules, unless `writer` is "thread".
 
     Args:
         inner: the storage that does the work.

@@ -68,7 +68,7 @@ class Flusher:
             self._replicating, self._flushing = Workers(1, "bytecheckpoint-share"), Workers(1, "bytecheckpoint-flush")
         level = logging.INFO
         with self._changed:
-            while len(self._busy) >= settings.tier_waiting or url in self._busy.values():
+            while len(self._busy) >= settings.tier.waiting or url in self._busy.values():
                 busy = listed([*self._busy.values()])
                 _log.log(level, "the save of %s waits, because these are not durable yet: %s", url, busy)
                 level = logging.WARNING
@@ -152,7 +152,7 @@ class Flusher:
 
     def _share(self, agreement: Agreement, machines: Machines, flush: PendingFlush) -> bool:
         """Bring the step to the other machines. Return False if that fails, which does not harm the flush."""
-        replicas = flush.settings.tier_replicas if len(machines.groups) > 1 else 0
+        replicas = flush.settings.tier.replicas if len(machines.groups) > 1 else 0
         try:
             agreement.agree("present", lambda: self._check_presence(flush), lambda _: None)
             if replicas:
@@ -212,7 +212,7 @@ class Flusher:
         flush.stage = Stage.FLUSH
         agreement = Agreement(self._collective, f"tier/{flush.number}/flush", flush.timeout)
         try:
-            flush_together(agreement, machines, flush.storage, flush.agreed_step, flush.settings.write_threads)
+            flush_together(agreement, machines, flush.storage, flush.agreed_step, flush.settings.storage.write_threads)
         except BaseException as error:  # noqa: BLE001  raised by result() and the next save
             self._fail(flush, error)
             return
@@ -253,7 +253,7 @@ class Flusher:
 
     def _remove_orphans(self, flush: PendingFlush) -> None:
         """Remove files of given-up steps that have no catalog on this machine: nothing else would find them."""
-        orphans = self._unflushed.give_up_older(flush.settings.tier_waiting)
+        orphans = self._unflushed.give_up_older(flush.settings.tier.waiting)
         if flush.step is not None and not self._unflushed.has_failed(flush.storage.url):
             orphans.append((flush.storage.url, flush.step.catalog))
         for url, catalog in orphans:

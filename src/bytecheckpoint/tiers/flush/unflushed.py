@@ -155,7 +155,7 @@ class UnflushedSteps:
             )
             assert step is not None
             agreement.timeout += transfer_limit(decode(step.catalog))
-            flush_together(agreement, machines, TierStorage(url), step, settings.write_threads)
+            flush_together(agreement, machines, TierStorage(url), step, settings.storage.write_threads)
         except CheckpointTimeoutError:
             raise
         except CheckpointError as error:
@@ -215,9 +215,9 @@ def evict(
     unflushed = [(tier, step) for tier, step in found if not step.record.flushed]
     answers = any(tier.url == storage.url for tier, _ in flushed)  # else the durable storage may be away
     for number, (tier, step) in enumerate(flushed):
-        if number >= settings.tier_keep or (answers and tier.url != storage.url and _is_removed(tier)):
+        if number >= settings.tier.keep or (answers and tier.url != storage.url and _is_removed(tier)):
             remove(tier, step.catalog)
-    for tier, step in unflushed[settings.tier_waiting :]:
+    for tier, step in unflushed[settings.tier.waiting :]:
         _log.warning("%s was not flushed, and is removed from memory to make room for newer steps", tier.url)
         remove(tier, step.catalog)
     for folder, step in hot_steps(storage.hot_root, lambda record: record.flushed and record.saved < begun):
