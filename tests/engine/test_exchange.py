@@ -137,7 +137,7 @@ def test_each_rank_reads_from_the_page_cache_for_itself(step: Path) -> None:
 
 
 def test_what_the_page_cache_lacks_is_exchanged(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if resolve(step).in_memory:
+    if resolve(step).capabilities.in_memory:
         pytest.skip("the temporary files are on a tmpfs")
     monkeypatch.setattr("bytecheckpoint.storage.posix.storage.in_page_cache", lambda fd, offsets: False)
     reports = ThreadWorld(3).run(load, step, ["m"] * 3, True, False, False, timeout=60)

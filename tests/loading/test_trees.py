@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from bytecheckpoint.engine.catalogs import CatalogHead
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.loading.decision import OpenReport, decide_open
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.optional import CacheProbe
 from bytecheckpoint.storage.wrappers import Call, WrappedStorage
 from tests.faults.ranks import outcomes
 from tests.support.settings import using
@@ -28,16 +29,17 @@ RANKS = 4
 VALUES = {"dataloader": {"position": 5}, "extra_states": {"step": 3, "text": "x" * 1000}}
 
 
-class FarStorage(WrappedStorage):
-    """No file is in this machine's memory; opens are counted by folder."""
+class FarStorage(WrappedStorage, CacheProbe):
+    """Count opens by folder, and say of all files that they are in this machine's memory, or not."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, cached: bool = False) -> None:
         super().__init__(resolve(path))
+        self._cached = cached
         self.opened: Counter[str] = Counter()
         self._counting = threading.Lock()
 
-    def is_cached(self, name: str, offsets: Any) -> bool:
-        return False
+    def is_cached(self, name: str, offsets: Sequence[int]) -> bool:
+        return self._cached
 
     def around(self, call: Call, do: Callable[[], T]) -> T:
         if call.operation == "open":
@@ -107,8 +109,7 @@ def test_values_of_the_ranks(tmp_path: Path) -> None:
 def test_files_in_memory_are_read_by_all(tmp_path: Path) -> None:
     """A file in the page cache costs less than a message."""
     save(tmp_path / "s")
-    storage = FarStorage(tmp_path / "s")
-    storage.is_cached = lambda name, offsets: True  # type: ignore[method-assign]
+    storage = FarStorage(tmp_path / "s", cached=True)
     load(storage)
     assert storage.opened["extra"] == RANKS
 

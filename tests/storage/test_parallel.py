@@ -116,10 +116,10 @@ def test_what_is_in_memory(tmp_path: Path) -> None:
         inside = tmp_path / "a b"
         _recent_mounts.cache_clear()  # looked up once a second
         assert is_in_memory(str(inside / "step" / "model"))
-        assert resolve(str(inside / "step")).in_memory
+        assert resolve(str(inside / "step")).capabilities.in_memory
         (inside / "link").symlink_to(tmp_path)
         assert not is_in_memory(str(inside / "link" / "step"))
     _recent_mounts.cache_clear()
     assert is_in_memory(str(inside)) == is_in_memory(str(tmp_path))
     assert not is_in_memory("/proc/self")
-    assert resolve(f"mem://test-{os.getpid()}/x").in_memory
+    assert resolve(f"mem://test-{os.getpid()}/x").capabilities.in_memory

@@ -8,6 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -206,11 +207,8 @@ class _Crowded(WrappedStorage):
 
     def __init__(self, inner: Storage, reads: int) -> None:
         super().__init__(inner)
-        self._reads, self._lock = reads, threading.Lock()
-
-    @property
-    def parallel_reads(self) -> int:
-        return self._reads
+        self.capabilities = replace(self.capabilities, parallel_reads=reads)
+        self._lock = threading.Lock()
 
     def around(self, call: Call, do: Callable[[], _T]) -> _T:
         if call.operation != "read_into":
@@ -238,9 +236,9 @@ def test_as_many_reads_at_once_as_suit_the_storage(local: Storage, read_threads:
     assert torch.equal(loaded["w"], weights["w"])
     assert storage.most == expected
     assert (
-        resolve("mem://x").parallel_reads
-        < UploadingStorage.parallel_reads
-        == MeteredStorage(_Crowded(local, 8)).parallel_reads
+        resolve("mem://x").capabilities.parallel_reads
+        < UploadingStorage.capabilities.parallel_reads
+        == MeteredStorage(_Crowded(local, 8)).capabilities.parallel_reads
     )
 
 

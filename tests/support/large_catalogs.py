@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +65,9 @@ class FarStorage(WrappedStorage):
 
     def __init__(self, inner: Storage) -> None:
         super().__init__(inner)
+        self.capabilities = replace(self.capabilities, page_cache=False)
         self.calls: list[tuple[str, int]] = []
         self.before: Callable[[str], None] = lambda operation: None
-
-    page_cache = False  # type: ignore[assignment]
-
-    def is_cached(self, name: str, offsets: Any) -> bool:
-        return False
 
     def around(self, call: Call, function: Callable[[], Any]) -> Any:
         if call.names == (CATALOG_NAME,):

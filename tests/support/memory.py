@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ __all__ = [
 def as_on_disk(path: str | Path) -> Storage:
     """Return the storage of a path which counts as a slow disk: ranks exchange what they read from it."""
     storage = resolve(path)
-    storage.in_memory = False
+    storage.capabilities = replace(storage.capabilities, in_memory=False)
     storage.is_cached = lambda name, offsets: False  # type: ignore[method-assign]
     return storage
 

@@ -99,9 +99,8 @@ def _steps(storage: Storage) -> list[dict[str, Any]]:
         return {"name": name, "state": "committed", **summary(catalog)}
 
     names = sorted(storage.folders(), key=natural_order)
-    return [
-        step for step in parallel_map(describe, names, storage.parallel_reads, "bytecheckpoint-ls") if step is not None
-    ]
+    found = parallel_map(describe, names, storage.capabilities.parallel_reads, "bytecheckpoint-ls")
+    return [step for step in found if step is not None]
 
 
 def summary(catalog: Catalog) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.representation.catalog_groups import CatalogGroups
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import FileReader, Storage
+from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.storage.threads import call_with_timeout, parallel_map
 from bytecheckpoint.tuning import tuning
 
@@ -167,7 +168,7 @@ class CatalogReader:
             groups.load(number, self._read_into if fill is None else lambda _, memory: fill(number, memory))
 
         with _located(self._storage):
-            threads = 1 if self._storage.in_memory else self._storage.parallel_reads
+            threads = 1 if self._storage.capabilities.in_memory else self._storage.capabilities.parallel_reads
             parallel_map(load, np.unique(numbers).tolist(), threads, "bytecheckpoint-catalog")
             return groups.catalog(numbers)
 
@@ -202,10 +203,10 @@ class CatalogReader:
             self._pieces[offset] = memory
 
     def _timed(self, function: Callable[[], _T], nbytes: int = 0) -> _T:
-        if self._storage.in_memory:
+        if self._storage.capabilities.in_memory:
             return function()
         storage = self._storage
-        return call_with_timeout(storage.call_timeout(nbytes), function, f"cannot read {storage.url}/{CATALOG_NAME}")
+        return call_with_timeout(call_timeout(storage, nbytes), function, f"cannot read {storage.url}/{CATALOG_NAME}")
 
 
 @contextlib.contextmanager

@@ -22,6 +22,8 @@ from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.names import is_uri
 from bytecheckpoint.storage import FileReader, Storage, open_named, resolve
+from bytecheckpoint.storage.base import call_timeout
+from bytecheckpoint.storage.optional import is_cached
 from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.storage.wrappers import wrapped_like
 from bytecheckpoint.tracing.operation import count_retries, span
@@ -44,7 +46,7 @@ def parallel_reads(storage: Storage, catalog: Catalog) -> int:
     storages = [storage]
     with contextlib.suppress(CheckpointError):  # opening the file raises it
         storages += [wrapped_like(storage, resolve(folder)) for folder in other_folders(catalog)]
-    return max(storage.parallel_reads for storage in storages)
+    return max(storage.capabilities.parallel_reads for storage in storages)
 
 
 class FileSet:
@@ -87,7 +89,7 @@ class FileSet:
     @lazy
     def in_memory(self) -> bool:
         """Whether all files are in memory, so that no read waits for a device or a server."""
-        return self._storage.in_memory and not other_folders(self._catalog)
+        return self._storage.capabilities.in_memory and not other_folders(self._catalog)
 
     def is_cached(self, ranges: Int64s) -> bool:
         """Return whether samples of some ranges are in this machine's memory, so that reads wait for nothing.
@@ -102,7 +104,7 @@ class FileSet:
             entry = self._catalog.files[file]
             offsets = entry.data_offset + sample[sample[:, 0] == file, 1:] - (0, 1)  # first and last byte
             try:
-                if is_uri(entry.name) or not self._storage.is_cached(entry.name, offsets.reshape(-1).tolist()):
+                if is_uri(entry.name) or not is_cached(self._storage, entry.name, offsets.reshape(-1).tolist()):
                     return False
             except FileNotFoundError:
                 return False
@@ -123,7 +125,7 @@ class FileSet:
 
     def read_timeout(self) -> float:
         """Return the seconds that one read may take."""
-        return self._storage.call_timeout()
+        return call_timeout(self._storage)
 
     def stop(self, error: CheckpointError) -> None:
         """Let reads end with `error`, and those that wait for `Readers` at once. Any thread may call it, once."""

@@ -26,6 +26,7 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.representation.names import escape
 from bytecheckpoint.settings import Settings, flat_settings
 from bytecheckpoint.storage import Storage
+from bytecheckpoint.storage.base import call_timeout
 
 __all__ = ["SaveJob"]
 
@@ -97,7 +98,7 @@ class _HelperWriter:
         stable: bool,
     ) -> None:
         # The time limit grows with the bytes: a large save may take long, a hanging one must end.
-        self._timeout = storage.call_timeout(sum(t.data_bytes for t in tasks)) + _GRACE
+        self._timeout = call_timeout(storage, sum(t.data_bytes for t in tasks)) + _GRACE
         self._helper = running_helper()
         if not self._helper.answers(timeout=self._timeout):
             self._helper = running_helper()  # the first one had died after the last save

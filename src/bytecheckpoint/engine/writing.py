@@ -21,6 +21,7 @@ from bytecheckpoint.engine.buffers import block_sums, split_buffers
 from bytecheckpoint.engine.workers import Workers, storage_result
 from bytecheckpoint.errors import CheckpointError, StorageUnavailableError
 from bytecheckpoint.storage import FileWriter, NewFile, Storage
+from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.tracing.operation import count, span
 from bytecheckpoint.tuning import tuning
@@ -113,7 +114,7 @@ class FilesWriter:
                 self._created[number] = _OpenFile(task, self._storage.create(request))
 
         try:
-            if self._storage.in_memory:
+            if self._storage.capabilities.in_memory:
                 for number in range(len(tasks)):
                     create(number)
             else:
@@ -196,7 +197,7 @@ class FilesWriter:
         Raises:
             StorageUnavailableError: a call did not end within the storage's time limit.
         """
-        seconds = self._storage.call_timeout(nbytes)
+        seconds = call_timeout(self._storage, nbytes)
         for future in futures:
             self._awaited = future
             if self._stopped is not None:
@@ -254,7 +255,7 @@ class FilesWriter:
         self._failed = self._failed or CheckpointError("aborted")
         for entry in list(self._created.values()):
             entry.writer.interrupt()
-        seconds = 0.0 if self._timed_out else self._storage.call_timeout()
+        seconds = 0.0 if self._timed_out else call_timeout(self._storage)
         if self._stopped is not None:
             seconds = min(seconds, tuning().stopped_calls)
         with contextlib.suppress(StorageUnavailableError):

@@ -71,7 +71,7 @@ class Opening:
         self._arguments = arguments = self._call.check()
         several = self._collective.world_size > 1
         storage = arguments.storage
-        far = several and storage.capabilities.shared and not storage.page_cache
+        far = several and storage.capabilities.shared and not storage.capabilities.page_cache
         digest = b""
         if not far or self._collective.rank == 0:
             source = self._use(CatalogReader(storage), stack)

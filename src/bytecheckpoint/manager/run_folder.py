@@ -103,7 +103,7 @@ class RunFolder:
             pinned = bool(_durable(info.path).version(_PIN))
             return replace(info, pinned=pinned, superseded=superseded.get(info.step) == info.created)
 
-        found = parallel_map(describe, self._names(), self._folder.parallel_reads, "bytecheckpoint-steps")
+        found = parallel_map(describe, self._names(), self._folder.capabilities.parallel_reads, "bytecheckpoint-steps")
         return sorted((info for info in found if info is not None), key=lambda info: info.step)
 
     def committed(self) -> list[tuple[bool, int]]:
@@ -117,7 +117,7 @@ class RunFolder:
                 return None if info is None else (superseded[number] != info.created, number)
             return (True, number) if with_time_limits(resolve(f"{self.url}/{name}")).version(CATALOG_NAME) else None
 
-        found = parallel_map(look, self._names(), self._folder.parallel_reads, "bytecheckpoint-steps")
+        found = parallel_map(look, self._names(), self._folder.capabilities.parallel_reads, "bytecheckpoint-steps")
         return [place for place in found if place is not None]
 
     def _names(self) -> list[str]:

@@ -93,7 +93,7 @@ class RunReader:
         for _ in range(_LISTINGS):
             names = _wanted(self._folder, self._newest)
             new = [name for name in names if name not in self._files]
-            parallel_map(self._take, new, self._folder.parallel_reads, "bytecheckpoint-metrics")
+            parallel_map(self._take, new, self._folder.capabilities.parallel_reads, "bytecheckpoint-metrics")
             if all(name in self._files for name in names):
                 break
         self._files = {name: self._files[name] for name in names if name in self._files}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from bytecheckpoint.errors import StorageConflictError, StorageError, StorageUnavailableError
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
 from bytecheckpoint.storage import Storage
-from bytecheckpoint.storage.base import UnfinishedUpload
+from bytecheckpoint.storage.optional import UnfinishedUpload, abort_uploads, unfinished_uploads
 from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.tracing.operation import pause
 from bytecheckpoint.tuning import tuning
@@ -46,7 +46,10 @@ def stale_files(storage: Storage, named: Mapping[str, int], replaces: str) -> li
                 f"a time save to a path"
             )
         parallel_map(
-            lambda n: _refuse_unseen(storage, n, named[n]), unseen, storage.parallel_reads, "bytecheckpoint-stat"
+            lambda n: _refuse_unseen(storage, n, named[n]),
+            unseen,
+            storage.capabilities.parallel_reads,
+            "bytecheckpoint-stat",
         )
     return [name for name in present if generation_of(name) is not None and name not in named]
 
@@ -58,7 +61,7 @@ def stale_uploads(storage: Storage) -> Sequence[UnfinishedUpload]:
     one cannot, whether it lives or not.
     """
     try:
-        return [upload for upload in storage.unfinished_uploads() if generation_of(upload.name) is not None]
+        return [upload for upload in unfinished_uploads(storage) if generation_of(upload.name) is not None]
     except Exception as error:  # noqa: BLE001  a storage that cannot list them can be saved to
         _log.info("uploads of killed saves are left to the storage: %s", error)
         return ()
@@ -81,7 +84,7 @@ def remove_stale_files(storage: Storage, stale: Sequence[str], uploads: Sequence
     try:
         storage.delete(stale)
         if uploads:
-            storage.abort_uploads(uploads)
+            abort_uploads(storage, uploads)
     except Exception as error:  # noqa: BLE001  the save is committed
         _log.warning("%s: old files could not be removed: %s", storage.url, error)
 

@@ -22,6 +22,7 @@ from bytecheckpoint.saving.messages import FileRecord
 from bytecheckpoint.saving.planner import RankPlanner
 from bytecheckpoint.saving.spare_values import SpareValues
 from bytecheckpoint.saving.state import Value
+from bytecheckpoint.storage.optional import check_room
 from bytecheckpoint.tracing.operation import Operation, span
 
 __all__ = ["RankWriter"]
@@ -197,7 +198,7 @@ class RankWriter:
             storage = self._call.storage
             self._task.replaces = storage.version(CATALOG_NAME)
             storage.check_publish(CATALOG_NAME, self._task.replaces)
-            storage.check_room(self._planner.plan.nbytes)
+            check_room(storage, self._planner.plan.nbytes)
 
     def _create_files(self, job: SaveJob, pool: StagingPool) -> None:
         self._check_target()

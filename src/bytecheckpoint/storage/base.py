@@ -11,7 +11,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from bytecheckpoint.errors import StorageConflictError, UsageError
 from bytecheckpoint.representation.names import check_file_name, is_uri
@@ -26,7 +25,7 @@ __all__ = [
     "FileWriter",
     "NewFile",
     "Storage",
-    "UnfinishedUpload",
+    "call_timeout",
     "check_name",
     "conflict_error",
 ]
@@ -49,12 +48,22 @@ class Capabilities:
         exclusive_publish: `publish` with `expected` is one atomic step. Otherwise it compares first and then publishes.
         whole_files: a file is sent when it is complete; buffers that are not stable pass through a local spool file.
         machine_only: by design, processes of other machines see other files under the same URL.
+        in_memory: the files are in this machine's memory. No call waits for a device or a server, so calls have no
+            timeout, which would cost more than the call.
+        page_cache: this machine's page cache keeps what a rank reads, so each rank of a load reads the catalog by itself.
+            Otherwise one rank reads it for all, if the storage is shared.
+        parallel_reads: number of reads that each process should make at a time, to keep a processor or connection busy.
+        extra_seconds: seconds that a call may take beyond the timeout.
     """
 
     shared: bool = True
     exclusive_publish: bool = True
     whole_files: bool = False
     machine_only: bool = False
+    in_memory: bool = False
+    page_cache: bool = False
+    parallel_reads: int = 2
+    extra_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +98,6 @@ class FileStat:
     size: int
     modified: float
     version: str
-
-
-class UnfinishedUpload(NamedTuple):
-    """An upload that somebody has begun and not completed. It takes room, and no listing of files shows it.
-
-    Attributes:
-        name: relative name of the file, which may be in a folder of any depth.
-        age: seconds since it was begun, by the storage's clock.
-        token: names the upload for the storage.
-    """
-
-    name: str
-    age: float
-    token: str
 
 
 class FileWriter(ABC):
@@ -176,24 +171,9 @@ class Storage(ABC):
     capabilities: Capabilities = Capabilities()
     #: Seconds after which a call that has not returned is an error; None: `settings().timeout`.
     timeout: float | None = None
-    #: Whether the files are in this machine's memory, so that no call waits for a device or a server. Calls have no timeout
-    #: then: a timeout would cost more than the call.
-    in_memory: bool = False
-    #: Whether this machine's page cache keeps what a rank reads, so that each rank of a load reads the catalog by itself.
-    #: Otherwise one rank reads it for all, if the storage is shared.
-    page_cache: bool = False
-    #: Reads in parallel that suit the storage, per process: each should keep a processor or a connection busy.
-    parallel_reads: int = 2
 
     def __str__(self) -> str:
         return self.url
-
-    def call_timeout(self, nbytes: int = 0) -> float:
-        """Return the timeout in seconds of a call that moves `nbytes`: a mount whose server is gone may never answer."""
-        seconds = settings().timeout if self.timeout is None else self.timeout
-        if self.capabilities.whole_files:
-            seconds += settings().storage.timeout  # such a storage retries for so long by itself
-        return seconds + nbytes / _MIN_BANDWIDTH
 
     @abstractmethod
     def create(self, request: NewFile) -> FileWriter:
@@ -232,10 +212,6 @@ class Storage(ABC):
             StorageUnavailableError: `undecided` is set when the data may be present all the same, now or soon.
         """
 
-    def exists(self) -> bool:
-        """Return whether the folder is there. A store without folders says True: it takes any name at any time."""
-        return True
-
     @abstractmethod
     def folders(self) -> list[str]:
         """Return the names of the direct sub-folders, sorted."""
@@ -248,33 +224,6 @@ class Storage(ABC):
     def delete(self, names: Iterable[str]) -> None:
         """Remove files, and folders that become empty; absent files are ignored."""
 
-    def unfinished_uploads(self) -> Sequence[UnfinishedUpload]:
-        """Return the uploads to the folder, and to folders in it, that were not completed and do not end by themselves."""
-        return ()
-
-    def abort_uploads(self, uploads: Sequence[UnfinishedUpload]) -> None:
-        """Abort what `unfinished_uploads` has returned; uploads that are gone are ignored."""
-
-    def is_cached(self, name: str, offsets: Sequence[int]) -> bool:
-        """Return whether the bytes at `offsets` of a file are known to be in this machine's memory now.
-
-        This starts no read. Raises FileNotFoundError.
-        """
-        return self.in_memory
-
-    def copy_from(self, source: Storage, name: str, size: int) -> bool:
-        """Let the store copy a file of another folder, without sending its bytes through this machine.
-
-        Args:
-            source: the other folder.
-            name: name of the file in both folders; this one has no such file.
-            size: its length in bytes.
-
-        Returns:
-            Whether the file was copied; False where this is not possible. The caller verifies the copy.
-        """
-        return False
-
     def sync(self, names: Iterable[str]) -> None:
         """Make the names of finished files durable (directory entries)."""
 
@@ -284,11 +233,13 @@ class Storage(ABC):
         The rank that commits calls this once, before a save writes anything.
         """
 
-    def check_room(self, nbytes: int) -> None:
-        """Raise `StorageFullError` if it is known that `nbytes` more do not fit; most storages do not tell.
 
-        The rank that commits calls this once, before a save writes anything.
-        """
+def call_timeout(storage: Storage, nbytes: int = 0) -> float:
+    """Return the timeout in seconds of a call that moves `nbytes`: a mount whose server is gone may never answer."""
+    seconds = settings().timeout if storage.timeout is None else storage.timeout
+    if storage.capabilities.whole_files:
+        seconds += settings().storage.timeout  # such a storage retries for so long by itself
+    return seconds + storage.capabilities.extra_seconds + nbytes / _MIN_BANDWIDTH
 
 
 def check_name(name: str) -> str:

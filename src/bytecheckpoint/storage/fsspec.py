@@ -80,7 +80,6 @@ class FsspecStorage(UploadingStorage):
             )
         self.url = f"fsspec+{inner}".rstrip("/")
         self._inner, self._local = inner, scheme in _LOCAL
-        self.page_cache = self._local
         self._renewing = threading.Lock()
         try:
             with _translated("use", self.url, 1):  # some file systems connect to their server here
@@ -93,6 +92,8 @@ class FsspecStorage(UploadingStorage):
             shared=scheme != "memory" and scheme in known_implementations,
             exclusive_publish=False,
             whole_files=True,
+            page_cache=self._local,
+            parallel_reads=8,
         )
 
     def _path(self, name: str) -> str:

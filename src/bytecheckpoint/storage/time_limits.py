@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from bytecheckpoint.errors import StorageUnavailableError
-from bytecheckpoint.storage.base import Storage
+from bytecheckpoint.storage.base import Storage, call_timeout
+from bytecheckpoint.storage.optional import CacheProbe, is_cached
 from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.storage.wrappers import Call, WrappedStorage
 
@@ -30,7 +31,7 @@ _VERBS = {
 }
 
 
-class TimeLimitedStorage(WrappedStorage):
+class TimeLimitedStorage(WrappedStorage, CacheProbe):
     """A wrapper whose calls, also of writers and readers, raise `StorageUnavailableError` after `call_timeout`.
 
     A call that timed out goes on and still uses its buffers, so the caller must not reuse them. Until it returns, other
@@ -59,7 +60,7 @@ class TimeLimitedStorage(WrappedStorage):
                     self._hanging -= timed_out
 
         try:
-            return call_with_timeout(self.call_timeout(call.nbytes), counted, what)
+            return call_with_timeout(call_timeout(self, call.nbytes), counted, what)
         except StorageUnavailableError:
             with self._lock:
                 timed_out = not returned
@@ -67,18 +68,18 @@ class TimeLimitedStorage(WrappedStorage):
             raise
 
     def is_cached(self, name: str, offsets: Sequence[int]) -> bool:
-        return self.around(Call("open", (name,)), lambda: self.inner.is_cached(name, offsets))
+        return self.around(Call("open", (name,)), lambda: is_cached(self.inner, name, offsets))
 
     def wrap(self, inner: Storage) -> Storage:
         return TimeLimitedStorage(inner)  # counts its own hanging calls: the other storage may answer
 
     def around_close(self, function: Callable[[], None]) -> None:
         with contextlib.suppress(StorageUnavailableError):
-            call_with_timeout(0.0 if self._hanging else self.call_timeout(), function)
+            call_with_timeout(0.0 if self._hanging else call_timeout(self), function)
 
 
 def with_time_limits(storage: Storage) -> Storage:
     """Wrap `storage` in timeouts, unless it is in memory or has them already."""
-    if storage.in_memory or isinstance(storage, TimeLimitedStorage):
+    if storage.capabilities.in_memory or isinstance(storage, TimeLimitedStorage):
         return storage
     return TimeLimitedStorage(storage)

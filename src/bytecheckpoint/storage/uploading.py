@@ -44,8 +44,7 @@ class Pieces(Protocol):
 class UploadingStorage(Storage):
     """Base of storages that implement `upload` instead of `create`."""
 
-    capabilities = Capabilities(whole_files=True)
-    parallel_reads = 8
+    capabilities = Capabilities(whole_files=True, parallel_reads=8)
 
     def create(self, request: NewFile) -> FileWriter:
         check_name(request.name)

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from bytecheckpoint.storage.base import FileReader, FileStat, FileWriter, NewFile, Storage, UnfinishedUpload
+from bytecheckpoint.storage.base import Capabilities, FileReader, FileStat, FileWriter, NewFile, Storage
+from bytecheckpoint.storage.optional import (
+    FolderProbe,
+    RoomCheck,
+    UnfinishedUpload,
+    UploadCleanup,
+    abort_uploads,
+    check_room,
+    folder_exists,
+    unfinished_uploads,
+)
 
 __all__ = ["Call", "WrappedStorage", "unwrapped", "wrapped_like"]
 
@@ -53,7 +63,7 @@ def wrapped_like(storage: Storage, other: Storage) -> Storage:
     return storage.wrap(wrapped_like(storage.inner, other)) if isinstance(storage, WrappedStorage) else other
 
 
-class WrappedStorage(Storage):
+class WrappedStorage(Storage, FolderProbe, RoomCheck, UploadCleanup):
     """Passes every call on to `inner`, through `around`.
 
     Args:
@@ -63,7 +73,7 @@ class WrappedStorage(Storage):
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
         self.url = inner.url
-        self.capabilities = inner.capabilities
+        self.capabilities = _of_wrapped(inner)
 
     def around(self, call: Call, function: Callable[[], _T]) -> _T:
         """Carry out `call` by calling `function`. Called from several threads at once."""
@@ -74,16 +84,6 @@ class WrappedStorage(Storage):
         function()
 
     @property
-    def parallel_reads(self) -> int:  # type: ignore[override]
-        """That of the inner storage."""
-        return self.inner.parallel_reads
-
-    @property
-    def page_cache(self) -> bool:  # type: ignore[override]
-        """That of the inner storage."""
-        return self.inner.page_cache
-
-    @property
     def timeout(self) -> float | None:
         """That of the inner storage, which uses it."""
         return self.inner.timeout
@@ -92,13 +92,10 @@ class WrappedStorage(Storage):
     def timeout(self, seconds: float | None) -> None:
         self.inner.timeout = seconds
 
-    def call_timeout(self, nbytes: int = 0) -> float:
-        return self.inner.call_timeout(nbytes)
-
     def wrap(self, inner: Storage) -> Storage:
         """Return the same wrapper around another storage."""
         new = copy.copy(self)
-        new.inner, new.url, new.capabilities = inner, inner.url, inner.capabilities
+        new.inner, new.url, new.capabilities = inner, inner.url, _of_wrapped(inner)
         return new
 
     def create(self, request: NewFile) -> FileWriter:
@@ -121,7 +118,7 @@ class WrappedStorage(Storage):
         self.around(Call("publish", (name,), len(data)), lambda: self.inner.publish(name, data, expected=expected))
 
     def exists(self) -> bool:
-        return self.around(Call("exists"), self.inner.exists)
+        return self.around(Call("exists"), lambda: folder_exists(self.inner))
 
     def folders(self) -> list[str]:
         return self.around(Call("folders"), self.inner.folders)
@@ -134,11 +131,11 @@ class WrappedStorage(Storage):
         self.around(Call("delete", names), lambda: self.inner.delete(names))
 
     def unfinished_uploads(self) -> Sequence[UnfinishedUpload]:
-        return self.around(Call("unfinished_uploads"), self.inner.unfinished_uploads)
+        return self.around(Call("unfinished_uploads"), lambda: unfinished_uploads(self.inner))
 
     def abort_uploads(self, uploads: Sequence[UnfinishedUpload]) -> None:
         names = tuple(upload.name for upload in uploads)
-        self.around(Call("abort_uploads", names), lambda: self.inner.abort_uploads(uploads))
+        self.around(Call("abort_uploads", names), lambda: abort_uploads(self.inner, uploads))
 
     def sync(self, names: Iterable[str]) -> None:
         names = tuple(names)
@@ -148,7 +145,12 @@ class WrappedStorage(Storage):
         self.around(Call("check_publish", (name,)), lambda: self.inner.check_publish(name, expected))
 
     def check_room(self, nbytes: int) -> None:
-        self.around(Call("check_room"), lambda: self.inner.check_room(nbytes))
+        self.around(Call("check_room"), lambda: check_room(self.inner, nbytes))
+
+
+def _of_wrapped(inner: Storage) -> Capabilities:
+    """Return the capabilities of a wrapper. Its calls may wait, even if those of `inner` do not."""
+    return replace(inner.capabilities, in_memory=False)
 
 
 class _WrappedWriter(FileWriter):

@@ -32,6 +32,7 @@ from bytecheckpoint.representation.catalog_file import encode
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, is_uri, natural_order
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.storage.optional import copy_on_server
 from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.tiers.copying import commit, copy_if_missing, is_sound, own_files
 from bytecheckpoint.tiers.lease import LEASE_FILE, Lease, leased
@@ -271,7 +272,7 @@ def _copy_and_verify(
     def copy_file(number: int) -> None:
         file = catalog.files[number]
         there = present.get(file.name)
-        if there is None and cold.copy_from(hot, file.name, file.size):
+        if there is None and copy_on_server(hot, cold, file.name, file.size):
             there = file.size  # and verified next
         copied = copy_if_missing(hot, cold, catalog, number, there, lease.check)
         # The hot file is removed later, so its copy must be proved to be readable.

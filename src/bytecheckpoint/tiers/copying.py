@@ -19,6 +19,7 @@ from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.checksums import block_sum, block_sums
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, is_uri
 from bytecheckpoint.storage import FileReader, NewFile, Storage
+from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.storage.uploading import UploadingStorage
@@ -113,7 +114,7 @@ def _copy_file(source: Storage, target: Storage, catalog: Catalog, number: int) 
             upload = functools.partial(
                 target.upload, file.name, file.size, _VerifiedPieces(reader, label, catalog, number)
             )
-            call_with_timeout(target.call_timeout(file.size), upload, f"cannot upload {target.url}/{file.name}")
+            call_with_timeout(call_timeout(target, file.size), upload, f"cannot upload {target.url}/{file.name}")
             return
         writer = with_time_limits(target).create(NewFile(file.name, file.size))
         try:

@@ -77,6 +77,6 @@ def _lacking(root: PosixStorage, nbytes: int) -> str:
     free = root.free_bytes()
     if free < nbytes + _SPARE:
         return f"{nbytes} bytes are needed, {free} are free"
-    if root.in_memory and (memory := free_memory()).nbytes < nbytes + _SPARE_MEMORY:
+    if root.capabilities.in_memory and (memory := free_memory()).nbytes < nbytes + _SPARE_MEMORY:
         return f"{nbytes} bytes are needed, {memory.source} has {memory.nbytes} bytes of memory free"
     return ""

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from bytecheckpoint.errors import (
     StorageConflictError,
@@ -82,8 +83,6 @@ class TierStorage(Storage):
         durable: the storage that flushes copy the checkpoint to.
     """
 
-    capabilities = Capabilities(machine_only=True)
-
     def __init__(self, url: str) -> None:
         from bytecheckpoint.storage.registry import resolve
 
@@ -95,7 +94,11 @@ class TierStorage(Storage):
         self.url = f"{PREFIX}file://{self.durable.url}" if local else PREFIX + self.durable.url
         self.hot_root, self.hot = hot_tier(), hot_tier(hot_folder_of(self.url[len(PREFIX) :]))
         self.hot_folder = HotFolder(self.hot, self.url)
-        self.parallel_reads = self.durable.parallel_reads  # a machine without a hot copy reads the durable one
+        self.capabilities = Capabilities(
+            machine_only=True,
+            parallel_reads=self.durable.capabilities.parallel_reads,  # a machine without a hot copy reads the durable one
+            extra_seconds=tuning().tier_load_timeout,  # the durable storage says which copy counts
+        )
 
     # --- which copy counts ------------------------------------------------------------------------------------
 
@@ -118,10 +121,6 @@ class TierStorage(Storage):
         return open_durable_catalog(self.url, self.durable, missing, "other machines only, if at all")
 
     # --- Storage ----------------------------------------------------------------------------------------------
-
-    def call_timeout(self, nbytes: int = 0) -> float:
-        # Whoever opens the catalog waits for so long for the durable storage to say which copy counts.
-        return super().call_timeout(nbytes) + tuning().tier_load_timeout
 
     def create(self, request: NewFile) -> FileWriter:
         """Start a new file in the hot tier, or in the durable storage if the hot tier has no room for it."""
@@ -220,8 +219,9 @@ class HotTier(TierStorage):
     show what this machine has while the durable storage does not answer.
     """
 
-    def call_timeout(self, nbytes: int = 0) -> float:
-        return self.hot.call_timeout(nbytes)
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.capabilities = replace(self.capabilities, extra_seconds=0.0)
 
     def _open_catalog(self) -> FileReader:
         return self.hot.open(CATALOG_NAME)

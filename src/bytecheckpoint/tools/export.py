@@ -20,6 +20,7 @@ from bytecheckpoint.errors import CheckpointError, StorageError, StorageFullErro
 from bytecheckpoint.opening import Checkpoint
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import NewFile, Storage, resolve
+from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.storage.posix.files import fsync_directory
 from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.storage.threads import call_with_timeout
@@ -104,7 +105,7 @@ def export_huggingface(
     """
     storage = resolve(target)
     old = call_with_timeout(
-        storage.call_timeout(), lambda: _check_target(storage, force), f"cannot look into {storage.url}"
+        call_timeout(storage), lambda: _check_target(storage, force), f"cannot look into {storage.url}"
     )
     wanted = export_dtype(dtype)
     if max_shard_bytes < 1:

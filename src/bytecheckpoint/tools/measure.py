@@ -19,6 +19,7 @@ from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER, remove_forgott
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.base import NewFile
+from bytecheckpoint.storage.optional import is_cached
 from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tiers.storage import PREFIX
@@ -59,7 +60,7 @@ def measure_storage(root: str, nbytes: int, threads: int) -> StorageLimit:
         _on_threads(lambda name: _write(folder, name, share, memoryview(data)), names)
         folder.sync(names)
         writing = time.perf_counter() - begin
-        cached = any(folder.is_cached(name, range(0, share, _CHUNK)) for name in names)
+        cached = any(is_cached(folder, name, range(0, share, _CHUNK)) for name in names)
         begin = time.perf_counter()
         if not cached:
             _on_threads(lambda name: _read(folder, name, share), names)

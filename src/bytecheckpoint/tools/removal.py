@@ -22,6 +22,7 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.representation.names import CATALOG_NAME, STEP_FOLDER, generation_of, natural_order
 from bytecheckpoint.saving.commit import stale_uploads
 from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.storage.optional import abort_uploads, unfinished_uploads
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tiers.cooldown import file_uri
 from bytecheckpoint.tiers.flush.lock import flush_lock
@@ -102,7 +103,7 @@ def remove_checkpoint(path: str, *, cold: bool = False, dry_run: bool = False) -
             place.delete([name for name in names if name != CATALOG_NAME])
         for place in places:
             with contextlib.suppress(StorageError):  # many clients may not list them
-                place.abort_uploads(stale_uploads(place))
+                abort_uploads(place, stale_uploads(place))
     if isinstance(storage, TierStorage):
         storage.hot_folder.remove_if_empty()
     return removed
@@ -181,13 +182,13 @@ def _now(storage: Storage, dry_run: bool) -> float:
 def _collect_uploads(storage: Storage, older_than: float, dry_run: bool) -> Iterator[Removal]:
     """Abort uploads to storage files, also of steps that have no other file."""
     try:
-        uploads = [u for u in storage.unfinished_uploads() if u.age > older_than and _is_in_step(u.name)]
+        uploads = [u for u in unfinished_uploads(storage) if u.age > older_than and _is_in_step(u.name)]
     except StorageError as error:
         yield _removal(storage, "upload", {}, str(error))
         return
     if uploads:
         if not dry_run:
-            storage.abort_uploads(uploads)
+            abort_uploads(storage, uploads)
         yield Removal(storage.url, "upload", len(uploads), 0)
 
 

@@ -17,6 +17,7 @@ from bytecheckpoint.engine.file_set import other_folders
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.storage.threads import call_with_timeout, parallel_map
 
@@ -60,7 +61,7 @@ def is_link(storage: Storage) -> bool:
     folder = resolve(storage.url)
     if not isinstance(folder, PosixStorage):
         return False
-    return call_with_timeout(folder.call_timeout(), lambda: os.path.islink(folder.root))
+    return call_with_timeout(call_timeout(folder), lambda: os.path.islink(folder.root))
 
 
 def tombstones(storage: Storage) -> list[str]:
@@ -135,5 +136,5 @@ def users_in(run: Storage, other_folders_of: Callable[[str], Collection[str]]) -
         The URL of one of these checkpoints for each of the other folders.
     """
     names = run.folders()
-    found = parallel_map(other_folders_of, names, run.parallel_reads, "bytecheckpoint-steps")
+    found = parallel_map(other_folders_of, names, run.capabilities.parallel_reads, "bytecheckpoint-steps")
     return {folder: f"{run.url}/{name}" for name, folders in zip(names, found, strict=True) for folder in folders}

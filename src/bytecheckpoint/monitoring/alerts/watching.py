@@ -17,6 +17,7 @@ from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.record import without_secrets
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.optional import check_room
 from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.storage.threads import call_with_timeout
 
@@ -107,7 +108,7 @@ def _lacking(path: str, nbytes: int) -> str:
         storage = getattr(storage, "durable", storage)  # of a tier
         if isinstance(storage, PosixStorage) and (free := storage.free_bytes()) < nbytes:
             return f"{size_text(free)} are free"
-        storage.check_room(nbytes)
+        check_room(storage, nbytes)
         return ""
 
     try:

@@ -21,6 +21,7 @@ from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.sinks.base import Sink
 from bytecheckpoint.monitoring.table import OperationRecord
 from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.storage.optional import folder_exists
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tiers.storage import PREFIX
 
@@ -137,7 +138,7 @@ class FilesSink(Sink):
             return None
         run = run_of_path(path)
         storage = with_time_limits(resolve(run))
-        if storage.url == os.path.abspath(tempfile.gettempdir()) or not storage.exists():
+        if storage.url == os.path.abspath(tempfile.gettempdir()) or not folder_exists(storage):
             return None
         if run not in self._runs:
             if kind != "save" and METRICS_FOLDER not in storage.folders():

@@ -26,6 +26,7 @@ from bytecheckpoint.storage.hdfs.config import parse_url
 from bytecheckpoint.storage.hdfs.errors import absent
 from bytecheckpoint.storage.hdfs.room import check_room
 from bytecheckpoint.storage.hdfs.upload import PART_MARK, Upload
+from bytecheckpoint.storage.optional import FolderProbe, RoomCheck
 from bytecheckpoint.storage.ranged import RangeRequest, RequestSizes, read_in_parallel
 from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.storage.uploading import Pieces, UploadingStorage
@@ -44,7 +45,7 @@ _LOCK = ".bytecheckpoint-replacing-"
 _BLOCK = 16 << 20
 
 
-class HdfsStorage(UploadingStorage):
+class HdfsStorage(UploadingStorage, FolderProbe, RoomCheck):
     """A folder of an HDFS.
 
     Args:

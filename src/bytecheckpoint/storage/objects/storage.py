@@ -12,17 +12,18 @@ import obstore
 from bytecheckpoint.errors import StorageError, UsageError
 from bytecheckpoint.storage.base import (
     UNENCODABLE,
+    Capabilities,
     FileReader,
     FileStat,
     NewFile,
     Storage,
-    UnfinishedUpload,
     check_name,
 )
 from bytecheckpoint.storage.objects.bucket import Bucket, bucket_of
 from bytecheckpoint.storage.objects.commit import publish_exclusively, require_commits
 from bytecheckpoint.storage.objects.config import SCHEMES
 from bytecheckpoint.storage.objects.errors import facts_of
+from bytecheckpoint.storage.optional import ServerCopy, UnfinishedUpload, UploadCleanup
 from bytecheckpoint.storage.ranged import RangeRequest, RequestSizes, read_in_parallel
 from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.storage.uploading import Pieces, UploadingStorage
@@ -48,7 +49,7 @@ _STREAM_BYTES = 1 << 20
 _LISTINGS = 8
 
 
-class ObjectStorage(UploadingStorage):
+class ObjectStorage(UploadingStorage, ServerCopy, UploadCleanup):
     """A folder of a bucket: all objects whose keys begin with the path of the URL.
 
     Args:
@@ -56,7 +57,7 @@ class ObjectStorage(UploadingStorage):
         bucket: replaces the bucket that the URL and the environment name.
     """
 
-    parallel_reads = 16
+    capabilities = Capabilities(whole_files=True, parallel_reads=16)
 
     def __init__(self, url: str, bucket: Bucket | None = None) -> None:
         scheme, name, path = _parse(url)

@@ -22,9 +22,9 @@ from xml.etree import ElementTree
 
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.settings import settings
-from bytecheckpoint.storage.base import UnfinishedUpload
 from bytecheckpoint.storage.objects.aws import s3_access, sdk_credentials
 from bytecheckpoint.storage.objects.errors import failed_request, storage_error
+from bytecheckpoint.storage.optional import UnfinishedUpload
 from bytecheckpoint.storage.retry import retry
 from bytecheckpoint.storage.threads import call_with_timeout, parallel_map
 

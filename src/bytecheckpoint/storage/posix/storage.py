@@ -10,7 +10,17 @@ from typing import TypeVar
 
 from bytecheckpoint.errors import StorageError, StorageUnavailableError
 from bytecheckpoint.settings import settings
-from bytecheckpoint.storage.base import FileReader, FileStat, FileWriter, NewFile, Storage, check_name
+from bytecheckpoint.storage.base import (
+    Capabilities,
+    FileReader,
+    FileStat,
+    FileWriter,
+    NewFile,
+    Storage,
+    call_timeout,
+    check_name,
+)
+from bytecheckpoint.storage.optional import CacheProbe, FolderProbe
 from bytecheckpoint.storage.posix.files import (
     content_of,
     durable_version,
@@ -57,7 +67,7 @@ def _retry_if_removed(function: Callable[[], _T]) -> _T:
     return function()
 
 
-class PosixStorage(Storage):
+class PosixStorage(Storage, CacheProbe, FolderProbe):
     """A folder of a POSIX file system.
 
     Args:
@@ -65,12 +75,10 @@ class PosixStorage(Storage):
         url: its address for users.
     """
 
-    page_cache = True
-
     def __init__(self, root: str, url: str) -> None:
         self.root = root
         self.url = url
-        self.in_memory = is_in_memory(root)
+        self.capabilities = Capabilities(in_memory=is_in_memory(root), page_cache=True)
         self._failed_at = float("-inf")
         network_mount(root)  # from now on known as one
 
@@ -87,10 +95,10 @@ class PosixStorage(Storage):
             call: one attempt.
             brief: retry for a short time only, if another call has failed a moment ago.
         """
-        if self.in_memory:
+        if self.capabilities.in_memory:
             return call()
         # Whoever waits for this thread gives up after `call_timeout`, and must hear the error before.
-        seconds = min(settings().storage.timeout, self.call_timeout() / 2)
+        seconds = min(settings().storage.timeout, call_timeout(self) / 2)
         if brief and time.monotonic() - self._failed_at < _BRIEF.window:
             seconds = min(seconds, _BRIEF.seconds)
         try:
@@ -134,11 +142,11 @@ class PosixStorage(Storage):
             StorageError: typed. StorageUnavailableError: the file system (a mount whose server is gone) does not answer.
         """
         attempt = self._attempt(action, label, call, absent)
-        if self.in_memory:
+        if self.capabilities.in_memory:
             return attempt()
         what = f"cannot {action} {label}"
         return self._retry(
-            lambda: call_with_timeout(self.call_timeout(), attempt, what, undecided=undecided), brief=brief
+            lambda: call_with_timeout(call_timeout(self), attempt, what, undecided=undecided), brief=brief
         )
 
     def create(self, request: NewFile) -> FileWriter:
@@ -152,10 +160,10 @@ class PosixStorage(Storage):
             # tmpfs, overlay and network file systems have anonymous device numbers, and rarely gain from direct I/O.
             disk = os.major(os.stat(folder).st_dev) != 0
             direct = request.direct and (disk or settings().storage.direct_io == "on")
-            remote = not (disk or self.in_memory) and on_network(folder)
+            remote = not (disk or self.capabilities.in_memory) and on_network(folder)
             first, again = not again, True
             return Writer(
-                path, label, request, direct=direct, reserve=disk or self.in_memory, first=first,
+                path, label, request, direct=direct, reserve=disk or self.capabilities.in_memory, first=first,
                 retry=self._retry if remote else None,
             )  # fmt: skip
 
@@ -179,7 +187,7 @@ class PosixStorage(Storage):
             finally:
                 os.close(fd)
 
-        return self.in_memory or self._run("open", self._label(name), probe, absent=True)
+        return self.capabilities.in_memory or self._run("open", self._label(name), probe, absent=True)
 
     def stat(self, name: str) -> FileStat:
         path = self._path(name)
