@@ -39,11 +39,11 @@ format: venv ## sort imports, fix what can be fixed, format
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-# The rooms whose tests start no processes, or few.
+# The packages whose tests start no processes, or few.
 QUICK := representation planning engine saving opening golden tools roundtrip cli docs demo frameworks \
 	collectives/test_agreement.py collectives/test_threads.py storage/test_registry.py storage/test_ranged.py \
 	storage/test_wrappers.py
-check: venv lint types imports ## the inner loop: linters, types, and the tests of the quick rooms, in under two minutes
+check: venv lint types imports ## the inner loop: linters, types, and the tests of the quick packages, in under two minutes
 	$(PYTEST) $(QUICK:%=tests/%) --ignore=tests/frameworks/test_world.py
 
 test: venv lint types imports ## linters, types, and all tests but slow, soak and server: six to eight minutes on two cores
@@ -66,7 +66,7 @@ test-servers-all: venv servers ## the same, with the slow tests, MinIO, and a co
 	BYTECHECKPOINT_REQUIRE_SERVERS=1 $(PYTEST) -m server
 
 # What a change of Python can break; the many parallel layouts are tested on one Python only.
-test-oldest: ## the quick rooms on Python 3.11, the oldest that is supported (environment: .venv-oldest)
+test-oldest: ## the quick packages on Python 3.11, the oldest that is supported (environment: .venv-oldest)
 	VENV=.venv-oldest PYTHON=3.11 EXTRAS=$(TESTED) ./scripts/bootstrap.sh
 	.venv-oldest/bin/python -m pytest -n $(WORKERS) tests/representation tests/planning tests/opening tests/tools tests/cli \
 		tests/roundtrip tests/saving tests/golden

@@ -12,7 +12,14 @@ import bytecheckpoint
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 READMES = [ROOT / folder / "README.md" for folder in ("benchmarks", "demo", "tests/gpu")]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *READMES, *sorted(DOCS.rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "SECURITY.md",
+    *READMES,
+    *sorted(DOCS.rglob("*.md")),
+]
 SOURCES = ("src", "tests", "benchmarks", "demo", "scripts", "docs")
 
 _FENCED = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2 *$", re.DOTALL | re.MULTILINE)
@@ -109,7 +116,7 @@ def repository_files() -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_code_paths_exist(page: Path, repository_files: list[str]) -> None:
-    # A path may start at the root, at src/bytecheckpoint, or at any folder: rooms write their own files short.
+    # A path may start at the root, at src/bytecheckpoint, or at any folder: packages write their own files short.
     text = _FENCED.sub("", page.read_text(encoding="utf-8"))
     for path in (path for code in _CODE.findall(text) for path in _CODE_PATH.findall(code)):
         found = any(file.endswith("/" + path.removeprefix("./")) for file in repository_files)

@@ -1,4 +1,4 @@
-"""Runs the `python` blocks of the README and of docs/: the blocks of one page in order, in one namespace.
+"""Runs the `python` blocks of docs/: the blocks of one page in order, in one namespace.
 
 A block that cannot run is marked on the line above it with `<!-- no-run: why -->`; it is skipped with that reason.
 """
@@ -14,7 +14,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if page.is_file()]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))  # test_readme.py runs the README
 
 _NO_RUN = re.compile(r"^<!-- *no-run: *(?P<reason>.*?) *-->$")
 
