@@ -39,8 +39,8 @@ def read_bytes() -> int:
 
 
 @contextlib.contextmanager
-def peak_memory(into: dict[str, float]) -> Any:
-    """Store in `into["peak_bytes"]` the largest rise of resident memory during the block."""
+def peak_memory(result: dict[str, float]) -> Any:
+    """Store in `result["peak_bytes"]` the largest rise of resident memory during the block."""
 
     def status(name: str) -> int:
         for line in Path("/proc/self/status").read_text().splitlines():
@@ -52,7 +52,7 @@ def peak_memory(into: dict[str, float]) -> Any:
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = status("VmRSS")
     yield
-    into["peak_bytes"] = float(status("VmHWM") - before)
+    result["peak_bytes"] = float(status("VmHWM") - before)
 
 
 def drop_cached(folder: Path) -> None:

@@ -118,17 +118,20 @@ class Job:
 def _shard(key: TensorKey, dtype: str, shape: tuple[int, ...], offsets: Int64s, lengths: Int64s) -> LiveShard:
     size = tuple(lengths.tolist())
     data = torch.empty(size, dtype=getattr(torch, dtype), device="meta")
-    return LiveShard(key, dtype, shape, tuple(offsets.tolist()), size, data, requires_grad=key.kind == "model")
+    return LiveShard(key, dtype, shape, tuple(offsets.tolist()), size, data, requires_grad=key.state == "model")
 
 
 def _values(rank: int, world_size: int) -> list[Value]:
     """Return a rank's values: hyperparameters, equal on 560 consecutive ranks, and a random state of its own."""
     group = rank // 560 if world_size > 560 else 0
     found = []
-    for kind, number, nbytes, merged in (("optimizer", group, 20_000, True), ("extra_states", rank, _RNG_BYTES, False)):
+    for state, number, nbytes, merged in (
+        ("optimizer", group, 20_000, True),
+        ("extra_states", rank, _RNG_BYTES, False),
+    ):
         data = torch.zeros(nbytes, dtype=torch.uint8)
-        digest = f"{kind}{number}".encode().ljust(16)[:16]
-        found.append(Value(TensorKey(kind, "", VALUES_SLOT), data, "uint8", merged, digest))
+        digest = f"{state}{number}".encode().ljust(16)[:16]
+        found.append(Value(TensorKey(state, "", VALUES_SLOT), data, "uint8", merged, digest))
     return found
 
 
@@ -223,8 +226,8 @@ class Ranks:
             header = file.header
             records.append(
                 FileRecord(
-                    origin.file_name(file.kind, file.part, values=file.values),
-                    file.kind,
+                    origin.file_name(file.state, file.part, values=file.values),
+                    file.state,
                     file.part,
                     file.values,
                     header.data_offset + header.data_length,
@@ -278,7 +281,7 @@ def fsdp_file(boxes: BoxTable, tensors: int, shards: int) -> Catalog:
         sums.append(np.frombuffer(random.bytes(8 * block_count(size, block)), np.uint64))
     ends = (boxes.offsets + boxes.lengths)[shards - 1 :: shards]
     return Catalog.from_columns(
-        kinds=["model"] * tensors,
+        states=["model"] * tensors,
         fqns=[f"layers.{i}.weight" for i in range(tensors)],
         slots=[""] * tensors,
         dtypes=["bfloat16"] * tensors,

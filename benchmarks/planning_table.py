@@ -203,15 +203,15 @@ def catalog_of(plan: SavePlan) -> Catalog:
     np.maximum.at(size, plan.file, plan.offset + plan.nbytes)
     header = -(-_HEADER * np.bincount(plan.file) // 4096) * 4096
     files, sums = [], []
-    for rank, kind, part, data, start in zip(
-        plan.file_rank.tolist(), plan.file_kind, plan.file_part.tolist(), size.tolist(), header.tolist(), strict=True
+    for rank, state, part, data, start in zip(
+        plan.file_rank.tolist(), plan.file_state, plan.file_part.tolist(), size.tolist(), header.tolist(), strict=True
     ):
         block = block_bytes(data)
-        name = storage_file_name(kind, rank, _GENERATION, part)
-        files.append(StorageFile(name, kind, rank, start + data, start, rank, block, _GENERATION))
+        name = storage_file_name(state, rank, _GENERATION, part)
+        files.append(StorageFile(name, state, rank, start + data, start, rank, block, _GENERATION))
         sums.append(np.frombuffer(random.bytes(8 * block_count(data, block)), np.uint64))
     return Catalog.from_columns(
-        kinds=[t.kind for t in plan.tensors],
+        states=[t.state for t in plan.tensors],
         fqns=[t.fqn for t in plan.tensors],
         slots=[t.slot for t in plan.tensors],
         dtypes=[t.dtype for t in plan.tensors],
@@ -267,8 +267,8 @@ def unplanned(ranks: int, folder: Path) -> dict[str, float]:
     offsets, lengths = np.zeros((tensors * ranks, 2), np.int64), np.full((tensors * ranks, 2), 128, np.int64)
     offsets[:, 0], lengths[:, 0] = np.tile(begins, tensors), np.tile(ends - begins, tensors)
     catalog = fsdp_file(BoxTable(np.repeat(np.arange(tensors), ranks), offsets, lengths), tensors, ranks)
-    kinds, fqns, slots, _ = map(StringColumn.of, zip(*layout.names, strict=True))
-    catalog = replace(catalog, kind=kinds, fqn=fqns, slot=slots)
+    states, fqns, slots, _ = map(StringColumn.of, zip(*layout.names, strict=True))
+    catalog = replace(catalog, state=states, fqn=fqns, slot=slots)
     figures: dict[str, float] = {"rows": len(catalog.boxes), "plan": 0.0, "plan bytes": 8 * tensors}
     data = timed(figures, "catalog", lambda: encode(catalog))
     (folder / CATALOG_NAME).write_bytes(data)

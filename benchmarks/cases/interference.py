@@ -63,10 +63,10 @@ def _loop(bench: Bench, case: str, arm: str, peer: Peer, state: Tensors, step: C
     quiet: list[float] = []
     busy: list[float] = []
 
-    def timed(into: list[float]) -> None:
+    def timed(samples: list[float]) -> None:
         begin = time.perf_counter()
         step()
-        into.append(time.perf_counter() - begin)
+        samples.append(time.perf_counter() - begin)
 
     bench.clear("interference")
     try:

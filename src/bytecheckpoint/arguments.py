@@ -68,14 +68,14 @@ def check_flags(**flags: object) -> None:
 
 
 def check_strict(strict: object) -> Strict:
-    """Return `strict`, unless it is neither a bool nor a mapping of kinds to bools."""
+    """Return `strict`, unless it is neither a bool nor a mapping of states to bools."""
     if isinstance(strict, Mapping):
-        for kind, value in strict.items():
-            if not isinstance(kind, str):
+        for state, value in strict.items():
+            if not isinstance(state, str):
                 raise UsageError(
-                    f"strict= has the key {kind!r}: give the names of states, such as {{'scheduler': False}}"
+                    f"strict= has the key {state!r}: give the names of states, such as {{'scheduler': False}}"
                 )
-            check_flags(**{f"strict[{kind!r}]": value})
+            check_flags(**{f"strict[{state!r}]": value})
         return dict(strict)
     check_flags(strict=strict)
     return bool(strict)
@@ -111,8 +111,8 @@ def check_rename(rename: object) -> Callable[[str], str] | None:
     for here, there in rename.items():
         if not isinstance(here, str) or not isinstance(there, str):
             raise UsageError(f"rename= maps {here!r} to {there!r}: give prefixes of names, such as 'model/encoder.'")
-        kind, slash, _ = here.partition("/")
-        if not slash or not there.startswith(f"{kind}/"):
+        state, slash, _ = here.partition("/")
+        if not slash or not there.startswith(f"{state}/"):
             raise UsageError(
                 f"rename= maps {here!r} to {there!r}: both begin with the same state, as in 'model/encoder.': 'model/'"
             )

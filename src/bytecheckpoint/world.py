@@ -205,8 +205,8 @@ def _submit(executor: ThreadPoolExecutor, work: Callable[[], None]) -> Future[No
 def _identity(states: Mapping[str, object]) -> tuple[object, ...]:
     """Return the identities of the objects. They may name a new object at a dead one's address: that costs a plan only."""
     return tuple(
-        (kind, *map(id, value)) if isinstance(value, list | tuple) else (kind, id(value))
-        for kind, value in states.items()
+        (state, *map(id, value)) if isinstance(value, list | tuple) else (state, id(value))
+        for state, value in states.items()
     )
 
 

@@ -90,14 +90,14 @@ def test_ls_of_a_folder(cli: Cli, copied: Path) -> None:
     done = cli("ls", copied)
     assert done.code == 0 and not done.err
     lines = done.out.splitlines()
-    assert lines[0].split() == ["name", "state", "created", "size", "tensors", "files", "ranks", "kinds"]
+    assert lines[0].split() == ["name", "status", "created", "size", "tensors", "files", "ranks", "states"]
     assert [line.split()[:2] for line in lines[1:]] == [["step_9", "uncommitted"], ["step_10", "committed"]]
     found = cli("ls", copied, "--json").json
     assert (found["type"], found["path"]) == ("folder", str(copied))
-    assert [step["state"] for step in found["checkpoints"]] == ["uncommitted", "committed"]
+    assert [step["status"] for step in found["checkpoints"]] == ["uncommitted", "committed"]
     committed = found["checkpoints"][1]
     assert committed.keys() == {
-        "name", "state", "created", "bytes", "files", "tensors", "kinds", "world_size", "framework"
+        "name", "status", "created", "bytes", "files", "tensors", "state_names", "world_size", "framework"
     }  # fmt: skip
     assert (committed["tensors"], committed["world_size"]) == (3, 1)
 
@@ -106,7 +106,7 @@ def test_ls_of_a_folder_with_a_damaged_catalog_is_a_finding(cli: Cli, copied: Pa
     (copied / "step_9" / "metadata.parquet").write_bytes(b"nothing")
     done = cli("ls", copied, "--json")
     assert done.code == 1
-    assert [step["state"] for step in done.json["checkpoints"]] == ["damaged", "committed"]
+    assert [step["status"] for step in done.json["checkpoints"]] == ["damaged", "committed"]
     assert "damaged" in cli("ls", copied).out
 
 
@@ -115,8 +115,10 @@ def test_ls_of_one(cli: Cli, root: Path) -> None:
     assert done.code == 0 and re.search(r"model +3 .* no$", done.out, re.MULTILINE)
     found = cli("ls", root / "step_10", "--json").json
     assert found["type"] == "checkpoint"
-    assert [state["kind"] for state in found["states"]] == found["kinds"] == ["model", "optimizer", "extra_states"]
-    assert found["states"][0].keys() == {"kind", "tensors", "bytes", "files", "ranks", "plain_values"}
+    assert (
+        [state["state"] for state in found["states"]] == found["state_names"] == ["model", "optimizer", "extra_states"]
+    )
+    assert found["states"][0].keys() == {"state", "tensors", "bytes", "files", "ranks", "plain_values"}
     assert found["bytes"] == sum(f.stat().st_size for f in (root / "step_10").glob("*/*"))
 
 
@@ -150,7 +152,7 @@ def test_inspect(cli: Cli, root: Path) -> None:
     found = cli("inspect", root / "step_9", "model/*", "--json", "--boxes").json
     assert [t["key"] for t in found["tensors"]] == ["model/a.weight", "model/a.bias", "model/b.bias"]
     assert found["tensors"][0] | {"stored": 0} == {
-        "key": "model/a.weight", "kind": "model", "fqn": "a.weight", "slot": "", "dtype": "float32", "shape": [4, 4],
+        "key": "model/a.weight", "state": "model", "fqn": "a.weight", "slot": "", "dtype": "float32", "shape": [4, 4],
         "bytes": 64, "requires_grad": True, "device": "cpu", "owner": None, "aliases": ["b.weight"], "boxes": 1,
         "written_by": [0], "stored": 0,
     }  # fmt: skip
@@ -239,7 +241,7 @@ def test_export(cli: Cli, copied: Path) -> None:
     assert done.code == 2 and "not empty" in done.err and one_line(done.err)
     done = cli("export", copied / "step_9", target, "--force")
     assert done.code == 0 and os.listdir(target) == ["model.safetensors"]
-    for wrong in (["--dtype", "int4"], ["--max-shard-size", "much"], ["--kind", "none"]):
+    for wrong in (["--dtype", "int4"], ["--max-shard-size", "much"], ["--state", "none"]):
         done = cli("export", copied / "step_9", copied / "new", *wrong)
         assert done.code == 2 and one_line(done.err) and not (copied / "new").exists()
     damage(copied / "step_9")

@@ -18,9 +18,9 @@ from tests.collectives.data_world import MIB, DataWorld, content, until
 
 def fetch(world: DataWorld, rank: int, server: int, request: bytes, size: int, timeout: float = 30.0) -> np.ndarray:
     """Return the answer of rank `server` to a request of rank `rank`."""
-    into = np.zeros(size, np.uint8)
-    world.mesh(rank).fetch(server, "data", request, into, timeout=timeout)
-    return into
+    destination = np.zeros(size, np.uint8)
+    world.mesh(rank).fetch(server, "data", request, destination, timeout=timeout)
+    return destination
 
 
 def by_size(request: bytes) -> np.ndarray:
@@ -156,13 +156,13 @@ def test_a_request_that_comes_while_a_service_ends_is_refused(
 
 
 def test_nothing_is_written_after_a_timeout(world: DataWorld, slow: SlowProvider) -> None:
-    into = np.zeros(9 * MIB, np.uint8)
+    destination = np.zeros(9 * MIB, np.uint8)
     with world.mesh(0).serve("data", slow):
         with pytest.raises(CheckpointTimeoutError, match="rank 1: fetch 'data': not all bytes came from rank 0"):
-            world.mesh(1).fetch(0, "data", b"%d 0" % into.nbytes, into, timeout=0.3)
+            world.mesh(1).fetch(0, "data", b"%d 0" % destination.nbytes, destination, timeout=0.3)
         slow.go_on.set()
         assert len(fetch(world, 1, 0, b"9 0", 9)) == 9, "what came late was passed over"
-        assert not into.any()
+        assert not destination.any()
 
 
 def test_answers_in_memory_are_few(world: DataWorld) -> None:
@@ -199,13 +199,13 @@ def serve_and_fetch(collective: Collective, provider: DataProvider) -> list[int]
     rank, size = collective.rank, collective.world_size
     with collective.serve("data", provider):
         collective.barrier("served", timeout=20)
-        into = np.zeros(9, np.uint8)
-        collective.fetch((rank + 1) % size, "data", b"9 7", into, timeout=20)
+        destination = np.zeros(9, np.uint8)
+        collective.fetch((rank + 1) % size, "data", b"9 7", destination, timeout=20)
         collective.barrier("fetched", timeout=20)
-    assert into.tolist() == content(0, 0, 9, 7).tolist()
+    assert destination.tolist() == content(0, 0, 9, 7).tolist()
     with pytest.raises(CheckpointError, match="does not serve 'data' now"):
-        collective.fetch(rank, "data", b"9 7", into, timeout=20)
-    return list(into)
+        collective.fetch(rank, "data", b"9 7", destination, timeout=20)
+    return list(destination)
 
 
 def test_worlds_of_threads_and_of_one() -> None:
@@ -213,11 +213,11 @@ def test_worlds_of_threads_and_of_one() -> None:
     assert serve_and_fetch(SingleProcess(), by_size)
     world = ThreadWorld(3)
     with world.rank(1).serve("data", refusing):
-        into = np.zeros(9, np.uint8)
+        destination = np.zeros(9, np.uint8)
         with pytest.raises(FileNotFoundError, match="model/file"):
-            world.rank(0).fetch(1, "data", b"missing", into, timeout=5)
+            world.rank(0).fetch(1, "data", b"missing", destination, timeout=5)
         with pytest.raises(CheckpointError, match="has 5 bytes for a fetch of 9"):
-            world.rank(0).fetch(1, "data", b"", into, timeout=5)
+            world.rank(0).fetch(1, "data", b"", destination, timeout=5)
         world.kill(1, silent=False)
         with pytest.raises(PeerLostError, match="it was killed"):
-            world.rank(0).fetch(1, "data", b"", into, timeout=3600)
+            world.rank(0).fetch(1, "data", b"", destination, timeout=3600)

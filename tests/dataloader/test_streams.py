@@ -41,7 +41,7 @@ def test_any_number_of_ranks_goes_on(tmp_path: Path, ranks: int) -> None:
             assert sorted(n for numbers in found for n in numbers) == list(range(7))
     catalog = bytecheckpoint.open(tmp_path / "c").catalog
     assert sum(name.startswith("streams.") for name in catalog.fqn.to_list()) == 14  # each once
-    assert {f.rank for f in catalog.files if f.kind == "dataloader"} == set(range(ranks))  # by the first that holds it
+    assert {f.rank for f in catalog.files if f.state == "dataloader"} == set(range(ranks))  # by the first that holds it
 
 
 def test_open_shows_streams(tmp_path: Path) -> None:

@@ -91,9 +91,9 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
         assert torch.equal(bits(found[name].cpu()), bits(tensor)), name
 
 
-def assert_stored(path: str, wanted: dict[str, torch.Tensor], kind: str = "model") -> None:
+def assert_stored(path: str, wanted: dict[str, torch.Tensor], state: str = "model") -> None:
     with bytecheckpoint.open(path) as checkpoint:
-        assert_equal({name: checkpoint[f"{kind}/{name}"][...] for name in wanted}, wanted)
+        assert_equal({name: checkpoint[f"{state}/{name}"][...] for name in wanted}, wanted)
 
 
 # A pool for the whole state, or one that chunks pass through.
@@ -114,7 +114,7 @@ def test_a_save_waits_for_what_the_caller_had_queued(path: str, mode: str, stagi
         torch._foreach_copy_(list(state.values()), list(source.values()))
         save(path, {"model": module_of(state), "extra_states": state}, mode).result(60)
     assert_stored(path, wanted)
-    assert_stored(path, wanted, kind="extra_states")
+    assert_stored(path, wanted, state="extra_states")
 
 
 @pytest.mark.parametrize("staging_bytes", [0, 2 << 20])

@@ -131,8 +131,8 @@ def test_groups_save_by_themselves(path: str) -> None:
         bytecheckpoint.save(where, states, process_group=own_half, async_checkpoint=True).result(60)
     fresh: dict[str, Any] = {"model": {"w": torch.zeros(5)}, "extra_states": {}}
     bytecheckpoint.load(where, fresh, process_group=own_half)
-    for kind, state in states.items():
-        assert_same(state, fresh[kind])
+    for state_name, state in states.items():
+        assert_same(state, fresh[state_name])
     with pytest.raises(bytecheckpoint.UsageError, match="not in the process group"):
         bytecheckpoint.save(where, states, process_group=halves[1 - rank // 2])
 

@@ -45,15 +45,15 @@ def test_a_hostile_name_of_a_state(tmp_path: Path, name: str) -> None:
     assert torch.equal(blank[name]["t"], torch.arange(5.0)) and blank[name]["v"] == 7
 
 
-@pytest.mark.parametrize("kind", ["model", "extra_states", "optimizer"])
-def test_hostile_keys_all_together(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("state", ["model", "extra_states", "optimizer"])
+def test_hostile_keys_all_together(tmp_path: Path, state: str) -> None:
     saved = {name: torch.full((3,), float(i)) for i, name in enumerate(HOSTILE)}
-    blank = {kind: {name: torch.zeros(3) for name in HOSTILE} if kind == "model" else {}}
-    round_trip(tmp_path, {kind: saved}, blank)
+    blank = {state: {name: torch.zeros(3) for name in HOSTILE} if state == "model" else {}}
+    round_trip(tmp_path, {state: saved}, blank)
     for i, name in enumerate(HOSTILE):
-        assert torch.equal(blank[kind][name], torch.full((3,), float(i))), ascii(name)
+        assert torch.equal(blank[state][name], torch.full((3,), float(i))), ascii(name)
     checkpoint = bytecheckpoint.open(tmp_path / "place" / "s")
-    assert sum(key.startswith(f"{kind}/") for key in checkpoint) >= len(HOSTILE)
+    assert sum(key.startswith(f"{state}/") for key in checkpoint) >= len(HOSTILE)
 
 
 def test_states_whose_names_differ_little_stay_apart(tmp_path: Path) -> None:
@@ -65,13 +65,13 @@ def test_states_whose_names_differ_little_stay_apart(tmp_path: Path) -> None:
 
 @hypothesis_settings(max_examples=40)
 @given(st.text(st.characters(exclude_categories=()), min_size=1, max_size=40), st.text(max_size=40))
-def test_any_text_is_a_name(tmp_path_factory: pytest.TempPathFactory, kind: str, key: str) -> None:
+def test_any_text_is_a_name(tmp_path_factory: pytest.TempPathFactory, state: str, key: str) -> None:
     root = tmp_path_factory.mktemp("names")
-    blank: dict[str, Any] = {kind: {}}
-    round_trip(root, {kind: {key: torch.arange(2.0), "n": {key: [1, key]}}}, blank)
+    blank: dict[str, Any] = {state: {}}
+    round_trip(root, {state: {key: torch.arange(2.0), "n": {key: [1, key]}}}, blank)
     if key != "n":
-        assert torch.equal(blank[kind][key], torch.arange(2.0))
-    assert blank[kind]["n"] == {key: [1, key]} if key != "n" else True
+        assert torch.equal(blank[state][key], torch.arange(2.0))
+    assert blank[state]["n"] == {key: [1, key]} if key != "n" else True
 
 
 @pytest.mark.parametrize("path", ["", "a\0b", "unknown://x/y"])

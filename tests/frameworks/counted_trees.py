@@ -23,22 +23,22 @@ class _CountedStates:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._saved, name)
 
-    def _count(self, kind: str, number: int) -> None:
-        self._found[threading.current_thread().name, kind] += number
+    def _count(self, state: str, number: int) -> None:
+        self._found[threading.current_thread().name, state] += number
 
-    def tree(self, kind: str) -> bytes | None:
-        found: bytes | None = self._saved.tree(kind)
-        self._count(kind, int(found is not None))
+    def tree(self, state: str) -> bytes | None:
+        found: bytes | None = self._saved.tree(state)
+        self._count(state, int(found is not None))
         return found
 
-    def trees(self, kind: str) -> list[bytes]:
-        found: list[bytes] = self._saved.trees(kind)
-        self._count(kind, len(found))
+    def trees(self, state: str) -> list[bytes]:
+        found: list[bytes] = self._saved.trees(state)
+        self._count(state, len(found))
         return found
 
-    def trees_about(self, kind: str, names: Collection[str]) -> Iterator[bytes]:
-        for tree in self._saved.trees_about(kind, names):
-            self._count(kind, 1)
+    def trees_about(self, state: str, names: Collection[str]) -> Iterator[bytes]:
+        for tree in self._saved.trees_about(state, names):
+            self._count(state, 1)
             yield tree
 
 

@@ -28,13 +28,13 @@ class MemoryCheckpoint:
 
     def __init__(self, ranks: Sequence[list[LiveState]], rank: int = 0) -> None:
         self.rank = rank
-        self.states: list[dict[str, LiveState]] = [{s.kind: s for s in states} for states in ranks]
+        self.ranks: list[dict[str, LiveState]] = [{s.name: s for s in states} for states in ranks]
         self.whole: dict[TensorKey, torch.Tensor] = {}
         self.filled: dict[TensorKey, torch.Tensor] = {}
         self.content: dict[tuple[int, TensorKey], torch.Tensor] = {}
         self.dtypes: dict[TensorKey, str] = {}
         self.aliases: dict[tuple[str, str], str] = {}
-        for number, states in enumerate(self.states):
+        for number, states in enumerate(self.ranks):
             for state in states.values():
                 for shard in state.shards:
                     self._store(number, shard)
@@ -47,7 +47,7 @@ class MemoryCheckpoint:
         assert str(shard.data.dtype) == "torch." + shard.dtype
         assert self.dtypes.setdefault(key, shard.dtype) == shard.dtype
         for alias in shard.aliases:
-            self.aliases[key.kind, alias] = key.fqn
+            self.aliases[key.state, alias] = key.fqn
         if shard.by_content:
             assert shard.lengths == shard.global_shape
             self.content[number, key] = shard.data
@@ -61,8 +61,8 @@ class MemoryCheckpoint:
         whole[box] = shard.data
         mask[box] = True
 
-    def kinds(self) -> Collection[str]:
-        return {kind for states in self.states for kind in states}
+    def states(self) -> Collection[str]:
+        return {name for states in self.ranks for name in states}
 
     def _saved(self, key: TensorKey) -> SavedTensor | None:
         tensor = self.whole.get(key)
@@ -70,51 +70,51 @@ class MemoryCheckpoint:
             tensor = next((t for (_, k), t in self.content.items() if k == key), None)
         return None if tensor is None else SavedTensor(key, self.dtypes[key], tuple(tensor.shape))
 
-    def find(self, kind: str, names: Sequence[str], slot: str = "") -> SavedTensor | None:
-        found = (self._saved(TensorKey(kind, fqn, slot)) for fqn in self._with_aliases(kind, names))
+    def find(self, state: str, names: Sequence[str], slot: str = "") -> SavedTensor | None:
+        found = (self._saved(TensorKey(state, fqn, slot)) for fqn in self._with_aliases(state, names))
         return next(filter(None, found), None)
 
-    def slots(self, kind: str, names: Sequence[str]) -> list[SavedTensor]:
-        for fqn in self._with_aliases(kind, names):
-            if found := [k for k in self.whole if k.kind == kind and k.fqn == fqn and k.slot]:
+    def slots(self, state: str, names: Sequence[str]) -> list[SavedTensor]:
+        for fqn in self._with_aliases(state, names):
+            if found := [k for k in self.whole if k.state == state and k.fqn == fqn and k.slot]:
                 return [SavedTensor(k, self.dtypes[k], tuple(self.whole[k].shape)) for k in found]
         return []
 
-    def names_of(self, kind: str, names: Sequence[str], *, parameter: bool = False) -> Sequence[str]:
+    def names_of(self, state: str, names: Sequence[str], *, parameter: bool = False) -> Sequence[str]:
         return names
 
     def stored(self, key: TensorKey) -> SavedTensor | None:
-        return self.find(key.kind, (key.fqn,), key.slot)
+        return self.find(key.state, (key.fqn,), key.slot)
 
-    def _with_aliases(self, kind: str, names: Sequence[str]) -> Iterator[str]:
+    def _with_aliases(self, state: str, names: Sequence[str]) -> Iterator[str]:
         for name in names:
             yield name
-            if (kind, name) in self.aliases:
-                yield self.aliases[kind, name]
+            if (state, name) in self.aliases:
+                yield self.aliases[state, name]
 
-    def keys(self, kind: str) -> list[TensorKey]:
-        return [k for k in self.dtypes if k.kind == kind]
+    def keys(self, state: str) -> list[TensorKey]:
+        return [k for k in self.dtypes if k.state == state]
 
-    def tree(self, kind: str) -> bytes | None:
-        own = self.states[self._source_rank()].get(kind)
+    def tree(self, state: str) -> bytes | None:
+        own = self.ranks[self._source_rank()].get(state)
         return own.tree if own is not None else None
 
     def _source_rank(self) -> int:
-        return self.rank if self.rank < len(self.states) else 0
+        return self.rank if self.rank < len(self.ranks) else 0
 
-    def trees(self, kind: str) -> list[bytes]:
-        found = [s[kind].tree for s in self.states if kind in s]
+    def trees(self, state: str) -> list[bytes]:
+        found = [s[state].tree for s in self.ranks if state in s]
         return list(dict.fromkeys(t for t in found if t is not None))
 
-    def trees_about(self, kind: str, names: Collection[str]) -> Iterator[bytes]:
-        own = self.tree(kind)
-        yield from ([] if own is None else [own]) + [t for t in self.trees(kind) if t != own]
+    def trees_about(self, state: str, names: Collection[str]) -> Iterator[bytes]:
+        own = self.tree(state)
+        yield from ([] if own is None else [own]) + [t for t in self.trees(state) if t != own]
 
-    def parts(self, kind: str) -> list[SavedTensor]:
+    def parts(self, state: str) -> list[SavedTensor]:
         return []
 
-    def find_by_content(self, kind: str, fqn: str) -> SavedTensor | None:
-        key = TensorKey(kind, fqn)
+    def find_by_content(self, state: str, fqn: str) -> SavedTensor | None:
+        key = TensorKey(state, fqn)
         tensor = self.content.get((self._source_rank(), key))
         return None if tensor is None else SavedTensor(key, str(tensor.dtype)[6:], tuple(tensor.shape))
 

@@ -26,11 +26,11 @@ def state_differences(saved: dict[str, Any], loaded: dict[str, Any]) -> list[str
     """
     problems = []
     for key, got in loaded.items():
-        kind, _, rest = key.partition("/")
-        fqn = rest if kind == "model" else rest.removeprefix("state/").rpartition("/")[0]
+        state, _, rest = key.partition("/")
+        fqn = rest if state == "model" else rest.removeprefix("state/").rpartition("/")[0]
         want = saved.get(key)
         exact = saved.get(f"optimizer/state/{fqn}/master", saved.get(f"model/{fqn}"))
-        if (kind == "model" and want.dtype != got.dtype) or key.endswith("/master"):
+        if (state == "model" and want.dtype != got.dtype) or key.endswith("/master"):
             want = exact.to(got.dtype)
         if want is None:
             problems.append(f"{key} is there")

@@ -22,14 +22,14 @@ class Picky(NativeFramework):
     """Rank 1 accepts only a tensor whose sum is 3, which it can check only after the bytes have arrived."""
 
     def destination(self, states: Any, saved: Any, **options: Any) -> Destination:
-        into = super().destination(states, saved, **options)
+        destination = super().destination(states, saved, **options)
 
         def check() -> None:
             if states["rank"] == 1 and states["model"]["w"].sum() != 3:
                 raise IncompatibleCheckpointError("the sum is not 3")
 
-        into.checks.append(check)
-        return into
+        destination.checks.append(check)
+        return destination
 
 
 @pytest.fixture(autouse=True)

@@ -84,7 +84,7 @@ def test_ragged_tensors_of_all_ranks_make_whole_tensors() -> None:
     assert torch.equal(saved.whole[TensorKey("model", "weight")], WHOLE)
     assert torch.equal(saved.whole[TensorKey("optimizer", "weight", "exp_avg")], WHOLE * 2)
     assert torch.equal(saved.whole[TensorKey("extra_states", "ema")], WHOLE)
-    boxes = [s.offsets for s in saved.states[2]["model"].shards if s.key.fqn == "weight"]
+    boxes = [s.offsets for s in saved.ranks[2]["model"].shards if s.key.fqn == "weight"]
     assert boxes == [(1, 1), (2, 0), (4, 0)]
     plain = nn.Module()
     plain.weight, plain.bias = nn.Parameter(torch.zeros(SHAPE)), nn.Parameter(torch.zeros(2))

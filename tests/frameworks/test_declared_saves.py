@@ -83,12 +83,12 @@ def test_ranks_may_hold_no_shards_or_equal_ones(listed: list[list[Any]], tmp_pat
         bytecheckpoint.save(tmp_path / "step", {"model": {"w": Declared(*listed[collective.rank])}}, timeout=20)
 
     def load(collective: Collective) -> torch.Tensor:
-        into = torch.zeros(SHAPE)
-        parts = [(SHAPE, 5, into.view(-1)[5:16])] if collective.rank == 1 else []
+        destination = torch.zeros(SHAPE)
+        parts = [(SHAPE, 5, destination.view(-1)[5:16])] if collective.rank == 1 else []
         if collective.rank == 2:
-            parts = [(SHAPE, (0, 1), into[:, 1:2])]
+            parts = [(SHAPE, (0, 1), destination[:, 1:2])]
         bytecheckpoint.load(tmp_path / "step", {"model": {"w": Declared(*parts)}}, timeout=20)
-        return into
+        return destination
 
     ThreadWorld(3).run(save, timeout=60)
     nothing, tail, column = ThreadWorld(3).run(load, timeout=60)

@@ -55,10 +55,10 @@ def test_a_parameter_without_dimensions_has_one_step(
         advice=ADVICE,
         placeholders=placeholders,
     )
-    into = Destination()
-    load_flat_tensors("optimizer", [view], ParameterNames(names), [tensor], saved, into, strict=True)
-    saved.fill(into)
-    into.apply()
+    destination = Destination()
+    load_flat_tensors("optimizer", [view], ParameterNames(names), [tensor], saved, destination, strict=True)
+    saved.fill(destination)
+    destination.apply()
     expected = source.state[model.w]
     assert live.state[flat].keys() == expected.keys()
     for slot, value in live.state[flat].items():

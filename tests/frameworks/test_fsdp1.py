@@ -70,7 +70,7 @@ def test_hybrid_sharding_has_equal_replicas_and_cuts_within_groups() -> None:
 
     saved = save(states, 6)
     assert differences(unsharded_checkpoint(), saved) == []
-    boxes = [{(s.key, s.offsets, s.lengths) for s in rank["model"].shards} for rank in saved.states]
+    boxes = [{(s.key, s.offsets, s.lengths) for s in rank["model"].shards} for rank in saved.ranks]
     assert boxes[:3] == boxes[3:]
     assert boxes[0] != boxes[1]
     assert differences(unsharded_checkpoint(), load(states, 6, unsharded_checkpoint())) == []
@@ -81,7 +81,7 @@ def test_ranks_without_elements_have_no_shards() -> None:
         return trained_states(unit(coordinates(nn.Linear(1, 2, bias=False)), use_orig_params=True))
 
     saved = save(states, 5)
-    held = [len(rank["model"].shards) for rank in saved.states]
+    held = [len(rank["model"].shards) for rank in saved.ranks]
     assert sum(held) == 2
     assert held[4] == 0
     assert saved.whole[TensorKey("model", "weight")].tolist() == [[1000], [1001]]
@@ -140,9 +140,9 @@ def names(saved: MemoryCheckpoint) -> dict[str, set[str]]:
     """Return FQN -> all names, of every parameter of the model."""
     return {
         s.key.fqn: {s.key.fqn, *s.aliases}
-        for rank in saved.states
+        for rank in saved.ranks
         for s in rank["model"].shards
-        if s.key.kind == "model"
+        if s.key.state == "model"
     }
 
 
@@ -157,7 +157,7 @@ def test_shared_parameters_are_saved_once_under_all_their_names(use_orig_params:
     assert names(saved)["embed.weight"] == {"embed.weight", "head.weight"}
     assert names(saved)["block.bias"] == {"block.bias", "again.bias"}
     for key in ("exp_avg", "step"):
-        shards = [s for rank in saved.states for s in rank["optimizer"].shards if s.key.slot == key]
+        shards = [s for rank in saved.ranks for s in rank["optimizer"].shards if s.key.slot == key]
         assert {s.aliases for s in shards if s.key.fqn == "embed.weight"} == {("head.weight",)}
     assert differences(expected, load(lambda: fresh_states(model()), 2, expected)) == []
 
@@ -202,8 +202,8 @@ def test_prefixes_of_wrappers_do_not_appear(use_orig_params: bool) -> None:
         return {"model": torch.compile(whole, backend="eager"), "optimizer": torch.optim.SGD(whole.parameters())}
 
     saved = save(states, 2)
-    assert {k for k in saved.whole if k.kind == "model"} == {
-        k for k in unsharded_checkpoint().whole if k.kind == "model"
+    assert {k for k in saved.whole if k.state == "model"} == {
+        k for k in unsharded_checkpoint().whole if k.state == "model"
     }
     tree: Any = decode(saved.trees("optimizer")[0], on_tensor=lambda name: None)
     assert sorted(tree["groups"][0]["params"]) == sorted(n for n, _ in UnevenModel().named_parameters())
@@ -281,7 +281,7 @@ def test_frozen_parameters_keep_their_flag_and_need_no_state() -> None:
         return live
 
     saved = save(states, 2)
-    flags = {s.key.fqn: s.requires_grad for rank in saved.states for s in rank["model"].shards if s.key.fqn != "seen"}
+    flags = {s.key.fqn: s.requires_grad for rank in saved.ranks for s in rank["model"].shards if s.key.fqn != "seen"}
     assert {name for name, trained in flags.items() if not trained} == {"first.weight", "first.bias"}
     with as_rank(0, 2):
         live = states()
@@ -355,7 +355,7 @@ def test_no_state_dict_is_called_where_there_is_fsdp1(use_orig_params: bool) -> 
             module.register_state_dict_pre_hook(no_state_dict)
         live["other"] = nn.Linear(2, 2)
         states = FSDP1Framework().capture(live)
-        assert [s.kind for s in states] == ["model", "optimizer", "other"]
+        assert [s.name for s in states] == ["model", "optimizer", "other"]
         del live["other"]
         fill(live, unsharded_checkpoint())
 

@@ -9,7 +9,7 @@ from torch import nn
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.frameworks.optimizers.capture import capture_optimizers
-from bytecheckpoint.frameworks.optimizers.master_weights import MASTER, optimizer_kind
+from bytecheckpoint.frameworks.optimizers.master_weights import MASTER, optimizer_state_name
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames
 from bytecheckpoint.frameworks.optimizers.view import optimizer_view, placeholder_parameter
 from bytecheckpoint.frameworks.tensors.flat_ranges import FlatRange, flat_range_shards
@@ -55,14 +55,14 @@ def engine_checkpoint(
 def test_a_full_precision_model_loads_the_master_weights() -> None:
     model = Model()
     adam = torch.optim.AdamW(model.parameters())
-    into = engine_checkpoint().load({"model": model, "optimizer": adam})
+    destination = engine_checkpoint().load({"model": model, "optimizer": adam})
     assert torch.equal(model.weight, EXACT)
-    assert not into.missing
+    assert not destination.missing
     state = adam.state[model.weight]
     assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
     assert torch.equal(state["exp_avg"], EXACT * 2)
-    assert TensorKey("optimizer", "weight", MASTER) in into.recognized
-    assert TensorKey("model", "weight") in into.recognized
+    assert TensorKey("optimizer", "weight", MASTER) in destination.recognized
+    assert TensorKey("model", "weight") in destination.recognized
 
 
 def test_a_low_precision_model_loads_its_own_weights() -> None:
@@ -73,10 +73,10 @@ def test_a_low_precision_model_loads_its_own_weights() -> None:
     assert torch.equal(model.weight, ROUNDED)
     with pytest.raises(IncompatibleCheckpointError, match="optimizer/state/weight/exp_avg"):
         engine_checkpoint().load({"model": model, "optimizer": adam})
-    into = engine_checkpoint().load({"model": model, "optimizer": adam}, cast=True)
+    destination = engine_checkpoint().load({"model": model, "optimizer": adam}, cast=True)
     assert torch.equal(model.weight, ROUNDED)
     assert MASTER not in adam.state[model.weight]
-    assert any("master weights of 1 parameters are left out" in note for note in into.notes)
+    assert any("master weights of 1 parameters are left out" in note for note in destination.notes)
     take_step(adam)
 
 
@@ -99,20 +99,20 @@ def test_fsdp1_loads_the_master_weights(use_orig_params: bool) -> None:
         assert set(adam.state[flat]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
-@pytest.mark.parametrize("kind", ["model", "critic"])
-def test_a_full_precision_model_loads_them_without_an_optimizer(kind: str) -> None:
+@pytest.mark.parametrize("state", ["model", "critic"])
+def test_a_full_precision_model_loads_them_without_an_optimizer(state: str) -> None:
     """Each kind of model has an optimizer of its own in the checkpoint."""
-    assert optimizer_kind("model") == "optimizer"
+    assert optimizer_state_name("model") == "optimizer"
     model = Model()
-    engine_checkpoint(kind, optimizer_kind(kind)).load({kind: model})
+    engine_checkpoint(state, optimizer_state_name(state)).load({state: model})
     assert torch.equal(model.weight, EXACT)
 
 
 def test_master_weights_of_another_model_with_the_same_names_are_not_loaded() -> None:
     saved = engine_checkpoint("critic", "optimizer")
     model = Model()
-    into = NativeFramework().destination({"critic": model}, saved)
-    assert {shard.key.kind for shard in into.wanted} == {"critic"}
+    destination = NativeFramework().destination({"critic": model}, saved)
+    assert {shard.key.state for shard in destination.wanted} == {"critic"}
 
 
 class Engine(torch.optim.SGD):
@@ -148,9 +148,9 @@ def test_settings_of_a_parameter_that_was_frozen(frozen: bool) -> None:
     saved = save({"model": trained, "optimizer": torch.optim.SGD([trained.weight], lr=0.5, momentum=0.9)})
     model.frozen.requires_grad = not frozen
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-    into = saved.load({"model": model, "optimizer": sgd})
+    destination = saved.load({"model": model, "optimizer": sgd})
     if frozen:
-        assert not into.missing
+        assert not destination.missing
         assert sgd.param_groups[0]["lr"] == 0.5
     else:
-        assert into.missing == ["optimizer/param_groups/frozen"]
+        assert destination.missing == ["optimizer/param_groups/frozen"]

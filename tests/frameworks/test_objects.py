@@ -231,12 +231,12 @@ class Engine:
         self.weight, self.count = state["weight"], state["count"]
 
 
-@pytest.mark.parametrize("kind", ["model", "engine"])
-def test_objects_inside_containers_restore_themselves(kind: str) -> None:
-    checkpoint = save({kind: {"inner": [Engine(3), 1], "net": nn.Linear(1, 1)}})
+@pytest.mark.parametrize("state", ["model", "engine"])
+def test_objects_inside_containers_restore_themselves(state: str) -> None:
+    checkpoint = save({state: {"inner": [Engine(3), 1], "net": nn.Linear(1, 1)}})
     live = {"inner": [Engine(0), 0], "net": nn.Linear(1, 1)}
     engine, net = live["inner"][0], live["net"]
-    found = checkpoint.load({kind: live})
+    found = checkpoint.load({state: live})
     assert not found.missing and live["inner"] == [engine, 1] and live["net"] is net
     assert engine.count == 3 and torch.equal(engine.weight, torch.full((2,), 3.0))
 

@@ -112,7 +112,7 @@ def test_a_load_fills_what_is_inside(tmp_path: Path, form: str) -> None:
         assert torch.equal(saved["optimizer"].state[one]["exp_avg"], optimizer.state[other]["exp_avg"])
     assert inner["scheduler"].step_size == 1
     assert live["extra_states"] == 0, "values that cannot change in place are replaced in the caller's mapping"
-    assert all(live[kind] is kept[kind] for kind in ("model", "optimizer", "scheduler"))
+    assert all(live[state] is kept[state] for state in ("model", "optimizer", "scheduler"))
 
 
 def test_other_containers_stay_the_callers_own() -> None:

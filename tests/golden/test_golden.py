@@ -35,27 +35,27 @@ def test_versions_1_and_2_open(folder: Path) -> None:
 @BOTH
 def test_versions_1_and_2_load_in_another_world(folder: Path) -> None:
     def load(collective: Collective) -> dict[str, Any]:
-        into = states(0)
+        destination = states(0)
         whole = {name: torch.zeros_like(full(name)) for name in SHAPES}
-        into["model"] = whole | {str(d): torch.zeros_like(odd(d)) for d in EVERY_DTYPE}
-        into["extra_states"] = {}
-        bytecheckpoint.load(folder, into, timeout=20)
-        return into
+        destination["model"] = whole | {str(d): torch.zeros_like(odd(d)) for d in EVERY_DTYPE}
+        destination["extra_states"] = {}
+        bytecheckpoint.load(folder, destination, timeout=20)
+        return destination
 
-    for rank, into in enumerate(ThreadWorld(WORLD + 1).run(load)):
+    for rank, destination in enumerate(ThreadWorld(WORLD + 1).run(load)):
         for name in SHAPES:
-            assert torch.equal(into["model"][name], full(name))
+            assert torch.equal(destination["model"][name], full(name))
         own = rank if rank < WORLD else 0
-        assert equal(into["extra_states"]["values"], VALUES)
-        assert into["extra_states"]["rank"] == own
-        assert into["extra_states"]["noise"].tolist() == [own] * 4
+        assert equal(destination["extra_states"]["values"], VALUES)
+        assert destination["extra_states"]["rank"] == own
+        assert destination["extra_states"]["noise"].tolist() == [own] * 4
 
 
 def test_version_1_hands_out_streams() -> None:
     def load(collective: Collective) -> dict[int, Any]:
-        into = Loader(5, collective.rank, 2)
-        bytecheckpoint.load(STREAMS, {"dataloader": into}, timeout=20)
-        return into.states
+        destination = Loader(5, collective.rank, 2)
+        bytecheckpoint.load(STREAMS, {"dataloader": destination}, timeout=20)
+        return destination.states
 
     for rank, found in enumerate(ThreadWorld(2).run(load)):
         assert equal(found, {n: state_of(n, 3) for n in range(rank, 5, 2)})

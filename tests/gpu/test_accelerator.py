@@ -35,21 +35,21 @@ def test_device_tensors_round_trip(tmp_path: Path, mode: str, writer: str) -> No
         handle = bytecheckpoint.save(tmp_path / "s", {"model": state}, **asynchronous)
         handle.staged.result(60)
         handle.result(60)
-    into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    bytecheckpoint.load(tmp_path / "s", {"model": into})
+    destination = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    bytecheckpoint.load(tmp_path / "s", {"model": destination})
     for name, tensor in state.items():
-        assert torch.equal(into[name], tensor), name
-        assert into[name].device == tensor.device
+        assert torch.equal(destination[name], tensor), name
+        assert destination[name].device == tensor.device
 
 
-@pytest.mark.parametrize("kind", ["model", "extra_states"])
-def test_changes_after_staging_do_not_reach_the_checkpoint(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("state", ["model", "extra_states"])
+def test_changes_after_staging_do_not_reach_the_checkpoint(tmp_path: Path, state: str) -> None:
     tensor = coded((4 << 20,), torch.float32).to(device())
     expected = tensor.cpu()
-    handle = bytecheckpoint.save(tmp_path / "s", {kind: {"w": tensor}}, async_checkpoint=True)
+    handle = bytecheckpoint.save(tmp_path / "s", {state: {"w": tensor}}, async_checkpoint=True)
     tensor.zero_()
     handle.result(60)
-    assert torch.equal(bytecheckpoint.open(tmp_path / "s")[f"{kind}/w"][...], expected)
+    assert torch.equal(bytecheckpoint.open(tmp_path / "s")[f"{state}/w"][...], expected)
 
 
 def test_training_resumes_exactly_on_the_device(tmp_path: Path) -> None:

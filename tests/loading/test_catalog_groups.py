@@ -240,10 +240,10 @@ def test_a_failure_ends_reads_of_groups_that_hang(saved: Path) -> None:
     storage.before = hang
 
     def run(collective: Collective) -> Any:
-        into = states(collective.rank, RANKS, fresh=True)
+        destination = states(collective.rank, RANKS, fresh=True)
         if collective.rank == 5:
-            into["model"]["absent"] = into["model"].pop("w0")
-        bytecheckpoint.load(storage, into, timeout=60)
+            destination["model"]["absent"] = destination["model"].pop("w0")
+        bytecheckpoint.load(storage, destination, timeout=60)
 
     begun = time.monotonic()
     try:

@@ -102,7 +102,7 @@ def test_reads_are_whole_blocks() -> None:
 def test_a_conversion_that_torch_does_not_know(tmp_path: Path) -> None:
     packed = torch.arange(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     bytecheckpoint.save(tmp_path / "s", {"model": {"a": torch.ones(4), "w": packed}})
-    into = {"a": torch.zeros(4), "w": torch.zeros(4)}
+    destination = {"a": torch.zeros(4), "w": torch.zeros(4)}
     with pytest.raises(bytecheckpoint.IncompatibleCheckpointError, match="model/w is float4_e2m1fn_x2"):
-        bytecheckpoint.load(tmp_path / "s", {"model": into}, cast=True)
-    assert not into["a"].any()
+        bytecheckpoint.load(tmp_path / "s", {"model": destination}, cast=True)
+    assert not destination["a"].any()

@@ -53,9 +53,9 @@ class Replaced(WrappedStorage):
 
 def load(world: int, path: Path) -> list[Any]:
     def run(collective: Collective) -> Any:
-        into = {"w": torch.zeros(SHAPE)}
-        bytecheckpoint.load(path, {"model": into}, timeout=20)
-        return into["w"].unique().tolist()
+        destination = {"w": torch.zeros(SHAPE)}
+        bytecheckpoint.load(path, {"model": destination}, timeout=20)
+        return destination["w"].unique().tolist()
 
     return outcomes(ThreadWorld(world), run)
 

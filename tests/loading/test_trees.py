@@ -55,7 +55,7 @@ def _threads() -> Iterator[None]:
 
 
 def states(collective: Collective, *, own: bool) -> dict[str, Any]:
-    found = {kind: dict(value) for kind, value in VALUES.items()}
+    found = {state: dict(value) for state, value in VALUES.items()}
     if own:
         found["extra_states"]["rank"] = collective.rank
     return {"model": {"w": torch.ones(8)}, **found}
@@ -71,9 +71,13 @@ def load(storage: FarStorage, hosts: list[str] | None = None) -> list[Any]:
         collective.host = host
 
     def run(collective: Collective) -> Any:
-        into: dict[str, Any] = {"model": {"w": torch.zeros(8)}, "dataloader": {"position": 0}, "extra_states": {}}
-        report = bytecheckpoint.load(storage, into, strict=False, prepare_save=False)
-        return into["extra_states"], into["dataloader"], report
+        destination: dict[str, Any] = {
+            "model": {"w": torch.zeros(8)},
+            "dataloader": {"position": 0},
+            "extra_states": {},
+        }
+        report = bytecheckpoint.load(storage, destination, strict=False, prepare_save=False)
+        return destination["extra_states"], destination["dataloader"], report
 
     return outcomes(world, run)
 
@@ -133,9 +137,9 @@ def test_one_rank_serves_nobody(tmp_path: Path) -> None:
     save(tmp_path / "s")
     storage = FarStorage(tmp_path / "s")
     with use(SingleProcess()):
-        into: dict[str, Any] = {"extra_states": {}}
-        bytecheckpoint.load(storage, into, strict=False)
-    assert into["extra_states"] == VALUES["extra_states"]
+        destination: dict[str, Any] = {"extra_states": {}}
+        bytecheckpoint.load(storage, destination, strict=False)
+    assert destination["extra_states"] == VALUES["extra_states"]
 
 
 def test_the_ranks_of_each_machine() -> None:

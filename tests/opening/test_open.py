@@ -141,7 +141,7 @@ def test_a_checkpoint_is_a_mapping(trained: tuple[str, Any, Any]) -> None:
         keys = list(checkpoint)
         assert len(keys) == len(set(keys)) == len(checkpoint)
         assert all(key in checkpoint for key in keys)
-        assert list(dict.fromkeys(key.split("/")[0] for key in keys)) == list(checkpoint.kinds)
+        assert list(dict.fromkeys(key.split("/")[0] for key in keys)) == list(checkpoint.states)
         assert 3 not in checkpoint and "model" not in checkpoint
         assert checkpoint.get("model/none", 5) == 5
         assert checkpoint.info["world_size"] == 1

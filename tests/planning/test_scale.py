@@ -70,7 +70,7 @@ def test_a_small_405b_job_commits_the_planned_catalog() -> None:
     whole = BoxTable(tensors, np.zeros_like(catalog.shapes[tensors]), catalog.shapes[tensors])
     assert not missing_volume(whole, intersect(catalog.boxes, whole)).any()
     # Every rank's own random state.
-    assert [len(catalog.of_kind(kind)) for kind in ("extra_states", "model")] == [world, layers * 9 + 2]
+    assert [len(catalog.of_state(state)) for state in ("extra_states", "model")] == [world, layers * 9 + 2]
 
 
 def test_a_small_fsdp_checkpoint_is_planned_and_its_catalog_survives() -> None:

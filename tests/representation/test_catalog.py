@@ -31,7 +31,7 @@ def catalog_of(tensors: Spec, files: int = 2, block: int = 4096, **columns: Any)
     """A catalog of tensors cut along their first dimension; the pieces are dealt to the files in turn.
 
     Args:
-        tensors: ((kind, fqn, slot, owner), dtype, shape, lengths of the pieces along the first dimension).
+        tensors: ((state, fqn, slot, owner), dtype, shape, lengths of the pieces along the first dimension).
     """
     number: list[int] = []
     offsets: list[tuple[int, ...]] = []
@@ -57,7 +57,7 @@ def catalog_of(tensors: Spec, files: int = 2, block: int = 4096, **columns: Any)
     shapes = BoxTable.build(range(len(tensors)), [t[2] for t in tensors], [t[2] for t in tensors])
     shuffled = np.random.default_rng(len(number)).permutation(len(number))
     return Catalog.from_columns(
-        kinds=[t[0][0] for t in tensors],
+        states=[t[0][0] for t in tensors],
         fqns=[t[0][1] for t in tensors],
         slots=[t[0][2] for t in tensors],
         owner=np.array([t[0][3] for t in tensors], np.int32),
@@ -156,8 +156,8 @@ def test_find_resolves_aliases_and_owners() -> None:
 
 def test_accessors() -> None:
     catalog = small()
-    assert catalog.count == 6 and catalog.kinds() == ["model", "optimizer", "extra_states"]
-    assert catalog.of_kind("extra_states").tolist() == [3, 4, 5] and catalog.of_kind("x").tolist() == []
+    assert catalog.count == 6 and catalog.states() == ["model", "optimizer", "extra_states"]
+    assert catalog.of_state("extra_states").tolist() == [3, 4, 5] and catalog.of_state("x").tolist() == []
     assert catalog.fqns("extra_states") == ["rng"] and catalog.fqns("model") == ["layers.0.weight", "embed"]
     assert catalog.key(2) == TensorKey("optimizer", "embed", "step") and catalog.shape(2) == ()
     assert catalog.shape(0) == (100, 64) and catalog.dtype[1] == "bfloat16"
@@ -379,7 +379,7 @@ import numpy as np
 before = len(os.listdir("/proc/self/task"))
 none, one = np.zeros(0, np.int64), np.ones(1, np.int64)
 for rows, column in ((0, none), (1, one)):
-    catalog = Catalog.from_columns(kinds=["k"] * rows, fqns=["f"] * rows, slots=[""] * rows, dtypes=["bool"] * rows,
+    catalog = Catalog.from_columns(states=["k"] * rows, fqns=["f"] * rows, slots=[""] * rows, dtypes=["bool"] * rows,
         shapes=np.ones((rows, 1), np.int64), ndims=column, owner=column.astype(np.int32),
         requires_grad=column.astype(bool), boxes=BoxTable.build([0] * rows, [[0]] * rows, [[1]] * rows),
         file=0 * column.astype(np.int32), byte_offset=column * 0, byte_length=column,

@@ -34,7 +34,7 @@ def text(entries: list[Any]) -> bytes:
     end = entries[-1].byte_offset + entries[-1].byte_length
     header = build_header(
         entries,
-        kind="model",
+        state="model",
         rank=1,
         world_size=2,
         generation=new_generation("world", 1),

@@ -13,8 +13,8 @@ from bytecheckpoint.representation.names import (
     escape,
     generation_of,
     is_uri,
-    kind_folder,
     new_generation,
+    state_folder,
     storage_file_name,
     unescape,
     values_file_name,
@@ -24,27 +24,27 @@ ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=80)  # lone su
 GENERATION = new_generation("world", 7)
 
 
-def test_usual_kinds_have_readable_folders() -> None:
-    for kind in ("model", "optimizer", "dataloader", "lr_scheduler", "my-kind_2"):
-        assert kind_folder(kind) == kind
-    assert kind_folder("extra_states") == "extra"
+def test_usual_states_have_readable_folders() -> None:
+    for state in ("model", "optimizer", "dataloader", "lr_scheduler", "my-kind_2"):
+        assert state_folder(state) == state
+    assert state_folder("extra_states") == "extra"
 
 
-OTHER_KINDS = (
+OTHER_STATES = (
     "", "extra", "Model", "../model", "a/b", "con", "lpt1", "kind-0123456789abcdef", "metadata.parquet", "a" * 65, "ä",
     "_a", "model\n",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", OTHER_KINDS)
-def test_other_kinds_have_hashed_folders(kind: str) -> None:
-    assert re.fullmatch(r"kind-[0-9a-f]{16}", kind_folder(kind))
+@pytest.mark.parametrize("state", OTHER_STATES)
+def test_other_states_have_hashed_folders(state: str) -> None:
+    assert re.fullmatch(r"kind-[0-9a-f]{16}", state_folder(state))
 
 
 @given(st.lists(ANY_TEXT | st.text("aAbB-_", max_size=4), unique=True, max_size=20))
-def test_folders_are_safe_and_different_also_where_case_is_ignored(kinds: list[str]) -> None:
-    folders = [kind_folder(kind) for kind in kinds]
-    assert len({folder.lower() for folder in folders}) == len(kinds)
+def test_folders_are_safe_and_different_also_where_case_is_ignored(states: list[str]) -> None:
+    folders = [state_folder(state) for state in states]
+    assert len({folder.lower() for folder in folders}) == len(states)
     for folder in folders:
         assert re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,63}", folder)
 
@@ -57,11 +57,11 @@ def test_file_names() -> None:
 
 
 @given(ANY_TEXT, st.integers(0, 10**7), st.integers(0, 5000), st.integers(0, 10**9))
-def test_generated_names_hold_their_generation(kind: str, rank: int, part: int, sequence: int) -> None:
-    generation = new_generation(kind, sequence)
-    assert generation_of(storage_file_name(kind, rank, generation, part)) == generation
-    assert generation_of(values_file_name(kind, rank, generation, part)) == generation
-    assert check_file_name(storage_file_name(kind, rank, generation, part))
+def test_generated_names_hold_their_generation(state: str, rank: int, part: int, sequence: int) -> None:
+    generation = new_generation(state, sequence)
+    assert generation_of(storage_file_name(state, rank, generation, part)) == generation
+    assert generation_of(values_file_name(state, rank, generation, part)) == generation
+    assert check_file_name(storage_file_name(state, rank, generation, part))
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def whole(fqn: str, dtype: str, shape: tuple[int, ...], slot: str = "", **fields
 
 def template(entries: list[StoredEntry], **options: Any) -> HeaderTemplate:
     length = sum(entry.byte_length for entry in entries)
-    options = {"kind": "model", "rank": 3, "world_size": 8, "generation": GENERATION, "siblings": (), **options}
+    options = {"state": "model", "rank": 3, "world_size": 8, "generation": GENERATION, "siblings": (), **options}
     return build_header(entries, data_length=length, block_bytes=block_bytes(length), **options)
 
 
@@ -81,8 +81,8 @@ def entry_lists(draw: st.DrawFn) -> list[StoredEntry]:
 
 @settings(deadline=None, max_examples=150)
 @given(entry_lists(), ANY_TEXT)
-def test_headers_round_trip_and_safetensors_reads_them(entries: list[StoredEntry], kind: str) -> None:
-    made = template(entries, kind=kind)
+def test_headers_round_trip_and_safetensors_reads_them(entries: list[StoredEntry], state: str) -> None:
+    made = template(entries, state=state)
     sums = np.arange(made.blocks, dtype=np.uint64) + np.uint64(2**63)
     text = made.render(sums, LATER)
     assert len(text) == made.data_offset and made.data_offset % 4096 == 0
@@ -90,7 +90,7 @@ def test_headers_round_trip_and_safetensors_reads_them(entries: list[StoredEntry
     assert header_bytes_needed(text[:7]) == 8
     header = parse_header(text + b"data")
     assert list(header.entries) == entries and not header.foreign
-    assert (header.kind, header.rank, header.world_size, header.generation) == (kind, 3, 8, LATER)
+    assert (header.state, header.rank, header.world_size, header.generation) == (state, 3, 8, LATER)
     assert header.block_bytes == made.block_bytes and header.sums.tolist() == sums.tolist()
     assert (header.data_offset, header.data_length) == (made.data_offset, made.data_length)
     opened = dict(safetensors.deserialize(text + bytes(made.data_length)))
@@ -166,7 +166,7 @@ def test_rendering_again_changes_only_what_it_should() -> None:
         made.render(sums[:-1])
 
 
-def test_foreign_files_hold_whole_tensors_of_the_kind_model() -> None:
+def test_foreign_files_hold_whole_tensors_of_the_model() -> None:
     tensors = {
         "b": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
         "c": torch.ones(2, dtype=torch.complex64),
@@ -176,7 +176,7 @@ def test_foreign_files_hold_whole_tensors_of_the_kind_model() -> None:
     content = safetensors.torch.save(tensors, {"who": "someone"})
     header = parse_header(content)
     assert header.foreign and header.metadata == {"who": "someone"}
-    assert header.kind == "model" and header.block_bytes == 0
+    assert header.state == "model" and header.block_bytes == 0
     assert {(e.key.fqn, e.dtype, e.global_shape) for e in header.entries} == {
         (name, str(t.dtype)[6:], tuple(t.shape)) for name, t in tensors.items()
     }

@@ -138,6 +138,6 @@ def test_a_pool_smaller_than_the_state(tmp_path: Any) -> None:
             ThreadWorld(1).run(
                 lambda _, saved=saved: bytecheckpoint.save(tmp_path / "s", saved, async_checkpoint=True).result(60)
             )
-            into = {name: torch.zeros_like(t) for name, t in state.items()}
-            bytecheckpoint.load(tmp_path / "s", {"model": into})
-            assert all(torch.equal(into[n], state[n]) for n in state)
+            destination = {name: torch.zeros_like(t) for name, t in state.items()}
+            bytecheckpoint.load(tmp_path / "s", {"model": destination})
+            assert all(torch.equal(destination[n], state[n]) for n in state)

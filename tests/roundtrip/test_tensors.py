@@ -23,9 +23,9 @@ def elements(dtype: torch.dtype, count: int) -> torch.Tensor:
 
 def save_and_load(path: Path, state: dict[str, torch.Tensor], mode: str) -> dict[str, torch.Tensor]:
     bytecheckpoint.save(path, {"model": state}, **MODES[mode]).result(60)
-    into: dict[str, Any] = {"model": {}}
-    bytecheckpoint.load(path, into)
-    found: dict[str, torch.Tensor] = into["model"]
+    destination: dict[str, Any] = {"model": {}}
+    bytecheckpoint.load(path, destination)
+    found: dict[str, torch.Tensor] = destination["model"]
     return found
 
 
@@ -87,25 +87,25 @@ def lazy_views(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("kind", ["model", "extra_states"])
+@pytest.mark.parametrize("state", ["model", "extra_states"])
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 @pytest.mark.parametrize("mode", MODES)
-def test_conjugate_and_negative_views(tmp_path: Path, mode: str, dtype: torch.dtype, kind: str) -> None:
+def test_conjugate_and_negative_views(tmp_path: Path, mode: str, dtype: torch.dtype, state: str) -> None:
     """They are stored as the program sees them, and a load writes through them."""
     live = lazy_views(dtype)
     seen = {name: tensor.clone() for name, tensor in live.items()}
     assert all(tensor.is_conj() or tensor.is_neg() for tensor in live.values())
-    bytecheckpoint.save(tmp_path / "s", {kind: live}, **MODES[mode]).result(30)
+    bytecheckpoint.save(tmp_path / "s", {state: live}, **MODES[mode]).result(30)
     with bytecheckpoint.open(tmp_path / "s") as checkpoint:
         for name, tensor in seen.items():
-            assert torch.equal(checkpoint[f"{kind}/{name}"][...], tensor), name
+            assert torch.equal(checkpoint[f"{state}/{name}"][...], tensor), name
     for tensor in live.values():
         (tensor[:1] if 0 in tensor.stride() else tensor).zero_()
     given = dict(live)
-    bytecheckpoint.load(tmp_path / "s", {kind: live})
+    bytecheckpoint.load(tmp_path / "s", {state: live})
     for name, tensor in seen.items():
         assert torch.equal(live[name], tensor), name
-        if kind == "model":
+        if state == "model":
             assert torch.equal(given[name], tensor), name
 
 

@@ -95,9 +95,9 @@ def test_a_path_that_is_no_unicode(tmp_path: Path, mode: str) -> None:
         if mode != "sync":
             bytecheckpoint.configure(writer=mode)
         bytecheckpoint.save(path, {"model": state}, async_checkpoint=mode != "sync").result(60)
-        into = {"model": {"t": torch.zeros(4, dtype=torch.int64)}}
-        bytecheckpoint.load(path, into)
-    assert torch.equal(into["model"]["t"], state["t"])
+        destination = {"model": {"t": torch.zeros(4, dtype=torch.int64)}}
+        bytecheckpoint.load(path, destination)
+    assert torch.equal(destination["model"]["t"], state["t"])
     assert torch.equal(bytecheckpoint.open(path)["model/t"][...], state["t"])
 
 
@@ -171,20 +171,20 @@ def test_modes_and_default_devices_change_nothing(tmp_path: Path, around: Any) -
         # This save uses the staging memory of the one before.
         bytecheckpoint.save(tmp_path / "c", states, async_checkpoint=True).result(60)
         for name in "abc":
-            into, _ = trained(1)
-            fresh = torch.optim.Adam(into.parameters())
+            destination, _ = trained(1)
+            fresh = torch.optim.Adam(destination.parameters())
             found: dict[str, Any] = {}
             with around():
-                bytecheckpoint.load(tmp_path / name, {"model": into, "optimizer": fresh, "extra_states": found})
+                bytecheckpoint.load(tmp_path / name, {"model": destination, "optimizer": fresh, "extra_states": found})
                 with bytecheckpoint.open(tmp_path / name) as checkpoint:
                     entry = checkpoint["extra_states/t"]
                     assert torch.equal(entry[...], extra["t"])
                     assert torch.equal(entry[10:90000:7], extra["t"][10:90000:7])  # type: ignore[call-overload]
                     assert entry[5:5].device.type == "cpu"
             assert torch.equal(found["t"], extra["t"])  # type: ignore[arg-type]
-            for one, two in zip(model.parameters(), into.parameters(), strict=True):
+            for one, two in zip(model.parameters(), destination.parameters(), strict=True):
                 assert torch.equal(one, two)
                 for slot, value in optimizer.state[one].items():
                     assert torch.equal(fresh.state[two][slot], value)
-            into(torch.ones(3, 4)).sum().backward()
+            destination(torch.ones(3, 4)).sum().backward()
             fresh.step()  # the loaded state takes part in training

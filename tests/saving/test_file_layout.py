@@ -16,10 +16,10 @@ from bytecheckpoint.saving.state import CapturedState, content_digest, signature
 ORIGIN = FileOrigin(rank=3, world_size=4, generation=new_generation("world", 1))
 
 
-def shard(name: str, data: torch.Tensor, kind: str = "model", *, by_content: bool = False) -> LiveShard:
+def shard(name: str, data: torch.Tensor, state: str = "model", *, by_content: bool = False) -> LiveShard:
     shape = tuple(data.shape)
     dtype = str(data.dtype).removeprefix("torch.")
-    return LiveShard(TensorKey(kind, name), dtype, shape, (0,) * len(shape), shape, data, by_content=by_content)
+    return LiveShard(TensorKey(state, name), dtype, shape, (0,) * len(shape), shape, data, by_content=by_content)
 
 
 def test_shards_and_values_are_told_apart() -> None:
@@ -55,10 +55,10 @@ def test_a_signature_is_that_of_the_layout() -> None:
     assert signature(describe([shard("v", torch.zeros(4))])) != signature(one)
 
 
-def test_each_kind_has_a_file_and_data_sections_are_aligned() -> None:
+def test_each_state_has_a_file_and_data_sections_are_aligned() -> None:
     shards = [shard("a", torch.ones(3)), shard("b", torch.ones(2)), shard("c", torch.ones(5), "optimizer")]
     files, sources = lay_out_rows(shards, np.arange(3), ORIGIN)
-    assert [(f.kind, f.part, f.values) for f in files] == [("model", 0, False), ("optimizer", 0, False)]
+    assert [(f.state, f.part, f.values) for f in files] == [("model", 0, False), ("optimizer", 0, False)]
     assert [(f.image.start, f.image.nbytes, f.image.shards) for f in files] == [(0, 20, [0, 1]), (4096, 20, [2])]
     assert files[0].image.starts.tolist() == [0, 12]
     assert sources == [(0, 0, 1), (1, 0, 1), (2, 0, 1)]
@@ -69,7 +69,7 @@ def test_values_stand_largest_elements_first_and_know_their_places() -> None:
     owned = [shard(str(i), t, "extra_states", by_content=True) for i, t in enumerate(tensors)]
     values = CapturedState([LiveState("extra_states", owned)]).values
     files, places = lay_out_values(values, ORIGIN, first=7, position=8192, part=1)
-    assert [(f.kind, f.part, f.values, f.image.start) for f in files] == [("extra_states", 1, True, 8192)]
+    assert [(f.state, f.part, f.values, f.image.start) for f in files] == [("extra_states", 1, True, 8192)]
     assert files[0].image.shards == [8, 9, 7]
     assert places == [(0, 20), (0, 0), (0, 16)]
 

@@ -57,7 +57,7 @@ def test_the_quick_pool_is_used_once(tmp_path: Path, pools: list[Any], fails: bo
         state["w"] += 1
         bytecheckpoint.save(tmp_path / "second", {"model": state}, async_checkpoint=True).result(60)
         assert len([p for p in pools if isinstance(p, weakref.ref)]) == 1
-        into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-        bytecheckpoint.load(tmp_path / "second", {"model": into})
-        assert all(torch.equal(into[name], state[name]) for name in state)
+        destination = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        bytecheckpoint.load(tmp_path / "second", {"model": destination})
+        assert all(torch.equal(destination[name], state[name]) for name in state)
         world.close()

@@ -239,20 +239,20 @@ def test_values_that_begin_to_differ_are_stored_per_rank(tmp_path: Path, asynchr
             own = collective.rank if step >= 2 else 7
             states = {"extra_states": {"own": own, "rng": torch.full((5,), own), "same": "x" * 100}}
             bytecheckpoint.save(tmp_path / str(step), states, async_checkpoint=asynchronous).result(30)
-            into: dict[str, Any] = {"extra_states": {}}
-            bytecheckpoint.load(tmp_path / str(step), into)
-            seen.append((into["extra_states"]["own"], into["extra_states"]["rng"].tolist()))
+            destination: dict[str, Any] = {"extra_states": {}}
+            bytecheckpoint.load(tmp_path / str(step), destination)
+            seen.append((destination["extra_states"]["own"], destination["extra_states"]["rng"].tolist()))
         return seen
 
     for rank, seen in enumerate(ThreadWorld(3).run(run, timeout=60)):
         assert seen == [(7, [7] * 5), (7, [7] * 5), (rank, [rank] * 5), (rank, [rank] * 5)]
     equal = bytecheckpoint.open(tmp_path / "1")
-    assert sum(f.kind == "extra_states" for f in equal.catalog.files) == 1
+    assert sum(f.state == "extra_states" for f in equal.catalog.files) == 1
 
     def load_wider(collective: Collective) -> tuple[int, tuple[str, ...]]:
-        into: dict[str, Any] = {"extra_states": {}}
-        report = bytecheckpoint.load(tmp_path / "3", into)
-        return into["extra_states"]["own"], report.notes
+        destination: dict[str, Any] = {"extra_states": {}}
+        report = bytecheckpoint.load(tmp_path / "3", destination)
+        return destination["extra_states"]["own"], report.notes
 
     wider = ThreadWorld(5).run(load_wider, timeout=60)
     assert [own for own, _ in wider] == [0, 1, 2, 0, 0]
@@ -269,9 +269,9 @@ def test_a_value_that_differs_is_written_as_it_was_staged(tmp_path: Path) -> Non
         handle = bytecheckpoint.save(tmp_path / "1", {"extra_states": {"x": tensor}}, async_checkpoint=True)
         tensor.fill_(99.0)
         handle.result(30)
-        into: dict[str, Any] = {"extra_states": {}}
-        bytecheckpoint.load(tmp_path / "1", into)
-        found: list[float] = into["extra_states"]["x"].unique().tolist()
+        destination: dict[str, Any] = {"extra_states": {}}
+        bytecheckpoint.load(tmp_path / "1", destination)
+        found: list[float] = destination["extra_states"]["x"].unique().tolist()
         return found
 
     assert ThreadWorld(3).run(run, timeout=60) == [[0.0], [1.0], [2.0]]

@@ -105,9 +105,9 @@ def test_release_memory_waits_for_saves_and_frees_what_they_used(tmp_path: Path,
         state["w"] += 1
         for step in range(2, 4):
             bytecheckpoint.save(tmp_path / str(step), {"model": state}, async_checkpoint=True).result(60)
-        into = {"w": torch.zeros(1 << 20, dtype=torch.int64), "small": torch.zeros(3)}
-        bytecheckpoint.load(tmp_path / "3", {"model": into})
-        assert all(torch.equal(into[name], state[name]) for name in state)
+        destination = {"w": torch.zeros(1 << 20, dtype=torch.int64), "small": torch.zeros(3)}
+        bytecheckpoint.load(tmp_path / "3", {"model": destination})
+        assert all(torch.equal(destination[name], state[name]) for name in state)
         world_of(collective).close()
 
 
@@ -120,9 +120,9 @@ def test_the_pool_shrinks_when_saves_need_much_less(tmp_path: Path) -> None:
         def save(state: dict[str, torch.Tensor]) -> None:
             bytecheckpoint.save(tmp_path / "step", {"model": state}, async_checkpoint=True).result(60)
             world_of(collective).saves.drain()
-            into = {"w": torch.zeros_like(state["w"])}
-            bytecheckpoint.load(tmp_path / "step", {"model": into})
-            assert torch.equal(into["w"], state["w"])
+            destination = {"w": torch.zeros_like(state["w"])}
+            bytecheckpoint.load(tmp_path / "step", {"model": destination})
+            assert torch.equal(destination["w"], state["w"])
 
         for _ in range(2):
             save(large)

@@ -144,10 +144,10 @@ def test_a_change_after_staging_is_not_saved(
         return written
 
     def load(collective: Collective) -> torch.Tensor:
-        into = {"big": make(90), "rank": -1}
-        bytecheckpoint.load(tmp_path / "step", {"extra_states": into})
-        assert into["rank"] == collective.rank
-        return into["big"]  # type: ignore[return-value]
+        destination = {"big": make(90), "rank": -1}
+        bytecheckpoint.load(tmp_path / "step", {"extra_states": destination})
+        assert destination["rank"] == collective.rank
+        return destination["big"]  # type: ignore[return-value]
 
     world = ThreadWorld(2)
     both = threading.Barrier(2)

@@ -84,7 +84,7 @@ def test_a_path_that_leads_through_a_file(tmp_path: Path, place: str) -> None:
     assert (tmp_path / "step").read_text() == "precious"
 
 
-def test_a_file_where_a_kind_is_to_go(tmp_path: Path) -> None:
+def test_a_file_where_a_state_is_to_go(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "model").write_text("precious")
     for raised in save_all(ThreadWorld(2), tmp_path / "s", 1):
@@ -104,11 +104,11 @@ def test_long_names(tmp_path: Path) -> None:
 
 
 def test_a_long_name_of_a_state(tmp_path: Path) -> None:
-    kind = "k" * 300 + "/../x"
-    bytecheckpoint.save(tmp_path / "s", {kind: {"a": 1}})
-    loaded: dict[str, Any] = {kind: {}}
+    state = "k" * 300 + "/../x"
+    bytecheckpoint.save(tmp_path / "s", {state: {"a": 1}})
+    loaded: dict[str, Any] = {state: {}}
     bytecheckpoint.load(tmp_path / "s", loaded)
-    assert loaded[kind] == {"a": 1}
+    assert loaded[state] == {"a": 1}
 
 
 # --- files that other things share ------------------------------------------------------------------------------------

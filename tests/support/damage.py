@@ -7,9 +7,9 @@ from pathlib import Path
 __all__ = ["damage", "flip_bit", "storage_file"]
 
 
-def storage_file(folder: Path, kind: str = "model", rank: str = "") -> Path:
+def storage_file(folder: Path, state: str = "model", rank: str = "") -> Path:
     """Return a storage file of a checkpoint: the only one of a kind of state, or that of a rank ("00001")."""
-    return next((folder / kind).glob(f"rank-{rank}*"))
+    return next((folder / state).glob(f"rank-{rank}*"))
 
 
 def flip_bit(file: Path, place: int = -100) -> None:

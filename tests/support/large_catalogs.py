@@ -47,11 +47,11 @@ def save(path: str | Path | Storage, *, world: int = RANKS, group_bytes: int = 1
 
 def load(path: str | Path | Storage, world: int, hosts: Sequence[str] = (), *, group_bytes: int = 1) -> list[Any]:
     def run(collective: Collective) -> Any:
-        into = states(collective.rank, world, fresh=True)
-        bytecheckpoint.load(path, into, timeout=60)
+        destination = states(collective.rank, world, fresh=True)
+        bytecheckpoint.load(path, destination, timeout=60)
         for i, name in enumerate(NAMES):
-            into["model"][name].check(coded(SHAPE, torch.float32, i))
-        return into["extra_states"]
+            destination["model"][name].check(coded(SHAPE, torch.float32, i))
+        return destination["extra_states"]
 
     ranks = ThreadWorld(world)
     for collective, host in zip(ranks.ranks, hosts, strict=False):

@@ -71,7 +71,7 @@ def test_paths_go_on_working(root: Path, tmp_path: Path, capsys: pytest.CaptureF
     capsys.readouterr()
     assert command(["ls", "--json", str(root)]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert [step["state"] for step in listed["checkpoints"]] == ["committed"] * 4
+    assert [step["status"] for step in listed["checkpoints"]] == ["committed"] * 4
     assert len({step["bytes"] for step in listed["checkpoints"]}) == 1, "bytes are those of the checkpoint"
     assert actions(move_all(root, cold)) == ["cold", "cold", "cold", "keep"]
 

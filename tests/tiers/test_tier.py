@@ -632,11 +632,11 @@ def test_ls_while_the_durable_storage_is_away(
     assert f"{run}: cannot reach {durable_folder(run)}: Transport endpoint" in said.err
     assert command(["ls", run, "--json"]) == 1
     listed = json.loads(capsys.readouterr().out)
-    assert [(step["name"], step["state"]) for step in listed["checkpoints"]] == [("1", "committed")]
+    assert [(step["name"], step["status"]) for step in listed["checkpoints"]] == [("1", "committed")]
     assert "cannot reach" in listed["unreachable"] and listed["path"] == run
     assert command(["ls", f"{run}/1", "--json"]) == 1, "it is hot, but may have been replaced"
     listed = json.loads(capsys.readouterr().out)
-    assert listed["state"] == "committed" and "cannot reach" in listed["unreachable"]
+    assert listed["status"] == "committed" and "cannot reach" in listed["unreachable"]
     for path in (f"{run}/nothing", str(durable_folder(run))):
         assert command(["ls", path]) == 2
         assert "not connected" in capsys.readouterr().err

@@ -119,7 +119,7 @@ def test_what_is_there_stays_unless_forced(saved: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError):
             export(saved, wrong, force=True)
     with pytest.raises(UsageError, match="holds model"):
-        export(saved, tmp_path / "x", kind="weights")
+        export(saved, tmp_path / "x", state="weights")
     with pytest.raises(UsageError):
         export(saved, tmp_path / "x", max_shard_bytes=0)
 

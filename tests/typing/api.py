@@ -102,7 +102,7 @@ with bytecheckpoint.open("ckpt", rank=0) as checkpoint:
     assert_type(list(checkpoint), list[str])
     assert_type(len(checkpoint), int)
     assert_type(checkpoint.ranks, tuple[int, ...])
-    assert_type(checkpoint.kinds, tuple[str, ...])
+    assert_type(checkpoint.states, tuple[str, ...])
     assert_type(checkpoint.info, Mapping[str, Any])
     mapping: Mapping[str, Any] = checkpoint
     entry: bytecheckpoint.Entry = checkpoint["model/weight"]

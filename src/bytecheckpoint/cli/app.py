@@ -106,7 +106,7 @@ def diff(
 def export(
     src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint.", show_default=False)],
     dst: Annotated[str, typer.Argument(metavar="DST", help="A new or empty folder.", show_default=False)],
-    kind: Annotated[str, typer.Option(help="Which state.")] = "model",
+    state: Annotated[str, typer.Option(help="Name of the state to export.")] = "model",
     dtype: Annotated[str | None, typer.Option(help="Convert floating tensors, e.g. to bfloat16.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Bytes per file, e.g. 5GB or 2GiB.")] = "5GB",
     force: Annotated[bool, typer.Option("--force", help="Replace weights that are there.")] = False,
@@ -115,7 +115,7 @@ def export(
     """Write consolidated Hugging Face safetensors, sharded with an index, in bounded memory."""
     from bytecheckpoint.cli.tools import export
 
-    return partial(export, src, dst, kind=kind, dtype=dtype, max_shard_size=max_shard_size, force=force, json=json)
+    return partial(export, src, dst, state=state, dtype=dtype, max_shard_size=max_shard_size, force=force, json=json)
 
 
 @app.command()

@@ -61,10 +61,10 @@ def inspect(path: str, patterns: Sequence[str], *, values: bool, boxes: bool, ra
 
 
 def _in_words(facts: Any) -> str:
-    """Format the facts of a save on one line: the layout by kind, other mappings as they are."""
-    kinds = facts.get("kinds") if isinstance(facts, dict) else None
-    if isinstance(kinds, dict) and all(isinstance(about, dict) for about in kinds.values()):
-        return "; ".join(f"{kind} {_layout(about)}" for kind, about in kinds.items())
+    """Format the facts of a save on one line: the layout by state, other mappings as they are."""
+    states = facts.get("kinds") if isinstance(facts, dict) else None
+    if isinstance(states, dict) and all(isinstance(about, dict) for about in states.values()):
+        return "; ".join(f"{state} {_layout(about)}" for state, about in states.items())
     if isinstance(facts, dict) and all(isinstance(value, str | int | float) for value in facts.values()):
         return ", ".join(f"{name} {value}" for name, value in facts.items())
     return json_text.dumps(as_json(facts), sort_keys=True)
@@ -94,9 +94,9 @@ def _tensors(catalog: Catalog, patterns: Sequence[str], boxes: bool) -> list[dic
     pairs = np.unique(np.stack([row_tensor, writer], axis=1), axis=0)
     ranks = np.split(pairs[:, 1], np.searchsorted(pairs[:, 0], np.arange(1, count)))
     names: dict[tuple[str, str], list[str]] = {}
-    for kind, aliases in catalog.aliases.items():
+    for state, aliases in catalog.aliases.items():
         for alias, fqn in aliases.items():
-            names.setdefault((kind, fqn), []).append(alias)
+            names.setdefault((state, fqn), []).append(alias)
     found = []
     for i, key in enumerate(catalog.keys()):
         if key.slot == VALUES_SLOT or not _matches(str(key), patterns):
@@ -104,7 +104,7 @@ def _tensors(catalog: Catalog, patterns: Sequence[str], boxes: bool) -> list[dic
         owner = int(catalog.owner[i])
         tensor = {
             "key": str(key),
-            "kind": key.kind,
+            "state": key.state,
             "fqn": key.fqn,
             "slot": key.slot,
             "dtype": catalog.dtype[i],
@@ -113,7 +113,7 @@ def _tensors(catalog: Catalog, patterns: Sequence[str], boxes: bool) -> list[dic
             "requires_grad": bool(catalog.requires_grad[i]),
             "device": catalog.device[i],
             "owner": None if owner == SHARED else owner,
-            "aliases": names.get((key.kind, key.fqn), []),
+            "aliases": names.get((key.state, key.fqn), []),
             "boxes": int(number[i]),
             "written_by": ranks[i].tolist(),
         }

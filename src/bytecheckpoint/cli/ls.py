@@ -91,12 +91,12 @@ def _steps(storage: Storage) -> list[dict[str, Any]]:
             catalog = read_outline(step)
         except CheckpointNotFoundError:
             sizes = [nbytes for file, nbytes in step.list() if generation_of(file)]
-            return {"name": name, "state": "uncommitted", "bytes": sum(sizes), "files": len(sizes)} if sizes else None
+            return {"name": name, "status": "uncommitted", "bytes": sum(sizes), "files": len(sizes)} if sizes else None
         except StorageUnavailableError:  # the step may be sound, and the other steps would time out too
             raise
         except CheckpointError as error:
-            return {"name": name, "state": "damaged", "error": str(error)}
-        return {"name": name, "state": "committed", **summary(catalog)}
+            return {"name": name, "status": "damaged", "error": str(error)}
+        return {"name": name, "status": "committed", **summary(catalog)}
 
     names = sorted(storage.folders(), key=natural_order)
     found = parallel_map(describe, names, storage.capabilities.parallel_reads, "bytecheckpoint-ls")
@@ -112,7 +112,7 @@ def summary(catalog: Catalog) -> dict[str, Any]:
         "bytes": sum(file.size for file in catalog.files),
         "files": len(catalog.files),
         "tensors": int((~values).sum()),
-        "kinds": catalog.kinds(),
+        "state_names": catalog.states(),
         "world_size": info.get("world_size"),
         "framework": info.get("framework"),
     }
@@ -120,22 +120,22 @@ def summary(catalog: Catalog) -> dict[str, Any]:
 
 def _show_steps(storage: Storage, steps: list[dict[str, Any]], json: bool, unreachable: str) -> bool:
     """Print the steps. Return whether one of them is damaged."""
-    bad = any(step["state"] == "damaged" for step in steps)
+    bad = any(step["status"] == "damaged" for step in steps)
     if json:
         print_json({"path": storage.url, "type": "folder", "checkpoints": steps, "unreachable": unreachable})
         return bad
     print_table(
-        ["name", "state", "created", "size>", "tensors>", "files>", "ranks>", "kinds"],
+        ["name", "status", "created", "size>", "tensors>", "files>", "ranks>", "states"],
         [
             [
                 step["name"],
-                step["state"],
+                step["status"],
                 step.get("created", ""),
                 size_text(step["bytes"]) if "bytes" in step else "",
                 str(step.get("tensors", "")),
                 str(step.get("files", "")),
                 str(step.get("world_size", "")),
-                ", ".join(step.get("kinds", ())) or printable(step.get("error", "")),
+                ", ".join(step.get("state_names", ())) or printable(step.get("error", "")),
             ]
             for step in steps
         ],
@@ -149,12 +149,12 @@ def _show_one(storage: Storage, catalog: Catalog, json: bool, unreachable: str) 
     # By whole tensors and files: of a large catalog the rows are not here.
     element = np.array([itemsize(name) for name in catalog.dtype.values], np.int64)[catalog.dtype.codes]
     nbytes = catalog.shapes.prod(axis=1) * element
-    for kind in catalog.kinds():
-        chosen = catalog.of_kind(kind)
-        files = [file for file in catalog.files if file.kind == kind]
+    for state in catalog.states():
+        chosen = catalog.of_state(state)
+        files = [file for file in catalog.files if file.state == state]
         states.append(
             {
-                "kind": kind,
+                "state": state,
                 "tensors": int((~values[chosen]).sum()),
                 "bytes": int(nbytes[chosen].sum()),
                 "files": len(files),
@@ -162,7 +162,7 @@ def _show_one(storage: Storage, catalog: Catalog, json: bool, unreachable: str) 
                 "plain_values": bool(values[chosen].any()),
             }
         )
-    about = {"path": storage.url, "type": "checkpoint", "state": "committed", **summary(catalog), "states": states}
+    about = {"path": storage.url, "type": "checkpoint", "status": "committed", **summary(catalog), "states": states}
     if json:
         print_json({**about, "unreachable": unreachable})
         return
@@ -174,10 +174,10 @@ def _show_one(storage: Storage, catalog: Catalog, json: bool, unreachable: str) 
         )
     )
     print_table(
-        ["kind", "tensors>", "size>", "files>", "ranks>", "plain values"],
+        ["state", "tensors>", "size>", "files>", "ranks>", "plain values"],
         [
             [
-                k["kind"],
+                k["state"],
                 str(k["tensors"]),
                 size_text(k["bytes"]),
                 str(k["files"]),

@@ -76,7 +76,7 @@ def parse_size(text: str) -> int:
     return int(number)
 
 
-def export(src: str, dst: str, *, kind: str, dtype: str | None, max_shard_size: str, force: bool, json: bool) -> int:
+def export(src: str, dst: str, *, state: str, dtype: str | None, max_shard_size: str, force: bool, json: bool) -> int:
     """Export a checkpoint. Return 1 if the conversion made finite values infinite."""
     from bytecheckpoint.opening import open as open_checkpoint
     from bytecheckpoint.tools.export import export_huggingface
@@ -84,7 +84,7 @@ def export(src: str, dst: str, *, kind: str, dtype: str | None, max_shard_size: 
     limit = parse_size(max_shard_size)
     with open_checkpoint(src) as checkpoint, progress_bar("exporting") as progress:
         report = export_huggingface(
-            checkpoint, dst, kind=kind, dtype=dtype, max_shard_bytes=limit, force=force, progress=progress
+            checkpoint, dst, state=state, dtype=dtype, max_shard_bytes=limit, force=force, progress=progress
         )
     if json:
         print_json(asdict(report))

@@ -391,22 +391,22 @@ class Collective(ABC):
         """
 
     @abstractmethod
-    def fetch(self, rank: int, tag: str, request: bytes, into: NDArray[np.uint8], *, timeout: float) -> None:
+    def fetch(self, rank: int, tag: str, request: bytes, destination: NDArray[np.uint8], *, timeout: float) -> None:
         """Fill an array with data that another rank serves. That rank makes no call for it.
 
         Args:
             rank: of the server.
             tag: of its service.
             request: what to fetch, for the server's provider.
-            into: contiguous, 1-D; of the size of the provider's answer. Several MiB suit: the server holds an answer in
-                memory.
+            destination: contiguous 1-D array of the size of the provider's answer. Several MiB suit: the server holds
+                an answer in memory.
             timeout: seconds.
 
         Raises:
             FileNotFoundError: the provider raised it.
             CheckpointError: the provider raised it (another error as `CheckpointError`), or nothing is served under
                 `tag` any more.
-            CheckpointTimeoutError, PeerLostError: as `recv`. The content of `into` is then undefined.
+            CheckpointTimeoutError, PeerLostError: as `recv`. The content of `destination` is then undefined.
         """
 
 

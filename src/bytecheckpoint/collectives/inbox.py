@@ -421,8 +421,8 @@ class InboxCollective(Collective):
             del self._providers[tag]
 
     def fetch(  # noqa: D102 (inherited)
-        self, rank: int, tag: str, request: bytes, into: NDArray[np.uint8], *, timeout: float
+        self, rank: int, tag: str, request: bytes, destination: NDArray[np.uint8], *, timeout: float
     ) -> None:
         if (provider := self._providers.get(tag)) is None:
             raise CheckpointError(f"rank {self.rank} does not serve {tag!r} now")
-        np.copyto(into, provide(provider, request, into.nbytes))
+        np.copyto(destination, provide(provider, request, destination.nbytes))

@@ -235,13 +235,13 @@ class StoreCollective(InboxCollective):
             yield
 
     def fetch(  # noqa: D102 (inherited)
-        self, rank: int, tag: str, request: bytes, into: NDArray[np.uint8], *, timeout: float
+        self, rank: int, tag: str, request: bytes, destination: NDArray[np.uint8], *, timeout: float
     ) -> None:
         self._star.check_open(tag)
         if rank == self.rank:
-            super().fetch(rank, tag, request, into, timeout=timeout)
+            super().fetch(rank, tag, request, destination, timeout=timeout)
         else:
-            self._data_plane().fetch(rank, tag, request, into, timeout=timeout)
+            self._data_plane().fetch(rank, tag, request, destination, timeout=timeout)
 
     def _data_plane(self) -> Mesh:
         with self._mesh_lock:

@@ -52,10 +52,10 @@ class _ThreadRank(InboxCollective):
             raise PeerLostError(f"rank {self.rank}: was killed")
         return super().collect(sources, tag, timeout=timeout, unless=unless, cancel=cancel)
 
-    def fetch(self, rank: int, tag: str, request: bytes, into: NDArray[np.uint8], *, timeout: float) -> None:
+    def fetch(self, rank: int, tag: str, request: bytes, destination: NDArray[np.uint8], *, timeout: float) -> None:
         if not {rank, self.rank}.isdisjoint(self._world.killed):
             self.recv(rank, f"{tag}/answer", timeout=timeout)  # raises: the answer never comes
-        InboxCollective.fetch(self._world.ranks[rank], rank, tag, request, into, timeout=timeout)
+        InboxCollective.fetch(self._world.ranks[rank], rank, tag, request, destination, timeout=timeout)
 
 
 class ThreadWorld:

@@ -61,13 +61,13 @@ class MachineReads:
         self._readers = readers
         self._begun.set_result(read)
 
-    def get(self, name: str, turn: int, into: NDArray[np.uint8], files: FileSet) -> None:
+    def get(self, name: str, turn: int, destination: NDArray[np.uint8], files: FileSet) -> None:
         """Fill an array with a piece: read it, or get it from the rank of this machine that reads it.
 
         Args:
             name: of the piece.
             turn: a number that divides the pieces between the readers; that of a reader goes to it.
-            into: of the piece's length.
+            destination: of the piece's length.
             files: the checkpoint's files, for the time limit and the failure of another rank.
 
         Raises:
@@ -78,17 +78,17 @@ class MachineReads:
             reader = turn if turn in self._readers else self._readers[turn % len(self._readers)]
         if reader == self._collective.rank:
             found = self._read_once(name)
-            if found.ctypes.data != into.ctypes.data:
-                np.copyto(into, found)
-        elif len(into):
+            if found.ctypes.data != destination.ctypes.data:
+                np.copyto(destination, found)
+        elif len(destination):
             timeout = files.read_timeout()
-            fetch = functools.partial(self._fetch, reader, name, into, timeout)
+            fetch = functools.partial(self._fetch, reader, name, destination, timeout)
             call_until_stopped(fetch, 2 * timeout, f"read {files.url}", files.stopped)
-            self.bytes_received += len(into)
+            self.bytes_received += len(destination)
 
-    def _fetch(self, reader: int, name: str, into: NDArray[np.uint8], timeout: float) -> None:
+    def _fetch(self, reader: int, name: str, destination: NDArray[np.uint8], timeout: float) -> None:
         try:
-            self._collective.fetch(reader, self._tag, name.encode(), into, timeout=timeout)
+            self._collective.fetch(reader, self._tag, name.encode(), destination, timeout=timeout)
         except CheckpointError as error:
             report = error_report(error)
             raise error_from_report(report, prefix=f"rank {reader}, which reads it for this one: ") from error

@@ -124,8 +124,8 @@ class Runs:
         """Length of all runs in bytes."""
         return int(self._ends[-1]) * self.memory.element_size()
 
-    def copy_bytes(self, first: int, last: int, into: torch.Tensor) -> None:
-        """Copy bytes [first, last) of the joined runs to `into` (uint8 on the host); whole elements, at least one."""
+    def copy_bytes(self, first: int, last: int, destination: torch.Tensor) -> None:
+        """Copy bytes [first, last) of the joined runs, whole elements, to `destination` (uint8 on the host)."""
         size = self.memory.element_size()
         low, high = first // size, last // size
         assert (low * size, high * size) == (first, last), "chunks begin and end between elements"
@@ -134,5 +134,5 @@ class Runs:
         begin = np.maximum(starts, low)
         source = elements_of(self.memory) if self.memory.is_cpu else self.memory
         counts = np.minimum(self._ends[a:b], high) - begin
-        target: NDArray[Any] = into.numpy().view(_SAME_SIZE[size])
+        target: NDArray[Any] = destination.numpy().view(_SAME_SIZE[size])
         move_runs(target, begin - low, source, self.places[a:b] + begin - starts, counts)

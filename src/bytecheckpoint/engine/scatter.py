@@ -157,23 +157,23 @@ class ScatterPlan:
         for copy in self._without_runs(self._first[index], self._first[index + 1], data, start):
             target = self.targets[copies.wanted[copy]]
             at = copies.source[copy] - start
-            into = target.data
-            same = into.dtype == target.dtype
+            destination = target.data
+            same = destination.dtype == target.dtype
             if copies.flat[copy]:
                 count = copies.elements[copy]
-                if same and count == into.numel():
-                    whole.append(movable(into))
+                if same and count == destination.numel():
+                    whole.append(movable(destination))
                     whole_at.append(at)
                     continue
                 source = data[at : at + count * target.dtype.itemsize].view(target.dtype)
                 begin = copies.target[copy]
-                into = into.view(-1)[begin : begin + count]
+                destination = destination.view(-1)[begin : begin + count]
             else:
-                source, into = self._box(copy, data, at, target)
+                source, destination = self._box(copy, data, at, target)
             if same:
-                source, into = movable(source), movable(into)
+                source, destination = movable(source), movable(destination)
             sources.append(source)
-            targets.append(into)
+            targets.append(destination)
         if whole:
             # One call makes the views of all small tensors that follow each other in the file.
             sources += views_at(data, whole, whole_at)
@@ -196,9 +196,9 @@ class ScatterPlan:
             if target.data.dtype != target.dtype or (source % size).any():
                 continue
             rest[chosen] = False
-            into = movable(target.data).view(-1)
+            destination = movable(target.data).view(-1)
             move_runs(
-                elements_of(into) if into.is_cpu else into,
+                elements_of(destination) if destination.is_cpu else destination,
                 columns.target[first:end][chosen],
                 elements_of(data[: data.numel() // size * size].view(target.dtype)),
                 source // size,
@@ -217,10 +217,10 @@ class ScatterPlan:
         # The view may reach past the end of `data`: only elements of the copy are accessed.
         typed = data[at % size : data.numel() - (data.numel() - at % size) % size].view(target.dtype)
         source = typed.as_strided(lengths, strides[:ndim], typed.storage_offset() + at // size)
-        into = target.data
+        destination = target.data
         for dim, (begin, length) in enumerate(zip(copies.target_offsets[copy].tolist(), lengths, strict=False)):
-            into = into.narrow(dim, begin, length)
-        return source, into
+            destination = destination.narrow(dim, begin, length)
+        return source, destination
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,16 +31,16 @@ __all__ = [
 #: Explicit parameter names for optimizers: parameter -> FQN, or FQN -> parameter.
 UserNames = Mapping[Any, Any]
 
-#: Whether what is missing or unexpected is an error: for all kinds, or by kind; True for kinds that are not named.
+#: Whether what is missing or unexpected is an error: for all states, or by state; True for states that are not named.
 Strict = bool | Mapping[str, bool]
 
 #: The FQN of a parameter and its aliases: further FQNs of the same tensor (tied weights).
 ParameterName = tuple[str, tuple[str, ...]]
 
 
-def is_strict(strict: Strict, kind: str) -> bool:
-    """Return whether a load is strict about `kind`."""
-    return bool(strict.get(kind, True) if isinstance(strict, Mapping) else strict)
+def is_strict(strict: Strict, state: str) -> bool:
+    """Return whether a load is strict about `state`."""
+    return bool(strict.get(state, True) if isinstance(strict, Mapping) else strict)
 
 
 class SavedTensor(NamedTuple):
@@ -60,54 +60,54 @@ class SavedTensor(NamedTuple):
 class SavedStates(Protocol):
     """The contents of a checkpoint, as an adapter sees them while it plans a load.
 
-    A *tree* holds the plain values of one kind as one rank saved them, encoded. `find`, `slots` and `trees_about` take
+    A *tree* holds the plain values of one state as one rank saved them, encoded. `find`, `slots` and `trees_about` take
     names of live objects, as `names_of` does; names in trees and keys are the checkpoint's own.
     """
 
-    def kinds(self) -> Collection[str]:
+    def states(self) -> Collection[str]:
         """Return the names of the states that the checkpoint holds."""
 
-    def find(self, kind: str, names: Sequence[str], slot: str = "") -> SavedTensor | None:
+    def find(self, state: str, names: Sequence[str], slot: str = "") -> SavedTensor | None:
         """Return the tensor of the first of `names` that the checkpoint holds, as a name or as an alias."""
 
-    def slots(self, kind: str, names: Sequence[str]) -> list[SavedTensor]:
+    def slots(self, state: str, names: Sequence[str]) -> list[SavedTensor]:
         """Return all optimizer state tensors of the parameter that has any of `names`."""
 
-    def names_of(self, kind: str, names: Sequence[str], *, parameter: bool = False) -> Sequence[str]:
+    def names_of(self, state: str, names: Sequence[str], *, parameter: bool = False) -> Sequence[str]:
         """Return the checkpoint's names of something that has `names` in the live objects, or none to leave it alone.
 
         The caller of a load may rename live names, and select some of them. What is not selected seems to be missing,
         and the load does not report it.
 
         Args:
-            kind: name of the state.
+            state: name of the state.
             names: FQNs of one tensor or extra state.
-            parameter: they are the FQNs of a parameter, in the kind of its optimizer.
+            parameter: they are the FQNs of a parameter, in the state of its optimizer.
         """
 
     def stored(self, key: TensorKey) -> SavedTensor | None:
         """Return a tensor by the name or alias that the checkpoint itself has for it."""
 
-    def keys(self, kind: str) -> list[TensorKey]:
-        """Return the keys of all tensors of `kind`."""
+    def keys(self, state: str) -> list[TensorKey]:
+        """Return the keys of all tensors of `state`."""
 
-    def tree(self, kind: str) -> bytes | None:
+    def tree(self, state: str) -> bytes | None:
         """Return this rank's tree: the shared one, else its own, else rank 0's; None when there is none."""
 
-    def trees(self, kind: str) -> list[bytes]:
-        """Return all distinct trees of `kind` (ranks of a pipeline hold different ones)."""
+    def trees(self, state: str) -> list[bytes]:
+        """Return all distinct trees of `state` (ranks of a pipeline hold different ones)."""
 
-    def trees_about(self, kind: str, names: Collection[str]) -> Iterator[bytes]:
-        """Iterate over the distinct trees of `kind`, the likeliest to mention `names` first, reading each when asked for.
+    def trees_about(self, state: str, names: Collection[str]) -> Iterator[bytes]:
+        """Iterate over the distinct trees of `state`, the likeliest to mention `names` first, reading each when asked for.
 
         The order is: this rank's own tree, as far as one can tell; the trees of ranks that wrote tensors of `names`;
         the others. A caller that stops when it has found everything reads few trees.
         """
 
-    def parts(self, kind: str) -> list[SavedTensor]:
-        """Return the trees of the parts of `kind`; a part's name is the FQN of its key."""
+    def parts(self, state: str) -> list[SavedTensor]:
+        """Return the trees of the parts of `state`; a part's name is the FQN of its key."""
 
-    def find_by_content(self, kind: str, fqn: str) -> SavedTensor | None:
+    def find_by_content(self, state: str, fqn: str) -> SavedTensor | None:
         """Return a tensor that is identified by its content, chosen for this rank by the rule of `tree`.
 
         None when the tensor of that name is identified by its name and box: `find` returns it then.
@@ -124,13 +124,13 @@ class Destination:
         checks: the steps of `check`, in order.
         finish: the steps of `apply`, in order.
         missing: names that the live objects hold and the checkpoint lacks, as `bytecheckpoint.open` spells them.
-        kinds: names of the states that the load fills beside those that the program names (what an engine stands for).
+        states: names of the states that the load fills beside those that the program names (what an engine stands for).
         recognized: every saved key that this rank loads or knowingly skips. Keys that no rank recognizes are unexpected.
-        extra_states: kind of modules -> the saved names of the extra states that this rank loads. Others in the kind's
+        extra_states: state of modules -> the saved names of the extra states that this rank loads. Others in the state's
             trees that no rank names are unexpected.
         notes: remarks for the user (parameters left without state, settings that keep their live value).
         mismatches: saved state that belongs to other objects than those here, a sentence for each, which begins with the
-            kind. A strict load refuses it, before it reads or before it installs. `checks` may add some.
+            state. A strict load refuses it, before it reads or before it installs. `checks` may add some.
         tied: pairs of saved tensors that are one tensor here. The load fills it from the first (see `tied.py`).
         left_out: key of a tensor -> what the load leaves out of it, since the live one is smaller: "36 of the 132 rows of
             model/w".
@@ -140,7 +140,7 @@ class Destination:
     checks: list[Callable[[], None]] = field(default_factory=list)
     finish: list[Callable[[], None]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    kinds: set[str] = field(default_factory=set)
+    states: set[str] = field(default_factory=set)
     recognized: set[TensorKey] = field(default_factory=set)
     extra_states: dict[str, set[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

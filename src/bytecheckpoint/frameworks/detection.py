@@ -15,33 +15,33 @@ __all__ = ["contains_module", "loaded_class", "loaded_version", "nested_objects"
 _CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
 
 
-def nested_objects(value: object, kinds: type | tuple[type, ...] = object) -> Iterator[Any]:
+def nested_objects(value: object, types: type | tuple[type, ...] = object) -> Iterator[Any]:
     """Iterate over `value`, or over the objects in its nested dicts, lists and tuples.
 
     Args:
         value: one state.
-        kinds: the types to look for.
+        types: the types to look for.
     """
     pending: list[Any] = [value]
     seen: set[int] = set()
     while pending:
         item = pending.pop()
         if type(item) not in _CONTAINERS:
-            if isinstance(item, kinds):
+            if isinstance(item, types):
                 yield item
         elif id(item) not in seen:
             seen.add(id(item))
             items = item.values() if isinstance(item, dict) else item
-            pending.extend(x for x in items if type(x) in _CONTAINERS or isinstance(x, kinds))
+            pending.extend(x for x in items if type(x) in _CONTAINERS or isinstance(x, types))
 
 
-def contains_module(root: nn.Module, kinds: type | tuple[type, ...]) -> bool:
-    """Return whether `root` is, or contains, a module of one of `kinds`."""
+def contains_module(root: nn.Module, types: type | tuple[type, ...]) -> bool:
+    """Return whether `root` is, or contains, a module of one of `types`."""
     # Every save asks this of every module; named_modules() takes several times as long.
     pending: list[nn.Module | None] = [root]
     while pending:
         module = pending.pop()
-        if isinstance(module, kinds):
+        if isinstance(module, types):
             return True
         if module is not None:
             pending.extend(module._modules.values())

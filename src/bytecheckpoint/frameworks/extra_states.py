@@ -14,29 +14,29 @@ __all__ = ["plan_extra_states"]
 
 
 def plan_extra_states(
-    kind: str,
+    state_name: str,
     live: Mapping[str, object],
     tensors: Collection[str],
     saved: SavedStates,
-    into: Destination,
+    destination: Destination,
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Plan the load of the extra states of one kind; yield the name of each with a function that builds its value.
+    """Plan the load of the extra states of one state; yield the name of each with a function that builds its value.
 
     Args:
-        kind: name of the state.
+        state_name: name of the state.
         live: name -> the live value. Classes of which it holds instances need no registration.
         tensors: names of this rank's parameters and buffers, which tell what trees to read first.
         saved: the checkpoint.
-        into: receives the plan.
+        destination: receives the plan.
     """
-    wanted = {saved_name: name for name in live for saved_name in saved.names_of(kind, (name,))}
-    into.extra_states.setdefault(kind, set()).update(wanted)
+    wanted = {saved_name: name for name in live for saved_name in saved.names_of(state_name, (name,))}
+    destination.extra_states.setdefault(state_name, set()).update(wanted)
     if not wanted:
         return
-    reader = ValueReader(kind, saved, into, list(live.values()))
+    reader = ValueReader(state_name, saved, destination, list(live.values()))
     found: dict[str, Any] = {}
     # The trees of the ranks that saved these tensors come first: they hold the values of the same layers.
-    for blob in saved.trees_about(kind, tensors):
+    for blob in saved.trees_about(state_name, tensors):
         tree = reader.read(blob)
         if isinstance(tree, dict):
             found = {**tree, **found}
@@ -48,4 +48,4 @@ def plan_extra_states(
         if saved_name in found:
             yield name, partial(reader.build, found[saved_name], None)
         else:
-            into.missing.append(str(TensorKey(kind, name)))
+            destination.missing.append(str(TensorKey(state_name, name)))

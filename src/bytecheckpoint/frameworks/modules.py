@@ -39,7 +39,7 @@ __all__ = [
 
 @dataclass(slots=True)
 class _ScannedModule:
-    """One module of a kind and its state_dict.
+    """One module of a state and its state_dict.
 
     Attributes:
         module: as the user passed it, wrappers included.
@@ -58,10 +58,10 @@ class _ScannedModule:
 
 @dataclass(slots=True)
 class _NamedTensor:
-    """One tensor of a kind.
+    """One tensor of a state.
 
     Attributes:
-        fqn: the first of its names. Several tensors of a kind may have it: replicas, in several modules of a list.
+        fqn: the first of its names. Several tensors of a state may have it: replicas, in several modules of a list.
         value: the tensor.
         aliases: its further names.
         hook_entry: (module, state_dict key) of a tensor that a hook made, whose memory is not the module's; else None.
@@ -75,7 +75,7 @@ class _NamedTensor:
 
 @dataclass(slots=True)
 class ModuleScan:
-    """All modules of one kind as one namespace.
+    """All modules of one state as one namespace.
 
     Attributes:
         modules: the modules, in their order.
@@ -92,26 +92,30 @@ class ModuleScan:
     parameters: dict[int, ParameterName] = field(default_factory=dict)
 
 
-def as_modules(kind: str, value: object) -> list[nn.Module] | None:
+def as_modules(state_name: str, value: object) -> list[nn.Module] | None:
     """Return `value` as a list of modules (pipeline stages, virtual stages), or None when it is something else.
 
-    An empty list means a rank without a stage in the kind "model", and a plain value in any other kind.
+    An empty list means a rank without a stage in the state "model", and a plain value in any other state.
     """
     if isinstance(value, nn.Module):
         return [value]
-    if isinstance(value, list | tuple) and (value or kind == "model") and all(isinstance(m, nn.Module) for m in value):
+    if (
+        isinstance(value, list | tuple)
+        and (value or state_name == "model")
+        and all(isinstance(m, nn.Module) for m in value)
+    ):
         return list(value)
     return None
 
 
 def scan_modules(
-    kind: str, modules: Sequence[nn.Module], entries: Callable[[nn.Module], dict[str, Any]] | None = None
+    state_name: str, modules: Sequence[nn.Module], entries: Callable[[nn.Module], dict[str, Any]] | None = None
 ) -> ModuleScan:
     """Find the names and tensors of `modules`. Tensors of several modules that share a name are replicas of one tensor.
 
     Args:
-        kind: name of the state.
-        modules: all modules of the kind.
+        state_name: name of the state.
+        modules: all modules of the state.
         entries: returns the state_dict entries of a module, with keys as `walk_modules` prefixes them. None: call
             `state_dict`, which also makes FSDP2 reshard its parameters after an evaluation forward pass.
     """
@@ -136,7 +140,7 @@ def scan_modules(
 
 
 class _TensorNames:
-    """Collects the tensors of a kind: each once, under the first of its names, with the others as aliases."""
+    """Collects the tensors of a state: each once, under the first of its names, with the others as aliases."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, _NamedTensor] = {}
@@ -238,56 +242,58 @@ def _setter(scanned: _ScannedModule, key: str) -> Callable[[Any], None]:
     return lambda value: _load_entries([(scanned, key, value)])
 
 
-def capture_modules(kind: str, scan: ModuleScan) -> LiveState:
-    """Describe the shards and values of a scanned kind."""
-    state = LiveState(kind, merged=True, entries=True)
+def capture_modules(state_name: str, scan: ModuleScan) -> LiveState:
+    """Describe the shards and values of a scanned state."""
+    state = LiveState(state_name, merged=True, entries=True)
     shards = state.shards
     for tensor in scan.tensors:
         first = len(shards)
-        add_shards(shards, TensorKey(kind, tensor.fqn), tensor.value, aliases=tensor.aliases)
+        add_shards(shards, TensorKey(state_name, tensor.fqn), tensor.value, aliases=tensor.aliases)
         if isinstance(tensor.value, nn.Parameter):
             for shard in shards[first:]:
                 shard.must_be_equal = True
     if scan.values:
-        state.tree = encode_value(kind, {fqn: values[0] for fqn, values in scan.values.items()}, shards)
-        _check_equal_values(kind, scan)
+        state.tree = encode_value(state_name, {fqn: values[0] for fqn, values in scan.values.items()}, shards)
+        _check_equal_values(state_name, scan)
     return state
 
 
-def _check_equal_values(kind: str, scan: ModuleScan) -> None:
+def _check_equal_values(state_name: str, scan: ModuleScan) -> None:
     """Refuse to save extra states that share a name and differ."""
     for fqn, (first, *others) in scan.values.items():
         if not all(equal(first, other) for other in others):
             raise IncompatibleCheckpointError(
-                f"{kind}/{fqn} is held twice by the modules of this rank, with different contents: keep replicas equal, "
-                "or give different extra states different names"
+                f"{state_name}/{fqn} is held twice by the modules of this rank, with different contents: keep replicas "
+                "equal, or give different extra states different names"
             )
 
 
-def find_saved_parameter(kind: str, name: ParameterName, saved: SavedStates, into: Destination) -> SavedTensor | None:
+def find_saved_parameter(
+    state_name: str, name: ParameterName, saved: SavedStates, destination: Destination
+) -> SavedTensor | None:
     """Find a parameter or buffer in the checkpoint by any of its names, and recognize the keys of all of them.
 
     If the checkpoint lacks it, its name is added to `into.missing`.
     """
     fqn, aliases = name
-    found = saved.find(kind, (fqn, *aliases))
+    found = saved.find(state_name, (fqn, *aliases))
     if found is None:
-        into.missing.append(str(TensorKey(kind, fqn)))
+        destination.missing.append(str(TensorKey(state_name, fqn)))
         return None
-    into.recognized.add(found.key)
+    destination.recognized.add(found.key)
     for alias in (fqn, *aliases) if aliases else ():
         # Tied here, but stored separately (two pipeline stages): the load knows both keys.
-        if (other := saved.find(kind, (alias,))) is not None and other.key not in into.recognized:
-            into.recognized.add(other.key)
-            into.tied.append((found, other))
+        if (other := saved.find(state_name, (alias,))) is not None and other.key not in destination.recognized:
+            destination.recognized.add(other.key)
+            destination.tied.append((found, other))
     return found
 
 
-def load_modules(kind: str, scan: ModuleScan, saved: SavedStates, into: Destination) -> None:
-    """Plan the load of a scanned kind, in place."""
+def load_modules(state_name: str, scan: ModuleScan, saved: SavedStates, destination: Destination) -> None:
+    """Plan the load of a scanned state, in place."""
     loaded: list[tuple[_ScannedModule, str, torch.Tensor]] = []
     for tensor in scan.tensors:
-        found = find_saved_parameter(kind, (tensor.fqn, tensor.aliases), saved, into)
+        found = find_saved_parameter(state_name, (tensor.fqn, tensor.aliases), saved, destination)
         if found is None:
             continue
         target = tensor.value
@@ -297,11 +303,11 @@ def load_modules(kind: str, scan: ModuleScan, saved: SavedStates, into: Destinat
             loaded.append((*tensor.hook_entry, target))
         shards: list[LiveShard] = []
         add_shards(shards, found.key, target, aliases=tensor.aliases)
-        into.finish += [step for shard in shards if (step := make_writable(shard)) is not None]
-        into.wanted += shards
+        destination.finish += [step for shard in shards if (step := make_writable(shard)) is not None]
+        destination.wanted += shards
     if loaded:
-        into.finish.append(lambda: _load_entries(loaded))
-    _load_values(kind, scan, saved, into)
+        destination.finish.append(lambda: _load_entries(loaded))
+    _load_values(state_name, scan, saved, destination)
 
 
 def _load_entries(loaded: list[tuple[_ScannedModule, str, Any]]) -> None:
@@ -312,11 +318,11 @@ def _load_entries(loaded: list[tuple[_ScannedModule, str, Any]]) -> None:
         scanned.module.load_state_dict(entries, strict=False)
 
 
-def _load_values(kind: str, scan: ModuleScan, saved: SavedStates, into: Destination) -> None:
+def _load_values(state_name: str, scan: ModuleScan, saved: SavedStates, destination: Destination) -> None:
     tensors = [name for t in scan.tensors for name in (t.fqn, *t.aliases)]
-    for fqn, build in plan_extra_states(kind, scan.values, tensors, saved, into):
+    for fqn, build in plan_extra_states(state_name, scan.values, tensors, saved, destination):
         for number, setter in enumerate(scan.setters[fqn]):
-            into.finish.append(partial(_install_value, setter, build, copies=number > 0))
+            destination.finish.append(partial(_install_value, setter, build, copies=number > 0))
 
 
 def _install_value(setter: Callable[[Any], None], build: Callable[[], Any], *, copies: bool) -> None:

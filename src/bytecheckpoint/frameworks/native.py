@@ -38,7 +38,7 @@ class Scan:
     """The modules and parameter names in the states of one call, found before any state is captured or loaded.
 
     Attributes:
-        modules: kind -> the scan of its modules, for each kind that holds modules.
+        modules: state -> the scan of its modules, for each state that holds modules.
         names: names of all parameters, for the optimizers.
     """
 
@@ -64,16 +64,16 @@ class NativeFramework:
         out: list[LiveState] = []
         with gc_paused():
             scan = self._scan(states, names)
-            for kind, value in states.items():
-                if kind in scan.modules:
-                    state = self._capture_modules(kind, scan)
-                elif (optimizers := self._as_optimizers(kind, value)) is not None:
-                    state = self._capture_optimizers(kind, optimizers, scan)
+            for state_name, value in states.items():
+                if state_name in scan.modules:
+                    state = self._capture_modules(state_name, scan)
+                elif (optimizers := self._as_optimizers(state_name, value)) is not None:
+                    state = self._capture_optimizers(state_name, optimizers, scan)
                 elif isinstance(value, SupportsStreams):
-                    state = capture_streams(kind, value)
+                    state = capture_streams(state_name, value)
                 else:
-                    state = capture_object(kind, value)
-                state.layout = partial(self._layout, kind, type(value).__name__, scan)
+                    state = capture_object(state_name, value)
+                state.layout = partial(self._layout, state_name, type(value).__name__, scan)
                 out.append(state)
         return out
 
@@ -86,27 +86,29 @@ class NativeFramework:
         names: UserNames | None = None,
     ) -> Destination:
         """Plan a load into `states`."""
-        into = Destination()
+        destination = Destination()
         with gc_paused():
             scan = self._scan(states, names)
-            for kind, value in states.items():
-                if kind in scan.modules:
-                    self._load_modules(kind, scan, saved, into)
-                elif (optimizers := self._as_optimizers(kind, value)) is not None:
-                    self._load_optimizers(kind, optimizers, scan, saved, into, strict=is_strict(strict, kind))
+            for state_name, value in states.items():
+                if state_name in scan.modules:
+                    self._load_modules(state_name, scan, saved, destination)
+                elif (optimizers := self._as_optimizers(state_name, value)) is not None:
+                    self._load_optimizers(
+                        state_name, optimizers, scan, saved, destination, strict=is_strict(strict, state_name)
+                    )
                 elif isinstance(value, SupportsStreams):
-                    load_streams(kind, value, saved, into)
+                    load_streams(state_name, value, saved, destination)
                 else:
-                    refuse_streams(kind, value, saved)
-                    load_object(kind, states, saved, into)
-            compare_tied(into)
-        return into
+                    refuse_streams(state_name, value, saved)
+                    load_object(state_name, states, saved, destination)
+            compare_tied(destination)
+        return destination
 
-    def _layout(self, kind: str, type_name: str, scan: Scan) -> dict[str, Any]:
-        """Return {"type", "tensors", "layouts": {layout: count}} of one kind; only modules have tensors and layouts."""
-        if kind not in scan.modules:
+    def _layout(self, state_name: str, type_name: str, scan: Scan) -> dict[str, Any]:
+        """Return {"type", "tensors", "layouts": {layout: count}} of one state; only modules have tensors and layouts."""
+        if state_name not in scan.modules:
             return {"type": type_name}
-        layouts = Counter(self._layouts(kind, scan))
+        layouts = Counter(self._layouts(state_name, scan))
         return {"type": type_name, "tensors": sum(layouts.values()), "layouts": dict(layouts)}
 
     # --- hooks ------------------------------------------------------------------------------------------------
@@ -114,49 +116,49 @@ class NativeFramework:
     def _scan(self, states: Mapping[str, object], names: UserNames | None) -> Scan:
         """Find the names and tensors of all modules in `states`."""
         found = {
-            kind: self._scan_modules(kind, modules)
-            for kind, value in states.items()
-            if (modules := as_modules(kind, value)) is not None
+            state_name: self._scan_modules(state_name, modules)
+            for state_name, value in states.items()
+            if (modules := as_modules(state_name, value)) is not None
         }
         # A parameter in two states gets its name in "model".
-        ordered = sorted(found, key=lambda kind: kind != "model")
-        return Scan(found, ParameterNames.build([found[kind].parameters for kind in ordered], names))
+        ordered = sorted(found, key=lambda state_name: state_name != "model")
+        return Scan(found, ParameterNames.build([found[state_name].parameters for state_name in ordered], names))
 
-    def _as_optimizers(self, kind: str, value: object) -> Sequence[Any] | None:
+    def _as_optimizers(self, state_name: str, value: object) -> Sequence[Any] | None:
         """Return `value` as a list of optimizers, or None when it is something else."""
-        return as_optimizers(kind, value)
+        return as_optimizers(state_name, value)
 
-    def _scan_modules(self, kind: str, modules: Sequence[nn.Module]) -> Any:
-        """Scan the modules of one kind; the result has `parameters`, as `ModuleScan` does."""
-        return scan_modules(kind, modules)
+    def _scan_modules(self, state_name: str, modules: Sequence[nn.Module]) -> Any:
+        """Scan the modules of one state; the result has `parameters`, as `ModuleScan` does."""
+        return scan_modules(state_name, modules)
 
-    def _capture_modules(self, kind: str, scan: Scan) -> LiveState:
-        return capture_modules(kind, scan.modules[kind])
+    def _capture_modules(self, state_name: str, scan: Scan) -> LiveState:
+        return capture_modules(state_name, scan.modules[state_name])
 
-    def _capture_optimizers(self, kind: str, optimizers: Sequence[Optimizer], scan: Scan) -> LiveState:
-        return capture_optimizers(kind, optimizers, scan.names)
+    def _capture_optimizers(self, state_name: str, optimizers: Sequence[Optimizer], scan: Scan) -> LiveState:
+        return capture_optimizers(state_name, optimizers, scan.names)
 
-    def _load_modules(self, kind: str, scan: Scan, saved: SavedStates, into: Destination) -> None:
-        before = len(into.wanted)
-        load_modules(kind, scan.modules[kind], saved, into)
-        if len(into.wanted) > before:
-            into.finish.append(partial(run_load_hooks, scan.modules[kind]))
+    def _load_modules(self, state_name: str, scan: Scan, saved: SavedStates, destination: Destination) -> None:
+        before = len(destination.wanted)
+        load_modules(state_name, scan.modules[state_name], saved, destination)
+        if len(destination.wanted) > before:
+            destination.finish.append(partial(run_load_hooks, scan.modules[state_name]))
 
     def _load_optimizers(
         self,
-        kind: str,
+        state_name: str,
         optimizers: Sequence[Optimizer],
         scan: Scan,
         saved: SavedStates,
-        into: Destination,
+        destination: Destination,
         *,
         strict: bool,
     ) -> None:
-        load_optimizers(kind, optimizers, scan.names, saved, into, strict=strict)
+        load_optimizers(state_name, optimizers, scan.names, saved, destination, strict=strict)
 
-    def _layouts(self, kind: str, scan: Scan) -> Iterable[str]:
-        """Describe the layout of each tensor of one kind."""
-        return (describe_layout(tensor.value) for tensor in scan.modules[kind].tensors)
+    def _layouts(self, state_name: str, scan: Scan) -> Iterable[str]:
+        """Describe the layout of each tensor of one state."""
+        return (describe_layout(tensor.value) for tensor in scan.modules[state_name].tensors)
 
 
 def describe_layout(tensor: torch.Tensor) -> str:

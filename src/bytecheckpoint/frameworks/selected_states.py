@@ -31,7 +31,7 @@ def select_states(states: Sequence[LiveState], selection: Selection) -> Sequence
 
 
 def _select(state: LiveState, selection: Selection) -> None:
-    takes_rest = selection.takes(state.kind)
+    takes_rest = selection.takes(state.name)
     if state.part_count and not takes_rest:
         state.parts, state.part_count, state.tree = [], 0, None
     if state.part_count:
@@ -49,7 +49,7 @@ def _select(state: LiveState, selection: Selection) -> None:
         _select_entries(state, tree or {}, selection)
         return
     elif takes_rest and tree is not None:
-        tree = _without_tensors(state.kind, tree, selection)
+        tree = _without_tensors(state.name, tree, selection)
         state.tree = None if tree is _LEFT_OUT else _encoded(tree)
         _refuse_parts(state, selection)
     else:
@@ -62,7 +62,7 @@ def _select_optimizer_tree(state: LiveState, tree: dict[str, Any], selection: Se
     aliases: Mapping[str, Sequence[str]] = tree["aliases"]
 
     def taken(fqn: str) -> bool:
-        return selection.takes_any(TensorKey(state.kind, fqn, _ANY_SLOT), aliases.get(fqn, ()))
+        return selection.takes_any(TensorKey(state.name, fqn, _ANY_SLOT), aliases.get(fqn, ()))
 
     groups = [{**group, "params": [fqn for fqn in group["params"] if taken(fqn)]} for group in tree["groups"]]
     if groups == tree["groups"] and (groups or takes_rest):
@@ -75,7 +75,7 @@ def _select_optimizer_tree(state: LiveState, tree: dict[str, Any], selection: Se
 
 def _select_entries(state: LiveState, tree: dict[str, Any], selection: Selection) -> None:
     """Reduce the extra states of modules to the selected ones, with the tensors in them."""
-    kept = {fqn: value for fqn, value in tree.items() if selection.takes(state.kind, fqn)}
+    kept = {fqn: value for fqn, value in tree.items() if selection.takes(state.name, fqn)}
     inside, kept_inside = _references(_encoded(tree)), _references(_encoded(kept))
     state.tree = _encoded(kept) if kept else None
     state.shards = [
@@ -85,15 +85,15 @@ def _select_entries(state: LiveState, tree: dict[str, Any], selection: Selection
     ]
 
 
-def _without_tensors(kind: str, value: Any, selection: Selection) -> Any:
+def _without_tensors(state_name: str, value: Any, selection: Selection) -> Any:
     """Return `value` without the tensors in its dicts that are not selected."""
     if isinstance(value, TensorRef):
-        return value if selection.takes(kind, value.name) else _LEFT_OUT
+        return value if selection.takes(state_name, value.name) else _LEFT_OUT
     if type(value) in (dict, collections.OrderedDict):
-        pairs = [(key, _without_tensors(kind, item, selection)) for key, item in value.items()]
+        pairs = [(key, _without_tensors(state_name, item, selection)) for key, item in value.items()]
         return type(value)((key, item) for key, item in pairs if item is not _LEFT_OUT)
     if type(value) in (list, tuple):
-        items = [_without_tensors(kind, item, selection) for item in value]
+        items = [_without_tensors(state_name, item, selection) for item in value]
         # A list of fewer items would be another one: the tensor stays in it, and is refused below.
         return type(value)(old if new is _LEFT_OUT else new for old, new in zip(value, items, strict=True))
     return value
@@ -101,9 +101,9 @@ def _without_tensors(kind: str, value: Any, selection: Selection) -> Any:
 
 def _refuse_parts(state: LiveState, selection: Selection) -> None:
     for name in _references(state.tree) if state.tree is not None else ():
-        if not selection.takes(state.kind, name):
+        if not selection.takes(state.name, name):
             raise UsageError(
-                f"{state.kind}/{name} is not selected and lies in a list, or in an object, that is: "
+                f"{state.name}/{name} is not selected and lies in a list, or in an object, that is: "
                 "leave out all of that, or nothing"
             )
 

@@ -1,13 +1,13 @@
 """The part of the states that a call saves or loads: `include=` and `exclude=`, patterns over names.
 
-A name is spelled as `bytecheckpoint.open` spells it, "kind/FQN". A pattern has the wildcards of `fnmatch` (`*`, `?`,
+A name is spelled as `bytecheckpoint.open` spells it, "<state>/FQN". A pattern has the wildcards of `fnmatch` (`*`, `?`,
 `[...]`; `*` stands for dots and slashes too) and is case sensitive. These are the names of
 
-- a parameter, buffer or extra state of a module, or a tensor in a dict that is "model" or "optimizer": "kind/FQN";
-- the optimizer state of a parameter, as a whole: "kind/FQN" and "kind/state/FQN/";
-- any other state, as a whole, and the plain values in a dict that is "model" or "optimizer": "kind/".
+- a parameter, buffer or extra state of a module, or a tensor in a dict that is "model" or "optimizer": "<state>/FQN";
+- the optimizer state of a parameter, as a whole: "<state>/FQN" and "<state>/state/FQN/";
+- any other state, as a whole, and the plain values in a dict that is "model" or "optimizer": "<state>/".
 
-A pattern that matches a kind alone ("scheduler", "optim*") matches all of its names.
+A pattern that matches a state alone ("scheduler", "optim*") matches all of its names.
 """
 
 from __future__ import annotations
@@ -69,36 +69,36 @@ class Selection:
     def _patterns(self) -> list[str]:
         return [*(self._include or ()), *self._exclude]
 
-    def takes(self, kind: str, fqn: str = "", *, parameter: bool = False) -> bool:
+    def takes(self, state_name: str, fqn: str = "", *, parameter: bool = False) -> bool:
         """Return whether a name is selected.
 
         Args:
-            kind: name of the state.
+            state_name: name of the state.
             fqn: FQN of a tensor or extra state; "" for the state as a whole.
             parameter: the name stands for the optimizer state of that parameter.
         """
         if not self.active:
             return True
-        found = self._known.get((kind, fqn, parameter))
+        found = self._known.get((state_name, fqn, parameter))
         if found is None:
-            names = [f"{kind}/{fqn}", kind]
+            names = [f"{state_name}/{fqn}", state_name]
             if parameter:
-                names += [f"{kind}/state/{fqn}/", f"{kind}/state/{fqn}"]
+                names += [f"{state_name}/state/{fqn}/", f"{state_name}/state/{fqn}"]
             self._note_matches(names)
             found = self._included is None or any(map(self._included.match, names))
             found = found and not (self._excluded is not None and any(map(self._excluded.match, names)))
-            self._known[kind, fqn, parameter] = found
+            self._known[state_name, fqn, parameter] = found
         return found
 
     def takes_any(self, key: TensorKey, aliases: Sequence[str] = ()) -> bool:
         """Return whether a tensor is selected: by any of its names."""
         # All are asked: each may match a pattern.
-        taken = [fqn for fqn in (key.fqn, *aliases) if self.takes(key.kind, fqn, parameter=bool(key.slot))]
+        taken = [fqn for fqn in (key.fqn, *aliases) if self.takes(key.state, fqn, parameter=bool(key.slot))]
         return bool(taken)
 
-    def may_take(self, kind: str) -> bool:
-        """Return whether some name of `kind` may be selected, as far as one can tell without its names."""
-        start = f"{kind}/"
+    def may_take(self, state_name: str) -> bool:
+        """Return whether some name of `state` may be selected, as far as one can tell without its names."""
+        start = f"{state_name}/"
         literals = (_WILDCARD.split(pattern, 1)[0] for pattern in self._include or ("",))
         return any(start.startswith(literal) or literal.startswith(start) for literal in literals)
 
@@ -117,7 +117,7 @@ class Selection:
             return SelectionReport()
         similar: list[list[str]] = [[] for _ in self._patterns]
         if look_for_similar and self._unmatched:
-            names = SimilarNames(f"{kind}/{fqn}" if fqn else kind for kind, fqn, _ in self._known)
+            names = SimilarNames(f"{state_name}/{fqn}" if fqn else state_name for state_name, fqn, _ in self._known)
             for number, pattern in enumerate(self._patterns):
                 if pattern in self._unmatched:
                     similar[number] = [escape(name) for name in names.of(pattern, _MOST_SIMILAR, 0.0)]
@@ -167,5 +167,5 @@ def check_selections(reports: Sequence[SelectionReport]) -> None:
         hint = f"names like it: {', '.join(map(repr, similar))}"
         raise UsageError(
             f"{argument}: the pattern {unescape(pattern)!r} matches no name on any rank; "
-            + (hint if similar else "names are spelled as bytecheckpoint.open spells them, 'kind/FQN'")
+            + (hint if similar else "names are spelled as bytecheckpoint.open spells them, 'state/FQN'")
         )

@@ -16,23 +16,23 @@ __all__ = ["compare_tied"]
 _PIECE = 32 << 20  # elements that are compared at a time
 
 
-def compare_tied(into: Destination) -> None:
+def compare_tied(destination: Destination) -> None:
     """Request the other copies of tied tensors, to compare them with what the load has filled. Call it once, at the end.
 
     Stages of a pipeline save a tied weight twice, with equal content. Weights with different content were not tied, and one
     of them would be lost: `Destination.mismatches` gets their names.
     """
-    for found, other in into.tied:
+    for found, other in destination.tied:
         if (found.dtype, found.global_shape) != (other.dtype, other.global_shape):
-            into.mismatches.append(_message(found, other))
+            destination.mismatches.append(_message(found, other))
             continue
         pairs = []
-        for shard in _filled(into.wanted, found):
+        for shard in _filled(destination.wanted, found):
             first = shard if shard.key == found.key else _buffer(shard, found)
             pairs.append((first.data, (second := _buffer(shard, other)).data))
-            into.wanted += [second] if first is shard else [first, second]
+            destination.wanted += [second] if first is shard else [first, second]
         if pairs:
-            into.checks.append(partial(_compare, into, found, other, pairs))
+            destination.checks.append(partial(_compare, destination, found, other, pairs))
 
 
 def _filled(wanted: list[LiveShard], found: SavedTensor) -> list[LiveShard]:
@@ -55,10 +55,10 @@ def _buffer(shard: LiveShard, saved: SavedTensor) -> LiveShard:
 
 
 def _compare(
-    into: Destination, found: SavedTensor, other: SavedTensor, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    destination: Destination, found: SavedTensor, other: SavedTensor, pairs: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
     if not all(_same_bits(first, second) for first, second in pairs):
-        into.mismatches.append(_message(found, other))
+        destination.mismatches.append(_message(found, other))
 
 
 def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -40,10 +40,10 @@ class _UnwrappedStates(dict[str, Any]):
         self.update(unwrapped)
         self._states = states
 
-    def __setitem__(self, kind: str, value: Any) -> None:
-        super().__setitem__(kind, value)
+    def __setitem__(self, state_name: str, value: Any) -> None:
+        super().__setitem__(state_name, value)
         assert isinstance(self._states, MutableMapping)
-        self._states[kind] = value
+        self._states[state_name] = value
 
 
 @overload
@@ -61,7 +61,7 @@ def unwrap_states(states: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     wrappers = [(c, attribute) for place, name, attribute in _OBJECT_WRAPPERS if (c := loaded_class(place, name))]
     unwrapped: dict[str, Any] = {}
-    for kind, value in states.items() if wrappers else ():
+    for state_name, value in states.items() if wrappers else ():
         found: Any = _unwrap(value, wrappers)
         # Other containers are values of their own, which a load fills in place; an empty one is such a container.
         if type(value) is dict and value and all(isinstance(item, Optimizer) for item in value.values()):
@@ -69,13 +69,13 @@ def unwrap_states(states: Mapping[str, Any]) -> Mapping[str, Any]:
         elif type(value) in (list, tuple) and value and all(isinstance(item, Optimizer) for item in value):
             found = type(value)(_unwrap(item, wrappers) for item in value)
         if found is not value:
-            unwrapped[kind] = found
+            unwrapped[state_name] = found
     return _UnwrappedStates(states, unwrapped) if unwrapped else states
 
 
 def _unwrap(value: Any, wrappers: list[tuple[type, str]]) -> Any:
-    for kind, attribute in wrappers:
-        while isinstance(value, kind):
+    for cls, attribute in wrappers:
+        while isinstance(value, cls):
             value = getattr(value, attribute)
     return value
 
@@ -91,8 +91,8 @@ def walk_modules(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
         (nn.DataParallel, "module", False),
     ]
     for place, name, attribute, hidden in _WRAPPERS:
-        if (kind := loaded_class(place, name)) is not None:
-            wrappers.append((kind, attribute, hidden))
+        if (cls := loaded_class(place, name)) is not None:
+            wrappers.append((cls, attribute, hidden))
     return _walk(module, "", "", wrappers)
 
 
@@ -104,8 +104,8 @@ def _walk(
         if child is None:
             continue
         child_prefix, child_bare = f"{prefix}{name}.", f"{bare}{name}."
-        for kind, attribute, hidden in wrappers:
-            if name == attribute and isinstance(module, kind):
+        for cls, attribute, hidden in wrappers:
+            if name == attribute and isinstance(module, cls):
                 child_bare = bare
                 if hidden:
                     child_prefix = prefix

@@ -68,7 +68,7 @@ def load(
 
     Args:
         path: folder or URL of the checkpoint, or its storage.
-        states: as for `save`. Other kinds of the checkpoint are not read.
+        states: as for `save`. Other states of the checkpoint are not read.
         framework: as for `save`.
         overlap_loading: read bytes that several ranks want once, and exchange them between the ranks (section 4.1).
             Bytes that a tmpfs or the page cache has are not exchanged. False: each rank reads for itself.

@@ -15,7 +15,7 @@ from bytecheckpoint.representation.similar_names import SimilarNames
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
 
-__all__ = ["LoadArguments", "LoadCall", "check_strict_kinds", "plain_strict"]
+__all__ = ["LoadArguments", "LoadCall", "check_strict_states", "plain_strict"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class LoadArguments:
     selection: Selection
     rename: Callable[[str], str] | None
 
-    def kind_of(self, name: str) -> str:
-        """Return the kind of a name in `Destination.missing`."""
+    def state_of(self, name: str) -> str:
+        """Return the state of a name in `Destination.missing`."""
         longest = max((k for k in self.states if name == k or name.startswith(f"{k}/")), key=len, default="")
-        return longest or name.partition("/")[0]  # an adapter may add kinds
+        return longest or name.partition("/")[0]  # an adapter may add states
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +71,20 @@ def plain_strict(strict: Strict) -> bool | dict[str, bool]:
     """Return `strict` in a form that ranks compare."""
     if not isinstance(strict, Mapping):
         return bool(strict)
-    return {escape(kind): bool(value) for kind, value in sorted(strict.items())}
+    return {escape(state): bool(value) for state, value in sorted(strict.items())}
 
 
-def check_strict_kinds(arguments: LoadArguments, catalog: Catalog, destination: Destination) -> None:
-    """Refuse a kind in strict= that neither the states nor the checkpoint have.
+def check_strict_states(arguments: LoadArguments, catalog: Catalog, destination: Destination) -> None:
+    """Refuse a state in strict= that neither the states nor the checkpoint have.
 
     Raises:
         UsageError: as above.
     """
     if isinstance(arguments.strict, Mapping):
-        known = {*arguments.states, *catalog.kinds(), *map(arguments.kind_of, destination.missing)}
-        for kind in arguments.strict.keys() - known:
-            similar = SimilarNames(known).of(kind)
+        known = {*arguments.states, *catalog.states(), *map(arguments.state_of, destination.missing)}
+        for state in arguments.strict.keys() - known:
+            similar = SimilarNames(known).of(state)
             raise UsageError(
-                f"strict= names the kind {kind!r}, which neither the states nor the checkpoint have"
+                f"strict= names the state {state!r}, which neither the states nor the checkpoint have"
                 + (f"; did you mean {similar[0]!r}?" if similar else "")
             )

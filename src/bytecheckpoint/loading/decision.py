@@ -172,17 +172,17 @@ def recognized_bitmap(count: int, numbers: Sequence[int]) -> bytes:
     return np.packbits(recognized).tobytes()
 
 
-def unexpected_keys(catalog: Catalog, kinds: Collection[str], recognized: bytes) -> list[TensorKey]:
+def unexpected_keys(catalog: Catalog, states: Collection[str], recognized: bytes) -> list[TensorKey]:
     """List the keys of the checkpoint that no rank recognizes.
 
     Args:
         catalog: of the checkpoint.
-        kinds: the kinds that the caller loads; keys of others are left out.
+        states: the states that the caller loads; keys of others are left out.
         recognized: bitmap of the tensors that some rank recognizes.
     """
     known = np.unpackbits(np.frombuffer(recognized, np.uint8), count=catalog.count).astype(bool)
-    asked = np.isin(catalog.kind.codes, catalog.kind.codes_of([k for k in kinds if k in catalog.kind.values]))
-    # Every rank knows the tree of a kind; those of its parts are for the ranks that choose them.
+    asked = np.isin(catalog.state.codes, catalog.state.codes_of([k for k in states if k in catalog.state.values]))
+    # Every rank knows the tree of a state; those of its parts are for the ranks that choose them.
     tree = (catalog.slot.codes == catalog.slot.code_of(VALUES_SLOT)) & (catalog.fqn.codes == catalog.fqn.code_of(""))
     unexpected = np.flatnonzero(asked & ~known & ~tree & (catalog.owner == SHARED))
     keys = (catalog.key(i) for i in unexpected.tolist())

@@ -78,12 +78,12 @@ def refuse_missing(url: str, missing: Sequence[str], others: Iterable[str], unma
         )
 
 
-def lost_positions(catalog: Catalog, kinds: Collection[str], world_size: int) -> list[str]:
+def lost_positions(catalog: Catalog, states: Collection[str], world_size: int) -> list[str]:
     """Return, as a mismatch, that a data loader's state belongs to single ranks, and that their number has changed."""
     saved = catalog.info.get("world_size")
-    if _DATALOADER not in kinds or saved in (None, world_size):
+    if _DATALOADER not in states or saved in (None, world_size):
         return []
-    owners = catalog.owner[catalog.of_kind(_DATALOADER)]
+    owners = catalog.owner[catalog.of_state(_DATALOADER)]
     number = len(np.unique(owners[owners != SHARED]))
     if not number:
         return []

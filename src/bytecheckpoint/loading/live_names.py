@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.objects.capture import KINDS_BY_NAME
+from bytecheckpoint.frameworks.objects.capture import STATES_BY_NAME
 from bytecheckpoint.frameworks.selection import Selection
 from bytecheckpoint.representation.catalog import VALUES_SLOT
 from bytecheckpoint.representation.shards import TensorKey
@@ -18,70 +18,72 @@ class LiveNames:
 
     Args:
         selection: what the load selects, by live names.
-        rename: live name -> name in the checkpoint, both "kind/FQN"; None: they are the same.
-        kinds: the kinds that the caller loads.
+        rename: live name -> name in the checkpoint, both "state/FQN"; None: they are the same.
+        states: the states that the caller loads.
 
     Attributes:
         selection: as given.
-        skipped: (kind, FQN in the checkpoint) of the names that are left alone.
+        skipped: (state, FQN in the checkpoint) of the names that are left alone.
     """
 
     def __init__(
-        self, selection: Selection, rename: Callable[[str], str] | None = None, kinds: Collection[str] = ()
+        self, selection: Selection, rename: Callable[[str], str] | None = None, states: Collection[str] = ()
     ) -> None:
         self.selection = selection
         self.skipped: set[tuple[str, str]] = set()
         self._rename = rename
-        self._kinds = kinds
+        self._states = states
         self._hidden: set[str] = set()
-        self._holders: dict[tuple[str, str], Sequence[str]] = {}  # (kind, FQN in the checkpoint) -> live names
+        self._holders: dict[tuple[str, str], Sequence[str]] = {}  # (state, FQN in the checkpoint) -> live names
 
-    def of(self, kind: str, names: Sequence[str], *, parameter: bool) -> Sequence[str]:
+    def of(self, state: str, names: Sequence[str], *, parameter: bool) -> Sequence[str]:
         """Return the checkpoint's names of something live, as `SavedStates.names_of` documents it.
 
         Raises:
-            UsageError: `rename` gives two live things one name, or no name of the kind.
+            UsageError: `rename` gives two live things one name, or no name of the state.
         """
         if not self.selection.active and self._rename is None:
             return names
-        taken = [name for name in names if self.selection.takes(kind, name, parameter=parameter)]
+        taken = [name for name in names if self.selection.takes(state, name, parameter=parameter)]
         if len(taken) < len(names):
-            self.skipped.update((kind, self.renamed(kind, n, parameter=parameter)) for n in names if n not in taken)
+            self.skipped.update((state, self.renamed(state, n, parameter=parameter)) for n in names if n not in taken)
             if not taken:
-                self._hidden.update((f"{kind}/{names[0]}", f"{kind}/param_groups/{names[0]}"))
+                self._hidden.update((f"{state}/{names[0]}", f"{state}/param_groups/{names[0]}"))
         if self._rename is None:
             return taken
-        found = [self.renamed(kind, name, parameter=parameter) for name in taken]
+        found = [self.renamed(state, name, parameter=parameter) for name in taken]
         for saved in found:
-            holder = self._holders.setdefault((kind, saved), names)
+            holder = self._holders.setdefault((state, saved), names)
             if holder is not names and not set(holder) & set(names):
                 raise UsageError(
-                    f"rename= gives {kind}/{holder[0]} and {kind}/{names[0]} the same name in the checkpoint, "
-                    f"{kind}/{saved}: give each a name of its own, or leave one of them out with exclude="
+                    f"rename= gives {state}/{holder[0]} and {state}/{names[0]} the same name in the checkpoint, "
+                    f"{state}/{saved}: give each a name of its own, or leave one of them out with exclude="
                 )
         return found
 
-    def renamed(self, kind: str, fqn: str, *, parameter: bool = False) -> str:
+    def renamed(self, state: str, fqn: str, *, parameter: bool = False) -> str:
         """Return the checkpoint's name of one live FQN. A parameter in an optimizer is also renamed as in its module.
 
         Raises:
-            UsageError: the new name is no name of the kind.
+            UsageError: the new name is no name of the state.
         """
         if self._rename is None or not fqn:
             return fqn
-        new = self._call(kind, fqn)
+        new = self._call(state, fqn)
         if new == fqn and parameter:
-            # The kind of the module is not known here: an optimizer has its own name, and the module another.
-            others = (self._call(other, fqn) for other in self._kinds if other != kind)
+            # The state of the module is not known here: an optimizer has its own name, and the module another.
+            others = (self._call(other, fqn) for other in self._states if other != state)
             return next((name for name in others if name != fqn), fqn)
         return new
 
-    def _call(self, kind: str, fqn: str) -> str:
+    def _call(self, state: str, fqn: str) -> str:
         assert self._rename is not None
-        new = self._rename(f"{kind}/{fqn}")
-        if not isinstance(new, str) or not new.startswith(f"{kind}/") or len(new) == len(kind) + 1:
-            raise UsageError(f"rename= makes {new!r} of {f'{kind}/{fqn}'!r}: the new name must be '{kind}/' and an FQN")
-        return new[len(kind) + 1 :]
+        new = self._rename(f"{state}/{fqn}")
+        if not isinstance(new, str) or not new.startswith(f"{state}/") or len(new) == len(state) + 1:
+            raise UsageError(
+                f"rename= makes {new!r} of {f'{state}/{fqn}'!r}: the new name must be '{state}/' and an FQN"
+            )
+        return new[len(state) + 1 :]
 
     def hides(self, missing: str) -> bool:
         """Return whether what an adapter found missing is not selected.
@@ -91,9 +93,9 @@ class LiveNames:
         """
         if missing in self._hidden:
             return True
-        if missing not in self._kinds or self.selection.takes(missing):
+        if missing not in self._states or self.selection.takes(missing):
             return False
-        return missing not in KINDS_BY_NAME or not self.selection.may_take(missing)
+        return missing not in STATES_BY_NAME or not self.selection.may_take(missing)
 
     def note_saved(self, keys: Iterable[TensorKey]) -> None:
         """Let patterns match names that only the checkpoint has: these patterns keep them from being unexpected."""
@@ -101,6 +103,6 @@ class LiveNames:
             if not self.selection.unmatched:
                 return
             if key.slot == VALUES_SLOT:
-                self.selection.takes(key.kind)
+                self.selection.takes(key.state)
             else:
                 self.selection.takes_any(key)

@@ -57,7 +57,7 @@ class OpenCheckpoint:
 
 
 def refused_mismatches(arguments: LoadArguments, destination: Destination) -> list[str]:
-    """Return the mismatches about which the load is strict. Each begins with its kind."""
+    """Return the mismatches about which the load is strict. Each begins with its state."""
     return [m for m in destination.mismatches if is_strict(arguments.strict, m.partition(":")[0])]
 
 

@@ -20,7 +20,7 @@ from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.frameworks.base import Destination, is_strict
 from bytecheckpoint.garbage_collection import gc_paused
 from bytecheckpoint.handles import LoadReport
-from bytecheckpoint.loading.call import LoadCall, check_strict_kinds, plain_strict
+from bytecheckpoint.loading.call import LoadCall, check_strict_states, plain_strict
 from bytecheckpoint.loading.decision import (
     FitDecision,
     FitReport,
@@ -160,9 +160,9 @@ class _Attempt:
                 # Replicas lack the same tensor.
                 destination.missing = [m for m in dict.fromkeys(destination.missing) if not live.hides(m)]
                 self._operation.mark("destination")
-                check_strict_kinds(arguments, catalog, destination)
-                missing = [m for m in destination.missing if is_strict(arguments.strict, arguments.kind_of(m))]
-                live.note_saved(chain((TensorKey(kind, "", VALUES_SLOT) for kind in states), catalog.keys()))
+                check_strict_states(arguments, catalog, destination)
+                missing = [m for m in destination.missing if is_strict(arguments.strict, arguments.state_of(m))]
+                live.note_saved(chain((TensorKey(state, "", VALUES_SLOT) for state in states), catalog.keys()))
                 refuse_missing(storage.url, missing, view.other_names(destination.recognized), selection.unmatched)
                 destination.mismatches += lost_positions(catalog, states, self._collective.world_size)
                 refuse_mismatches(storage.url, refused_mismatches(arguments, destination))
@@ -190,7 +190,7 @@ class _Attempt:
 
     def _extra_states(self, view: SavedView, live: LiveNames, destination: Destination) -> tuple[list[str], list[str]]:
         """Return the names of the extra states that this rank loads or leaves alone, and of others in the checkpoint."""
-        loaded = {(kind, name) for kind, names in destination.extra_states.items() for name in names}
+        loaded = {(state, name) for state, names in destination.extra_states.items() for name in names}
         loaded |= {name for name in live.skipped if name[0] in destination.extra_states}
         found = {(k, n) for k in destination.extra_states for n in view.extra_states(k, self._collective.world_size)}
         others = [name for name in found - loaded if live.selection.takes(*name)]
@@ -208,10 +208,10 @@ class _Attempt:
         opened = self._checkpoint
         url = opened.storage.url
         arguments = opened.arguments
-        keys = unexpected_keys(opened.catalog, {*arguments.states, *opened.destination.kinds}, decision.recognized)
+        keys = unexpected_keys(opened.catalog, {*arguments.states, *opened.destination.states}, decision.recognized)
         unexpected = [str(key) for key in keys if arguments.selection.takes_any(key)]
         unexpected += map(unescape, decision.other_extra_states)
-        refused = [name for name in unexpected if is_strict(arguments.strict, arguments.kind_of(name))]
+        refused = [name for name in unexpected if is_strict(arguments.strict, arguments.state_of(name))]
         refuse_unexpected(url, refused, (str(shard.key) for shard in opened.destination.wanted))
         return unexpected
 
@@ -270,7 +270,7 @@ class _Attempt:
         opened = self._checkpoint
         missing = opened.destination.missing
         if any(decision.recognized) or not all(
-            any(name == kind or name.startswith(f"{kind}/") for name in missing) for kind in opened.arguments.states
+            any(name == state or name.startswith(f"{state}/") for name in missing) for state in opened.arguments.states
         ):
             return []
         warning = f"{opened.storage.url} holds nothing that the states want ({listed(missing)}): nothing was loaded"

@@ -74,6 +74,6 @@ class Trees:
         nbytes = int(self._catalog.byte_length[np.searchsorted(self.rows.boxes.tensor, number)])
         if self._catalog.shape(number) != (nbytes,) or self._catalog.dtype[number] != "uint8":
             raise CorruptCheckpointError(
-                f"the values of {self._catalog.kind[number]} are not one run of bytes; use another checkpoint"
+                f"the values of {self._catalog.state[number]} are not one run of bytes; use another checkpoint"
             )
         return nbytes

@@ -123,11 +123,11 @@ class JustInTime:
         self._step = 0
         self._metadata: Callable[[], Mapping[str, Any]] = dict
         self._begun = self._done = self._done_at_boundary = 0  # steps of optimizers
-        self._held: dict[str, Any] = {}  # by kind
+        self._held: dict[str, Any] = {}  # by state
         self._buffers: list[_HeldBuffer] | None = None
-        self._batches: dict[str, int] = {}  # by kind
-        for kind, value in states.items():
-            _check(kind, value)
+        self._batches: dict[str, int] = {}  # by state
+        for state, value in states.items():
+            _check(state, value)
 
     def __enter__(self) -> Self:
         self._stack.enter_context(self._survivors)
@@ -169,11 +169,11 @@ class JustInTime:
             metadata: returns facts for the checkpoint.
         """
         self._step, self._metadata, self._done_at_boundary = step, metadata, self._done
-        for kind, value in self._states.items():
+        for state, value in self._states.items():
             if isinstance(value, SupportsReplay):
-                self._batches[kind] = value.batches
+                self._batches[state] = value.batches
             elif _is_small(value):
-                self._held[kind] = copy.deepcopy(value.state_dict() if _has_state(value) else value)
+                self._held[state] = copy.deepcopy(value.state_dict() if _has_state(value) else value)
         if self._buffers is None:
             self._buffers = [held for module in self._all(nn.Module) for held in _buffers_of(module)]
         with torch.no_grad():
@@ -246,7 +246,7 @@ class JustInTime:
             self._go_back()
             with use(self._survivors.connect(members, f"world of {step}", settings().timeout)) as collective:
                 states = {
-                    kind: self._at_boundary(kind, value, step, collective) for kind, value in self._states.items()
+                    state: self._at_boundary(state, value, step, collective) for state, value in self._states.items()
                 }
                 metadata = {**self._options.get("metadata", {}), **self._metadata()}
                 options = {**self._options, "metadata": metadata, "step": step}
@@ -259,30 +259,30 @@ class JustInTime:
 
     def _go_back(self) -> None:
         """Set what the training has changed since the boundary back."""
-        for kind, held in self._held.items():
-            if _has_state(self._states[kind]):
-                self._states[kind].load_state_dict(held)
+        for state, held in self._held.items():
+            if _has_state(self._states[state]):
+                self._states[state].load_state_dict(held)
             else:
-                self._states[kind] = held
+                self._states[state] = held
         for buffer in self._buffers or ():
             buffer.restore()
 
-    def _at_boundary(self, kind: str, value: Any, step: int, collective: Collective) -> Any:
+    def _at_boundary(self, state: str, value: Any, step: int, collective: Collective) -> Any:
         """Return a state as the ranks that are left save it: they hold all its streams between them."""
         if not hasattr(value, "for_ranks"):
             return value
         again = value.for_ranks(collective.rank, collective.world_size)
-        if kind not in self._batches:
+        if state not in self._batches:
             return again
         older = [info.step for info in by_age(self._folder.steps()) if info.step <= step]
         told = json.dumps(older[-1:]).encode() if collective.rank == 0 else None
-        for number in json.loads(collective.broadcast(f"just in time/{kind}", told, timeout=settings().timeout)):
-            load(step_folder(self._folder.url, number), {kind: again})
-        if again.batches > self._batches[kind]:
+        for number in json.loads(collective.broadcast(f"just in time/{state}", told, timeout=settings().timeout)):
+            load(step_folder(self._folder.url, number), {state: again})
+        if again.batches > self._batches[state]:
             raise UsageError(
-                f"the loader had taken {self._batches[kind]} batches, and {again.batches} at the save before"
+                f"the loader had taken {self._batches[state]} batches, and {again.batches} at the save before"
             )
-        while again.batches < self._batches[kind]:
+        while again.batches < self._batches[state]:
             next(again)
         return again
 
@@ -310,22 +310,22 @@ def _is_small(value: Any) -> bool:
     return not all(isinstance(each, nn.Module | torch.optim.Optimizer) for each in several)
 
 
-def _feeds_data(kind: str, value: Any) -> bool:
+def _feeds_data(state: str, value: Any) -> bool:
     """Whether a state is a data loader, whose state is a part of the data of all ranks."""
     iterates = _has_state(value) and hasattr(value, "__iter__") and not isinstance(value, nn.Module | Mapping)
-    return kind == "dataloader" or isinstance(value, SupportsStreams) or iterates
+    return state == "dataloader" or isinstance(value, SupportsStreams) or iterates
 
 
-def _check(kind: str, value: Any) -> None:
-    if kind == "optimizer":
+def _check(state: str, value: Any) -> None:
+    if state == "optimizer":
         for each in value if isinstance(value, list | tuple) else [value]:
             if not isinstance(each, torch.optim.Optimizer):
                 raise UsageError(
-                    f"just_in_time=True: states[{kind!r}] is a {type(each).__name__}, and only optimizers of torch tell "
+                    f"just_in_time=True: states[{state!r}] is a {type(each).__name__}, and only optimizers of torch tell "
                     "when they change the parameters"
                 )
-    elif _feeds_data(kind, value) and not hasattr(value, "for_ranks"):
+    elif _feeds_data(state, value) and not hasattr(value, "for_ranks"):
         raise UsageError(
-            f"just_in_time=True: states[{kind!r}] is a {type(value).__name__}, which cannot feed again what a lost rank "
+            f"just_in_time=True: states[{state!r}] is a {type(value).__name__}, which cannot feed again what a lost rank "
             "has taken: it needs the method for_ranks, as TokenBufferLoader has"
         )

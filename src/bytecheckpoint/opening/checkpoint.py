@@ -27,7 +27,7 @@ class Checkpoint(Mapping[str, Any]):
     """A checkpoint as a read-only mapping; see `bytecheckpoint.open`.
 
     Keys are `model/<fqn>`, `optimizer/state/<param fqn>/<state name>`, `optimizer/param_groups`, and for other states
-    `<kind>/<path joined by dots>`. Every name of a tied tensor is a key. If two values have the same key, the second
+    `<state>/<path joined by dots>`. Every name of a tied tensor is a key. If two values have the same key, the second
     key gets `#2`. The value of a key is an `Entry` for a tensor, else the plain value that was saved.
 
     Several threads may use one checkpoint. After a fork the child may continue to use it.
@@ -49,11 +49,11 @@ class Checkpoint(Mapping[str, Any]):
         self._forget_index()
 
     def _forget_index(self) -> None:
-        """Start without an index of the keys. Tensors are indexed at the first need, plain values kind by kind."""
-        self._tensor_keys: dict[str, dict[str, int]] | None = None  # kind -> key -> number of the tensor
-        self._number_of_key: dict[str, int] = {}  # the same for all kinds together
+        """Start without an index of the keys. Tensors are indexed at the first need, plain values state by state."""
+        self._tensor_keys: dict[str, dict[str, int]] | None = None  # state -> key -> number of the tensor
+        self._number_of_key: dict[str, int] = {}  # the same for all states together
         self._numbers: dict[TensorKey, int] = {}  # without the further names of tied tensors
-        self._plain: dict[str, dict[str, Callable[[], Any]]] = {}  # kind -> key -> function that returns the value
+        self._plain: dict[str, dict[str, Callable[[], Any]]] = {}  # state -> key -> function that returns the value
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -66,12 +66,12 @@ class Checkpoint(Mapping[str, Any]):
         self._reader.close()
 
     def __repr__(self) -> str:
-        return f"<Checkpoint {self.path!r}: {', '.join(self.kinds) or 'empty'}; {self._catalog.count} tensors>"
+        return f"<Checkpoint {self.path!r}: {', '.join(self.states) or 'empty'}; {self._catalog.count} tensors>"
 
     @property
-    def kinds(self) -> tuple[str, ...]:
+    def states(self) -> tuple[str, ...]:
         """The states that the checkpoint holds, such as "model" and "optimizer"."""
-        return tuple(self._catalog.kinds())
+        return tuple(self._catalog.states())
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -96,10 +96,10 @@ class Checkpoint(Mapping[str, Any]):
             return set()
         owner, index = self._catalog.owner, self._index()
         own = {key for names in index.values() for key, number in names.items() if owner[number] == self.rank}
-        for kind in self.kinds:
-            tree = self._numbers.get(TensorKey(kind, "", VALUES_SLOT))
+        for state in self.states:
+            tree = self._numbers.get(TensorKey(state, "", VALUES_SLOT))
             if tree is not None and owner[tree] == self.rank:
-                own.update(self._plain_of(kind))
+                own.update(self._plain_of(state))
         return own
 
     def stream(self, keys: Iterable[str], max_bytes: int = 32 << 20) -> Iterator[TensorPiece]:
@@ -122,9 +122,9 @@ class Checkpoint(Mapping[str, Any]):
             raise MissingKeyError(f"{self.path} has no tensor {key!r}{self._similar(key)}")
         return number
 
-    def keys_of(self, kind: str) -> list[str]:
+    def keys_of(self, state: str) -> list[str]:
         """Return the keys of one state, tensors first."""
-        return [*self._index().get(kind, ()), *(self._plain_of(kind) if kind in self.kinds else ())]
+        return [*self._index().get(state, ()), *(self._plain_of(state) if state in self.states else ())]
 
     def stored_under(self, key: str) -> TensorKey | None:
         """Return the tensor behind a key under the name that stores its bytes, or None for a plain value."""
@@ -133,9 +133,9 @@ class Checkpoint(Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         index = self._index()
-        for kind in self.kinds:
-            yield from index[kind]
-            yield from self._plain_of(kind)
+        for state in self.states:
+            yield from index[state]
+            yield from self._plain_of(state)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -173,16 +173,16 @@ class Checkpoint(Mapping[str, Any]):
         if isinstance(key, str):
             for similar in keys.of(key, cutoff=0.7):
                 return f"; did you mean {similar!r}?"
-        return f"; it holds {', '.join(self.kinds) or 'nothing'}"
+        return f"; it holds {', '.join(self.states) or 'nothing'}"
 
     def _number(self, key: str) -> int | None:
         self._index()
         return self._number_of_key.get(key)
 
     def _value(self, key: str) -> Callable[[], Any] | None:
-        for kind in self.kinds:
-            if key.startswith(f"{kind}/"):
-                found = self._plain_of(kind).get(key)
+        for state in self.states:
+            if key.startswith(f"{state}/"):
+                found = self._plain_of(state).get(key)
                 if found is not None:
                     return found
         return None
@@ -190,28 +190,28 @@ class Checkpoint(Mapping[str, Any]):
     # --- tensors ----------------------------------------------------------------------------------------------
 
     def _index(self) -> dict[str, dict[str, int]]:
-        """Return kind -> key -> number of the tensor."""
+        """Return state -> key -> number of the tensor."""
         if self._tensor_keys is None:
             numbers = self._chosen()
-            index: dict[str, dict[str, int]] = {kind: {} for kind in self.kinds}
+            index: dict[str, dict[str, int]] = {state: {} for state in self.states}
             number_of_key: dict[str, int] = {}
 
             def add(key: TensorKey, number: int) -> None:
                 name = unique_name(str(key), number_of_key)
-                index[key.kind][name] = number_of_key[name] = number
+                index[key.state][name] = number_of_key[name] = number
 
             by_fqn: dict[tuple[str, str], list[tuple[TensorKey, int]]] = {}
-            tied = {(kind, fqn) for kind, names in self._catalog.aliases.items() for fqn in names.values()}
+            tied = {(state, fqn) for state, names in self._catalog.aliases.items() for fqn in names.values()}
             for key, number in numbers.items():
                 if key.slot == VALUES_SLOT:
                     continue
                 add(key, number)
-                if (key.kind, key.fqn) in tied:
-                    by_fqn.setdefault((key.kind, key.fqn), []).append((key, number))
-            for kind, names in self._catalog.aliases.items():
+                if (key.state, key.fqn) in tied:
+                    by_fqn.setdefault((key.state, key.fqn), []).append((key, number))
+            for state, names in self._catalog.aliases.items():
                 for alias, fqn in names.items():
-                    for key, number in by_fqn.get((kind, fqn), []):
-                        add(TensorKey(kind, alias, key.slot), number)
+                    for key, number in by_fqn.get((state, fqn), []):
+                        add(TensorKey(state, alias, key.slot), number)
             self._numbers = numbers
             self._number_of_key = number_of_key
             self._tensor_keys = index
@@ -231,42 +231,42 @@ class Checkpoint(Mapping[str, Any]):
                 chosen[key] = number
         return chosen
 
-    def _entry(self, kind: str, fqn: str, slot: str) -> Entry | None:
+    def _entry(self, state: str, fqn: str, slot: str) -> Entry | None:
         """Return the tensor that a plain value refers to."""
         self._index()
-        name = self._catalog.aliases.get(kind, {}).get(fqn, fqn)
-        for key in (TensorKey(kind, fqn, slot), TensorKey(kind, name, slot)):
+        name = self._catalog.aliases.get(state, {}).get(fqn, fqn)
+        for key in (TensorKey(state, fqn, slot), TensorKey(state, name, slot)):
             if key in self._numbers:
                 return Entry(self._reader, self._numbers[key], str(key))
         return None
 
     # --- plain values -----------------------------------------------------------------------------------------
 
-    def _plain_of(self, kind: str) -> dict[str, Callable[[], Any]]:
+    def _plain_of(self, state: str) -> dict[str, Callable[[], Any]]:
         """Return key -> function that returns the plain value, or raises why it cannot be shown."""
-        found = self._plain.get(kind)
+        found = self._plain.get(state)
         if found is None:
-            taken = set(self._index()[kind])
+            taken = set(self._index()[state])
             try:
-                trees, parts = self._trees(kind)
-                values = plain_values(kind, trees, parts, lambda fqn, slot: self._entry(kind, fqn, slot), taken)
+                trees, parts = self._trees(state)
+                values = plain_values(state, trees, parts, lambda fqn, slot: self._entry(state, fqn, slot), taken)
                 found = {key: _returning(value) for key, value in values.items()}
             except IncompatibleCheckpointError as error:
-                # The tensors stay readable: one key stands for the kind's values, and reading it raises.
-                found = {unique_name(f"{kind}/value", taken): _raising(IncompatibleCheckpointError, str(error))}
-            self._plain[kind] = found
+                # The tensors stay readable: one key stands for the state's values, and reading it raises.
+                found = {unique_name(f"{state}/value", taken): _raising(IncompatibleCheckpointError, str(error))}
+            self._plain[state] = found
         return found
 
-    def _trees(self, kind: str) -> tuple[list[bytes], dict[str, bytes]]:
+    def _trees(self, state: str) -> tuple[list[bytes], dict[str, bytes]]:
         """Return the encoded trees to show: one tree, or those of all ranks where they complement each other; and parts."""
-        of_kind = self._catalog.of_kind(kind).tolist()
-        trees = [i for i in of_kind if self._catalog.slot[i] == VALUES_SLOT]
+        of_state = self._catalog.of_state(state).tolist()
+        trees = [i for i in of_state if self._catalog.slot[i] == VALUES_SLOT]
         every = [i for i in trees if not self._catalog.fqn[i]]
         if not every:
             return [], {}
-        first = self._numbers[TensorKey(kind, "", VALUES_SLOT)]
+        first = self._numbers[TensorKey(state, "", VALUES_SLOT)]
         blobs = self._blobs([first])
-        if has_complementary_trees(kind, blobs[0]):
+        if has_complementary_trees(state, blobs[0]):
             blobs += self._blobs([i for i in every if i != first])
         parts = [i for i in trees if self._catalog.fqn[i]]
         return list(dict.fromkeys(blobs)), dict(

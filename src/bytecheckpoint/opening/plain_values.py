@@ -48,9 +48,9 @@ class UnregisteredInstance:
         )
 
 
-def has_complementary_trees(kind: str, blob: bytes) -> bool:
+def has_complementary_trees(state: str, blob: bytes) -> bool:
     """Return whether the ranks' trees complement each other (modules, optimizers), judged by the tree `blob`."""
-    if kind == "model":
+    if state == "model":
         return True
     try:
         return _is_optimizer(decode(blob, on_tensor=TensorRef, on_unregistered=UnregisteredInstance))
@@ -63,20 +63,20 @@ def _is_optimizer(tree: object) -> bool:
 
 
 def plain_values(
-    kind: str,
+    state: str,
     blobs: Sequence[bytes],
     parts: Mapping[str, bytes],
     entry: Callable[[str, str], Entry | None],
     taken: Collection[str],
 ) -> dict[str, Any]:
-    """Return key -> value for all values of a kind that are not tensors.
+    """Return key -> value for all values of a state that are not tensors.
 
     Args:
-        kind: name of the state.
+        state: name of the state.
         blobs: encoded trees; the first tree with a key determines its value.
-        parts: the trees of the kind's parts, by name; a part's values have its name and a dot before their keys.
+        parts: the trees of the state's parts, by name; a part's values have its name and a dot before their keys.
         entry: (FQN, slot) -> the tensor of that name, to put into containers that are one value.
-        taken: keys of the kind's tensors.
+        taken: keys of the state's tensors.
 
     Raises:
         CorruptCheckpointError: the values are damaged.
@@ -84,7 +84,7 @@ def plain_values(
     """
     if not blobs:
         return {}
-    collector = _ValueCollector(kind, entry, set(taken))
+    collector = _ValueCollector(state, entry, set(taken))
     try:
         if _is_optimizer(decode(blobs[0], on_tensor=TensorRef, on_unregistered=UnregisteredInstance)):
             collector.add_optimizer(blobs)
@@ -96,22 +96,22 @@ def plain_values(
         if isinstance(error, CorruptCheckpointError | IncompatibleCheckpointError):
             raise
         raise CorruptCheckpointError(
-            f"the plain values of {kind!r} are malformed ({type(error).__name__}: {error}); use another checkpoint"
+            f"the plain values of {state!r} are malformed ({type(error).__name__}: {error}); use another checkpoint"
         ) from error
     return collector.found
 
 
 class _ValueCollector:
-    """A collector of the plain values of one kind under unique keys."""
+    """A collector of the plain values of one state under unique keys."""
 
-    def __init__(self, kind: str, entry: Callable[[str, str], Entry | None], taken: set[str]) -> None:
+    def __init__(self, state: str, entry: Callable[[str, str], Entry | None], taken: set[str]) -> None:
         self.found: dict[str, Any] = {}
-        self._kind = kind
+        self._state = state
         self._entry = entry
         self._taken = taken
 
     def _add(self, key: str, value: object) -> None:
-        name = unique_name(f"{self._kind}/{key}", self._taken)
+        name = unique_name(f"{self._state}/{key}", self._taken)
         self._taken.add(name)
         self.found[name] = value
 
@@ -119,7 +119,7 @@ class _ValueCollector:
         found = self._entry(fqn, slot)
         if found is None:
             raise CorruptCheckpointError(
-                f"the values of {self._kind!r} refer to tensor {fqn!r}, which the catalog lacks; use another checkpoint"
+                f"the values of {self._state!r} refer to tensor {fqn!r}, which the catalog lacks; use another checkpoint"
             )
         return found
 
@@ -154,7 +154,7 @@ class _ValueCollector:
             )
             if not _is_optimizer(tree):
                 raise CorruptCheckpointError(
-                    f"the ranks' values of {self._kind!r} do not belong together; use another checkpoint"
+                    f"the ranks' values of {self._state!r} do not belong together; use another checkpoint"
                 )
             assert isinstance(tree, dict)
             trees.append(tree)

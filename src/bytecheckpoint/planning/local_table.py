@@ -21,8 +21,8 @@ class LocalTable(msgspec.Struct, frozen=True):
     """The shards of one rank as columns; row i is the rank's i-th shard.
 
     Attributes:
-        tensors: one `TensorRecord` for each shard in msgpack, in pieces: one for each run of shards of one kind. Ranks that
-            hold the same tensors of a kind send the same bytes, which the coordinator decodes once.
+        tensors: one `TensorRecord` for each shard in msgpack, in pieces: one for each run of shards of one state. Ranks
+            that hold the same tensors of a state send the same bytes, which the coordinator decodes once.
         ndims: number of dimensions of each row, int32 [n] as bytes.
         boxes: global shape, offsets and lengths of row after row, `3 * ndims[i]` numbers each, int64 as bytes.
         repeats: number of rows that each record stands for, int64 as bytes; empty if each stands for one.
@@ -37,7 +37,7 @@ class LocalTable(msgspec.Struct, frozen=True):
 class TensorRecord(msgspec.Struct, array_like=True, frozen=True):
     """A tensor's properties in the catalog, without its boxes. Names are escaped (`names.escape`) for messages."""
 
-    kind: str
+    state: str
     fqn: str
     slot: str
     dtype: str
@@ -48,14 +48,14 @@ class TensorRecord(msgspec.Struct, array_like=True, frozen=True):
     @property
     def key(self) -> TensorKey:
         """The key of the tensor, escaped."""
-        return TensorKey(self.kind, self.fqn, self.slot)
+        return TensorKey(self.state, self.fqn, self.slot)
 
 
 def describe(shards: Sequence[LiveShard]) -> LocalTable:
     """Return the table of one rank's shards."""
     pieces = []
-    for kind, run in groupby(shards, lambda s: s.key.kind):
-        name = escape(kind)
+    for state, run in groupby(shards, lambda s: s.key.state):
+        name = escape(state)
         records = [
             TensorRecord(
                 name,

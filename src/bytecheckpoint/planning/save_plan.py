@@ -25,7 +25,7 @@ __all__ = ["SavePlan", "file_bounds", "plan_save"]
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """The plan of all ranks. Its rows are stored shards, sorted by rank, kind, part, then place in the file.
+    """The plan of all ranks. Its rows are stored shards, sorted by rank, state, part, then place in the file.
 
     Attributes:
         tensors: every distinct tensor.
@@ -38,9 +38,9 @@ class SavePlan:
         offset: byte offset of each row in its file's data section, int64 [n].
         nbytes: bytes of each row, int64 [n].
         file_rank: the rank that writes each file, int64 [f].
-        file_kind: kind of each file, [f].
+        file_state: name of the state of each file, [f].
         file_part: part number of each file (a rank splits a file of very many tensors), int64 [f].
-        aliases: further names of tied tensors: kind -> alias -> FQN.
+        aliases: further names of tied tensors: state -> alias -> FQN.
     """
 
     tensors: list[TensorRecord]
@@ -53,7 +53,7 @@ class SavePlan:
     offset: Int64s
     nbytes: Int64s
     file_rank: Int64s
-    file_kind: list[str]
+    file_state: list[str]
     file_part: Int64s
     aliases: dict[str, dict[str, str]]
 
@@ -92,19 +92,19 @@ def plan_save(tables: Sequence[LocalTable], fixed: Mapping[int, Int64s] | None =
         written = np.arange(len(tensor))  # no box has a replica
     _check_cover(tensors, shapes, ndims, _taken(boxes, written), row_tensor)
 
-    kinds = sorted({t.kind for t in tensors})
-    kind_code = np.array([kinds.index(t.kind) for t in tensors], np.int64)
+    states = sorted({t.state for t in tensors})
+    state_code = np.array([states.index(t.state) for t in tensors], np.int64)
     rows = written[_file_order(tensors, row_rank[written], tensor[written])]
     boxes, rank, nbytes = _taken(boxes, rows), row_rank[rows], nbytes[rows]
     local = rows - begins[rank]
     del written, rows, row_rank, tensor
-    kind = kind_code[boxes.tensor]
-    part = _parts(rank, kind)
-    file, offset, start = _lay_out(rank, kind, part, nbytes)
+    state = state_code[boxes.tensor]
+    part = _parts(rank, state)
+    file, offset, start = _lay_out(rank, state, part, nbytes)
     aliases: dict[str, dict[str, str]] = {}
     for record in tensors:
         for alias in record.aliases:
-            aliases.setdefault(record.kind, {})[alias] = record.fqn
+            aliases.setdefault(record.state, {})[alias] = record.fqn
     return SavePlan(
         tensors=tensors,
         shapes=shapes,
@@ -116,7 +116,7 @@ def plan_save(tables: Sequence[LocalTable], fixed: Mapping[int, Int64s] | None =
         offset=offset,
         nbytes=nbytes,
         file_rank=rank[start],
-        file_kind=[kinds[k] for k in kind[start]],
+        file_state=[states[k] for k in state[start]],
         file_part=part[start],
         aliases=aliases,
     )
@@ -171,8 +171,8 @@ def _may_write(fixed: Mapping[int, Int64s], group: Int64s, row_rank: Int64s, row
 
 
 def _file_order(tensors: Sequence[TensorRecord], rank: Int64s, tensor: Int64s) -> Int64s:
-    """Return the stable permutation that sorts rows by (rank, kind, item size descending, dtype)."""
-    sort_keys = [(t.kind, -itemsize(t.dtype), t.dtype) for t in tensors]
+    """Return the stable permutation that sorts rows by (rank, state, item size descending, dtype)."""
+    sort_keys = [(t.state, -itemsize(t.dtype), t.dtype) for t in tensors]
     place = {key: i for i, key in enumerate(sorted(set(sort_keys)))}
     places = np.array([place[key] for key in sort_keys], np.int64)
     order = rank * len(place) + places[tensor]
@@ -201,7 +201,7 @@ def _check_cover(
         what = "overlap without being equal" if filled[first] > total[first] else "leave a hole"
         raise IncompatibleCheckpointError(
             f"the shards of {tensors[first].key} on all ranks {what}: {int(filled[first])} elements for a tensor of "
-            f"{int(total[first])}; {len(wrong)} tensors are affected{_ranks_without(tensors[first].kind, tensors, ranks)}"
+            f"{int(total[first])}; {len(wrong)} tensors are affected{_ranks_without(tensors[first].state, tensors, ranks)}"
         )
     untiled = not_tiled(shapes, boxes)
     if len(untiled):
@@ -215,44 +215,46 @@ def _check_cover(
         )
 
 
-def _ranks_without(kind: str, tensors: list[TensorRecord], ranks: Sequence[Int64s]) -> str:
-    """Name the ranks that hold nothing of a kind, if others do: they may have been given other states."""
-    of_kind = np.array([t.kind == kind for t in tensors], bool)
-    without = [str(rank) for rank, rows in enumerate(ranks) if not of_kind[rows].any()]
-    return f"; without anything of {kind!r}: rank {listed(without)} (give all ranks the same states)" if without else ""
+def _ranks_without(state: str, tensors: list[TensorRecord], ranks: Sequence[Int64s]) -> str:
+    """Name the ranks that hold nothing of a state, if others do: they may have been given other states."""
+    of_state = np.array([t.state == state for t in tensors], bool)
+    without = [str(rank) for rank, rows in enumerate(ranks) if not of_state[rows].any()]
+    return (
+        f"; without anything of {state!r}: rank {listed(without)} (give all ranks the same states)" if without else ""
+    )
 
 
-def _parts(rank: Int64s, kind: Int64s) -> Int64s:
+def _parts(rank: Int64s, state: Int64s) -> Int64s:
     """Return the part number of each row: files with too many entries are split."""
     new = np.ones(len(rank), bool)
-    new[1:] = (rank[1:] != rank[:-1]) | (kind[1:] != kind[:-1])
+    new[1:] = (rank[1:] != rank[:-1]) | (state[1:] != state[:-1])
     begin = np.flatnonzero(new)
     return (
         np.arange(len(rank)) - np.repeat(begin, np.diff(np.append(begin, len(rank))))
     ) // tuning().max_entries_per_file
 
 
-def _lay_out(rank: Int64s, kind: Int64s, part: Int64s, nbytes: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+def _lay_out(rank: Int64s, state: Int64s, part: Int64s, nbytes: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """Return the file number and offset of each row, and the first row of each file."""
     new = np.ones(len(rank), bool)
-    new[1:] = (rank[1:] != rank[:-1]) | (kind[1:] != kind[:-1]) | (part[1:] != part[:-1])
+    new[1:] = (rank[1:] != rank[:-1]) | (state[1:] != state[:-1]) | (part[1:] != part[:-1])
     start = np.flatnonzero(new)
     file = np.cumsum(new) - 1
     before = np.cumsum(nbytes) - nbytes
     return file, before - before[start][file] if len(rank) else before, start
 
 
-def file_bounds(kinds: Sequence[int] | Int64s) -> list[tuple[int, int, int, int]]:
+def file_bounds(states: Sequence[int] | Int64s) -> list[tuple[int, int, int, int]]:
     """Divide the rows of one rank, in the order of the plan, into files.
 
     Args:
-        kinds: number of each row's kind.
+        states: number of each row's state.
 
     Returns:
-        (kind, part, first row, end row) of each file.
+        (state, part, first row, end row) of each file.
     """
     most = tuning().max_entries_per_file
-    column = np.asarray(kinds, np.int64)
+    column = np.asarray(states, np.int64)
     bounds: list[tuple[int, int, int, int]] = []
     ends = [*(np.flatnonzero(column[1:] != column[:-1]) + 1).tolist(), len(column)] if len(column) else []
     first = 0

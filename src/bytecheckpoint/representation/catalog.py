@@ -1,6 +1,6 @@
 """The catalog: the description of a whole checkpoint, as columns (ByteCheckpoint, section 3.2).
 
-The catalog has two tables. A *tensor* is a (kind, fqn, slot, owner). A *row* is one stored box of a tensor with the
+The catalog has two tables. A *tensor* is a (state, fqn, slot, owner). A *row* is one stored box of a tensor with the
 file and the bytes that hold it: the paper's TensorShardToBasicByteMap and LoaderShardToByteMap in one. No Python loop
 runs over rows; loops over tensors run inside one C call per column.
 """
@@ -23,7 +23,7 @@ from bytecheckpoint.representation.shards import TensorKey
 __all__ = ["MAX_DIMS", "SHARED", "VALUES_SLOT", "Catalog", "StorageFile", "StringColumn", "row_order"]
 
 VALUES_SLOT: Final = "//values"
-"""Slot of the uint8 tensor that holds a kind's encoded tree of plain values; its FQN is ""."""
+"""Slot of the uint8 tensor that holds a state's encoded tree of plain values; its FQN is ""."""
 
 SHARED: Final = -1
 """The owner of a tensor that all ranks share."""
@@ -38,7 +38,7 @@ class StorageFile:
 
     Attributes:
         name: name relative to the checkpoint ("model/rank-00003.<generation>.safetensors"), or a URI.
-        kind: the kind of its tensors.
+        state: name of the state that the file's tensors belong to.
         rank: the rank that wrote the file.
         size: size in bytes.
         data_offset: first byte of the data section.
@@ -49,7 +49,7 @@ class StorageFile:
     """
 
     name: str
-    kind: str
+    state: str
     rank: int
     size: int
     data_offset: int
@@ -112,7 +112,7 @@ class Catalog:
     """All tensors, rows and files of one checkpoint. Immutable; `t` tensors, `n` rows, at most `d` dimensions.
 
     Attributes:
-        kind, fqn, slot, dtype, device: one string per tensor.
+        state, fqn, slot, dtype, device: one string per tensor.
         shapes: global shape of each tensor, padded on the right with 1, int64 [t, d].
         ndims: number of dimensions of each tensor, int64 [t].
         owner: the rank whose own value the tensor is, or -1 when all ranks share it, int32 [t].
@@ -123,13 +123,13 @@ class Catalog:
         byte_length: number of bytes of each row, int64 [n].
         files: the table of files.
         file_sums: for each file the sums of its blocks, uint64.
-        aliases: kind -> further name of a tied tensor -> the FQN under which the tensor is stored.
+        aliases: state -> further name of a tied tensor -> the FQN under which the tensor is stored.
         info: plain JSON: world size, framework, layout, creation time, package versions.
         files_read: mask of the files whose rows and sums are here, all of each file's; None: all files. Tensors and files
             are complete in any case.
     """
 
-    kind: StringColumn
+    state: StringColumn
     fqn: StringColumn
     slot: StringColumn
     dtype: StringColumn
@@ -152,7 +152,7 @@ class Catalog:
     def from_columns(
         cls,
         *,
-        kinds: Sequence[str],
+        states: Sequence[str],
         fqns: Sequence[str],
         slots: Sequence[str],
         dtypes: Sequence[str],
@@ -181,7 +181,7 @@ class Catalog:
             )
         width = max(boxes.ndim, shapes.shape[1], 1)
         return cls(
-            kind=StringColumn.of(kinds),
+            state=StringColumn.of(states),
             fqn=StringColumn.of(fqns),
             slot=StringColumn.of(slots),
             dtype=StringColumn.of(dtypes),
@@ -218,11 +218,11 @@ class Catalog:
 
     def key(self, i: int) -> TensorKey:
         """Return the key of tensor `i`; tensors that differ only in their owner have equal keys."""
-        return TensorKey(self.kind[i], self.fqn[i], self.slot[i])
+        return TensorKey(self.state[i], self.fqn[i], self.slot[i])
 
     def keys(self) -> list[TensorKey]:
         """Return the keys of all tensors, in order."""
-        return list(map(TensorKey, self.kind.to_list(), self.fqn.to_list(), self.slot.to_list()))
+        return list(map(TensorKey, self.state.to_list(), self.fqn.to_list(), self.slot.to_list()))
 
     def shape(self, i: int) -> tuple[int, ...]:
         """Return the global shape of tensor `i`."""
@@ -238,17 +238,17 @@ class Catalog:
         ndims: list[int] = self.ndims.tolist()
         return ndims
 
-    def kinds(self) -> list[str]:
-        """Return the kinds of the checkpoint, in the order of their first tensors."""
-        return [self.kind.values[code] for code in dict.fromkeys(self.kind.codes.tolist())]
+    def states(self) -> list[str]:
+        """Return the states of the checkpoint, in the order of their first tensors."""
+        return [self.state.values[code] for code in dict.fromkeys(self.state.codes.tolist())]
 
-    def of_kind(self, kind: str) -> Int64s:
-        """Return the numbers of all tensors of `kind`, ascending, with those that hold plain values."""
-        return np.flatnonzero(self.kind.codes == self.kind.code_of(kind))
+    def of_state(self, state: str) -> Int64s:
+        """Return the numbers of all tensors of `state`, ascending, with those that hold plain values."""
+        return np.flatnonzero(self.state.codes == self.state.code_of(state))
 
-    def fqns(self, kind: str) -> list[str]:
-        """Return the distinct FQNs of the tensors of `kind`, in order, without aliases and plain values."""
-        chosen = (self.kind.codes == self.kind.code_of(kind)) & (self.slot.codes != self.slot.code_of(VALUES_SLOT))
+    def fqns(self, state: str) -> list[str]:
+        """Return the distinct FQNs of the tensors of `state`, in order, without aliases and plain values."""
+        chosen = (self.state.codes == self.state.code_of(state)) & (self.slot.codes != self.slot.code_of(VALUES_SLOT))
         return [self.fqn.values[code] for code in dict.fromkeys(self.fqn.codes[chosen].tolist())]
 
     def sums(self, file_index: int) -> NDArray[np.uint64]:
@@ -289,14 +289,14 @@ class Catalog:
         """
         if not keys:
             return np.zeros(0, np.int64)
-        kinds, fqns, slots = zip(*keys, strict=True)
-        found = self._lookup(kinds, fqns, slots, owner)
+        states, fqns, slots = zip(*keys, strict=True)
+        found = self._lookup(states, fqns, slots, owner)
         if self.aliases:
             absent = np.flatnonzero(found < 0)
-            stored = [self.aliases.get(kinds[i], {}).get(fqns[i]) for i in absent.tolist()]
+            stored = [self.aliases.get(states[i], {}).get(fqns[i]) for i in absent.tolist()]
             tied = absent[np.fromiter((name is not None for name in stored), np.bool_, len(stored))]
             found[tied] = self._lookup(
-                [kinds[i] for i in tied.tolist()],
+                [states[i] for i in tied.tolist()],
                 [name for name in stored if name is not None],
                 [slots[i] for i in tied.tolist()],
                 owner,
@@ -307,38 +307,38 @@ class Catalog:
         """Return the number of the tensor of one key, as `find` does. For one key this is some 50 times as fast."""
         found = self._lookup_one(key, owner)
         if found < 0 and self.aliases:
-            name = self.aliases.get(key.kind, {}).get(key.fqn)
+            name = self.aliases.get(key.state, {}).get(key.fqn)
             if name is not None:
                 return self._lookup_one(key._replace(fqn=name), owner)
         return found
 
     def _lookup_one(self, key: TensorKey, owner: int) -> int:
-        kind, fqn, slot = self.kind.code_of(key.kind), self.fqn.code_of(key.fqn), self.slot.code_of(key.slot)
+        state, fqn, slot = self.state.code_of(key.state), self.fqn.code_of(key.fqn), self.slot.code_of(key.slot)
         number = self._owner_numbers.get(owner, -1)
-        if min(kind, fqn, slot, number) < 0:
+        if min(state, fqn, slot, number) < 0:
             return -1
-        code = (kind * len(self.slot.values) + slot) * len(self.fqn.values) + fqn
+        code = (state * len(self.slot.values) + slot) * len(self.fqn.values) + fqn
         wanted = code * max(len(self._owners), 1) + number
         composites, tensors = self._by_composite
         place = int(composites.searchsorted(wanted))
         return int(tensors[place]) if place < len(composites) and composites[place] == wanted else -1
 
-    def _lookup(self, kinds: Sequence[str], fqns: Sequence[str], slots: Sequence[str], owner: int) -> Int64s:
-        kind, fqn, slot = self.kind.codes_of(kinds), self.fqn.codes_of(fqns), self.slot.codes_of(slots)
+    def _lookup(self, states: Sequence[str], fqns: Sequence[str], slots: Sequence[str], owner: int) -> Int64s:
+        state, fqn, slot = self.state.codes_of(states), self.fqn.codes_of(fqns), self.slot.codes_of(slots)
         numbers = np.searchsorted(self._owners, [owner])
-        known = (kind >= 0) & (fqn >= 0) & (slot >= 0) & bool(np.isin(owner, self._owners))
-        wanted = self._compose(kind, fqn, slot, np.broadcast_to(numbers, kind.shape))
+        known = (state >= 0) & (fqn >= 0) & (slot >= 0) & bool(np.isin(owner, self._owners))
+        wanted = self._compose(state, fqn, slot, np.broadcast_to(numbers, state.shape))
         composites, tensors = self._by_composite
         place = np.minimum(np.searchsorted(composites, wanted), max(len(composites) - 1, 0))
-        found = np.full(len(kinds), -1, np.int64)
+        found = np.full(len(states), -1, np.int64)
         if len(composites):
             hit = known & (composites[place] == wanted)
             found[hit] = tensors[place[hit]]
         return found
 
-    def _compose(self, kind: Int64s, fqn: Int64s, slot: Int64s, owner: Int64s) -> Int64s:
-        """Return one integer per tensor, all different (kinds x slots x fqns x owners stays below 2**63)."""
-        code = (kind * len(self.slot.values) + slot) * len(self.fqn.values) + fqn
+    def _compose(self, state: Int64s, fqn: Int64s, slot: Int64s, owner: Int64s) -> Int64s:
+        """Return one integer per tensor, all different (states x slots x fqns x owners stays below 2**63)."""
+        code = (state * len(self.slot.values) + slot) * len(self.fqn.values) + fqn
         return np.asarray(code * max(len(self._owners), 1) + owner, np.int64)
 
     @lazy
@@ -353,12 +353,12 @@ class Catalog:
     def _by_composite(self) -> tuple[Int64s, Int64s]:
         """The composite integers of all tensors, ascending, and the number of each one's tensor."""
         owners = np.searchsorted(self._owners, self.owner)
-        composites = self._compose(self.kind.codes, self.fqn.codes, self.slot.codes, owners)
+        composites = self._compose(self.state.codes, self.fqn.codes, self.slot.codes, owners)
         order = np.argsort(composites, kind="stable")
         return composites[order], order
 
     def has_duplicates(self) -> bool:
-        """Return whether two tensors have the same kind, FQN, slot and owner, which no sound catalog has."""
+        """Return whether two tensors have the same state, FQN, slot and owner, which no sound catalog has."""
         composites, _ = self._by_composite
         return bool((composites[1:] == composites[:-1]).any())
 

@@ -50,7 +50,7 @@ class _Files(msgspec.Struct):
 
     count: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     name: str | list[str]
-    kind: str | list[str]
+    state: str | list[str] = msgspec.field(name="kind")
     rank: int | list[int]
     size: _Natural | list[_Natural]
     data_offset: _Natural | list[_Natural]
@@ -58,6 +58,10 @@ class _Files(msgspec.Struct):
     block_bytes: _Natural | list[_Natural]
     generation: str | list[str]
     format: str | list[str]
+
+
+#: Names of the columns in `StorageFile` and in the footer.
+_FILE_COLUMNS = list(zip(_Files.__struct_fields__, _Files.__struct_encode_fields__, strict=True))[1:]
 
 
 class Footer(msgspec.Struct):
@@ -159,7 +163,7 @@ def _hash(*parts: bytes | memoryview) -> bytes:
 def encode_footer(catalog: Catalog, version: int) -> bytes:
     """Return the table of files and what describes the checkpoint as a whole, as JSON."""
     files = catalog.files
-    columns: dict[str, Any] = {name: [getattr(file, name) for file in files] for name in _Files.__struct_fields__[1:]}
+    columns: dict[str, Any] = {stored: [getattr(file, name) for file in files] for name, stored in _FILE_COLUMNS}
     columns["header_sum"] = [f"{value:016x}" for value in columns["header_sum"]]
     packed = {name: values[0] if len(set(values)) == 1 else values for name, values in columns.items()}
     untiled = np.flatnonzero(catalog.untiled).tolist()
@@ -167,7 +171,7 @@ def encode_footer(catalog: Catalog, version: int) -> bytes:
         "version": version,
         "files": {"count": len(files), **packed},
         "sums": {str(i): catalog.sums(i).astype(">u8").tobytes().hex() for i in untiled if files[i].block_bytes},
-        "aliases": {kind: dict(names) for kind, names in catalog.aliases.items()},
+        "aliases": {state: dict(names) for state, names in catalog.aliases.items()},
         "info": dict(catalog.info),
     }
     return json.dumps(content, separators=(",", ":"), sort_keys=True).encode()
@@ -192,7 +196,7 @@ def files_of(footer: Footer) -> list[StorageFile]:
         values = getattr(footer.files, name)
         return values if isinstance(values, list) else [values] * footer.files.count
 
-    columns = {name: column(name) for name in _Files.__struct_fields__[1:]}
+    columns = {name: column(name) for name, _ in _FILE_COLUMNS}
     columns["header_sum"] = [int(text, 16) for text in columns["header_sum"]]
     return [StorageFile(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 

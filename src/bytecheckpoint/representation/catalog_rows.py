@@ -39,18 +39,21 @@ __all__ = [
     "tensor_columns",
 ]
 
-_STRINGS: Final = ("kind", "fqn", "slot", "dtype", "device")
+#: String columns by their names in `Catalog`, with their names in the file.
+_STRINGS: Final = {"state": "kind", "fqn": "fqn", "slot": "slot", "dtype": "dtype", "device": "device"}
 _BOX_LISTS = ("global_shape", "offsets", "lengths")
 WRITE_OPTIONS: Final[dict[str, Any]] = {
     "compression": {
-        **dict.fromkeys([*_STRINGS, "file", "byte_offset", "byte_length", "owner", "requires_grad", "view"], "zstd"),
+        **dict.fromkeys(
+            [*_STRINGS.values(), "file", "byte_offset", "byte_length", "owner", "requires_grad", "view"], "zstd"
+        ),
         **dict.fromkeys([f"{name}.list.element" for name in _BOX_LISTS], "zstd"),
         "sums.list.element": "none",  # hashes do not compress
     },
-    "use_dictionary": [*_STRINGS, *(f"{name}.list.element" for name in _BOX_LISTS), "byte_length"],
+    "use_dictionary": [*_STRINGS.values(), *(f"{name}.list.element" for name in _BOX_LISTS), "byte_length"],
     "column_encoding": {"file": "DELTA_BINARY_PACKED", "byte_offset": "DELTA_BINARY_PACKED"},
     "dictionary_pagesize_limit": 1 << 28,
-    "write_statistics": [*_STRINGS, "file", "byte_offset", "byte_length", "owner"],
+    "write_statistics": [*_STRINGS.values(), "file", "byte_offset", "byte_length", "owner"],
     "store_schema": False,
 }
 
@@ -84,14 +87,16 @@ def decoding() -> Iterator[None]:
 
 def open_parquet(data: Any) -> Any:
     """Return the Parquet file whose bytes `data` holds."""
-    return pq.ParquetFile(pa.BufferReader(data), read_dictionary=list(_STRINGS), pre_buffer=False)
+    return pq.ParquetFile(pa.BufferReader(data), read_dictionary=list(_STRINGS.values()), pre_buffer=False)
 
 
 def tensor_columns(catalog: Catalog, boxes: BoxTable) -> dict[str, Any]:
     """Return the Arrow columns that describe `boxes`, and the tensor of each."""
     tensor = boxes.tensor
     ndims = catalog.ndims[tensor]
-    columns: dict[str, Any] = {name: string_array(getattr(catalog, name), tensor) for name in _STRINGS}
+    columns: dict[str, Any] = {
+        stored: string_array(getattr(catalog, name), tensor) for name, stored in _STRINGS.items()
+    }
     columns["global_shape"] = list_array(catalog.shapes[tensor], ndims)
     columns["offsets"] = list_array(boxes.offsets, ndims)
     columns["lengths"] = list_array(boxes.lengths, ndims)
@@ -107,7 +112,7 @@ def read_tensors(table: Any) -> tuple[dict[str, Any], BoxTable]:
         ColumnError: a column does not have the form that the format demands.
         CorruptCheckpointError: rows contradict each other.
     """
-    strings = {name: read_strings(table, name) for name in _STRINGS}
+    strings = {name: read_strings(table, stored) for name, stored in _STRINGS.items()}
     shapes, ndims = read_lists(table, "global_shape", 1)
     offsets, offset_dims = read_lists(table, "offsets", 0)
     lengths, length_dims = read_lists(table, "lengths", 1)
@@ -117,7 +122,7 @@ def read_tensors(table: Any) -> tuple[dict[str, Any], BoxTable]:
     requires_grad = read_numbers(table, "requires_grad", pa.bool_())
     first = np.ones(len(table), np.bool_)
     first[1:] = False
-    for column in (strings["kind"].codes, strings["fqn"].codes, strings["slot"].codes, owner):
+    for column in (strings["state"].codes, strings["fqn"].codes, strings["slot"].codes, owner):
         first[1:] |= column[1:] != column[:-1]
     tensor = np.cumsum(first) - 1
     for column in (strings["dtype"].codes, strings["device"].codes, requires_grad, ndims, *shapes.T):

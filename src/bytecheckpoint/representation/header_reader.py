@@ -46,7 +46,7 @@ class StorageHeader:
         entries: entries in file order; they tile the data section.
         data_offset: first byte of the data section.
         data_length: size of the data section, which ends the file.
-        kind, rank, world_size, generation: of the save that wrote the file; "model", 0, 1, "" for a foreign file.
+        state, rank, world_size, generation: of the save that wrote the file; "model", 0, 1, "" for a foreign file.
         block_bytes: size of a checksum block; 0 for a foreign file, which has no sums.
         sums: sum of each block, shape [blocks], uint64.
         files: number of files that the rank writes in this save; 0 when the header does not hold it.
@@ -58,7 +58,7 @@ class StorageHeader:
     entries: tuple[StoredEntry, ...]
     data_offset: int
     data_length: int
-    kind: str
+    state: str
     rank: int
     world_size: int
     generation: str
@@ -136,7 +136,7 @@ def _parse_own(text: bytes, metadata: dict[str, str], tensors: dict[str, Safeten
         entries=tuple(entries),
         data_offset=len(text),
         data_length=data_length,
-        kind=unescape(metadata.get(METADATA_PREFIX + "kind", "")),
+        state=unescape(metadata.get(METADATA_PREFIX + "kind", "")),
         rank=_number(metadata, "rank", file),
         world_size=_number(metadata, "world_size", file),
         generation=generation,
@@ -181,7 +181,7 @@ def _own_entries(records: list[EntryRecord], tensors: dict[str, SafetensorsEntry
             raise _damaged(file, f"tensor {name!r} does not start where the tensor before ends")
         entries.append(
             StoredEntry(
-                key=TensorKey(unescape(record.kind), unescape(record.fqn), unescape(record.slot)),
+                key=TensorKey(unescape(record.state), unescape(record.fqn), unescape(record.slot)),
                 dtype=dtype,
                 global_shape=shape,
                 offsets=offsets,
@@ -225,7 +225,7 @@ def _parse_foreign(
         entries=tuple(entries),
         data_offset=data_offset,
         data_length=end,
-        kind="model",
+        state="model",
         rank=0,
         world_size=1,
         generation="",

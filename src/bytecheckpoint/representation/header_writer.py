@@ -84,7 +84,7 @@ class HeaderTemplate:
 def build_header(
     entries: Sequence[StoredEntry | StoredFragments],
     *,
-    kind: str,
+    state: str,
     rank: int,
     world_size: int,
     generation: str,
@@ -98,7 +98,7 @@ def build_header(
     Args:
         entries: entries and fragments in file order, which tile the data section. Sorted by item size, largest first,
             each entry is aligned to its item size.
-        kind: the kind that the file belongs to.
+        state: name of the state that the file belongs to.
         rank: the rank that writes it.
         world_size: number of ranks that save.
         generation: 24 hex digits.
@@ -124,7 +124,7 @@ def build_header(
     _add_field(text, "world_size", str(world_size))
     _add_field(text, "block_bytes", str(block_bytes))
     sums_at = _add_field(text, "sums", "0" * (SUM_DIGITS * blocks))
-    _add_field(text, "kind", escape(kind))
+    _add_field(text, "kind", escape(state))
     _add_field(text, "siblings", msgspec.json.encode(siblings).decode())
     _add_field(text, "entries", f"[{records}]")
     text += b"}"
@@ -132,7 +132,7 @@ def build_header(
     text += b" " * (-len(text) % DATA_ALIGNMENT)
     if len(text) - 8 > max_header_bytes:
         raise UsageError(
-            f"the names of {len(entries)} tensors of {kind!r} on rank {rank} make a file header of {len(text)} bytes, "
+            f"the names of {len(entries)} tensors of {state!r} on rank {rank} make a file header of {len(text)} bytes, "
             f"safetensors allows {max_header_bytes}: spread the tensors over more files, or shorten their names"
         )
     struct.pack_into("<Q", text, 0, len(text) - 8)
@@ -256,7 +256,7 @@ def _records(entries: Sequence[StoredEntry]) -> str:
 
 
 def _is_ascii(entries: Sequence[StoredEntry], keys: list[str]) -> bool:
-    return "".join(keys).isascii() and all(e.key.kind.isascii() and "".join(e.aliases).isascii() for e in entries)
+    return "".join(keys).isascii() and all(e.key.state.isascii() and "".join(e.aliases).isascii() for e in entries)
 
 
 def _escaped(entry: StoredEntry) -> StoredEntry:

@@ -19,9 +19,9 @@ __all__ = [
     "file_stem",
     "generation_of",
     "is_uri",
-    "kind_folder",
     "natural_order",
     "new_generation",
+    "state_folder",
     "storage_file_name",
     "unescape",
     "unique_name",
@@ -33,7 +33,7 @@ GENERATION_LENGTH: Final = 24
 #: Names of the folders in which managers save steps.
 STEP_FOLDER = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
 
-_EXTRA_KIND, _EXTRA_FOLDER = "extra_states", "extra"
+_EXTRA_STATE, _EXTRA_FOLDER = "extra_states", "extra"
 # Lower case only: "Model" and "model" are the same folder on a file system that ignores case.
 _PLAIN_FOLDER = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _HASHED_FOLDER = re.compile(r"kind-[0-9a-f]{16}")
@@ -50,41 +50,41 @@ _ESCAPED = re.compile("\ufdd0([0-9a-f]{4})")
 _NUMBER = re.compile(r"([0-9]+)")
 
 
-def kind_folder(kind: str) -> str:
-    """Return the folder of a kind's storage files: a safe name, different for different kinds.
+def state_folder(state: str) -> str:
+    """Return the folder of a state's storage files: a safe name, different for different states.
 
-    A kind of lower-case letters, digits, "_" and "-" is its own folder, and "extra_states" has the folder "extra". Any
+    A state of lower-case letters, digits, "_" and "-" is its own folder, and "extra_states" has the folder "extra". Any
     other kind has the folder "kind-" + the 16 hex digits of its xxh3_64.
     """
-    if kind == _EXTRA_KIND:
+    if state == _EXTRA_STATE:
         return _EXTRA_FOLDER
     if (
-        _PLAIN_FOLDER.fullmatch(kind)
-        and kind != _EXTRA_FOLDER
-        and not _HASHED_FOLDER.fullmatch(kind)
-        and not _DEVICE_NAME.fullmatch(kind)
+        _PLAIN_FOLDER.fullmatch(state)
+        and state != _EXTRA_FOLDER
+        and not _HASHED_FOLDER.fullmatch(state)
+        and not _DEVICE_NAME.fullmatch(state)
     ):
-        return kind
-    return "kind-" + xxhash.xxh3_64_hexdigest(kind.encode("utf-8", "surrogatepass"))
+        return state
+    return "kind-" + xxhash.xxh3_64_hexdigest(state.encode("utf-8", "surrogatepass"))
 
 
-def storage_file_name(kind: str, rank: int, generation: str, part: int = 0) -> str:
+def storage_file_name(state: str, rank: int, generation: str, part: int = 0) -> str:
     """Return the name of the file of tensors, e.g. "model/rank-00003.<generation>.safetensors".
 
     Args:
-        kind: name of the state.
+        state: name of the state.
         rank: the rank that writes the file.
         generation: generation of the save, from `new_generation`.
-        part: 0 for the first file of this rank and kind, 1, 2, ... for further files.
+        part: 0 for the first file of this rank and state, 1, 2, ... for further files.
     """
     suffix = f"-p{part:03d}" if part else ""
-    return f"{kind_folder(kind)}/rank-{rank:05d}{suffix}.{generation}.safetensors"
+    return f"{state_folder(state)}/rank-{rank:05d}{suffix}.{generation}.safetensors"
 
 
-def values_file_name(kind: str, rank: int, generation: str, part: int = 0) -> str:
+def values_file_name(state: str, rank: int, generation: str, part: int = 0) -> str:
     """Return the name of the file of plain values, e.g. "optimizer/values-00003.<generation>.safetensors"."""
     suffix = f"-p{part:03d}" if part else ""
-    return f"{kind_folder(kind)}/values-{rank:05d}{suffix}.{generation}.safetensors"
+    return f"{state_folder(state)}/values-{rank:05d}{suffix}.{generation}.safetensors"
 
 
 def file_stem(name: str) -> str:

@@ -21,18 +21,18 @@ class TensorKey(NamedTuple):
     """The name of a tensor within a checkpoint.
 
     Attributes:
-        kind: name of the state that holds the tensor ("model", "optimizer", "extra_states", ...).
+        state: name of the state that holds the tensor ("model", "optimizer", "extra_states", ...).
         fqn: fully qualified name of the parameter or buffer; for other states the path of the tensor, joined by dots.
         slot: name of an optimizer state ("exp_avg"; "outer.inner" when nested), "" for any other tensor.
     """
 
-    kind: str
+    state: str
     fqn: str
     slot: str = ""
 
     def __str__(self) -> str:
         """Return the key under which `bytecheckpoint.open` shows the tensor."""
-        return f"{self.kind}/state/{self.fqn}/{self.slot}" if self.slot else f"{self.kind}/{self.fqn}"
+        return f"{self.state}/state/{self.fqn}/{self.slot}" if self.slot else f"{self.state}/{self.fqn}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,7 +148,7 @@ class LivePart:
     """A part of a state that any rank may hold, and that another rank may load: a stream of a data loader.
 
     Attributes:
-        name: its FQN in the kind; those of its tensors begin with it and a dot.
+        name: its FQN in the state; those of its tensors begin with it and a dot.
         tree: its plain values, encoded.
         shards: its tensors.
     """
@@ -160,10 +160,10 @@ class LivePart:
 
 @dataclass(slots=True)
 class LiveState:
-    """The shards and plain values that one rank holds of one kind.
+    """The shards and plain values that one rank holds of one state.
 
     Attributes:
-        kind: name of the state.
+        name: name of the state.
         shards: shards of the tensors.
         tree: the plain values, encoded by `representation.values`, or None when there are none. Ranks compare trees by
             content, as they compare `by_content` shards.
@@ -178,7 +178,7 @@ class LiveState:
         part_count: number of the parts of all ranks; 0 for a state without parts.
     """
 
-    kind: str
+    name: str
     shards: list[LiveShard] = field(default_factory=list)
     tree: bytes | None = None
     merged: bool = False

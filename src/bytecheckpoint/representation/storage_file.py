@@ -50,7 +50,7 @@ class SafetensorsEntry(msgspec.Struct, frozen=True, gc=False):
 class EntryRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An entry as `__metadata__` describes it: a JSON array in this order, strings escaped."""
 
-    kind: str
+    state: str
     fqn: str
     slot: str
     dtype: str

@@ -36,7 +36,7 @@ def build_catalog(
         files.append(
             StorageFile(
                 name=record.name,
-                kind=unescape(record.kind),
+                state=unescape(record.state),
                 rank=rank,
                 size=record.size,
                 data_offset=record.data_offset,
@@ -48,16 +48,16 @@ def build_catalog(
         sums.append(np.frombuffer(record.sums, np.uint64))
         return len(files) - 1
 
-    planned = {(rank, f.kind, f.part): f for rank, report in reports.items() for f in report.files if not f.values}
-    for rank, kind, part in zip(plan.file_rank.tolist(), plan.file_kind, plan.file_part.tolist(), strict=True):
-        number[rank, kind, part, False] = add(rank, planned[rank, kind, part])
+    planned = {(rank, f.state, f.part): f for rank, report in reports.items() for f in report.files if not f.values}
+    for rank, state, part in zip(plan.file_rank.tolist(), plan.file_state, plan.file_part.tolist(), strict=True):
+        number[rank, state, part, False] = add(rank, planned[rank, state, part])
     data_offset = np.array([f.data_offset for f in files], np.int64)
 
     values = owners_of_values({rank: report.values for rank, report in reports.items()}, SHARED)
     value_file = []
     for rank, record, _ in values:
         written = reports[rank].files[record.file]
-        key = (rank, written.kind, written.part, True)
+        key = (rank, written.state, written.part, True)
         if key not in number:
             number[key] = add(rank, written)
         value_file.append(number[key])
@@ -73,7 +73,7 @@ def build_catalog(
     offsets = plan.offset + (data_offset[plan.file] if len(plan.file) else 0)
     value_offsets = [files[f].data_offset + r.offset for f, (_, r, _) in zip(value_file, values, strict=True)]
     return Catalog.from_columns(
-        kinds=[unescape(t.kind) for t in tensors] + [unescape(r.key[0]) for _, r, _ in values],
+        states=[unescape(t.state) for t in tensors] + [unescape(r.key[0]) for _, r, _ in values],
         fqns=[unescape(t.fqn) for t in tensors] + [unescape(r.key[1]) for _, r, _ in values],
         slots=[unescape(t.slot) for t in tensors] + [unescape(r.key[2]) for _, r, _ in values],
         dtypes=[t.dtype for t in tensors] + [r.dtype for _, r, _ in values],
@@ -89,8 +89,8 @@ def build_catalog(
         files=files,
         sums=sums,
         aliases={
-            unescape(kind): {unescape(alias): unescape(fqn) for alias, fqn in names.items()}
-            for kind, names in plan.aliases.items()
+            unescape(state): {unescape(alias): unescape(fqn) for alias, fqn in names.items()}
+            for state, names in plan.aliases.items()
         },
         info=info,
     )

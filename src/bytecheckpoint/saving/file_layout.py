@@ -38,10 +38,10 @@ class FileOrigin:
     world_size: int
     generation: str
 
-    def file_name(self, kind: str, part: int, *, values: bool) -> str:
+    def file_name(self, state: str, part: int, *, values: bool) -> str:
         """Name a file of planned shards or of values."""
         name = values_file_name if values else storage_file_name
-        return name(kind, self.rank, self.generation, part)
+        return name(state, self.rank, self.generation, part)
 
 
 @dataclass(slots=True)
@@ -49,14 +49,14 @@ class PlannedFile:
     """One storage file of one rank, before it is written.
 
     Attributes:
-        kind: the kind that it holds.
+        state: the state that it holds.
         part: part number; files of values are counted separately.
         values: it holds values, not planned shards.
         header: the header without generation and sums.
         image: the place of the data section in the image, with the tensors' places.
     """
 
-    kind: str
+    state: str
     part: int
     values: bool
     header: HeaderTemplate
@@ -116,10 +116,10 @@ def lay_out_rows(
     position = 0
     ends = np.cumsum([shard.rows for shard in shards], dtype=np.int64)
     shard_of = np.searchsorted(ends, rows, "right")
-    kinds = list(dict.fromkeys(shard.key.kind for shard in shards))
-    codes = {kind: code for code, kind in enumerate(kinds)}
-    kind_of = np.fromiter((codes[shard.key.kind] for shard in shards), np.int64, len(shards))
-    bounds = file_bounds(kind_of[shard_of])
+    states = list(dict.fromkeys(shard.key.state for shard in shards))
+    codes = {state: code for code, state in enumerate(states)}
+    state_of = np.fromiter((codes[shard.key.state] for shard in shards), np.int64, len(shards))
+    bounds = file_bounds(state_of[shard_of])
     # Boxes of one shard that follow each other become one entry of the image.
     new = np.ones(len(rows), bool)
     new[1:] = (np.diff(rows) != 1) | (np.diff(shard_of) != 0)
@@ -128,8 +128,8 @@ def lay_out_rows(
     counts = np.diff(np.append(starts, len(rows))).tolist()
     numbers = shard_of[starts].tolist()
     begins = (rows - ends[shard_of])[starts].tolist()  # counted from the shard's end: negative
-    stems = [file_stem(origin.file_name(kinds[kind], part, values=False)) for kind, part, _, _ in bounds]
-    for kind, part, first, last in bounds:
+    stems = [file_stem(origin.file_name(states[state], part, values=False)) for state, part, _, _ in bounds]
+    for state, part, first, last in bounds:
         entries: list[StoredEntry | StoredFragments] = []
         sizes = []
         offset = 0
@@ -143,8 +143,8 @@ def lay_out_rows(
             sizes.append(entry.byte_length)
             offset += entry.byte_length
         section = _section(position, sizes, list(range(begin, len(sources))))
-        header = _header(entries, kinds[kind], origin, stems)
-        files.append(PlannedFile(kinds[kind], part, False, header, section))
+        header = _header(entries, states[state], origin, stems)
+        files.append(PlannedFile(states[state], part, False, header, section))
         position = end_of(section)
     return files, sources
 
@@ -202,11 +202,11 @@ def lay_out_values(
     """
     files: list[PlannedFile] = []
     places: dict[int, tuple[int, int]] = {}
-    by_kind: dict[str, list[int]] = {}
+    by_state: dict[str, list[int]] = {}
     for index, value in enumerate(values):
-        by_kind.setdefault(value.key.kind, []).append(index)
-    stems = [*siblings, *(file_stem(origin.file_name(kind, part, values=True)) for kind in by_kind)]
-    for kind, members in by_kind.items():
+        by_state.setdefault(value.key.state, []).append(index)
+    stems = [*siblings, *(file_stem(origin.file_name(state, part, values=True)) for state in by_state)]
+    for state, members in by_state.items():
         members.sort(key=lambda i: (-values[i].data.element_size(), values[i].dtype, i))
         entries = []
         offset = 0
@@ -231,8 +231,8 @@ def lay_out_values(
             offset += value.nbytes
         sizes = [values[i].nbytes for i in members]
         section = _section(position, sizes, [first + i for i in members])
-        header = _header(entries, kind, origin, stems)
-        files.append(PlannedFile(kind, part, True, header, section))
+        header = _header(entries, state, origin, stems)
+        files.append(PlannedFile(state, part, True, header, section))
         position = end_of(section)
     return files, [places[i] for i in range(len(values))]
 
@@ -255,13 +255,13 @@ def _section(start: int, sizes: Sequence[int], shards: list[int]) -> ImageFile:
 
 
 def _header(
-    entries: Sequence[StoredEntry | StoredFragments], kind: str, origin: FileOrigin, siblings: Sequence[str]
+    entries: Sequence[StoredEntry | StoredFragments], state: str, origin: FileOrigin, siblings: Sequence[str]
 ) -> HeaderTemplate:
     """Build the header of a file whose data section `entries` tile."""
     length = entries[-1].byte_offset + entries[-1].byte_length
     return build_header(
         entries,
-        kind=kind,
+        state=state,
         rank=origin.rank,
         world_size=origin.world_size,
         generation=origin.generation,

@@ -143,7 +143,7 @@ class RankFiles:
             records.append(
                 FileRecord(
                     name=self._name(file),
-                    kind=escape(file.kind),
+                    state=escape(file.state),
                     part=file.part,
                     values=file.values,
                     size=size,
@@ -190,7 +190,7 @@ class RankFiles:
         self._jobs = []
 
     def _name(self, file: PlannedFile) -> str:
-        return self.origin.file_name(file.kind, file.part, values=file.values)
+        return self.origin.file_name(file.state, file.part, values=file.values)
 
 
 def _source(shard: LiveShard, first: int, end: int) -> torch.Tensor | Runs:

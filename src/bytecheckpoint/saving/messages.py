@@ -49,7 +49,7 @@ MIXED_PLANS = (
     "out a save; the next save plans anew"
 )
 
-#: An escaped (kind, FQN, slot).
+#: An escaped (state, FQN, slot).
 Key = tuple[str, str, str]
 
 
@@ -70,7 +70,7 @@ class ValueRecord(msgspec.Struct, frozen=True, array_like=True):
     """A value that may differ between ranks.
 
     Attributes:
-        key: (kind, fqn, slot).
+        key: (state, fqn, slot).
         digest: xxh3-128 of dtype, shape and bytes.
         dtype: torch's dtype name.
         shape: its shape.
@@ -98,7 +98,7 @@ class FileRecord(msgspec.Struct, frozen=True, array_like=True):
     """A finished, durable storage file, as the catalog will describe it (`StorageFile`); `sums` are its block sums."""
 
     name: str
-    kind: str
+    state: str
     part: int
     values: bool
     size: int
@@ -300,7 +300,7 @@ def decode(data: bytes) -> Any:
 
 def escaped(key: TensorKey) -> Key:
     """Escape a key for a message: Python strings may hold what UTF-8 may not."""
-    return escape(key.kind), escape(key.fqn), escape(key.slot)
+    return escape(key.state), escape(key.fqn), escape(key.slot)
 
 
 def unescaped(key: Key) -> TensorKey:

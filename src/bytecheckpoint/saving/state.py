@@ -94,7 +94,7 @@ class CapturedState:
         self.values: list[Value] = []
         self.live = True
         self._table: tuple[LocalTable, bytes] | None = None
-        self._layouts = {state.kind: state.layout for state in states}
+        self._layouts = {state.name: state.layout for state in states}
         for state in states:
             for shard in state.shards:
                 if is_lazy_view(shard.data):
@@ -120,8 +120,8 @@ class CapturedState:
         return self._table
 
     def layouts(self) -> dict[str, Any]:
-        """Describe how the objects of each kind are distributed, as data for JSON."""
-        return {kind: layout() for kind, layout in self._layouts.items()}
+        """Describe how the objects of each state are distributed, as data for JSON."""
+        return {state: layout() for state, layout in self._layouts.items()}
 
     def hash_values(self) -> None:
         """Hash the content of every value that is not hashed yet."""
@@ -167,7 +167,7 @@ class CapturedState:
 
 def _value_of_tree(state: LiveState, name: str, tree: bytes, *, merged: bool) -> Value:
     data = torch.frombuffer(bytearray(tree), dtype=torch.uint8)
-    return Value(TensorKey(state.kind, name, VALUES_SLOT), data, "uint8", merged, parts=state.part_count)
+    return Value(TensorKey(state.name, name, VALUES_SLOT), data, "uint8", merged, parts=state.part_count)
 
 
 def _value_of_shard(shard: LiveShard, *, merged: bool = False, parts: int = 0) -> Value:

@@ -54,17 +54,19 @@ def steps_of_objects(states: Mapping[str, object]) -> dict[str, int]:
     """
     return {
         f"{path}/{name}": number
-        for kind, state in states.items()
-        if kind != "dataloader"
-        for path, holder, names in ((kind, state, _NAMES), *_nested(kind, state))
+        for state_name, state in states.items()
+        if state_name != "dataloader"
+        for path, holder, names in ((state_name, state, _NAMES), *_nested(state_name, state))
         for name in names
         if (number := _integer(_values_of(holder).get(name))) is not None
     }
 
 
-def _nested(kind: str, state: object) -> Iterator[tuple[str, object, tuple[str, ...]]]:
+def _nested(state_name: str, state: object) -> Iterator[tuple[str, object, tuple[str, ...]]]:
     if isinstance(state, Mapping):
-        yield from ((f"{kind}/{name}", inner, _OF_SCHEDULERS) for name, inner in state.items() if isinstance(name, str))
+        yield from (
+            (f"{state_name}/{name}", inner, _OF_SCHEDULERS) for name, inner in state.items() if isinstance(name, str)
+        )
 
 
 def _values_of(holder: object) -> Mapping[str, object]:
@@ -154,7 +156,7 @@ def check_optimizer_steps(steps: Mapping[int, NDArray[np.float64]], tables: Sequ
     if len(differing):
         of_group = known[group == group[differing[0]]]
         tensor = tensors[int(boxes.tensor[of_group[0]])]
-        name = str(TensorKey(*map(unescape, (tensor.kind, tensor.fqn, tensor.slot))))
+        name = str(TensorKey(*map(unescape, (tensor.state, tensor.fqn, tensor.slot))))
         check_steps({int(rank[row]): {name: value[row]} for row in of_group})
     return _connected(rank[known], group, len(tables))
 

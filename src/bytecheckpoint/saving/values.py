@@ -44,23 +44,23 @@ def check_parts(values: RankValues) -> None:
         return  # as in most saves
     found: dict[str, set[str]] = {}
     totals: dict[str, int] = {}
-    for (kind, name, slot), by_rank in _by_key(values).items():
+    for (state, name, slot), by_rank in _by_key(values).items():
         (first, record), *others = by_rank.items()
         if not record.parts and not any(other.parts for _, other in others):
             continue
         for rank, other in ((first, record), *others):
-            if other.parts != totals.setdefault(kind, other.parts) or other.digest != record.digest:
-                part = f"{unescape(kind)}/{unescape(name)}".rstrip("/")
+            if other.parts != totals.setdefault(state, other.parts) or other.digest != record.digest:
+                part = f"{unescape(state)}/{unescape(name)}".rstrip("/")
                 raise IncompatibleCheckpointError(
                     f"ranks {first} and {rank} hold different states under {part}: ranks that hold the same stream must "
                     "have fed it alike, and all ranks need the same loader"
                 )
         if slot == VALUES_SLOT and name:
-            found.setdefault(kind, set()).add(name)
-    for kind, total in totals.items():
-        if len(found.get(kind, ())) != total:
+            found.setdefault(state, set()).add(name)
+    for state, total in totals.items():
+        if len(found.get(state, ())) != total:
             raise IncompatibleCheckpointError(
-                f"the ranks hold {len(found.get(kind, ()))} of the {total} streams of {unescape(kind)}: every rank that "
+                f"the ranks hold {len(found.get(state, ()))} of the {total} streams of {unescape(state)}: every rank that "
                 "feeds streams must pass its loader to the save"
             )
 

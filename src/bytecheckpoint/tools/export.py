@@ -74,7 +74,7 @@ def export_huggingface(
     source: Checkpoint,
     target: str | os.PathLike[str],
     *,
-    kind: str = "model",
+    state: str = "model",
     dtype: torch.dtype | str | None = None,
     max_shard_bytes: int = 5_000_000_000,
     force: bool = False,
@@ -90,7 +90,7 @@ def export_huggingface(
     Args:
         source: an open checkpoint.
         target: folder or URL; it must not exist or be empty unless `force` is set.
-        kind: which state.
+        state: name of the state to export.
         dtype: convert floating tensors to this dtype ("bfloat16", torch.bfloat16); None leaves all as they are.
         max_shard_bytes: bytes of tensors per file; a larger tensor has a file of its own.
         force: replace weights at the target. Other files of the folder stay. On storages other than local folders the
@@ -110,9 +110,9 @@ def export_huggingface(
     wanted = export_dtype(dtype)
     if max_shard_bytes < 1:
         raise UsageError(f"max_shard_bytes is {max_shard_bytes}: give a positive number of bytes")
-    if kind not in source.kinds:
-        raise UsageError(f"{source.path} has no {kind!r}; it holds {', '.join(source.kinds)}")
-    tensors, skipped = tensors_to_export(source, kind, wanted)
+    if state not in source.states:
+        raise UsageError(f"{source.path} has no {state!r}; it holds {', '.join(source.states)}")
+    tensors, skipped = tensors_to_export(source, state, wanted)
     export = _Export(source, distribute(tensors, max_shard_bytes), progress)
     with _translated(f"export to {storage.url}"):
         if isinstance(storage, LocalStorage):

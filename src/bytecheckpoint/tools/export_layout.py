@@ -85,9 +85,9 @@ def export_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def tensors_to_export(
-    source: Checkpoint, kind: str, wanted: torch.dtype | None
+    source: Checkpoint, state: str, wanted: torch.dtype | None
 ) -> tuple[list[OutputTensor], list[str]]:
-    """Return the tensors of a kind, tied tensors once, and the keys of the plain values, which an export skips.
+    """Return the tensors of a state, tied tensors once, and the keys of the plain values, which an export skips.
 
     Raises:
         IncompatibleCheckpointError: a dtype or name that safetensors cannot hold.
@@ -95,7 +95,7 @@ def tensors_to_export(
     tensors: list[OutputTensor] = []
     skipped: list[str] = []
     seen: set[object] = set()
-    for key in source.keys_of(kind):
+    for key in source.keys_of(state):
         stored = source.stored_under(key)
         if stored is None:
             skipped.append(key)
@@ -105,7 +105,7 @@ def tensors_to_export(
         seen.add(stored)
         entry = source[key]
         assert isinstance(entry, Entry)
-        name = key.removeprefix(f"{kind}/")
+        name = key.removeprefix(f"{state}/")
         own = str(entry.dtype).removeprefix("torch.")
         # Packed and scale formats are not numbers to convert one by one.
         cast = wanted is not None and entry.dtype.is_floating_point and safetensors_code(own) is not None

@@ -48,7 +48,7 @@ class _EntryIndex:
         number: tensor number of each entry.
         file: file number of each entry.
         entries: all entries.
-        aliases: kind -> (further name of a tied tensor -> FQN).
+        aliases: state -> (further name of a tied tensor -> FQN).
     """
 
     tensors: dict[tuple[TensorKey, int], StoredEntry] = field(default_factory=dict)
@@ -80,7 +80,7 @@ def _index_entries(headers: Sequence[StorageHeader]) -> _EntryIndex | str:
             index.file.append(file)
             index.entries.append(entry)
             for alias in entry.aliases:
-                index.aliases.setdefault(entry.key.kind, {})[alias] = entry.key.fqn
+                index.aliases.setdefault(entry.key.state, {})[alias] = entry.key.fqn
     return index
 
 
@@ -94,7 +94,7 @@ def _to_catalog(
     file = np.array(index.file, np.int64)
     data_offset = np.array([f.data_offset for f in files], np.int64)
     return Catalog.from_columns(
-        kinds=[key.kind for key in keys],
+        states=[key.state for key in keys],
         fqns=[key.fqn for key in keys],
         slots=[key.slot for key in keys],
         dtypes=[e.dtype for e in firsts],

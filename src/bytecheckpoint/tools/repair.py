@@ -223,10 +223,12 @@ class _Generation:
         catalog = self.catalog
         assert catalog is not None
         lost: dict[str, None] = {}
-        for kind in catalog.kinds():
-            slots = {catalog.slot[i] for i in catalog.of_kind(kind).tolist()}
+        for state in catalog.states():
+            slots = {catalog.slot[i] for i in catalog.of_state(state).tolist()}
             if VALUES_SLOT not in slots and slots - {""}:
-                lost[f"{kind} has states of parameters but no settings: the file of its plain values is missing"] = None
+                lost[f"{state} has states of parameters but no settings: the file of its plain values is missing"] = (
+                    None
+                )
         with Checkpoint(storage, catalog) as view:
             for rank in (None, *view.ranks):
                 try:
@@ -237,7 +239,7 @@ class _Generation:
                 groups = [view[key] for key in keys if key.endswith("/param_groups")] if rank is None else []
                 params = [name for group in groups for one in group for name in one["params"]]
                 absent = [name for name in params if f"model/{name}" not in keys]
-                if "model" in view.kinds and 0 < len(absent) < len(params):
+                if "model" in view.states and 0 < len(absent) < len(params):
                     lost[f"{len(absent)} parameters of the optimizer are in no file, such as {absent[0]}"] = None
         return list(lost)
 
@@ -246,12 +248,12 @@ class _Generation:
         catalog = self.catalog
         assert catalog is not None
         world = self.headers[0].world_size
-        by_kind: dict[str, set[int]] = {}
+        by_state: dict[str, set[int]] = {}
         for file in self.files:
-            by_kind.setdefault(file.kind, set()).add(file.rank)
+            by_state.setdefault(file.state, set()).add(file.rank)
         found = [
-            f"{kind}: {_count(catalog, kind)} tensors in files of {len(ranks)} of {world} ranks"
-            for kind, ranks in by_kind.items()
+            f"{state}: {_count(catalog, state)} tensors in files of {len(ranks)} of {world} ranks"
+            for state, ranks in by_state.items()
         ]
         without_files = sorted(set(range(world)) - {_rank_of(file_stem(name)) for name in self.names})
         if without_files:
@@ -285,9 +287,9 @@ def _parts_before(name: str) -> list[str]:
     return [first if part == 0 else f"{first}-p{part:03d}" for part in range(int(match[3]))]
 
 
-def _count(catalog: Catalog, kind: str) -> int:
-    """Return the number of tensors of a kind, without plain values."""
-    return sum(1 for i in catalog.of_kind(kind).tolist() if catalog.slot[i] != VALUES_SLOT)
+def _count(catalog: Catalog, state: str) -> int:
+    """Return the number of tensors of a state, without plain values."""
+    return sum(1 for i in catalog.of_state(state).tolist() if catalog.slot[i] != VALUES_SLOT)
 
 
 def _generations(storage: Storage) -> list[_Generation]:
@@ -316,7 +318,7 @@ def _generations(storage: Storage) -> list[_Generation]:
         group.headers.append(header)
         group.files.append(
             StorageFile(
-                name, header.kind, header.rank, size, header.data_offset, header_sum, header.block_bytes, generation
+                name, header.state, header.rank, size, header.data_offset, header_sum, header.block_bytes, generation
             )
         )
     return sorted(found.values(), key=lambda g: (g.modified, g.name), reverse=True)

@@ -267,7 +267,7 @@ class _FileCheck:
 def _display_key(catalog: Catalog, tensor: int) -> str:
     """Return a tensor's key for messages, with the owning rank if each rank has its own."""
     name = catalog.key(tensor)
-    key = f"the plain values of {name.kind}" if name.slot == VALUES_SLOT else str(name)
+    key = f"the plain values of {name.state}" if name.slot == VALUES_SLOT else str(name)
     owner = int(catalog.owner[tensor])
     return key if owner < 0 else f"{key} (rank {owner}'s)"
 

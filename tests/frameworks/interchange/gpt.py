@@ -204,9 +204,9 @@ class MegatronRun(training.Trainer):
     def local_rows(self) -> torch.Tensor:
         return self.feed.rows()
 
-    def loaded(self, kinds: Collection[str]) -> None:  # type: ignore[override]
+    def loaded(self, states: Collection[str]) -> None:  # type: ignore[override]
         super().loaded()
-        if "scheduler" not in kinds:
+        if "scheduler" not in states:
             # Other frameworks' programs do not save Megatron's scheduler: it follows from the step.
             self.scheduler.num_steps = self.step
             self.scheduler.step(0)

@@ -27,15 +27,15 @@ def start_run(member: Member) -> TrainingRun:
     return member.make()
 
 
-def kinds_of(path: str) -> set[str]:
+def states_in(path: str) -> set[str]:
     with bytecheckpoint.open(path) as saved:
         return {key.partition("/")[0] for key in saved}
 
 
 def load(run: TrainingRun, framework: str, path: str, *, cast: bool) -> list[str]:
     """Load those of the run's states that are in the checkpoint; return what the report complains of."""
-    saved = kinds_of(path)
-    states = {kind: value for kind, value in run.states().items() if kind in saved}
+    saved = states_in(path)
+    states = {state: value for state, value in run.states().items() if state in saved}
     report = bytecheckpoint.load(path, states, framework=framework, cast=cast)
     run.loaded(states)
     problems = report_problems(report, ("missing", "unexpected"))

@@ -31,7 +31,7 @@ class TrainingRun(Protocol):
         """Return the states that are saved, and loaded into."""
         ...
 
-    def loaded(self, kinds: Collection[str]) -> None:
+    def loaded(self, states: Collection[str]) -> None:
         """Do what the program does after a load of these kinds, before it trains: by default, nothing."""
 
     def train(self, steps: int) -> list[float]:

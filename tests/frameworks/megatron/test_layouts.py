@@ -41,11 +41,11 @@ def expect_coordinates(path: str, *, half: bool) -> None:
     """Check that every element of a checkpoint has the value that says which it is."""
     seen = set()
     for key, found in saved_tensors(path).items():
-        kind, _, name = key.partition("/")
-        if kind == "model":
+        state, _, name = key.partition("/")
+        if state == "model":
             parameter, slot, want = name, "", coordinate_values(5, canonical(name), found.shape)
             want = want.bfloat16() if half else want
-        elif kind == "optimizer":
+        elif state == "optimizer":
             parameter, slot = name.removeprefix("state/").rsplit("/", 1)
             if slot == "step":
                 want = torch.tensor(jobs.step_of(canonical(parameter)))

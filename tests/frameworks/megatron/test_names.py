@@ -251,5 +251,5 @@ def test_without_megatron_states_are_ordinary() -> None:
     net = nn.Linear(2, 2)
     states = {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=1.0), "extra_states": {"step": 1}}
     found = MegatronFramework().capture(states)
-    assert [state.kind for state in found] == ["model", "optimizer", "extra_states"]
+    assert [state.name for state in found] == ["model", "optimizer", "extra_states"]
     assert found[0].layout()["layouts"] == {"plain": 2}

@@ -143,7 +143,7 @@ def save_plain(layout: Layout, path: str, dtype: torch.dtype) -> None:
 def load_masters(layout: Layout, source: str) -> None:
     """Load a checkpoint without master weights; full-precision weights go into them exactly, into the model rounded."""
     trainer = trained_model(layout)
-    states = {kind: trainer.states()[kind] for kind in ("model", "optimizer")}
+    states = {state_name: trainer.states()[state_name] for state_name in ("model", "optimizer")}
     assert_complete(bytecheckpoint.load(source, states), ("missing",))
     saved = saved_tensors(source)
     for name, parameter in trainer.named_parameters():
@@ -413,7 +413,7 @@ def test_a_layout_can_be_described() -> None:
     states = Trainer(Layout(tp=2)).states()
     found = resolve("auto", states).capture(states)[0]
     # Per layer: two norms whole, qkv and the gate by rows, projections by columns; embeddings by rows, but positions.
-    assert found.kind == "model" and found.layout()["layouts"] == {"whole": 10, "dim 0 in 2": 9, "dim 1 in 2": 8}
+    assert found.state == "model" and found.layout()["layouts"] == {"whole": 10, "dim 0 in 2": 9, "dim 1 in 2": 8}
 
 
 def test_random_numbers(worlds: Worlds, tmp_path: Path) -> None:

@@ -52,20 +52,20 @@ OTHER: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
-@pytest.mark.parametrize("kind", OTHER)
-def test_another_number_of_ranks(worlds: Worlds, tmp_path: Path, kind: str, sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize("state", OTHER)
+def test_another_number_of_ranks(worlds: Worlds, tmp_path: Path, state: str, sizes: tuple[int, int]) -> None:
     """In the middle of the second epoch, with the samples of a step kept."""
     before, now = sizes
-    options = {**OTHER[kind], "dropout": 0.0, "every": 8}
+    options = {**OTHER[state], "dropout": 0.0, "every": 8}
 
     def of(ranks: int) -> dict[str, Any]:
-        return {**options, "accumulation": 2} if kind == "accumulated" and ranks == 1 else options
+        return {**options, "accumulation": 2} if state == "accumulated" and ranks == 1 else options
 
     wanted = joined(worlds.run(before, run, tmp_path / "whole", **of(before)))
     worlds.run(before, run, tmp_path / "run", stop=8, **of(before))
     got = joined(worlds.run(now, run, tmp_path / "run", **of(now)))
     assert {step: ids for step, (_, ids) in got.items()} == {step: wanted[step][1] for step in (9, 10, 11, 12)}
-    if kind != "accumulated":  # where the loss is that of the last batches
+    if state != "accumulated":  # where the loss is that of the last batches
         assert {step: loss for step, (loss, _) in got.items()} == pytest.approx(
             {step: wanted[step][0] for step in (9, 10, 11, 12)}, rel=CLOSE
         )
@@ -163,8 +163,8 @@ def test_one_checkpoint_of_all(tmp_path: Path) -> None:
     names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert not any(name.endswith((".bin", ".pkl")) for name in names)
     with bytecheckpoint.open(tmp_path / "step_00000004") as checkpoint:
-        kinds = {key.partition("/")[0] for key in checkpoint}
-    assert kinds >= {"model", "optimizer", "rng", "accelerator"}
+        states = {key.partition("/")[0] for key in checkpoint}
+    assert states >= {"model", "optimizer", "rng", "accelerator"}
     again = Run(tmp_path)
     again.accelerator.scaler = torch.amp.GradScaler("cpu")
     assert again.accelerator.load_state() == 4

@@ -99,8 +99,8 @@ def test_a_checkpoint_holds_everything(tmp_path: Path) -> None:
     bytecheckpoint.load(tmp_path / "step_00000008", {"scaler": scaler})
     assert scaler.get_scale() == 8.0
     with bytecheckpoint.open(tmp_path / "step_00000008") as checkpoint:
-        kinds = {key.partition("/")[0] for key in checkpoint}
-    assert kinds >= {"model", "optimizer", "rng", "trainer"}
+        states = {key.partition("/")[0] for key in checkpoint}
+    assert states >= {"model", "optimizer", "rng", "trainer"}
 
     again, _ = make(tmp_path, **options)
     again.accelerator.scaler = torch.amp.GradScaler("cpu")

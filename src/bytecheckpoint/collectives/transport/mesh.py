@@ -79,10 +79,10 @@ class Mesh(Connections):
         """Exchange arrays with other ranks, as `Collective.exchange`. None of the arrays is empty."""
         self._run(Exchange(tag, outgoing, incoming, self._operations.discard), timeout)
 
-    def fetch(self, rank: int, tag: str, request: bytes, into: NDArray[np.uint8], *, timeout: float) -> None:
+    def fetch(self, rank: int, tag: str, request: bytes, destination: NDArray[np.uint8], *, timeout: float) -> None:
         """Fill an array with data that another rank serves, as `Collective.fetch`."""
-        assert into.nbytes and into.flags.c_contiguous and into.flags.writeable
-        self._run(Fetch(tag, rank, request, into, self._operations.discard), timeout)
+        assert destination.nbytes and destination.flags.c_contiguous and destination.flags.writeable
+        self._run(Fetch(tag, rank, request, destination, self._operations.discard), timeout)
 
     @contextlib.contextmanager
     def serve(self, tag: str, provider: DataProvider) -> Iterator[None]:

@@ -125,10 +125,10 @@ class Fetch(Operation):
     """One call of `fetch`. No other rank depends on it."""
 
     def __init__(
-        self, tag: str, rank: int, request: bytes, into: NDArray[np.uint8], on_over: Callable[[Operation], None]
+        self, tag: str, rank: int, request: bytes, destination: NDArray[np.uint8], on_over: Callable[[Operation], None]
     ) -> None:
         super().__init__(tag, f"fetch {tag!r}", on_over)
-        self.left = {Transfer(self, rank, into, outgoing=False, request=request)}
+        self.left = {Transfer(self, rank, destination, outgoing=False, request=request)}
 
 
 class Answer(Operation):

@@ -36,7 +36,7 @@ __all__ = ["DeepSpeedFramework"]
 
 @dataclass(slots=True)
 class _ZeroScan(Scan):
-    """A scan with the engines' optimizers, by kind."""
+    """A scan with the engines' optimizers, by state."""
 
     engine_optimizers: dict[str, EngineOptimizer]
 
@@ -61,9 +61,9 @@ class DeepSpeedFramework(NativeFramework):
             UsageError: as in `Framework.capture`; or gradients are being accumulated.
         """
         expanded = expand_engines(states)
-        for kind, value in expanded.items():
+        for state_name, value in expanded.items():
             if isinstance(value, EngineProgress):
-                value.check_between_steps(kind, saves=True)
+                value.check_between_steps(state_name, saves=True)
         return super().capture(expanded, names=names)
 
     def destination(
@@ -77,89 +77,89 @@ class DeepSpeedFramework(NativeFramework):
         """Plan a load into `states`, engines expanded."""
         expanded = expand_engines(states)
         notes: list[str] = []
-        for kind, value in list(expanded.items()):
+        for state_name, value in list(expanded.items()):
             if isinstance(value, EngineProgress):
-                value.check_between_steps(kind, saves=False)
-                if kind not in saved.kinds():
-                    del expanded[kind]
+                value.check_between_steps(state_name, saves=False)
+                if state_name not in saved.states():
+                    del expanded[state_name]
                     notes.append(
-                        f"{kind}: the checkpoint was not saved from an engine: steps and loss scale stay as they are"
+                        f"{state_name}: the checkpoint was not saved from an engine: steps and loss scale stay as they are"
                     )
         before = dict(expanded)
-        into = super().destination(expanded, saved, strict=strict, names=names)
-        into.notes += notes
-        into.kinds = expanded.keys() - states.keys()
+        destination = super().destination(expanded, saved, strict=strict, names=names)
+        destination.notes += notes
+        destination.states = expanded.keys() - states.keys()
 
         def replace_values() -> None:
             # The load replaces plain values in the expanded mapping; the caller's mapping gets them too.
-            for kind in states:
-                if expanded.get(kind) is not before.get(kind):
-                    states[kind] = expanded[kind]
+            for state_name in states:
+                if expanded.get(state_name) is not before.get(state_name):
+                    states[state_name] = expanded[state_name]
 
-        into.finish.append(replace_values)
-        return into
+        destination.finish.append(replace_values)
+        return destination
 
-    def _as_optimizers(self, kind: str, value: object) -> Sequence[Any] | None:
-        return [value] if is_wrapped_optimizer(value) else super()._as_optimizers(kind, value)
+    def _as_optimizers(self, state_name: str, value: object) -> Sequence[Any] | None:
+        return [value] if is_wrapped_optimizer(value) else super()._as_optimizers(state_name, value)
 
     def _scan(self, states: Mapping[str, object], names: UserNames | None) -> Scan:
         scan = super()._scan(states, names)
         parts = {number: part for zero in scan.modules.values() for number, part in zero.parts.items()}
         optimizers = {
-            kind: EngineOptimizer(kind, value, scan.names, parts)
-            for kind, value in states.items()
-            if is_wrapped_optimizer(value) or steps_parts(kind, self._as_optimizers(kind, value), parts)
+            state_name: EngineOptimizer(state_name, value, scan.names, parts)
+            for state_name, value in states.items()
+            if is_wrapped_optimizer(value) or steps_parts(state_name, self._as_optimizers(state_name, value), parts)
         }
         return _ZeroScan(scan.modules, scan.names, optimizers)
 
-    def _scan_modules(self, kind: str, modules: Sequence[nn.Module]) -> Any:
-        return scan_zero_modules(kind, modules)
+    def _scan_modules(self, state_name: str, modules: Sequence[nn.Module]) -> Any:
+        return scan_zero_modules(state_name, modules)
 
-    def _capture_modules(self, kind: str, scan: Scan) -> LiveState:
-        return capture_zero_modules(kind, scan.modules[kind])
+    def _capture_modules(self, state_name: str, scan: Scan) -> LiveState:
+        return capture_zero_modules(state_name, scan.modules[state_name])
 
-    def _capture_optimizers(self, kind: str, optimizers: Sequence[Any], scan: Scan) -> LiveState:
+    def _capture_optimizers(self, state_name: str, optimizers: Sequence[Any], scan: Scan) -> LiveState:
         assert isinstance(scan, _ZeroScan)
-        if kind in scan.engine_optimizers:
-            return capture_engine_optimizer(scan.engine_optimizers[kind])
-        _refuse_flat_tensors(kind, optimizers, scan)
-        return super()._capture_optimizers(kind, optimizers, scan)
+        if state_name in scan.engine_optimizers:
+            return capture_engine_optimizer(scan.engine_optimizers[state_name])
+        _refuse_flat_tensors(state_name, optimizers, scan)
+        return super()._capture_optimizers(state_name, optimizers, scan)
 
-    def _load_modules(self, kind: str, scan: Scan, saved: SavedStates, into: Destination) -> None:
+    def _load_modules(self, state_name: str, scan: Scan, saved: SavedStates, destination: Destination) -> None:
         assert isinstance(scan, _ZeroScan)
-        modules: ZeroModules = scan.modules[kind]
-        master_kind, masters = None, dict[int, Fragment]()
+        modules: ZeroModules = scan.modules[state_name]
+        master_state, masters = None, dict[int, Fragment]()
         for name, optimizer in scan.engine_optimizers.items():
             if optimizer.masters.keys() & modules.parameters.keys():
-                master_kind, masters = name, optimizer.masters
-        load_zero_modules(kind, modules, saved, into, master_kind=master_kind, masters=masters)
+                master_state, masters = name, optimizer.masters
+        load_zero_modules(state_name, modules, saved, destination, master_state=master_state, masters=masters)
 
     def _load_optimizers(
         self,
-        kind: str,
+        state_name: str,
         optimizers: Sequence[Any],
         scan: Scan,
         saved: SavedStates,
-        into: Destination,
+        destination: Destination,
         *,
         strict: bool,
     ) -> None:
         assert isinstance(scan, _ZeroScan)
-        if kind in scan.engine_optimizers:
-            load_engine_optimizer(scan.engine_optimizers[kind], saved, into, strict=strict)
+        if state_name in scan.engine_optimizers:
+            load_engine_optimizer(scan.engine_optimizers[state_name], saved, destination, strict=strict)
         else:
-            _refuse_flat_tensors(kind, optimizers, scan)
+            _refuse_flat_tensors(state_name, optimizers, scan)
             experts = [(g, g["name"]) for o in optimizers for g in o.param_groups if g.get("moe") and "name" in g]
-            super()._load_optimizers(kind, optimizers, scan, saved, into, strict=strict)
+            super()._load_optimizers(state_name, optimizers, scan, saved, destination, strict=strict)
             # The name of a group of experts says which ranks share it now: it is not taken from the checkpoint.
-            into.finish += [partial(group.update, {"moe": True, "name": name}) for group, name in experts]
+            destination.finish += [partial(group.update, {"moe": True, "name": name}) for group, name in experts]
 
-    def _layouts(self, kind: str, scan: Scan) -> Iterable[str]:
-        modules: ZeroModules = scan.modules[kind]
+    def _layouts(self, state_name: str, scan: Scan) -> Iterable[str]:
+        modules: ZeroModules = scan.modules[state_name]
         return modules.layouts()
 
 
-def _refuse_flat_tensors(kind: str, optimizers: Sequence[Optimizer], scan: Scan) -> None:
+def _refuse_flat_tensors(state_name: str, optimizers: Sequence[Optimizer], scan: Scan) -> None:
     """Refuse a torch optimizer over the flat tensors of an engine that is not in the states."""
     known = scan.names.by_id
     for optimizer in optimizers:
@@ -168,6 +168,6 @@ def _refuse_flat_tensors(kind: str, optimizers: Sequence[Optimizer], scan: Scan)
             any(map(is_partitioned, m.parameters())) for zero in scan.modules.values() for m in zero.modules
         ):
             raise UsageError(
-                f"{kind}: this {type(optimizer).__name__} steps tensors that are in no module of the states; if an engine "
-                "made them, pass engine.optimizer, or the engine alone"
+                f"{state_name}: this {type(optimizer).__name__} steps tensors that are in no module of the states; if "
+                "an engine made them, pass engine.optimizer, or the engine alone"
             )

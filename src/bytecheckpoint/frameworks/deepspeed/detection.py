@@ -60,7 +60,7 @@ def imported(module: str, name: str) -> Any:
 
 def _is_instance(value: object, *classes: tuple[str, str]) -> bool:
     found = (loaded_class(f"deepspeed.{module}", name) for module, name in classes)
-    return isinstance(value, tuple(kind for kind in found if kind is not None))
+    return isinstance(value, tuple(cls for cls in found if cls is not None))
 
 
 def is_engine(value: object) -> bool:
@@ -96,16 +96,16 @@ def find_deepspeed(states: Mapping[str, object], *, partitioned_only: bool = Fal
     """
     if "deepspeed" not in sys.modules:
         return ""
-    for kind, value in states.items():
+    for state_name, value in states.items():
         for item in nested_objects(value):
             if is_engine(item) or is_wrapped_optimizer(item):
-                return kind
+                return state_name
             if isinstance(item, nn.Module) and (
                 any(map(is_partitioned, item.parameters()))
                 or next(split_layers(item), None) is not None
                 or (not partitioned_only and _has_deepspeed_module(item))
             ):
-                return kind
+                return state_name
     return ""
 
 
@@ -145,7 +145,7 @@ def check_version() -> None:
         )
 
 
-def check_engine(kind: str, engine: Any) -> None:
+def check_engine(state_name: str, engine: Any) -> None:
     """Check that an engine is of a supported class and configuration.
 
     Raises:
@@ -153,19 +153,20 @@ def check_engine(kind: str, engine: Any) -> None:
     """
     if type(engine) not in [imported(*place) for place in _ENGINES]:
         raise UsageError(
-            f"{kind}: an engine of type {type(engine).__name__} is not supported: DeepSpeedEngine and PipelineEngine are"
+            f"{state_name}: an engine of type {type(engine).__name__} is not supported: DeepSpeedEngine and "
+            "PipelineEngine are"
         )
-    _refuse_model_parallel(kind, engine)
+    _refuse_model_parallel(state_name, engine)
     if engine.zero_quantized_nontrainable_weights():
         raise UsageError(
-            f"{kind}: frozen parameters are quantised in this engine, which is not supported: switch "
+            f"{state_name}: frozen parameters are quantised in this engine, which is not supported: switch "
             "zero_quantized_nontrainable_weights off"
         )
     if engine.is_deepcompile_active():
-        raise UsageError(f"{kind}: DeepCompile is active in this engine, which is not supported: switch it off")
+        raise UsageError(f"{state_name}: DeepCompile is active in this engine, which is not supported: switch it off")
 
 
-def _refuse_model_parallel(kind: str, engine: Any) -> None:
+def _refuse_model_parallel(state_name: str, engine: Any) -> None:
     """Refuse tensor parallelism by the program's own grid; AutoTP's layers say how they are split."""
     size = 1
     if engine.mpu is not None and engine.autotp_size() <= 1:
@@ -174,12 +175,12 @@ def _refuse_model_parallel(kind: str, engine: Any) -> None:
                 size = getattr(engine.mpu, name)()
     if size > 1:
         raise UsageError(
-            f"{kind}: this engine is tensor-parallel over {size} ranks of the program's mpu, which does not say how the "
-            "tensors are split: not supported; use AutoTP, DTensor or Megatron-Core for tensor parallelism"
+            f"{state_name}: this engine is tensor-parallel over {size} ranks of the program's mpu, which does not say "
+            "how the tensors are split: not supported; use AutoTP, DTensor or Megatron-Core for tensor parallelism"
         )
 
 
-def check_optimizer(kind: str, wrapper: Any) -> None:
+def check_optimizer(state_name: str, wrapper: Any) -> None:
     """Check that an engine's optimizer is of a supported class and configuration.
 
     Raises:
@@ -189,22 +190,25 @@ def check_optimizer(kind: str, wrapper: Any) -> None:
     name = type(wrapper).__name__
     if type(wrapper) not in [imported(*place) for place in _WRAPPERS]:
         supported = ", ".join(known for _, known in _WRAPPERS)
-        raise UsageError(f"{kind}: {name} of DeepSpeed is not supported: {supported} are")
+        raise UsageError(f"{state_name}: {name} of DeepSpeed is not supported: {supported} are")
     base = wrapper.optimizer
     if type(base).__module__.startswith(_NOT_ELEMENTWISE):
         raise UsageError(
-            f"{kind}: {type(base).__name__} keeps state that is not one value per element of a parameter, which is not "
-            "supported: use Adam, AdamW, SGD or another elementwise optimizer"
+            f"{state_name}: {type(base).__name__} keeps state that is not one value per element of a parameter, which "
+            "is not supported: use Adam, AdamW, SGD or another elementwise optimizer"
         )
     if getattr(wrapper, "zenflow", False):
-        raise UsageError(f"{kind}: ZenFlow is not supported: switch it off in the configuration of ZeRO")
+        raise UsageError(f"{state_name}: ZenFlow is not supported: switch it off in the configuration of ZeRO")
     if getattr(wrapper, "swap_optimizer", False) or getattr(wrapper, "params_in_nvme_and_cpu", False):
         raise UsageError(
-            f"{kind}: {name} keeps tensors on NVMe, which is not supported: offload to the CPU, or not at all"
+            f"{state_name}: {name} keeps tensors on NVMe, which is not supported: offload to the CPU, or not at all"
         )
     if getattr(wrapper, "offloaded_states", None):
         raise UsageError(
-            f"{kind}: tensors of {name} are put away (offload_states): call engine.reload_states() before saving or loading"
+            f"{state_name}: tensors of {name} are put away (offload_states): call engine.reload_states() before saving "
+            "or loading"
         )
     if not isinstance(base, Optimizer):
-        raise UsageError(f"{kind}: {name} wraps a {type(base).__name__}, which is no optimizer of torch: not supported")
+        raise UsageError(
+            f"{state_name}: {name} wraps a {type(base).__name__}, which is no optimizer of torch: not supported"
+        )

@@ -61,12 +61,12 @@ class _Weight:
 
 @dataclass(slots=True)
 class ZeroModules:
-    """All modules of one kind.
+    """All modules of one state.
 
     Attributes:
         whole: what is whole on this rank: parameters of stages up to 2, buffers, extra states.
         split: the parameters that stage 3 or AutoTP splits.
-        modules: all modules of the kind.
+        modules: all modules of the state.
         parameters: id of a parameter -> its name.
         parts: id of a parameter -> this rank's part of it, for those that AutoTP splits.
     """
@@ -85,15 +85,15 @@ class ZeroModules:
             yield " ".join(cuts + ["ZeRO-3"] * is_zero3_param(weight.parameter))
 
 
-def scan_zero_modules(kind: str, modules: Sequence[nn.Module]) -> ZeroModules:
+def scan_zero_modules(state_name: str, modules: Sequence[nn.Module]) -> ZeroModules:
     """Find the names and tensors of `modules`.
 
     Raises:
         UsageError: two modules use one FQN for different tensors; or AutoTP or AutoEP has split a
             layer in a way that is not known.
     """
-    parts = find_tensor_parts(kind, modules)
-    scan = scan_modules(kind, modules)
+    parts = find_tensor_parts(state_name, modules)
+    scan = scan_modules(state_name, modules)
     number_experts(scan)
     whole: list[Any] = []
     split: list[_Weight] = []
@@ -106,16 +106,16 @@ def scan_zero_modules(kind: str, modules: Sequence[nn.Module]) -> ZeroModules:
     return ZeroModules(replace(scan, tensors=whole), split, modules, scan.parameters, parts)
 
 
-def capture_zero_modules(kind: str, scan: ZeroModules) -> LiveState:
-    """Describe the shards and values of a scanned kind.
+def capture_zero_modules(state_name: str, scan: ZeroModules) -> LiveState:
+    """Describe the shards and values of a scanned state.
 
     Raises:
         UsageError: a partition is not in memory; names it.
     """
-    state = capture_modules(kind, scan.whole)
+    state = capture_modules(state_name, scan.whole)
     ranges: list[FlatRange] = []
     for weight in scan.split:
-        key = TensorKey(kind, weight.fqn)
+        key = TensorKey(state_name, weight.fqn)
         if is_zero3_param(weight.parameter):
             ranges += _flat_ranges(key, weight, weight_fragment(str(key), weight.parameter))
         else:
@@ -147,22 +147,22 @@ def _flat_ranges(key: TensorKey, weight: _Weight, fragment: Fragment) -> list[Fl
 
 
 def load_zero_modules(
-    kind: str,
+    state_name: str,
     scan: ZeroModules,
     saved: SavedStates,
-    into: Destination,
+    destination: Destination,
     *,
-    master_kind: str | None,
+    master_state: str | None,
     masters: Mapping[int, Fragment],
 ) -> None:
-    """Plan the load of a scanned kind, in place.
+    """Plan the load of a scanned state, in place.
 
     Args:
-        kind: name of the state.
+        state_name: name of the state.
         scan: of its modules.
         saved: the checkpoint.
-        into: receives the plan.
-        master_kind: the kind that holds the master weights; None: unknown.
+        destination: receives the plan.
+        master_state: name of the state that holds the master weights; None: unknown.
         masters: id of a parameter -> its master weights, from the optimizers in the states. Other parameters are asked
             for theirs.
 
@@ -173,20 +173,20 @@ def load_zero_modules(
     weights: list[tuple[_Weight, Fragment | None]] = []
     for tensor in scan.whole.tensors:
         weight = _Weight(tensor.fqn, tensor.aliases, tensor.value, None)
-        master = _master_of(kind, weight, masters)
+        master = _master_of(state_name, weight, masters)
         if master is None:
             without_master.append(tensor)
         else:
             weights.append((weight, master))
-    weights += [(weight, _master_of(kind, weight, masters)) for weight in scan.split]
-    load_modules(kind, replace(scan.whole, tensors=without_master), saved, into)
-    load = _WeightLoad(kind, saved, into, master_kind)
+    weights += [(weight, _master_of(state_name, weight, masters)) for weight in scan.split]
+    load_modules(state_name, replace(scan.whole, tensors=without_master), saved, destination)
+    load = _WeightLoad(state_name, saved, destination, master_state)
     for weight, master in weights:
         load.add(weight, master)
     load.finish()
 
 
-def _master_of(kind: str, weight: _Weight, masters: Mapping[int, Fragment]) -> Fragment | None:
+def _master_of(state_name: str, weight: _Weight, masters: Mapping[int, Fragment]) -> Fragment | None:
     """Return this rank's master weights of a parameter; None: it has none.
 
     Raises:
@@ -201,7 +201,7 @@ def _master_of(kind: str, weight: _Weight, masters: Mapping[int, Fragment]) -> F
     master = master_fragment(parameter)
     if master is not None and not masters_match_weights(parameter, master):
         raise UsageError(
-            f"{kind}/{weight.fqn}: what this parameter leads to are not its master weights (gradients go round "
+            f"{state_name}/{weight.fqn}: what this parameter leads to are not its master weights (gradients go round "
             "robin, or the weights were changed by hand): pass the engine instead of its module"
         )
     return master
@@ -210,24 +210,24 @@ def _master_of(kind: str, weight: _Weight, masters: Mapping[int, Fragment]) -> F
 class _WeightLoad:
     """The load of parameters that ZeRO partitions or that have master weights."""
 
-    def __init__(self, kind: str, saved: SavedStates, into: Destination, master_kind: str | None) -> None:
-        self._kind = kind
+    def __init__(self, state_name: str, saved: SavedStates, destination: Destination, master_state: str | None) -> None:
+        self._state_name = state_name
         self._saved = saved
-        self._into = into
-        self._master_kind = master_kind
+        self._destination = destination
+        self._master_state = master_state
         self._ranges: dict[bool, list[FlatRange]] = {False: [], True: []}  # by whether the load converts the dtype
         self._inexact_masters: list[str] = []
 
     def add(self, weight: _Weight, master: Fragment | None) -> None:
         """Request what this rank holds of one parameter: its elements, all or a partition, and its master weights."""
-        found = find_saved_parameter(self._kind, (weight.fqn, weight.aliases), self._saved, self._into)
+        found = find_saved_parameter(self._state_name, (weight.fqn, weight.aliases), self._saved, self._destination)
         if found is None:
             return
         parameter = weight.parameter
         low = dtype_name(parameter.dtype)
         high = low if master is None else dtype_name(master.data.dtype)
         names = (weight.fqn, *weight.aliases)
-        exact = choose_saved_weight(self._saved, found, names, high, self._master_kind)
+        exact = choose_saved_weight(self._saved, found, names, high, self._master_state)
         source = found if found.dtype == low else exact
         # The engine rounds master weights to weights after every step; the load may round in the same way.
         converts = high != low and exact.dtype in _EXACT_IN_FLOAT32 and high == "float32"
@@ -237,7 +237,7 @@ class _WeightLoad:
             self._want(weight, source, fragment, converts)
             if (gathered := gathered_weight(parameter)) is not None:
                 self._want_whole(weight, source, gathered, converts)
-            self._into.finish.append(partial(drop_secondary_partition, parameter))
+            self._destination.finish.append(partial(drop_secondary_partition, parameter))
         else:
             self._want_whole(weight, source, parameter, converts)
         if master is None or (fragment is not None and _is_same_memory(fragment, master)):
@@ -257,7 +257,7 @@ class _WeightLoad:
         shards = _shards(source.key, weight, target)
         for shard in shards:
             shard.converts = converts and source.dtype != shard.dtype
-        self._into.wanted += shards
+        self._destination.wanted += shards
 
     def finish(self) -> None:
         """Decompose the flat ranges of all parameters, after the last `add`."""
@@ -265,10 +265,10 @@ class _WeightLoad:
             shards = flat_range_shards(ranges)
             for shard in shards:
                 shard.converts = converts
-            self._into.wanted += shards
+            self._destination.wanted += shards
         if self._inexact_masters:
-            self._into.notes.append(
-                f"{self._kind}: the checkpoint has no master weights of {len(self._inexact_masters)} parameters "
+            self._destination.notes.append(
+                f"{self._state_name}: the checkpoint has no master weights of {len(self._inexact_masters)} parameters "
                 f"({self._inexact_masters[0]}, ...): they are made of its weights in low precision"
             )
 

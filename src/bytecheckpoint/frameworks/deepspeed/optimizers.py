@@ -99,7 +99,7 @@ class _SplitTensor(_ZeroTensor):
         _ZeroTensor.install(self, fits)
 
 
-def steps_parts(kind: str, optimizers: Sequence[Any] | None, parts: Mapping[int, TensorPart]) -> bool:
+def steps_parts(state_name: str, optimizers: Sequence[Any] | None, parts: Mapping[int, TensorPart]) -> bool:
     """Return whether `optimizers` are one torch optimizer of parameters that AutoTP splits.
 
     Raises:
@@ -109,7 +109,9 @@ def steps_parts(kind: str, optimizers: Sequence[Any] | None, parts: Mapping[int,
         return False
     found = any(id(p) in parts for o in optimizers for group in o.param_groups for p in group["params"])
     if found and len(optimizers) > 1:
-        raise UsageError(f"{kind}: several optimizers of parameters that AutoTP splits: give each a name of its own")
+        raise UsageError(
+            f"{state_name}: several optimizers of parameters that AutoTP splits: give each a name of its own"
+        )
     return found
 
 
@@ -117,7 +119,7 @@ class EngineOptimizer:
     """An engine's optimizer, with this rank's fragments of its parameters.
 
     Args:
-        kind: name of the state.
+        state_name: name of the state.
         value: the engine's optimizer: DeepSpeed's; or torch's own, or a list of one, of an engine without ZeRO.
         names: names of all parameters in the states.
         parts: id of a parameter -> this rank's part of it, for those that AutoTP splits.
@@ -132,10 +134,10 @@ class EngineOptimizer:
         UsageError: the optimizer has a parameter that is in no module of the states, or is built as no known version.
     """
 
-    def __init__(self, kind: str, value: Any, names: ParameterNames, parts: Mapping[int, TensorPart]) -> None:
-        self.kind = kind
+    def __init__(self, state_name: str, value: Any, names: ParameterNames, parts: Mapping[int, TensorPart]) -> None:
+        self.state_name = state_name
         self.wrapper: Any = value if is_wrapped_optimizer(value) else None
-        plain = as_optimizers(kind, value)
+        plain = as_optimizers(state_name, value)
         self.base: Optimizer = value.optimizer if plain is None else plain[0]
         self.names = names
         self.parts = parts
@@ -150,13 +152,13 @@ class EngineOptimizer:
                 self.masters[id(weight)] = Fragment(master.detach(), 0, 0, master.numel())
             return
         try:
-            self.partitions = flat_partitions(kind, wrapper)
+            self.partitions = flat_partitions(state_name, wrapper)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UsageError(
-                f"{kind}: {type(wrapper).__name__} is not built as in the versions of DeepSpeed that are supported "
+                f"{state_name}: {type(wrapper).__name__} is not built as in the versions of DeepSpeed that are supported "
                 f"({type(error).__name__}: {error})"
             ) from error
-        check_tiling(kind, wrapper, self.partitions)
+        check_tiling(state_name, wrapper, self.partitions)
         for partition in self.partitions:
             for parameter, fragment in partition.fragments:
                 self._name_of(parameter)
@@ -171,7 +173,7 @@ class EngineOptimizer:
         found = self.names.by_id.get(id(parameter))
         if found is None:
             raise UsageError(
-                f"{self.kind}: {type(self.wrapper or self.base).__name__} has a parameter of shape "
+                f"{self.state_name}: {type(self.wrapper or self.base).__name__} has a parameter of shape "
                 f"{full_shape(parameter)} that is in none of the modules in the states: put the engine, or its module, "
                 "beside its optimizer"
             )
@@ -295,16 +297,16 @@ def capture_engine_optimizer(optimizer: EngineOptimizer) -> LiveState:
             weights.
     """
     if optimizer.partitions:
-        check_masters(optimizer.kind, optimizer.wrapper, optimizer.partitions)
+        check_masters(optimizer.state_name, optimizer.wrapper, optimizer.partitions)
     view, names, flat_tensors = optimizer.view(saves=True)
-    state = capture_flat_tensors(optimizer.kind, [view], names, flat_tensors)
+    state = capture_flat_tensors(optimizer.state_name, [view], names, flat_tensors)
     masters: list[FlatRange] = []
     for partition in optimizer.partitions:
         for parameter, fragment in partition.fragments:
             original = optimizer.parameter_range(parameter, fragment)
             # The master weights of a model in full precision are its weights, which are saved already.
             if original.owned and partition.data.dtype != parameter.dtype:
-                key = TensorKey(optimizer.kind, original.fqn, MASTER)
+                key = TensorKey(optimizer.state_name, original.fqn, MASTER)
                 master = original.flat_range(key, partition.data.detach(), original.offset)
                 master.requires_grad = False
                 masters.append(master)
@@ -312,12 +314,14 @@ def capture_engine_optimizer(optimizer: EngineOptimizer) -> LiveState:
     return state
 
 
-def load_engine_optimizer(optimizer: EngineOptimizer, saved: SavedStates, into: Destination, *, strict: bool) -> None:
+def load_engine_optimizer(
+    optimizer: EngineOptimizer, saved: SavedStates, destination: Destination, *, strict: bool
+) -> None:
     """Plan the load of an engine's optimizer without its master weights.
 
     Raises:
         IncompatibleCheckpointError: as in `load_flat_tensors`.
     """
     view, names, flat_tensors = optimizer.view(saves=False)
-    load_flat_tensors(optimizer.kind, [view], names, flat_tensors, saved, into, strict=strict)
-    into.finish.append(lambda: optimizer.write_back(view))
+    load_flat_tensors(optimizer.state_name, [view], names, flat_tensors, saved, destination, strict=strict)
+    destination.finish.append(lambda: optimizer.write_back(view))

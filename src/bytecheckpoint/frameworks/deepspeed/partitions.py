@@ -167,7 +167,7 @@ def has_unfused_masters(wrapper: Any) -> bool:
     return unfused is not None and isinstance(wrapper, unfused)
 
 
-def flat_partitions(kind: str, wrapper: Any) -> list[FlatPartition]:
+def flat_partitions(state_name: str, wrapper: Any) -> list[FlatPartition]:
     """Find the flat tensors that the optimizer inside `wrapper` steps on this rank.
 
     Raises:
@@ -175,7 +175,7 @@ def flat_partitions(kind: str, wrapper: Any) -> list[FlatPartition]:
     """
     base: Optimizer = wrapper.optimizer
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):
-        return list(_sub_groups(kind, wrapper))
+        return list(_sub_groups(state_name, wrapper))
     groups: Sequence[Sequence[torch.Tensor]]
     flats: Sequence[torch.Tensor]
     process_groups: Sequence[Any] | None = None  # the ranks that share each group; None: it is whole on every rank
@@ -194,12 +194,14 @@ def flat_partitions(kind: str, wrapper: Any) -> list[FlatPartition]:
     elif hasattr(wrapper, "fp32_groups_flat"):
         groups, flats = wrapper.fp16_groups, wrapper.fp32_groups_flat
     else:
-        raise UsageError(f"{kind}: {type(wrapper).__name__} has no flat tensors that this package knows: not supported")
+        raise UsageError(
+            f"{state_name}: {type(wrapper).__name__} has no flat tensors that this package knows: not supported"
+        )
     return [
         FlatPartition(
             flat,
             base,
-            _param_group_index(kind, base, flat),
+            _param_group_index(state_name, base, flat),
             _fragments(
                 flat,
                 group,
@@ -250,7 +252,7 @@ def link_hp_state(wrapper: Any, partitions: Sequence[FlatPartition]) -> None:
             wrapper._lazy_init_hp_params_optimizer_state()
 
 
-def _sub_groups(kind: str, wrapper: Any) -> Iterator[FlatPartition]:
+def _sub_groups(state_name: str, wrapper: Any) -> Iterator[FlatPartition]:
     """Yield the partitions of stage 3, one per sub-group."""
     devices = getattr(wrapper, "subgroup_to_device", {})
     for number, (flat, group) in enumerate(zip(wrapper.fp32_partitioned_groups_flat, wrapper.fp16_groups, strict=True)):
@@ -262,7 +264,8 @@ def _sub_groups(kind: str, wrapper: Any) -> Iterator[FlatPartition]:
             offset += size
         if offset != flat.numel():
             raise UsageError(
-                f"{kind}: sub-group {number} of ZeRO-3 has {flat.numel()} elements, and the partitions of its parameters "
+                f"{state_name}: sub-group {number} of ZeRO-3 has {flat.numel()} elements, and the partitions of its "
+                "parameters "
                 f"have {offset}: not supported (DeepSpeed joins them in another way than the known versions)"
             )
         # With partial offload a share of the sub-groups stays on the accelerator, stepped by torch's AdamW.
@@ -270,11 +273,12 @@ def _sub_groups(kind: str, wrapper: Any) -> Iterator[FlatPartition]:
         yield FlatPartition(flat, optimizer, int(wrapper.sub_group_to_group_id[number]), fragments)
 
 
-def _param_group_index(kind: str, base: Optimizer, flat: torch.Tensor) -> int:
+def _param_group_index(state_name: str, base: Optimizer, flat: torch.Tensor) -> int:
     found = [i for i, group in enumerate(base.param_groups) if any(p is flat for p in group["params"])]
     if len(found) != 1:
         raise UsageError(
-            f"{kind}: a flat tensor of {flat.numel()} elements is in {len(found)} param groups of {type(base).__name__}, "
+            f"{state_name}: a flat tensor of {flat.numel()} elements is in {len(found)} param groups of "
+            f"{type(base).__name__}, "
             "instead of one: not supported (the optimizer's groups were changed, or DeepSpeed steps another tensor)"
         )
     return found[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 from bytecheckpoint.errors import UsageError
 
-__all__ = ["EngineProgress", "engine_kind"]
+__all__ = ["EngineProgress", "engine_state_name"]
 
 _GENERATOR = "generator_state"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -15,9 +15,9 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def engine_kind(kind: str) -> str:
-    """Return the name of the state that holds the progress of the engine in `kind`."""
-    return "engine" if kind == "model" else f"{kind}_engine"
+def engine_state_name(state_name: str) -> str:
+    """Return the name of the state that holds the progress of the engine in state `state_name`."""
+    return "engine" if state_name == "model" else f"{state_name}_engine"
 
 
 class EngineProgress:
@@ -79,7 +79,7 @@ class EngineProgress:
             if getattr(scaler, flag, False):
                 yield "loss_scale", scaler
 
-    def check_between_steps(self, kind: str, *, saves: bool) -> None:
+    def check_between_steps(self, state_name: str, *, saves: bool) -> None:
         """Check that no gradients are being accumulated: a save would lose them, a load would leave old ones.
 
         Raises:
@@ -89,7 +89,7 @@ class EngineProgress:
         if accumulated:
             lost = "a checkpoint does not hold: save" if saves else "would be applied to what is loaded: load"
             raise UsageError(
-                f"{kind}: the engine has accumulated the gradients of {accumulated}, which {lost} between steps"
+                f"{state_name}: the engine has accumulated the gradients of {accumulated}, which {lost} between steps"
             )
 
 

@@ -24,7 +24,7 @@ _SAMPLED = 16  # parameters of each flat tensor
 _sampled: WeakSet[Any] = WeakSet()  # optimizers whose master weights were compared
 
 
-def check_tiling(kind: str, wrapper: Any, partitions: Sequence[FlatPartition]) -> None:
+def check_tiling(state_name: str, wrapper: Any, partitions: Sequence[FlatPartition]) -> None:
     """Check that the parameters follow each other in each flat tensor, without overlaps and without gaps.
 
     Raises:
@@ -33,7 +33,7 @@ def check_tiling(kind: str, wrapper: Any, partitions: Sequence[FlatPartition]) -
     seen: set[int] = set()
     for number, partition in enumerate(partitions):
         size, end = partition.data.numel(), 0
-        where = f"{kind}: flat tensor {number} of {type(wrapper).__name__}"
+        where = f"{state_name}: flat tensor {number} of {type(wrapper).__name__}"
         if partition.data.ndim != 1:
             raise _changed(f"{where} has shape {tuple(partition.data.shape)}, not one dimension")
         found = [(f.offset, f.count, f.start, p) for p, f in partition.fragments if f.count]
@@ -55,7 +55,7 @@ def check_tiling(kind: str, wrapper: Any, partitions: Sequence[FlatPartition]) -
             end = offset + count
 
 
-def check_masters(kind: str, wrapper: Any, partitions: Sequence[FlatPartition]) -> None:
+def check_masters(state_name: str, wrapper: Any, partitions: Sequence[FlatPartition]) -> None:
     """Check once for each optimizer that some of its master weights round to the weights.
 
     Samples the first and the last element of some parameters in each flat tensor: a fraction of a millisecond on the CPU.
@@ -70,7 +70,7 @@ def check_masters(kind: str, wrapper: Any, partitions: Sequence[FlatPartition]) 
         lows: list[torch.Tensor] = []
         places: list[int] = []
         for parameter, fragment in fragments[:: -(-len(fragments) // _SAMPLED) or 1]:
-            for place, low in _first_and_last(kind, parameter, fragment):
+            for place, low in _first_and_last(state_name, parameter, fragment):
                 places.append(place)
                 lows.append(low)
         if not lows:
@@ -79,7 +79,7 @@ def check_masters(kind: str, wrapper: Any, partitions: Sequence[FlatPartition]) 
         high = partition.data.detach()[torch.tensor(places, device=partition.data.device)].cpu()
         if not torch.equal(high.to(low.dtype).nan_to_num(), low.nan_to_num()):
             raise _changed(
-                f"{kind}: the master weights in flat tensor {number} of {type(wrapper).__name__} do not round to the "
+                f"{state_name}: the master weights in flat tensor {number} of {type(wrapper).__name__} do not round to the "
                 "weights",
                 "; or the weights were changed since the last step, and the next step would undo that: save before they "
                 "are changed, or pass engine.module alone",
@@ -87,10 +87,10 @@ def check_masters(kind: str, wrapper: Any, partitions: Sequence[FlatPartition]) 
     _sampled.add(wrapper)
 
 
-def _first_and_last(kind: str, parameter: torch.Tensor, fragment: Fragment) -> Iterator[tuple[int, torch.Tensor]]:
+def _first_and_last(state_name: str, parameter: torch.Tensor, fragment: Fragment) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (place in the flat tensor, weight) of the first and the last element of a fragment."""
     if is_zero3_param(parameter):
-        partition = weight_fragment(kind, parameter)
+        partition = weight_fragment(state_name, parameter)
         weights, first = partition.data, partition.offset
     else:
         weights, first = parameter.detach().view(-1), fragment.start

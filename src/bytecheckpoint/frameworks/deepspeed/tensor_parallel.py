@@ -88,7 +88,7 @@ class TensorPart:
         return tuple(length if dim == self.dim else extent for dim, extent in enumerate(self.shape))
 
 
-def find_tensor_parts(kind: str, modules: Iterable[nn.Module]) -> dict[int, TensorPart]:
+def find_tensor_parts(state_name: str, modules: Iterable[nn.Module]) -> dict[int, TensorPart]:
     """Find the parameters of which this rank holds a part, by the types of their layers: no engine is needed.
 
     Returns:
@@ -105,7 +105,7 @@ def find_tensor_parts(kind: str, modules: Iterable[nn.Module]) -> dict[int, Tens
         for name, layer in split_layers(module):
             if mixture is not None and isinstance(layer, mixture):
                 continue  # its experts have names of their own
-            where = f"{kind}: module {name!r} ({type(layer).__name__})"
+            where = f"{state_name}: module {name!r} ({type(layer).__name__})"
             if type(layer) is not imported("module_inject.layers", type(layer).__name__) or (
                 type(layer).__name__ not in _DESCRIBED
             ):
@@ -118,16 +118,17 @@ def find_tensor_parts(kind: str, modules: Iterable[nn.Module]) -> dict[int, Tens
                 if part is not None:
                     parts[id(parameter)] = part
         if size_of is not None and (size := size_of()) > 1:
-            _refuse_unknown_parts(kind, module, parts, size)
+            _refuse_unknown_parts(state_name, module, parts, size)
     return parts
 
 
-def _refuse_unknown_parts(kind: str, module: nn.Module, parts: Mapping[int, TensorPart], size: int) -> None:
+def _refuse_unknown_parts(state_name: str, module: nn.Module, parts: Mapping[int, TensorPart], size: int) -> None:
     """Refuse parameters that are marked as split, but not by AutoTP: the program's own grid (`mpu`) splits them."""
     for name, parameter in module.named_parameters():
         if vars(parameter).get("tensor_model_parallel") and id(parameter) not in parts:
             raise UsageError(
-                f"{kind}/{name} is tensor-parallel over {size} ranks of the program's mpu, which does not say how the "
+                f"{state_name}/{name} is tensor-parallel over {size} ranks of the program's mpu, which does not say "
+                "how the "
                 "tensors are split: not supported; use AutoTP, DTensor or Megatron-Core for tensor parallelism"
             )
 

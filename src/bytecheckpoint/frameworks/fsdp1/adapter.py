@@ -35,42 +35,42 @@ class FSDP1Framework(NativeFramework):
 
     def _scan(self, states: Mapping[str, object], names: UserNames | None) -> Scan:
         scan = super()._scan(states, names)
-        for kind, value in states.items():
-            if kind in scan.modules or as_optimizers(kind, value) is not None:
+        for state_name, value in states.items():
+            if state_name in scan.modules or as_optimizers(state_name, value) is not None:
                 continue
-            if where := find_fsdp1({kind: value}):
+            if where := find_fsdp1({state_name: value}):
                 raise UsageError(
                     f"{where} belongs to FSDP1 and stands inside a container, where it would be gathered: give modules and "
                     "optimizers names of their own in the states"
                 )
         return scan
 
-    def _scan_modules(self, kind: str, modules: Sequence[nn.Module]) -> Any:
-        return scan_flat_modules(kind, modules)
+    def _scan_modules(self, state_name: str, modules: Sequence[nn.Module]) -> Any:
+        return scan_flat_modules(state_name, modules)
 
-    def _capture_modules(self, kind: str, scan: Scan) -> LiveState:
-        return capture_flat_modules(kind, scan.modules[kind])
+    def _capture_modules(self, state_name: str, scan: Scan) -> LiveState:
+        return capture_flat_modules(state_name, scan.modules[state_name])
 
-    def _capture_optimizers(self, kind: str, optimizers: Sequence[Optimizer], scan: Scan) -> LiveState:
-        return capture_flat_optimizers(kind, optimizers, scan.names, _table(scan))
+    def _capture_optimizers(self, state_name: str, optimizers: Sequence[Optimizer], scan: Scan) -> LiveState:
+        return capture_flat_optimizers(state_name, optimizers, scan.names, _table(scan))
 
-    def _load_modules(self, kind: str, scan: Scan, saved: SavedStates, into: Destination) -> None:
-        load_flat_modules(kind, scan.modules[kind], saved, into)
+    def _load_modules(self, state_name: str, scan: Scan, saved: SavedStates, destination: Destination) -> None:
+        load_flat_modules(state_name, scan.modules[state_name], saved, destination)
 
     def _load_optimizers(
         self,
-        kind: str,
+        state_name: str,
         optimizers: Sequence[Optimizer],
         scan: Scan,
         saved: SavedStates,
-        into: Destination,
+        destination: Destination,
         *,
         strict: bool,
     ) -> None:
-        load_flat_optimizers(kind, optimizers, scan.names, _table(scan), saved, into, strict=strict)
+        load_flat_optimizers(state_name, optimizers, scan.names, _table(scan), saved, destination, strict=strict)
 
-    def _layouts(self, kind: str, scan: Scan) -> Iterable[str]:
-        found = scan.modules[kind]
+    def _layouts(self, state_name: str, scan: Scan) -> Iterable[str]:
+        found = scan.modules[state_name]
         yield from (describe_layout(tensor.value) for tensor in found.rest.tensors)
         yield from ("plain" for _ in found.buffers)
         for flat in found.flats:

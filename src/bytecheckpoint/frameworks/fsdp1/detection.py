@@ -18,13 +18,13 @@ def find_fsdp1(states: Mapping[str, object]) -> str:
     unit = _unit_class()
     if unit is None:
         return ""
-    for kind, value in states.items():
+    for state_name, value in states.items():
         for item in nested_objects(value, (nn.Module, Optimizer)):
             if isinstance(item, nn.Module) and contains_module(item, unit):
                 name = next(name for name, module in item.named_modules() if isinstance(module, unit))
-                return f"{kind}: module {name!r}" if name else kind
+                return f"{state_name}: module {name!r}" if name else state_name
             if isinstance(item, Optimizer) and any(any(map(is_flattened, g["params"])) for g in item.param_groups):
-                return f"{kind}: a parameter of {type(item).__name__}"
+                return f"{state_name}: a parameter of {type(item).__name__}"
     return ""
 
 

@@ -82,7 +82,7 @@ class FlatParameter:
         strategy = self.handle._sharding_strategy.name
         return f"{strategy} on ({extents}={self.handle.world_size}), use_orig_params={self.use_orig_params}"
 
-    def shard(self, kind: str) -> torch.Tensor:
+    def shard(self, state_name: str) -> torch.Tensor:
         """Return the local shard, padding included; writing into it changes the model.
 
         This works between and during forward and backward passes, while the parameters are gathered.
@@ -94,8 +94,8 @@ class FlatParameter:
         state = handle._training_state.name
         if state == "SUMMON_FULL_PARAMS":
             raise UsageError(
-                f"{kind}: FSDP1 module {self.module_name!r} is inside summon_full_params, so its shards may be out of "
-                "date: save or load outside of that context"
+                f"{state_name}: FSDP1 module {self.module_name!r} is inside summon_full_params, so its shards may be "
+                "out of date: save or load outside of that context"
             )
         local_shard: torch.Tensor | None = getattr(flat, "_local_shard", None)  # from the first forward pass on
         current = flat.detach()
@@ -104,7 +104,7 @@ class FlatParameter:
             return current
         return local_shard.detach()
 
-    def elements(self, kind: str, original: OriginalParameter, shard: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def elements(self, state_name: str, original: OriginalParameter, shard: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Return (1-D memory, offset) of the elements of `original` that a save reads.
 
         A program may have given an original parameter other memory (`p.data = ...`), which FSDP1 copies into the shard in
@@ -117,14 +117,14 @@ class FlatParameter:
         own = local_tensor(own).detach()
         if own.numel() != original.count or not own.is_contiguous():
             raise UsageError(
-                f"{kind}/{original.fqn}: FSDP1 holds {original.count} elements here, but the parameter was replaced by a "
-                f"tensor of shape {tuple(own.shape)}: change it in place, or inside summon_full_params"
+                f"{state_name}/{original.fqn}: FSDP1 holds {original.count} elements here, but the parameter was "
+                f"replaced by a tensor of shape {tuple(own.shape)}: change it in place, or inside summon_full_params"
             )
         return own.reshape(-1), 0
 
-    def target(self, kind: str) -> torch.Tensor:
+    def target(self, state_name: str) -> torch.Tensor:
         """Return the memory that a load writes into; `refresh` makes the model see the result."""
-        current = self.shard(kind)
+        current = self.shard(state_name)
         local_shard: torch.Tensor | None = getattr(self.tensor, "_local_shard", None)
         return current if local_shard is None else local_shard.detach()
 
@@ -143,11 +143,11 @@ class FlatParameter:
             handle._use_sharded_views()
 
 
-def read_flat_parameters(kind: str, walked: Sequence[tuple[str, str, nn.Module]]) -> list[FlatParameter]:
+def read_flat_parameters(state_name: str, walked: Sequence[tuple[str, str, nn.Module]]) -> list[FlatParameter]:
     """Return all flat parameters inside a module.
 
     Args:
-        kind: name of the state.
+        state_name: name of the state.
         walked: the result of `walk_modules` for the module.
 
     Raises:
@@ -164,12 +164,14 @@ def read_flat_parameters(kind: str, walked: Sequence[tuple[str, str, nn.Module]]
         between = getattr(unit, "_inter_node_pg", None)
         replicas = between.size() if between is not None and unit._handle.uses_sharded_strategy else 1
         flat = FlatParameter(unit._handle, bare.removesuffix("."), replicas=replicas)
-        flat.originals += _read_originals(kind, flat, prefixes)
+        flat.originals += _read_originals(state_name, flat, prefixes)
         flats.append(flat)
     return flats
 
 
-def _read_originals(kind: str, flat: FlatParameter, prefixes: Mapping[int, list[str]]) -> Iterator[OriginalParameter]:
+def _read_originals(
+    state_name: str, flat: FlatParameter, prefixes: Mapping[int, list[str]]
+) -> Iterator[OriginalParameter]:
     info: Any = flat.tensor
     shared: dict[tuple[int, str], list[str]] = {}
     for name, module, _, first_name, first_module, _ in info._shared_param_infos:
@@ -182,7 +184,7 @@ def _read_originals(kind: str, flat: FlatParameter, prefixes: Mapping[int, list[
         names = [bare + name for bare in prefixes.get(id(owner), ())] + shared.get((id(owner), name), [])
         # A module that was taken out of the tree after wrapping keeps its name at that time.
         fqn = names[0] if names else ".".join(filter(None, (flat.module_name, inside, name)))
-        shape, box = _flattened_box(f"{kind}/{fqn}", *layout)
+        shape, box = _flattened_box(f"{state_name}/{fqn}", *layout)
         start, offset, count = (start, offset, count) if in_shard else (0, 0, 0)
         trained = info.requires_grad if parameter is None else parameter.requires_grad
         aliases = list(dict.fromkeys(n for n in names if n != fqn))

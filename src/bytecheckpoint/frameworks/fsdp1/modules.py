@@ -55,7 +55,7 @@ class _CastBuffer:
 
 @dataclass(slots=True)
 class FlatModuleScan:
-    """All modules of one kind.
+    """All modules of one state.
 
     Attributes:
         rest: what FSDP1 does not flatten: buffers, ignored parameters, extra states.
@@ -74,7 +74,7 @@ class FlatModuleScan:
         return [original for flat in self.flats for original in flat.originals]
 
 
-def scan_flat_modules(kind: str, modules: Sequence[nn.Module]) -> FlatModuleScan:
+def scan_flat_modules(state_name: str, modules: Sequence[nn.Module]) -> FlatModuleScan:
     """Find the names and tensors of `modules`, without a state_dict where there is an FSDP1 unit.
 
     Raises:
@@ -87,14 +87,14 @@ def scan_flat_modules(kind: str, modules: Sequence[nn.Module]) -> FlatModuleScan
         walked = list(walk_modules(module))
         if not any(is_fsdp1(owner) for _, _, owner in walked):
             return dict(module.state_dict(keep_vars=True))
-        module_flats = read_flat_parameters(kind, walked)
+        module_flats = read_flat_parameters(state_name, walked)
         flats.extend(module_flats)
         return _entries(walked, module_flats, buffers)
 
-    rest = scan_modules(kind, modules, entries)
+    rest = scan_modules(state_name, modules, entries)
     scan = FlatModuleScan(rest, flats, buffers, dict(rest.parameters))
     scan.parameters.update((id(o.parameter), o.parameter_name) for o in scan.originals() if o.parameter is not None)
-    _refuse_equal_names(kind, scan)
+    _refuse_equal_names(state_name, scan)
     return scan
 
 
@@ -134,54 +134,56 @@ def _entries(
     return found
 
 
-def _refuse_equal_names(kind: str, scan: FlatModuleScan) -> None:
+def _refuse_equal_names(state_name: str, scan: FlatModuleScan) -> None:
     seen: set[str] = {name for tensor in scan.rest.tensors for name in (tensor.fqn, *tensor.aliases)}
     for original in scan.originals():
         for name in (original.fqn, *original.aliases):
             if name in seen:
-                raise UsageError(f"{kind}/{name} names two different tensors: modules of one list must not share names")
+                raise UsageError(
+                    f"{state_name}/{name} names two different tensors: modules of one list must not share names"
+                )
             seen.add(name)
 
 
-def capture_flat_modules(kind: str, scan: FlatModuleScan) -> LiveState:
-    """Describe the shards and values of a scanned kind."""
-    state = capture_modules(kind, scan.rest)
+def capture_flat_modules(state_name: str, scan: FlatModuleScan) -> LiveState:
+    """Describe the shards and values of a scanned state."""
+    state = capture_modules(state_name, scan.rest)
     ranges: list[FlatRange] = []
     for flat in scan.flats:
-        shard = flat.shard(kind)
+        shard = flat.shard(state_name)
         for original in flat.originals:
             if original.owned or 0 in original.shape:
-                data, offset = flat.elements(kind, original, shard)
-                ranges.append(original.flat_range(TensorKey(kind, original.fqn), data, offset))
+                data, offset = flat.elements(state_name, original, shard)
+                ranges.append(original.flat_range(TensorKey(state_name, original.fqn), data, offset))
     state.shards += flat_range_shards(ranges)
     for cast in scan.buffers:
         # In the model's dtype, so that models without mixed precision can load it; buffers are small.
         data = cast.buffer.detach().to(cast.dtype)
-        add_shards(state.shards, TensorKey(kind, cast.fqn), data, aliases=tuple(cast.aliases))
+        add_shards(state.shards, TensorKey(state_name, cast.fqn), data, aliases=tuple(cast.aliases))
     return state
 
 
-def load_flat_modules(kind: str, scan: FlatModuleScan, saved: SavedStates, into: Destination) -> None:
-    """Plan the load of a scanned kind, in place."""
-    load_modules(kind, scan.rest, saved, into)
+def load_flat_modules(state_name: str, scan: FlatModuleScan, saved: SavedStates, destination: Destination) -> None:
+    """Plan the load of a scanned state, in place."""
+    load_modules(state_name, scan.rest, saved, destination)
     ranges: list[FlatRange] = []
     for flat in scan.flats:
-        target = flat.target(kind)
+        target = flat.target(state_name)
         for original in flat.originals:
-            found = find_saved_parameter(kind, original.parameter_name, saved, into)
+            found = find_saved_parameter(state_name, original.parameter_name, saved, destination)
             if found is not None and (original.owned or 0 in original.shape):
                 names = (original.fqn, *original.aliases)
                 found = choose_saved_weight(saved, found, names, dtype_name(target.dtype))
                 ranges.append(original.flat_range(found.key, target, original.offset))
-        into.finish.append(flat.refresh)
-    into.wanted += flat_range_shards(ranges)
+        destination.finish.append(flat.refresh)
+    destination.wanted += flat_range_shards(ranges)
     for cast in scan.buffers:
         aliases = tuple(cast.aliases)
-        found = find_saved_parameter(kind, (cast.fqn, aliases), saved, into)
+        found = find_saved_parameter(state_name, (cast.fqn, aliases), saved, destination)
         if found is not None:
             loaded = torch.empty_like(cast.buffer, dtype=cast.dtype)
-            add_shards(into.wanted, found.key, loaded, aliases=aliases)
-            into.finish.append(partial(_copy, cast.buffer, loaded))
+            add_shards(destination.wanted, found.key, loaded, aliases=aliases)
+            destination.finish.append(partial(_copy, cast.buffer, loaded))
 
 
 @torch.no_grad()

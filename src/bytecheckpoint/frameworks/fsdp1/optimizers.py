@@ -63,10 +63,10 @@ _ADVICE = ErrorAdvice(
 
 
 class _OptimizerViews:
-    """The optimizers of one kind, by original parameters.
+    """The optimizers of one state, by original parameters.
 
     Args:
-        kind: name of the state.
+        state_name: name of the state.
         optimizers: the live ones.
         names: names of the parameters that FSDP1 does not flatten.
         table: the parameters that it flattens.
@@ -84,14 +84,14 @@ class _OptimizerViews:
 
     def __init__(
         self,
-        kind: str,
+        state_name: str,
         optimizers: Sequence[Optimizer],
         names: ParameterNames,
         table: FlatParameterTable,
         *,
         share_state: bool,
     ) -> None:
-        self._kind = kind
+        self._state_name = state_name
         self._live = list(optimizers)
         self._table = table
         self._by_id = dict(names.by_id)
@@ -124,12 +124,13 @@ class _OptimizerViews:
                 yield from self._add(optimizer, view, parameter, whole, whole.originals, names)
             elif is_flattened(parameter) and id(parameter) not in self._table.unsharded:
                 raise UsageError(
-                    f"{self._kind}: {type(optimizer).__name__} has a parameter of an FSDP1 module (shape "
+                    f"{self._state_name}: {type(optimizer).__name__} has a parameter of an FSDP1 module (shape "
                     f"{tuple(parameter.shape)}) that is not in the states: put the module beside its optimizer"
                 )
             elif self._table.flat and id(parameter) not in self._by_id:
                 raise UsageError(
-                    f"{self._kind}: {type(optimizer).__name__} has a parameter (shape {tuple(parameter.shape)}) that no "
+                    f"{self._state_name}: {type(optimizer).__name__} has a parameter (shape {tuple(parameter.shape)}) "
+                    "that no "
                     "module in the states has: an optimizer that was made before FSDP1 wrapped the module without "
                     "use_orig_params steps what FSDP1 has replaced; make it from the parameters of the wrapped module, or "
                     "put its module into the states"
@@ -175,28 +176,28 @@ class _OptimizerViews:
 
 
 def capture_flat_optimizers(
-    kind: str, optimizers: Sequence[Optimizer], names: ParameterNames, table: FlatParameterTable
+    state_name: str, optimizers: Sequence[Optimizer], names: ParameterNames, table: FlatParameterTable
 ) -> LiveState:
-    """Describe the shards and values of all optimizers of one kind.
+    """Describe the shards and values of all optimizers of one state.
 
     Raises:
         UsageError: state of a flattened parameter is neither one value per element nor one value; names it.
     """
-    views = _OptimizerViews(kind, optimizers, names, table, share_state=False)
-    return capture_flat_tensors(kind, views.optimizers, views.names, views.flat_tensors)
+    views = _OptimizerViews(state_name, optimizers, names, table, share_state=False)
+    return capture_flat_tensors(state_name, views.optimizers, views.names, views.flat_tensors)
 
 
 def load_flat_optimizers(
-    kind: str,
+    state_name: str,
     optimizers: Sequence[Optimizer],
     names: ParameterNames,
     table: FlatParameterTable,
     saved: SavedStates,
-    into: Destination,
+    destination: Destination,
     *,
     strict: bool,
 ) -> None:
-    """Plan the load of one kind; `load_flat_tensors` documents the errors."""
-    views = _OptimizerViews(kind, optimizers, names, table, share_state=True)
-    load_flat_tensors(kind, views.optimizers, views.names, views.flat_tensors, saved, into, strict=strict)
-    into.finish.append(views.copy_hyperparameters_back)
+    """Plan the load of one state; `load_flat_tensors` documents the errors."""
+    views = _OptimizerViews(state_name, optimizers, names, table, share_state=True)
+    load_flat_tensors(state_name, views.optimizers, views.names, views.flat_tensors, saved, destination, strict=strict)
+    destination.finish.append(views.copy_hyperparameters_back)

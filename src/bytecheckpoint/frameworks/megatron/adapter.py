@@ -28,7 +28,7 @@ from bytecheckpoint.frameworks.megatron.modules import capture_megatron_modules,
 from bytecheckpoint.frameworks.megatron.optimizers import capture_megatron_optimizers
 from bytecheckpoint.frameworks.megatron.restore import load_megatron_optimizers
 from bytecheckpoint.frameworks.native import NativeFramework, Scan
-from bytecheckpoint.frameworks.optimizers.master_weights import optimizer_kind
+from bytecheckpoint.frameworks.optimizers.master_weights import optimizer_state_name
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames, as_optimizers
 from bytecheckpoint.representation.shards import LiveState
 
@@ -41,15 +41,15 @@ class _MegatronScan(Scan):
 
     Attributes:
         layouts: id of a parameter -> its layout.
-        model_kinds: id of a parameter -> the kind of its module.
+        model_states: state name of the module of each parameter, by the parameter's id.
         with_masters: ids of the parameters that have master weights.
-        master_kinds: kind of a module -> the kind that holds its master weights.
+        master_states: name of the state that holds a module's master weights, by the module's state name.
     """
 
     layouts: dict[int, ParameterLayout] = field(default_factory=dict)
-    model_kinds: dict[int, str] = field(default_factory=dict)
+    model_states: dict[int, str] = field(default_factory=dict)
     with_masters: set[int] = field(default_factory=set)
-    master_kinds: dict[str, str] = field(default_factory=dict)
+    master_states: dict[str, str] = field(default_factory=dict)
 
 
 class MegatronFramework(NativeFramework):
@@ -76,26 +76,26 @@ class MegatronFramework(NativeFramework):
         by_id = dict(native.names.by_id)
         scan = _MegatronScan(native.modules, ParameterNames(by_id))
         # A parameter in two states gets its name in "model".
-        for kind, found in sorted(scan.modules.items(), key=lambda item: item[0] == "model"):
+        for state_name, found in sorted(scan.modules.items(), key=lambda item: item[0] == "model"):
             if isinstance(found, MegatronModuleScan):
                 scan.layouts.update(found.layout_by_id)
-                scan.model_kinds.update(dict.fromkeys(found.layout_by_id, kind))
+                scan.model_states.update(dict.fromkeys(found.layout_by_id, state_name))
                 by_id.update(found.parameters)  # over `names`: the parameters' boxes are saved under these names
-        for kind, value in states.items():
-            if kind in scan.modules:
+        for state_name, value in states.items():
+            if state_name in scan.modules:
                 continue
-            optimizers = self._as_optimizers(kind, value)
+            optimizers = self._as_optimizers(state_name, value)
             if optimizers is None:
-                if where := find_megatron({kind: value}):
+                if where := find_megatron({state_name: value}):
                     raise UsageError(
                         f"{where} is inside a container, where its parallel layout is not visible: give modules and "
                         "optimizers names of their own in the states"
                     )
             elif self._steps_megatron_params(optimizers, scan):
-                scan.with_masters.update(map(id, params_with_masters(kind, optimizers)))
-                for main in (main for mains in main_params(kind, optimizers) for main in mains):
-                    if id(main.model_param) in scan.model_kinds:
-                        scan.master_kinds.setdefault(scan.model_kinds[id(main.model_param)], kind)
+                scan.with_masters.update(map(id, params_with_masters(state_name, optimizers)))
+                for main in (main for mains in main_params(state_name, optimizers) for main in mains):
+                    if id(main.model_param) in scan.model_states:
+                        scan.master_states.setdefault(scan.model_states[id(main.model_param)], state_name)
         return scan
 
     def destination(
@@ -107,20 +107,22 @@ class MegatronFramework(NativeFramework):
         names: UserNames | None = None,
     ) -> Destination:
         """Plan a load into `states`."""
-        into = super().destination(states, saved, strict=strict, names=names)
-        if into.left_out:
-            weights = [text for key, text in into.left_out.items() if not key.slot]
-            left_out = listed(weights or list(into.left_out.values()))
+        destination = super().destination(states, saved, strict=strict, names=names)
+        if destination.left_out:
+            weights = [text for key, text in destination.left_out.items() if not key.slot]
+            left_out = listed(weights or list(destination.left_out.values()))
             if strict:
                 raise IncompatibleCheckpointError(
                     f"the vocabulary is smaller here: {left_out} would be left out, and a checkpoint does not say which "
                     "rows are padding; if all of these are, load with strict=False"
                 )
-            into.notes.append(f"the vocabulary is smaller here: {left_out} were left out")
-        for kind in states.keys() & set(saved.kinds()):
+            destination.notes.append(f"the vocabulary is smaller here: {left_out} were left out")
+        for state_name in states.keys() & set(saved.states()):
             # A scheduler's load_state_dict adds the loaded number of steps to its own.
-            into.finish[:0] = [partial(_reset_steps, scheduler) for scheduler in find_schedulers(states[kind])]
-        return into
+            destination.finish[:0] = [
+                partial(_reset_steps, scheduler) for scheduler in find_schedulers(states[state_name])
+            ]
+        return destination
 
     @staticmethod
     def _steps_megatron_params(optimizers: Sequence[Any], scan: _MegatronScan) -> bool:
@@ -130,60 +132,60 @@ class MegatronFramework(NativeFramework):
             for optimizer in optimizers
         )
 
-    def _as_optimizers(self, kind: str, value: object) -> Sequence[Any] | None:
-        found = as_megatron_optimizers(kind, value)
-        return as_optimizers(kind, value) if found is None else found
+    def _as_optimizers(self, state_name: str, value: object) -> Sequence[Any] | None:
+        found = as_megatron_optimizers(state_name, value)
+        return as_optimizers(state_name, value) if found is None else found
 
-    def _scan_modules(self, kind: str, modules: Sequence[nn.Module]) -> Any:
+    def _scan_modules(self, state_name: str, modules: Sequence[nn.Module]) -> Any:
         if any(map(is_megatron_module, modules)):
-            return scan_megatron_modules(kind, modules)
-        return super()._scan_modules(kind, modules)
+            return scan_megatron_modules(state_name, modules)
+        return super()._scan_modules(state_name, modules)
 
-    def _capture_modules(self, kind: str, scan: Scan) -> LiveState:
+    def _capture_modules(self, state_name: str, scan: Scan) -> LiveState:
         assert isinstance(scan, _MegatronScan)
-        found = scan.modules[kind]
+        found = scan.modules[state_name]
         if isinstance(found, MegatronModuleScan):
-            return capture_megatron_modules(kind, found)
-        return super()._capture_modules(kind, scan)
+            return capture_megatron_modules(state_name, found)
+        return super()._capture_modules(state_name, scan)
 
-    def _capture_optimizers(self, kind: str, optimizers: Sequence[Any], scan: Scan) -> LiveState:
+    def _capture_optimizers(self, state_name: str, optimizers: Sequence[Any], scan: Scan) -> LiveState:
         assert isinstance(scan, _MegatronScan)
         if self._steps_megatron_params(optimizers, scan):
-            return capture_megatron_optimizers(kind, optimizers, scan.names, scan.layouts)
-        return super()._capture_optimizers(kind, optimizers, scan)
+            return capture_megatron_optimizers(state_name, optimizers, scan.names, scan.layouts)
+        return super()._capture_optimizers(state_name, optimizers, scan)
 
-    def _load_modules(self, kind: str, scan: Scan, saved: SavedStates, into: Destination) -> None:
+    def _load_modules(self, state_name: str, scan: Scan, saved: SavedStates, destination: Destination) -> None:
         assert isinstance(scan, _MegatronScan)
-        found = scan.modules[kind]
+        found = scan.modules[state_name]
         if isinstance(found, MegatronModuleScan):
-            master_kind = scan.master_kinds.get(kind, optimizer_kind(kind))
-            load_megatron_modules(kind, found, saved, into, master_kind, scan.with_masters)
+            master_state = scan.master_states.get(state_name, optimizer_state_name(state_name))
+            load_megatron_modules(state_name, found, saved, destination, master_state, scan.with_masters)
         else:
-            super()._load_modules(kind, scan, saved, into)
+            super()._load_modules(state_name, scan, saved, destination)
 
     def _load_optimizers(
         self,
-        kind: str,
+        state_name: str,
         optimizers: Sequence[Any],
         scan: Scan,
         saved: SavedStates,
-        into: Destination,
+        destination: Destination,
         *,
         strict: bool,
     ) -> None:
         assert isinstance(scan, _MegatronScan)
         if self._steps_megatron_params(optimizers, scan):
             load_megatron_optimizers(
-                kind, optimizers, scan.names, scan.layouts, scan.model_kinds, saved, into, strict=strict
+                state_name, optimizers, scan.names, scan.layouts, scan.model_states, saved, destination, strict=strict
             )
         else:
-            super()._load_optimizers(kind, optimizers, scan, saved, into, strict=strict)
+            super()._load_optimizers(state_name, optimizers, scan, saved, destination, strict=strict)
 
-    def _layouts(self, kind: str, scan: Scan) -> Iterable[str]:
-        found = scan.modules[kind]
+    def _layouts(self, state_name: str, scan: Scan) -> Iterable[str]:
+        found = scan.modules[state_name]
         if isinstance(found, MegatronModuleScan):
             return [layout.describe() for layout in found.layouts]
-        return super()._layouts(kind, scan)
+        return super()._layouts(state_name, scan)
 
 
 def _reset_steps(scheduler: Any) -> None:

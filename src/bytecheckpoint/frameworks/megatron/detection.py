@@ -75,7 +75,7 @@ def check_version() -> None:
         )
 
 
-def require(kind: str, owner: object, *attributes: str) -> None:
+def require(state_name: str, owner: object, *attributes: str) -> None:
     """Check that an object of Megatron has the private attributes that this package reads.
 
     Raises:
@@ -83,15 +83,15 @@ def require(kind: str, owner: object, *attributes: str) -> None:
     """
     missing = [name for name in attributes if not hasattr(owner, name)]
     if missing:
-        raise unknown_structure(kind, f"{type(owner).__name__} has no {' and no '.join(missing)}")
+        raise unknown_structure(state_name, f"{type(owner).__name__} has no {' and no '.join(missing)}")
 
 
-def unknown_structure(kind: str, found: str) -> UsageError:
+def unknown_structure(state_name: str, found: str) -> UsageError:
     """Return the error for objects of Megatron that are not built as in the tested versions."""
     version, _ = loaded_version(_PACKAGE)
     return UsageError(
-        f"{kind}: {found}, so it is not built as this package knows it (Megatron-Core {version} is installed; tested: "
-        f"{_TESTED}): install a tested version"
+        f"{state_name}: {found}, so it is not built as this package knows it (Megatron-Core {version} is installed; "
+        f"tested: {_TESTED}): install a tested version"
     )
 
 
@@ -128,7 +128,7 @@ def find_megatron(states: Mapping[str, object], *, partitioned_only: bool = Fals
     if _PACKAGE not in sys.modules and not sharding:
         return ""
     modules_count = not partitioned_only or is_model_parallel()
-    for kind, value in states.items():
+    for state_name, value in states.items():
         for item in nested_objects(value):
             is_module = isinstance(item, nn.Module)
             if (
@@ -136,7 +136,7 @@ def find_megatron(states: Mapping[str, object], *, partitioned_only: bool = Fals
                 or (modules_count and is_megatron_module(item))
                 or (is_module and sharding and contains_module(item, sharding))
             ):
-                return f"{kind}: {type(item).__name__}"
+                return f"{state_name}: {type(item).__name__}"
     return ""
 
 
@@ -153,11 +153,11 @@ def check_wrappers(states: Mapping[str, object]) -> None:
         UsageError: a module in `states` is, or contains, one.
     """
     for cls, display_name in _sharding_wrappers().items():
-        for kind, value in states.items():
+        for state_name, value in states.items():
             if any(contains_module(item, cls) for item in nested_objects(value, nn.Module)):
                 raise UsageError(
-                    f"{kind}: {display_name} is not supported: use Megatron's DistributedDataParallel and the distributed "
-                    "optimizer; or, where Megatron does not split the model, FSDP2 (fully_shard)"
+                    f"{state_name}: {display_name} is not supported: use Megatron's DistributedDataParallel and the "
+                    "distributed optimizer; or, where Megatron does not split the model, FSDP2 (fully_shard)"
                 )
 
 

@@ -60,9 +60,9 @@ class TensorBox:
     slices: tuple[slice, ...] | None = None
     resizable: bool = False
 
-    def key(self, kind: str, slot: str = "") -> TensorKey:
+    def key(self, state_name: str, slot: str = "") -> TensorKey:
         """Return the key under which the tensor is saved."""
-        return TensorKey(kind, self.names[0], slot)
+        return TensorKey(state_name, self.names[0], slot)
 
     def shard(self, key: TensorKey, data: torch.Tensor) -> LiveShard:
         """Return the box as a view of `data`, a tensor of the parameter's shape."""

@@ -60,7 +60,7 @@ class MainParam:
         return type(self.inner).__module__.partition(".")[0] in _STEP_IN_GROUP
 
 
-def as_megatron_optimizers(kind: str, value: object) -> list[Any] | None:
+def as_megatron_optimizers(state_name: str, value: object) -> list[Any] | None:
     """Return `value` as a list of optimizers of Megatron (and of torch among them); None if it is something else."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
     from_megatron = [is_megatron_optimizer(item) for item in items]
@@ -68,12 +68,13 @@ def as_megatron_optimizers(kind: str, value: object) -> list[Any] | None:
         return None
     if not all(known or isinstance(item, Optimizer) for known, item in zip(from_megatron, items, strict=True)):
         raise UsageError(
-            f"{kind} holds optimizers of Megatron and other objects: give the optimizers a name of their own in the states"
+            f"{state_name} holds optimizers of Megatron and other objects: give the optimizers a name of their own in "
+            "the states"
         )
     return list(items)
 
 
-def flatten_chain(kind: str, optimizers: Iterable[Any]) -> Iterator[Any]:
+def flatten_chain(state_name: str, optimizers: Iterable[Any]) -> Iterator[Any]:
     """Yield the optimizers inside chains, without stubs.
 
     Raises:
@@ -82,58 +83,60 @@ def flatten_chain(kind: str, optimizers: Iterable[Any]) -> Iterator[Any]:
     for optimizer in optimizers:
         layer_wise = megatron_class("optimizer.layer_wise_optimizer", "LayerWiseDistributedOptimizer")
         if layer_wise is not None and isinstance(optimizer, layer_wise):
-            raise UsageError(f"{kind}: LayerWiseDistributedOptimizer is not supported: use the distributed optimizer")
+            raise UsageError(
+                f"{state_name}: LayerWiseDistributedOptimizer is not supported: use the distributed optimizer"
+            )
         chain = getattr(optimizer, "chained_optimizers", None)
         if chain is not None:
-            yield from flatten_chain(kind, chain)
+            yield from flatten_chain(state_name, chain)
         elif not getattr(optimizer, "is_stub_optimizer", False):
             yield optimizer
 
 
-def main_params(kind: str, optimizers: Iterable[Any]) -> list[list[MainParam]]:
+def main_params(state_name: str, optimizers: Iterable[Any]) -> list[list[MainParam]]:
     """Return what each optimizer, chains flattened, steps on this rank.
 
     Raises:
         UsageError: an optimizer keeps its state in a form that is not supported.
     """
-    return [_main_params_of(kind, optimizer) for optimizer in flatten_chain(kind, optimizers)]
+    return [_main_params_of(state_name, optimizer) for optimizer in flatten_chain(state_name, optimizers)]
 
 
-def params_with_masters(kind: str, optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
+def params_with_masters(state_name: str, optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Yield the model parameters that have master weights, on whatever rank of a distributed optimizer these are."""
-    for optimizer in flatten_chain(kind, optimizers):
-        for main in _main_params_of(kind, optimizer):
+    for optimizer in flatten_chain(state_name, optimizers):
+        for main in _main_params_of(state_name, optimizer):
             if main.is_master:
                 yield main.model_param
         if not _is_distributed(optimizer):
             continue
-        require(kind, optimizer, "buffers")
+        require(state_name, optimizer, "buffers")
         for buffer in optimizer.buffers:
-            require(kind, buffer, "param_index_map")
+            require(state_name, buffer, "param_index_map")
             yield from (p for p in buffer.param_index_map if p.dtype != torch.float32)
 
 
-def _main_params_of(kind: str, optimizer: Any) -> list[MainParam]:
+def _main_params_of(state_name: str, optimizer: Any) -> list[MainParam]:
     if isinstance(optimizer, Optimizer):
         return [MainParam(optimizer, group, p, p, None) for group in optimizer.param_groups for p in group["params"]]
-    require(kind, optimizer, "optimizer", "config")
+    require(state_name, optimizer, "optimizer", "config")
     inner = optimizer.optimizer
     name = type(optimizer).__name__
     if not isinstance(inner, Optimizer):
-        raise UsageError(f"{kind}: {name} around a {type(inner).__name__} is not supported")
+        raise UsageError(f"{state_name}: {name} around a {type(inner).__name__} is not supported")
     if type(inner).__name__ == "HybridDeviceOptimizer":
         raise UsageError(
-            f"{kind}: {name} with optimizer_cpu_offload is not supported: keep the state where the model is"
+            f"{state_name}: {name} with optimizer_cpu_offload is not supported: keep the state where the model is"
         )
     if getattr(optimizer.config, "use_precision_aware_optimizer", False):
         raise UsageError(
-            f"{kind}: {name} with use_precision_aware_optimizer keeps scaled state, and main weights inside the optimizer, "
-            "which is not supported: train without it"
+            f"{state_name}: {name} with use_precision_aware_optimizer keeps scaled state, and main weights inside the "
+            "optimizer, which is not supported: train without it"
         )
     if _is_distributed(optimizer):
-        return _distributed_main_params(kind, optimizer, inner)
+        return _distributed_main_params(state_name, optimizer, inner)
     if hasattr(optimizer, "fp32_from_float16_groups"):
-        require(kind, optimizer, "float16_groups")
+        require(state_name, optimizer, "float16_groups")
         model_params = {
             id(main): parameter
             for low, high in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
@@ -143,7 +146,7 @@ def _main_params_of(kind: str, optimizer: Any) -> list[MainParam]:
         model_params = {}
     else:
         raise UsageError(
-            f"{kind}: {name} is not supported: use DistributedOptimizer, or the float16 and FP32 optimizers"
+            f"{state_name}: {name} is not supported: use DistributedOptimizer, or the float16 and FP32 optimizers"
         )
     return [
         MainParam(inner, group, p, model_params.get(id(p), p), None)
@@ -152,12 +155,12 @@ def _main_params_of(kind: str, optimizer: Any) -> list[MainParam]:
     ]
 
 
-def _distributed_main_params(kind: str, optimizer: Any, inner: Optimizer) -> list[MainParam]:
+def _distributed_main_params(state_name: str, optimizer: Any, inner: Optimizer) -> list[MainParam]:
     """Return this rank's main params of a distributed optimizer, in the order of its param groups."""
-    require(kind, optimizer, "ddp_config", "gbuf_ranges", "model_param_group_index_map")
-    require(kind, optimizer.ddp_config, "use_megatron_fsdp")
+    require(state_name, optimizer, "ddp_config", "gbuf_ranges", "model_param_group_index_map")
+    require(state_name, optimizer.ddp_config, "use_megatron_fsdp")
     if optimizer.ddp_config.use_megatron_fsdp:
-        raise UsageError(f"{kind}: Megatron-FSDP is not supported: use DistributedDataParallel")
+        raise UsageError(f"{state_name}: Megatron-FSDP is not supported: use DistributedDataParallel")
     found: dict[int, MainParam] = {}
     for gbuf_range in optimizer.gbuf_ranges:
         for buckets in gbuf_range.values():
@@ -169,14 +172,14 @@ def _distributed_main_params(kind: str, optimizer: Any, inner: Optimizer) -> lis
                     param_range = ranges["param"]
                     if tensor.ndim != 1 or tensor.numel() != param_range.end - param_range.start:
                         raise unknown_structure(
-                            kind,
+                            state_name,
                             f"{type(optimizer).__name__} steps a tensor of shape {tuple(tensor.shape)} for the elements "
                             f"{param_range.start} to {param_range.end} of a parameter",
                         )
                     found[id(tensor)] = MainParam(inner, group, tensor, model_param, param_range.start)
     stepped = [tensor for group in inner.param_groups for tensor in group["params"]]
     if not all(id(tensor) in found for tensor in stepped):
-        raise unknown_structure(kind, f"gbuf_ranges of {type(optimizer).__name__} do not have all that it steps")
+        raise unknown_structure(state_name, f"gbuf_ranges of {type(optimizer).__name__} do not have all that it steps")
     return [found[id(tensor)] for tensor in stepped]
 
 

@@ -50,7 +50,7 @@ class StateDictEntry:
 
 @dataclass(slots=True)
 class MegatronModuleScan:
-    """The tensors and values of all model chunks of one kind, in one namespace.
+    """The tensors and values of all model chunks of one state, in one namespace.
 
     Attributes:
         layouts: the parameters and buffers; tied tensors once.
@@ -78,7 +78,7 @@ class MegatronModuleScan:
         return {number: (layout.names[0], layout.names[1:]) for number, layout in self.layout_by_id.items()}
 
 
-def scan_megatron_modules(kind: str, modules: Sequence[nn.Module]) -> MegatronModuleScan:
+def scan_megatron_modules(state_name: str, modules: Sequence[nn.Module]) -> MegatronModuleScan:
     """Scan a model, or the chunks of virtual pipeline stages.
 
     Raises:
@@ -86,9 +86,9 @@ def scan_megatron_modules(kind: str, modules: Sequence[nn.Module]) -> MegatronMo
             for different tensors.
     """
     scan = MegatronModuleScan()
-    if sharding := torch_sharding_of({kind: list(modules)}):
+    if sharding := torch_sharding_of({state_name: list(modules)}):
         raise UsageError(
-            f"{kind}: a model of Megatron is sharded by {sharding}: use Megatron's DistributedDataParallel and the "
+            f"{state_name}: a model of Megatron is sharded by {sharding}: use Megatron's DistributedDataParallel and the "
             'distributed optimizer; or, where Megatron does not split the model, framework="fsdp"'
         )
     for module in modules:
@@ -96,19 +96,19 @@ def scan_megatron_modules(kind: str, modules: Sequence[nn.Module]) -> MegatronMo
         if not hasattr(model, "sharded_state_dict"):
             if is_megatron_module(model):
                 raise UsageError(
-                    f"{kind}: {type(model).__name__} holds modules of Megatron, but has no sharded_state_dict that tells "
-                    "how they are split: derive it from MegatronModule"
+                    f"{state_name}: {type(model).__name__} holds modules of Megatron, but has no sharded_state_dict "
+                    "that tells how they are split: derive it from MegatronModule"
                 )
             raise UsageError(
-                f"{kind}: {type(model).__name__} is not a module of Megatron, and the others in this state are: give it a "
-                "name of its own"
+                f"{state_name}: {type(model).__name__} is not a module of Megatron, and the others in this state are: "
+                "give it a name of its own"
             )
-        _scan_chunk(kind, scan, model, wrappers)
-    _check_names(kind, scan)
+        _scan_chunk(state_name, scan, model, wrappers)
+    _check_names(state_name, scan)
     return scan
 
 
-def _scan_chunk(kind: str, scan: MegatronModuleScan, model: Any, wrappers: Sequence[Any]) -> None:
+def _scan_chunk(state_name: str, scan: MegatronModuleScan, model: Any, wrappers: Sequence[Any]) -> None:
     """Add the entries of one chunk's sharded state dict to `scan`."""
     metadata: dict[str, Any] = dict(_METADATA)
     for wrapper in wrappers:
@@ -120,7 +120,7 @@ def _scan_chunk(kind: str, scan: MegatronModuleScan, model: Any, wrappers: Seque
     entries: dict[str, Any] = model.sharded_state_dict(metadata=metadata)
     for state_key, entry in entries.items():
         if _is_instance(entry, "ShardedObject"):
-            _add_value(kind, scan, model, state_key, entry)
+            _add_value(state_name, scan, model, state_key, entry)
             continue
         if _is_instance(entry, "LocalNonpersistentObject"):
             continue
@@ -128,17 +128,17 @@ def _scan_chunk(kind: str, scan: MegatronModuleScan, model: Any, wrappers: Seque
         if not is_sharded or entry.data is None:
             found = "nothing" if entry is None else f"a {type(entry).__name__}"
             raise UsageError(
-                f"{kind}/{state_key}: sharded_state_dict has {found} here, where a tensor or an object that says how it is "
-                "sharded is expected"
+                f"{state_name}/{state_key}: sharded_state_dict has {found} here, where a tensor or an object that says "
+                "how it is sharded is expected"
             )
-        layout = _layout_of(kind, state_key, entry)
+        layout = _layout_of(state_name, state_key, entry)
         data: torch.Tensor = layout.tensor
         owner = live.get(id(data))
         if owner is None and data.numel():
             owner = live_by_address.get((data.data_ptr(), data.numel()))
         known = scan.layout_by_id.get(id(owner))
         if known is not None:
-            _add_aliases(kind, known, layout)
+            _add_aliases(state_name, known, layout)
             continue
         if owner is not None:
             if owner.shape == data.shape:
@@ -150,7 +150,7 @@ def _scan_chunk(kind: str, scan: MegatronModuleScan, model: Any, wrappers: Seque
     _join_parts(scan, live)
     _add_empty_values(scan, model, entries)
     for wrapper in filter(_is_data_parallel, wrappers):
-        _add_ranges(kind, scan, wrapper)
+        _add_ranges(state_name, scan, wrapper)
 
 
 def _join_parts(scan: MegatronModuleScan, live: Mapping[int, torch.Tensor]) -> None:
@@ -182,41 +182,43 @@ def _is_data_parallel(wrapper: object) -> bool:
     return found is not None and isinstance(wrapper, found)
 
 
-def _add_ranges(kind: str, scan: MegatronModuleScan, wrapper: Any) -> None:
+def _add_ranges(state_name: str, scan: MegatronModuleScan, wrapper: Any) -> None:
     """Add what Megatron's DistributedDataParallel tells: which elements this rank steps, and which are up to date."""
-    require(kind, wrapper, "ddp_config", "remove_forward_pre_hook_handles")
-    require(kind, wrapper.ddp_config, "use_distributed_optimizer")
-    ranges = _stepped_ranges(kind, wrapper) if wrapper.ddp_config.use_distributed_optimizer else {}
+    require(state_name, wrapper, "ddp_config", "remove_forward_pre_hook_handles")
+    require(state_name, wrapper.ddp_config, "use_distributed_optimizer")
+    ranges = _stepped_ranges(state_name, wrapper) if wrapper.ddp_config.use_distributed_optimizer else {}
     scan.stepped_ranges.update(ranges)
     if wrapper.remove_forward_pre_hook_handles:
         if not wrapper.ddp_config.use_distributed_optimizer:
             raise UsageError(
-                f"{kind}: overlap_param_gather without the distributed optimizer is not supported: which parameters "
+                f"{state_name}: overlap_param_gather without the distributed optimizer is not supported: which parameters "
                 "are up to date on a rank is not known"
             )
-        require(kind, wrapper, "bucket_groups", "expert_parallel_bucket_groups")
+        require(state_name, wrapper, "bucket_groups", "expert_parallel_bucket_groups")
         scan.current_ranges.update(ranges)
         groups = (*wrapper.bucket_groups, *wrapper.expert_parallel_bucket_groups)
         scan.pending_gathers += [g.param_gather_handle for g in groups if g.param_gather_handle is not None]
 
 
-def _stepped_ranges(kind: str, wrapper: Any) -> dict[int, list[tuple[int, int]]]:
+def _stepped_ranges(state_name: str, wrapper: Any) -> dict[int, list[tuple[int, int]]]:
     """Return what this rank's distributed optimizer steps: an equal share of each bucket."""
     found: dict[int, list[tuple[int, int]]] = {}
-    require(kind, wrapper, "buffers", "expert_parallel_buffers")
+    require(state_name, wrapper, "buffers", "expert_parallel_buffers")
     for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers):
-        require(kind, buffer, "data_parallel_group", "param_index_map", "buckets")
+        require(state_name, buffer, "data_parallel_group", "param_index_map", "buckets")
         rank, size = buffer.data_parallel_group.rank(), buffer.data_parallel_group.size()
         for bucket in buffer.buckets:
-            require(kind, bucket, "grad_data", "offset")
+            require(state_name, bucket, "grad_data", "offset")
             if bucket.grad_data.numel() % size:
                 raise unknown_structure(
-                    kind, f"a bucket of {bucket.grad_data.numel()} elements is divided among {size}"
+                    state_name, f"a bucket of {bucket.grad_data.numel()} elements is divided among {size}"
                 )
         for parameter, (start, end, bucket_number) in buffer.param_index_map.items():
             bucket = buffer.buckets[bucket_number]
             if end - start != parameter.numel():
-                raise unknown_structure(kind, f"a buffer has {end - start} elements of one of {parameter.numel()}")
+                raise unknown_structure(
+                    state_name, f"a buffer has {end - start} elements of one of {parameter.numel()}"
+                )
             share = bucket.grad_data.numel() // size
             low = max(start, bucket.offset + rank * share)
             count = min(end, bucket.offset + (rank + 1) * share) - low
@@ -226,9 +228,9 @@ def _stepped_ranges(kind: str, wrapper: Any) -> dict[int, list[tuple[int, int]]]
     return found
 
 
-def _layout_of(kind: str, state_key: str, entry: Any) -> ParameterLayout:
+def _layout_of(state_name: str, state_key: str, entry: Any) -> ParameterLayout:
     """Return the layout that a ShardedTensor or ShardedTensorFactory describes."""
-    where = f"{kind}/{state_key}"
+    where = f"{state_name}/{state_key}"
     data: torch.Tensor = entry.data
     is_copy = isinstance(entry.replica_id, tuple) and bool(entry.replica_id) and entry.replica_id[0] != 0
     if _is_instance(entry, "ShardedTensor"):
@@ -256,18 +258,18 @@ def _flatten(made: Any) -> Iterator[Any]:
         yield from _flatten(item)
 
 
-def _add_aliases(kind: str, known: ParameterLayout, again: ParameterLayout) -> None:
+def _add_aliases(state_name: str, known: ParameterLayout, again: ParameterLayout) -> None:
     """Add the names of a tied tensor's second entry to its layout."""
     if len(known.boxes) != len(again.boxes):
         raise UsageError(
-            f"{kind}/{known.names[0]} and {kind}/{again.names[0]} are one tensor that is split in two ways"
+            f"{state_name}/{known.names[0]} and {state_name}/{again.names[0]} are one tensor that is split in two ways"
         )
     known.names = tuple(dict.fromkeys((*known.names, *again.names)))
     for box, other in zip(known.boxes, again.boxes, strict=True):
         box.names = tuple(dict.fromkeys((*box.names, *other.names)))
 
 
-def _add_value(kind: str, scan: MegatronModuleScan, model: nn.Module, state_key: str, entry: Any) -> None:
+def _add_value(state_name: str, scan: MegatronModuleScan, model: nn.Module, state_key: str, entry: Any) -> None:
     """Add an extra state, which Megatron stores as a ShardedObject."""
     offset = tuple(entry.global_offset) if entry.global_shape != (1,) else ()
     names, dims_in_name = checkpoint_names(state_key, entry.key, offset)
@@ -275,7 +277,7 @@ def _add_value(kind: str, scan: MegatronModuleScan, model: nn.Module, state_key:
     if not dims_in_name and entry.global_shape != (1,):
         name += f"[{', '.join(map(str, entry.global_offset))}]"
     if name in scan.values:
-        raise UsageError(f"{kind}/{name} is in two modules of the list: chunks must not share names")
+        raise UsageError(f"{state_name}/{name} is in two modules of the list: chunks must not share names")
     scan.values[name] = StateDictEntry(entry.data, model, state_key)
 
 
@@ -290,7 +292,7 @@ def _add_empty_values(scan: MegatronModuleScan, model: nn.Module, state_keys: Co
                 scan.values[key] = StateDictEntry(None, model, key)
 
 
-def _check_names(kind: str, scan: MegatronModuleScan) -> None:
+def _check_names(state_name: str, scan: MegatronModuleScan) -> None:
     """Refuse tensors of two chunks with one name, unless they are replicas: of one shape and dtype, at one place.
 
     A save compares replicas, a load fills all.
@@ -301,7 +303,9 @@ def _check_names(kind: str, scan: MegatronModuleScan) -> None:
             form = (box.global_shape, box.lengths, box.start, layout.tensor.dtype)
             known = seen.setdefault((box.names[0], box.offsets), form)
             if known != form and not layout.saved_by_other_stage:
-                raise UsageError(f"{kind}/{box.names[0]} names two different tensors: chunks must not share names")
+                raise UsageError(
+                    f"{state_name}/{box.names[0]} names two different tensors: chunks must not share names"
+                )
 
 
 def _is_instance(entry: object, name: str) -> bool:

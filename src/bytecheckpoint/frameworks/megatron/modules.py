@@ -30,9 +30,9 @@ _log = logging.getLogger("bytecheckpoint")
 _BYTES_IO = "__bytesio__"
 
 
-def capture_megatron_modules(kind: str, scan: MegatronModuleScan) -> LiveState:
-    """Describe the shards and values of a scanned kind."""
-    state = LiveState(kind, merged=True, entries=True)
+def capture_megatron_modules(state_name: str, scan: MegatronModuleScan) -> LiveState:
+    """Describe the shards and values of a scanned state."""
+    state = LiveState(state_name, merged=True, entries=True)
     trained, frozen = ShardCollector(), ShardCollector()
     for layout in scan.layouts:
         if layout.saved_by_other_stage:
@@ -41,7 +41,7 @@ def capture_megatron_modules(kind: str, scan: MegatronModuleScan) -> LiveState:
         collector = trained if tensor.requires_grad else frozen
         ranges = scan.current_ranges.get(id(tensor))
         for box in layout.boxes:
-            key = box.key(kind)
+            key = box.key(state_name)
             if ranges is None:
                 collector.add(box, key, tensor)
                 continue
@@ -54,26 +54,26 @@ def capture_megatron_modules(kind: str, scan: MegatronModuleScan) -> LiveState:
     state.shards += frozen.shards()
     if scan.values:
         values = {name: _to_stored(entry.value) for name, entry in scan.values.items()}
-        state.tree = encode_value(kind, values, state.shards)
+        state.tree = encode_value(state_name, values, state.shards)
     return state
 
 
 def load_megatron_modules(
-    kind: str,
+    state_name: str,
     scan: MegatronModuleScan,
     saved: SavedStates,
-    into: Destination,
-    master_kind: str | None,
+    destination: Destination,
+    master_state: str | None,
     with_masters: Collection[int],
 ) -> None:
-    """Plan the load of a scanned kind, in place.
+    """Plan the load of a scanned state, in place.
 
     Args:
-        kind: name of the state.
+        state_name: name of the state.
         scan: the scan of its modules.
         saved: the checkpoint.
-        into: receives the plan.
-        master_kind: the kind whose master weights belong to these modules; None: unknown.
+        destination: receives the plan.
+        master_state: name of the state that holds these modules' master weights; None: unknown.
         with_masters: ids of the parameters of which an optimizer in the states has master weights, which its own load
             fills. Those of other parameters are filled here. Either way the weights may be rounded, since the exact
             values go into the master weights.
@@ -81,7 +81,7 @@ def load_megatron_modules(
     for handle in scan.pending_gathers:
         handle.wait()  # or the gather would write old values over the loaded ones
     loaded: list[tuple[StateDictEntry, Callable[[], Any]]] = []
-    masters = BoxRequests(into)
+    masters = BoxRequests(destination)
     without_master: list[str] = []
     for layout in scan.layouts:
         tensor = layout.tensor
@@ -93,34 +93,34 @@ def load_megatron_modules(
         computed = scan.computed.get(id(layout))
         target = tensor if computed is None else torch.empty_like(tensor)
         for box in layout.boxes:
-            found = find_saved_parameter(kind, (box.names[0], box.names[1:]), saved, into)
+            found = find_saved_parameter(state_name, (box.names[0], box.names[1:]), saved, destination)
             if found is None:
                 continue
             if master is not None:
-                exact = choose_saved_weight(saved, found, box.names, dtype_name(master.tensor.dtype), master_kind)
+                exact = choose_saved_weight(saved, found, box.names, dtype_name(master.tensor.dtype), master_state)
                 masters.add(box, exact, master.tensor, master.start)
-            found = choose_saved_weight(saved, found, box.names, dtype_name(target.dtype), master_kind)
+            found = choose_saved_weight(saved, found, box.names, dtype_name(target.dtype), master_state)
             shards = [box.shard(found.key, target)]
             if box.resizable:
-                shards = clip_to_saved_rows(shards, box, found, into)
+                shards = clip_to_saved_rows(shards, box, found, destination)
             for shard in shards:
                 shard.converts = is_linked or id(tensor) in with_masters
                 if (step := make_writable(shard)) is not None:
-                    into.finish.append(step)
-            into.wanted += shards
+                    destination.finish.append(step)
+            destination.wanted += shards
         if computed is not None:
             loaded.append((computed, partial(_same, target)))
     masters.finish()
     if without_master:
         note = (
-            f"{kind}: the optimizer's master weights of {len(without_master)} parameters keep their values: "
+            f"{state_name}: the optimizer's master weights of {len(without_master)} parameters keep their values: "
             f"{listed(without_master)}: load the optimizer too, or call its reload_model_params()"
         )
         _log.warning("%s", note)
-        into.notes.append(note)
-    loaded += _plan_values(kind, scan, saved, into)
+        destination.notes.append(note)
+    loaded += _plan_values(state_name, scan, saved, destination)
     if loaded:
-        into.finish.append(partial(_load_entries, loaded))
+        destination.finish.append(partial(_load_entries, loaded))
 
 
 def _load_entries(loaded: Sequence[tuple[StateDictEntry, Callable[[], Any]]]) -> None:
@@ -136,13 +136,13 @@ def _same(value: torch.Tensor) -> torch.Tensor:
 
 
 def _plan_values(
-    kind: str, scan: MegatronModuleScan, saved: SavedStates, into: Destination
+    state_name: str, scan: MegatronModuleScan, saved: SavedStates, destination: Destination
 ) -> Iterator[tuple[StateDictEntry, Callable[[], Any]]]:
     """Plan the load of extra states; yield each entry with a function that builds its value."""
     # A module whose extra state is None takes none.
     values = {name: entry.value for name, entry in scan.values.items() if entry.value is not None}
     tensors = [name for layout in scan.layouts for name in layout.names]
-    for name, build in plan_extra_states(kind, values, tensors, saved, into):
+    for name, build in plan_extra_states(state_name, values, tensors, saved, destination):
         yield scan.values[name], partial(_from_stored, build)
 
 

@@ -44,17 +44,17 @@ class ViewParam:
     layout: ParameterLayout
     placeholder: torch.Tensor
 
-    def add_state(self, collector: ShardCollector, kind: str, slot: str, data: torch.Tensor) -> None:
+    def add_state(self, collector: ShardCollector, state_name: str, slot: str, data: torch.Tensor) -> None:
         """Add state with one value per element of the main param."""
         for box in self.layout.boxes:
-            collector.add(box, box.key(kind, slot), data, self.main.start)
+            collector.add(box, box.key(state_name, slot), data, self.main.start)
 
 
 class MegatronOptimizerView:
-    """All optimizers of one kind, shown as one optimizer over whole model parameters.
+    """All optimizers of one state, shown as one optimizer over whole model parameters.
 
     Args:
-        kind: name of the state.
+        state_name: name of the state.
         optimizers: the live optimizers.
         names: names of all parameters.
         layouts: id of a parameter -> its layout.
@@ -71,27 +71,28 @@ class MegatronOptimizerView:
 
     def __init__(
         self,
-        kind: str,
+        state_name: str,
         optimizers: Sequence[Any],
         names: ParameterNames,
         layouts: Mapping[int, ParameterLayout],
         *,
         with_copies: bool,
     ) -> None:
-        flat = list(flatten_chain(kind, optimizers))
+        flat = list(flatten_chain(state_name, optimizers))
         self._scalers = [s for optimizer in flat if (s := getattr(optimizer, "grad_scaler", None)) is not None]
         self.optimizer = optimizer_view(type(flat[0]).__name__ if flat else "Optimizer")
         self.params: list[ViewParam] = []
         self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []  # (live, in the view)
         by_id = dict(names.by_id)
         scalars: dict[Any, torch.Tensor] = {}
-        for mains in main_params(kind, optimizers):
+        for mains in main_params(state_name, optimizers):
             groups: dict[int, dict[str, Any]] = {}
             for main in mains:
                 layout = layouts.get(id(main.model_param))
                 if layout is None:
                     raise UsageError(
-                        f"{kind}: {type(main.inner).__name__} steps a parameter of shape {tuple(main.model_param.shape)}, "
+                        f"{state_name}: {type(main.inner).__name__} steps a parameter of shape "
+                        f"{tuple(main.model_param.shape)}, "
                         "which is not of a module of Megatron in the same states: put the model beside its optimizer"
                     )
                 if layout.saved_by_other_stage and not with_copies:
@@ -144,28 +145,29 @@ class MegatronOptimizerView:
 
 
 def capture_megatron_optimizers(
-    kind: str, optimizers: Sequence[Any], names: ParameterNames, layouts: Mapping[int, ParameterLayout]
+    state_name: str, optimizers: Sequence[Any], names: ParameterNames, layouts: Mapping[int, ParameterLayout]
 ) -> LiveState:
-    """Describe the shards and values of all optimizers of one kind.
+    """Describe the shards and values of all optimizers of one state.
 
     Raises:
         UsageError: state of a parameter is neither one value per element nor one value; names it.
     """
-    view = MegatronOptimizerView(kind, optimizers, names, layouts, with_copies=False)
+    view = MegatronOptimizerView(state_name, optimizers, names, layouts, with_copies=False)
     view.add_scaler()
     collector = ShardCollector()
     for param in view.params:
         main = param.main
         if main.is_master:
-            param.add_state(collector, kind, MASTER, main.tensor)
+            param.add_state(collector, state_name, MASTER, main.tensor)
         single_values: dict[Any, Any] = {}
         live_state = main.state()
         for slot, value in live_state.items():
             if isinstance(value, torch.Tensor) and value.shape == main.tensor.shape and type(slot) is str and slot:
-                param.add_state(collector, kind, slot, value)
+                param.add_state(collector, state_name, slot, value)
             elif isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise UsageError(
-                    f"{kind}/state/{param.layout.names[0]}/{slot} is a tensor of shape {tuple(value.shape)}, and what the "
+                    f"{state_name}/state/{param.layout.names[0]}/{slot} is a tensor of shape {tuple(value.shape)}, and "
+                    "what the "
                     f"optimizer steps has shape {tuple(main.tensor.shape)}: state that does not follow the elements is "
                     "not supported"
                 )
@@ -176,7 +178,7 @@ def capture_megatron_optimizers(
         if single_values:
             state: dict[Any, Any] = view.optimizer.state
             state[param.placeholder] = single_values
-    captured = capture_optimizers(kind, [view.optimizer], view.names)
+    captured = capture_optimizers(state_name, [view.optimizer], view.names)
     for shard in (shards := collector.shards()):
         shard.requires_grad = False
     captured.shards += shards

@@ -13,14 +13,14 @@ __all__ = ["BoxRequests", "clip_to_saved_rows"]
 
 
 class BoxRequests:
-    """Collects the requests of one kind, for tensors that a load may convert where nothing is lost.
+    """Collects the requests of one state, for tensors that a load may convert where nothing is lost.
 
     Args:
-        into: receives the requests.
+        destination: receives the requests.
     """
 
-    def __init__(self, into: Destination) -> None:
-        self._into = into
+    def __init__(self, destination: Destination) -> None:
+        self._destination = destination
         self._collector = ShardCollector()
         self._dtypes: dict[TensorKey, str] = {}
 
@@ -32,23 +32,23 @@ class BoxRequests:
             return
         collector = ShardCollector()
         collector.add(box, found.key, target, start)
-        shards = clip_to_saved_rows(collector.shards(), box, found, self._into)
+        shards = clip_to_saved_rows(collector.shards(), box, found, self._destination)
         mark_exact_conversions(shards, found.dtype)
-        self._into.wanted += shards
+        self._destination.wanted += shards
 
     def finish(self) -> None:
         """Decompose the flat ranges of all parameters, after the last `add`."""
         for shard in (shards := self._collector.shards()):
             mark_exact_conversions([shard], self._dtypes[shard.key])
-        self._into.wanted += shards
+        self._destination.wanted += shards
 
 
 def clip_to_saved_rows(
-    shards: list[LiveShard], box: TensorBox, found: SavedTensor, into: Destination
+    shards: list[LiveShard], box: TensorBox, found: SavedTensor, destination: Destination
 ) -> list[LiveShard]:
-    """Clip the shards of a resizable box to the saved tensor, and record in `into` what the load leaves out of it."""
+    """Clip the shards of a resizable box to the saved tensor, and record in `destination` the saved rows left out."""
     if len(found.global_shape) == len(box.global_shape):
         for saved, live in zip(found.global_shape, box.global_shape, strict=True):
             if saved > live:
-                into.left_out[found.key] = f"{saved - live} of the {saved} rows of {found.key}"
+                destination.left_out[found.key] = f"{saved - live} of the {saved} rows of {found.key}"
     return clip_to_saved_shape(shards, found.global_shape)

@@ -27,54 +27,54 @@ __all__ = ["load_megatron_optimizers"]
 
 
 def load_megatron_optimizers(
-    kind: str,
+    state_name: str,
     optimizers: Sequence[Any],
     names: ParameterNames,
     layouts: Mapping[int, ParameterLayout],
-    model_kinds: Mapping[int, str],
+    model_states: Mapping[int, str],
     saved: SavedStates,
-    into: Destination,
+    destination: Destination,
     *,
     strict: bool,
 ) -> None:
-    """Plan the load of one kind.
+    """Plan the load of one state.
 
     Args:
-        kind: name of the state.
+        state_name: name of the state.
         optimizers: the live optimizers.
         names: names of all parameters.
         layouts: id of a parameter -> its layout.
-        model_kinds: id of a parameter -> the kind of its module.
+        model_states: state name of the module of each parameter, by the parameter's id.
         saved: the checkpoint.
-        into: receives the plan.
+        destination: receives the plan.
         strict: as in `load`.
 
     Raises:
         IncompatibleCheckpointError: saved state does not follow the elements of its parameter. The plan's `finish` raises
             it, before anything is installed, if an optimizer keeps one step per group and the saved steps differ in one.
     """
-    view = MegatronOptimizerView(kind, optimizers, names, layouts, with_copies=True)
+    view = MegatronOptimizerView(state_name, optimizers, names, layouts, with_copies=True)
     params = {id(param.placeholder): param for param in view.params}
 
     def restorer(
         optimizer: Optimizer, parameter: torch.Tensor, name: tuple[str, tuple[str, ...]], on_device: bool
     ) -> ParameterRestore:
         param = params[id(parameter)]
-        model_kind = model_kinds[id(param.main.model_param)]
+        model_state = model_states[id(param.main.model_param)]
         state = states.setdefault(id(param.main.tensor), _LoadedState())
-        loads.append(_ParamLoad(kind, param, optimizer, name, on_device, model_kind, requests, state))
+        loads.append(_ParamLoad(state_name, param, optimizer, name, on_device, model_state, requests, state))
         return loads[-1]
 
     states: dict[int, _LoadedState] = {}  # by what the optimizer steps
     loads: list[_ParamLoad] = []
-    requests = BoxRequests(into)
-    load_optimizers(kind, [view.optimizer], view.names, saved, into, strict=strict, restorer=restorer)
+    requests = BoxRequests(destination)
+    load_optimizers(state_name, [view.optimizer], view.names, saved, destination, strict=strict, restorer=restorer)
     requests.finish()
-    into.finish.insert(0, partial(_check_group_steps, kind, loads))
-    into.finish.append(view.write_back)
+    destination.finish.insert(0, partial(_check_group_steps, state_name, loads))
+    destination.finish.append(view.write_back)
 
 
-def _check_group_steps(kind: str, loads: Sequence[_ParamLoad]) -> None:
+def _check_group_steps(state_name: str, loads: Sequence[_ParamLoad]) -> None:
     """Check that all parameters of a group have one step where the optimizer keeps one step per group.
 
     Raises:
@@ -87,7 +87,7 @@ def _check_group_steps(kind: str, loads: Sequence[_ParamLoad]) -> None:
         first = first_of_group.setdefault(id(load.main.group), load)
         if (known := first.group_step()) != step:
             raise IncompatibleCheckpointError(
-                f"{kind}: {type(load.main.inner).__name__} keeps one step for all parameters of a group, and the "
+                f"{state_name}: {type(load.main.inner).__name__} keeps one step for all parameters of a group, and the "
                 f"checkpoint has {known} for {first.name!r}, {step} for {load.name!r}: use AdamW of torch, or groups of "
                 "their own"
             )
@@ -113,51 +113,53 @@ class _ParamLoad:
 
     def __init__(
         self,
-        kind: str,
+        state_name: str,
         param: ViewParam,
         optimizer: Optimizer,
         name: tuple[str, tuple[str, ...]],
         on_device: bool,
-        model_kind: str,
+        model_state: str,
         requests: BoxRequests,
         state: _LoadedState,
     ) -> None:
-        self._kind = kind
+        self._state_name = state_name
         self._optimizer = optimizer
         self._layout = param.layout
         self.main = param.main
         self._names = (name[0], *name[1])
         self._on_device = on_device
-        self._model_kind = model_kind
+        self._model_state = model_state
         self._requests = requests
         self._state = state
         self._own_scalars: set[str] = set()  # slots, of those that are saved once for each of the fused parameters
 
-    def plan(self, saved: SavedStates, trees: SavedTrees, into: Destination) -> bool:
+    def plan(self, saved: SavedStates, trees: SavedTrees, destination: Destination) -> bool:
         """Request this rank's elements of the state, the single values, and the master weights."""
-        kind, boxes = self._kind, self._layout.boxes
+        state_name, boxes = self._state_name, self._layout.boxes
         filled: dict[str, list[TensorBox]] = {}
         for box in boxes:
             # The single values of a fused parameter are saved under the parameter's own name.
             for names in dict.fromkeys((box.names, self._names)):
-                for found in saved.slots(kind, names):
-                    into.recognized.add(found.key)
-                    if found.key.slot == MASTER and not saved.names_of(self._model_kind, box.names):
+                for found in saved.slots(state_name, names):
+                    destination.recognized.add(found.key)
+                    if found.key.slot == MASTER and not saved.names_of(self._model_state, box.names):
                         continue  # the weight is not loaded either, and the next step would put the master in its place
-                    self._plan_slot(found, box, trees, into, filled)
+                    self._plan_slot(found, box, trees, destination, filled)
                 for name in names:
                     # Tied here, but stored separately: the other copies are claimed too.
-                    into.recognized.update(other.key for other in saved.slots(kind, (name,)))
+                    destination.recognized.update(other.key for other in saved.slots(state_name, (name,)))
         if self.main.is_master:
             for box in boxes:
                 if box in filled.get(MASTER, ()):
                     continue
-                weight = saved.find(self._model_kind, box.names)
+                weight = saved.find(self._model_state, box.names)
                 if weight is not None:
                     # The checkpoint has no master weights: the model's own weights are exact.
                     self._requests.add(box, weight, self.main.tensor.detach(), self.main.start)
         for slot, filled_boxes in filled.items():
-            into.missing += [str(b.key(kind, slot)) for b in boxes if b not in filled_boxes and slot != MASTER]
+            destination.missing += [
+                str(b.key(state_name, slot)) for b in boxes if b not in filled_boxes and slot != MASTER
+            ]
         values, _ = trees.take_values(self._names[0], self._names[1:])
         self._state.values.update(values)
         return bool(filled or self._own_scalars or values)
@@ -167,7 +169,7 @@ class _ParamLoad:
         found: SavedTensor,
         box: TensorBox,
         trees: SavedTrees,
-        into: Destination,
+        destination: Destination,
         filled: dict[str, list[TensorBox]],
     ) -> None:
         slot, shape = found.key.slot, found.global_shape
@@ -189,8 +191,8 @@ class _ParamLoad:
             target = allocate_state(found, tensor, dtype, on_device=self._on_device)
             first = self._state.scalars.setdefault(slot, target)
             if first is not target:
-                into.checks.append(partial(self._check_equal, found, first, target))
-            request_state(into, found, target)
+                destination.checks.append(partial(self._check_equal, found, first, target))
+            request_state(destination, found, target)
 
     def _choose_dtype(self, found: SavedTensor, trees: SavedTrees, live: object) -> torch.dtype:
         shape = tuple(self._layout.tensor.shape)

@@ -1,7 +1,7 @@
-"""Capture nested values and objects with a state_dict: one encoded tree per kind, and a shard for each tensor in it.
+"""Capture nested values and objects with a state_dict: one encoded tree per state, and a shard for each tensor in it.
 
-Each tensor leaves its name in the tree. In most kinds a tensor is identified by its content, since ranks may hold
-different values under one key (random number generators, dataloaders). In the kinds "model" and "optimizer" it is
+Each tensor leaves its name in the tree. In most states a tensor is identified by its content, since ranks may hold
+different values under one key (random number generators, dataloaders). In the states "model" and "optimizer" it is
 identified by its name, as in a state_dict.
 """
 
@@ -25,7 +25,7 @@ from bytecheckpoint.representation.values.registry import registration_of
 from bytecheckpoint.representation.values.types import NATIVE_TYPES
 
 __all__ = [
-    "KINDS_BY_NAME",
+    "STATES_BY_NAME",
     "TensorExtractor",
     "capture_object",
     "encode_value",
@@ -33,8 +33,8 @@ __all__ = [
     "tensor_name",
 ]
 
-#: Kinds whose tensors are identified by name and box, not by content.
-KINDS_BY_NAME = frozenset({"model", "optimizer"})
+#: States whose tensors are identified by name and box, not by content.
+STATES_BY_NAME = frozenset({"model", "optimizer"})
 
 _DICTS = frozenset({dict, collections.OrderedDict})
 _CONTAINERS = _DICTS | {list, tuple}
@@ -57,7 +57,7 @@ def tensor_name(path: tuple[object, ...], taken: Container[str]) -> str:
     return unique_name(key_of_path(path) or "value", taken)
 
 
-def encode_value(kind: str, value: object, shards: list[LiveShard], *, by_content: bool = True) -> bytes:
+def encode_value(state_name: str, value: object, shards: list[LiveShard], *, by_content: bool = True) -> bytes:
     """Encode `value` as a tree, and append the shards of its tensors to `shards`.
 
     Raises:
@@ -69,24 +69,24 @@ def encode_value(kind: str, value: object, shards: list[LiveShard], *, by_conten
         name = tensor_name(path, taken)
         taken[name] = tensor
         plain = isinstance(tensor, torch.Tensor) and not is_dtensor(tensor) and not lists_own_shards(type(tensor))
-        add_shards(shards, TensorKey(kind, name), tensor, by_content=by_content and plain)
+        add_shards(shards, TensorKey(state_name, name), tensor, by_content=by_content and plain)
         return name
 
     tree = TensorExtractor(add).extract(value)
     try:
         return encode(tree, on_tensor=add)
     except UsageError as error:
-        # Messages about tensors name the kind already; those about plain values start with the path inside it.
-        raise (error if str(error).startswith(kind) else UsageError(f"{kind}/{error}")) from None
+        # Messages about tensors name the state already; those about plain values start with the path inside it.
+        raise (error if str(error).startswith(state_name) else UsageError(f"{state_name}/{error}")) from None
 
 
-def capture_object(kind: str, value: object) -> LiveState:
+def capture_object(state_name: str, value: object) -> LiveState:
     """Describe the shards and the tree of a nested value, or of an object with a state_dict."""
-    by_name = kind in KINDS_BY_NAME
-    state = LiveState(kind, merged=by_name)
-    state.tree = encode_value(kind, value, state.shards, by_content=not by_name)
+    by_name = state_name in STATES_BY_NAME
+    state = LiveState(state_name, merged=by_name)
+    state.tree = encode_value(state_name, value, state.shards, by_content=not by_name)
     for shard in state.shards:
-        shard.must_be_equal = kind == "optimizer"  # flat state of FSDP1, say, is not
+        shard.must_be_equal = state_name == "optimizer"  # flat state of FSDP1, say, is not
     return state
 
 
@@ -110,23 +110,23 @@ class TensorExtractor:
 
     def extract(self, value: Any, path: tuple[object, ...] = ()) -> Any:
         """Return `value` with its tensors as `TensorRef`s."""
-        kind = type(value)
-        if kind in NATIVE_TYPES:
+        cls = type(value)
+        if cls in NATIVE_TYPES:
             return value
-        if kind in _CONTAINERS and id(value) not in self._enclosing and len(self._enclosing) < MAX_DEPTH:
-            return self._extract_container(kind, value, path)
-        if is_tensor_like(value) and registration_of(kind) is None:
+        if cls in _CONTAINERS and id(value) not in self._enclosing and len(self._enclosing) < MAX_DEPTH:
+            return self._extract_container(cls, value, path)
+        if is_tensor_like(value) and registration_of(cls) is None:
             return TensorRef(self._add(path, value))
-        if kind not in _CONTAINERS and is_stateful(value) and len(self._enclosing) < MAX_DEPTH:
+        if cls not in _CONTAINERS and is_stateful(value) and len(self._enclosing) < MAX_DEPTH:
             state = self.state_dicts[id(value)] = value.state_dict()
             return self.extract(state, path)
         # Also cycles and values that are nested too deeply, which the encoder refuses by name.
         self.needs_encoder = True
         return value
 
-    def _extract_container(self, kind: type, value: Any, path: tuple[object, ...]) -> Any:
+    def _extract_container(self, cls: type, value: Any, path: tuple[object, ...]) -> Any:
         self._enclosing.add(id(value))
-        is_dict = kind in _DICTS
+        is_dict = cls in _DICTS
         steps = value if is_dict else range(len(value))
         items = value.values() if is_dict else value
         # Most are plain tensors, by the ten thousand.
@@ -139,4 +139,4 @@ class TensorExtractor:
         self._enclosing.discard(id(value))
         if all(map(operator.is_, extracted, items)):
             return value
-        return kind(zip(steps, extracted, strict=True)) if is_dict else kind(extracted)
+        return cls(zip(steps, extracted, strict=True)) if is_dict else cls(extracted)

@@ -27,29 +27,29 @@ from bytecheckpoint.representation.values.registry import registration_of
 __all__ = ["ValueReader", "missing_tensor_error"]
 
 
-def missing_tensor_error(kind: str, name: str) -> CorruptCheckpointError:
+def missing_tensor_error(state_name: str, name: str) -> CorruptCheckpointError:
     """Return the error for a tree that refers to a tensor that the catalog lacks."""
-    return CorruptCheckpointError(f"the values of {kind} refer to tensor {name!r}, which the catalog lacks")
+    return CorruptCheckpointError(f"the values of {state_name} refer to tensor {name!r}, which the catalog lacks")
 
 
 class ValueReader:
-    """Decodes trees of one kind into values whose tensors are memory to fill.
+    """Decodes trees of one state into values whose tensors are memory to fill.
 
     First `read` the trees, then `match_live` them to the live value, then `request_tensors`. After the bytes have
     arrived, `build` returns the finished value and changes the live one.
 
     Args:
-        kind: name of the state.
+        state_name: name of the state.
         saved: the checkpoint.
-        into: receives the plan.
+        destination: receives the plan.
         live: the live value. Classes of which it holds instances need no registration.
     """
 
-    def __init__(self, kind: str, saved: SavedStates, into: Destination, live: object) -> None:
-        self._kind = kind
+    def __init__(self, state_name: str, saved: SavedStates, destination: Destination, live: object) -> None:
+        self._state_name = state_name
         self._classes = HeldClasses(live)
         self._saved = saved
-        self._into = into
+        self._destination = destination
         # id of the empty tensor -> (the saved tensor, the empty tensor, the destination of its elements).
         self._tensors: dict[int, tuple[SavedTensor, torch.Tensor, Any]] = {}
         self._unwanted: dict[int, tuple[SavedTensor, torch.Tensor, Any]] = {}  # as `_tensors`; keeps the ids in use
@@ -62,13 +62,13 @@ class ValueReader:
         return decode(blob, on_tensor=self._empty_named, on_unregistered=self._classes)
 
     def _empty_named(self, name: str) -> torch.Tensor:
-        found = self._saved.find_by_content(self._kind, name)
+        found = self._saved.find_by_content(self._state_name, name)
         if found is not None:
             self._by_content.add(found.key)
         else:
-            found = self._saved.stored(TensorKey(self._kind, name))
+            found = self._saved.stored(TensorKey(self._state_name, name))
         if found is None:
-            raise missing_tensor_error(self._kind, name)
+            raise missing_tensor_error(self._state_name, name)
         return self.empty(found)
 
     def empty(self, found: SavedTensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ class ValueReader:
                     self._tensors[id(value)] = (found, empty, empty_like_layout(live, live.dtype))
         elif is_stateful(live) and not is_tensor_like(live):
             own = self._classes.state_dict(live)
-            check_schedule(self._kind, live, value, own, self._into)
+            check_schedule(self._state_name, live, value, own, self._destination)
             self.match_live(value, own, in_place=False)
             if isinstance(live, Optimizer) and isinstance(value, dict):
                 self._match_parameters(value, live)
@@ -154,8 +154,8 @@ class ValueReader:
     def request_tensors(self) -> None:
         """Add the elements of all tensors read so far to the destination."""
         for found, _, target in self._tensors.values():
-            self._into.recognized.add(found.key)
-            add_shards(self._into.wanted, found.key, target, by_content=found.key in self._by_content)
+            self._destination.recognized.add(found.key)
+            add_shards(self._destination.wanted, found.key, target, by_content=found.key in self._by_content)
 
     def build(self, value: Any, live: Any, *, root: bool = False) -> Any:
         """Return the finished value: `live` itself, changed, where it can hold `value`, else a new object.

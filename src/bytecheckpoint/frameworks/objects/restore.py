@@ -1,7 +1,7 @@
 """Load nested values and objects with load_state_dict.
 
-In the kinds "model" and "optimizer" a destination that holds anything asks for its own tensors by name, and for no
-others. Any other destination takes everything that the checkpoint holds of its kind.
+In the states "model" and "optimizer" a destination that holds anything asks for its own tensors by name, and for no
+others. Any other destination takes everything that the checkpoint holds of its state.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor
 from bytecheckpoint.frameworks.objects.capture import (
-    KINDS_BY_NAME,
+    STATES_BY_NAME,
     TensorExtractor,
     is_stateful,
     tensor_name,
@@ -35,46 +35,48 @@ __all__ = ["load_object"]
 _FILLED_BY_NAME = object()  # replaces, in a decoded tree, a tensor that the destination lacks
 
 
-def load_object(kind: str, states: MutableMapping[str, object], saved: SavedStates, into: Destination) -> None:
-    """Plan the load of a nested value, or of an object with load_state_dict, into `states[kind]`."""
-    live = states[kind]
-    if kind not in saved.kinds():
-        into.missing.append(kind)
+def load_object(
+    state_name: str, states: MutableMapping[str, object], saved: SavedStates, destination: Destination
+) -> None:
+    """Plan the load of a nested value, or of an object with load_state_dict, into `states[state_name]`."""
+    live = states[state_name]
+    if state_name not in saved.states():
+        destination.missing.append(state_name)
         return
-    by_name = kind in KINDS_BY_NAME
+    by_name = state_name in STATES_BY_NAME
     if by_name and isinstance(live, dict | list | tuple) and live:
-        _load_named(kind, live, saved, into)
+        _load_named(state_name, live, saved, destination)
         return
-    reader = ValueReader(kind, saved, into, live)
-    value = _read_everything(kind, saved, reader, merge=by_name)
+    reader = ValueReader(state_name, saved, destination, live)
+    value = _read_everything(state_name, saved, reader, merge=by_name)
     reader.match_live(value, live)
     reader.request_tensors()
     # A copy of another rank is that rank's to load, even where that rank no longer exists.
-    into.recognized.update(saved.keys(kind))
+    destination.recognized.update(saved.keys(state_name))
 
     def install() -> None:
         built = reader.build(value, live, root=True)
         if built is not live:
-            states[kind] = built
+            states[state_name] = built
 
-    into.finish.append(install)
+    destination.finish.append(install)
 
 
-def _read_everything(kind: str, saved: SavedStates, reader: ValueReader, *, merge: bool) -> Any:
-    """Read all that the checkpoint holds of `kind`: this rank's tree, or with `merge` all trees and all tensors."""
-    own = saved.tree(kind)
+def _read_everything(state_name: str, saved: SavedStates, reader: ValueReader, *, merge: bool) -> Any:
+    """Read all that the checkpoint holds of the state: this rank's tree, or with `merge` all trees and all tensors."""
+    own = saved.tree(state_name)
     if own is not None and not merge:
         return reader.read(own)
-    # In the kinds by name, the ranks' trees are parts of one (pipeline stages), and the tensors of a live module or
+    # In the states by name, the ranks' trees are parts of one (pipeline stages), and the tensors of a live module or
     # optimizer are in no tree.
     value: Any = {} if own is None else reader.read(own)
-    for blob in saved.trees(kind):
+    for blob in saved.trees(state_name):
         if blob != own:
             value = _merge_dicts(value, reader.read(blob))
-    value = reader.without(value, lambda key: not saved.names_of(kind, (key.fqn,)))
+    value = reader.without(value, lambda key: not saved.names_of(state_name, (key.fqn,)))
     if isinstance(value, dict):
         in_trees = reader.keys()
-        for key in saved.keys(kind):
+        for key in saved.keys(state_name):
             if key in in_trees:
                 continue
             found = saved.stored(key)
@@ -93,44 +95,44 @@ def _merge_dicts(first: Any, second: Any) -> Any:
     return first
 
 
-def _load_named(kind: str, live: Any, saved: SavedStates, into: Destination) -> None:
+def _load_named(state_name: str, live: Any, saved: SavedStates, destination: Destination) -> None:
     """Plan the load of a state_dict-like value: request its own tensors, which stay the same objects."""
     taken: dict[str, Any] = {}
     filled: dict[object, SavedTensor] = {}  # by memory: a state_dict shows a tied weight as two tensors
-    wanted = into.wanted
+    wanted = destination.wanted
 
     def request(path: tuple[object, ...], tensor: Any) -> str:
         name = tensor_name(path, taken)
         taken[name] = tensor
-        found = saved.find(kind, (name,))
+        found = saved.find(state_name, (name,))
         if found is None:
-            into.missing.append(str(TensorKey(kind, name)))
+            destination.missing.append(str(TensorKey(state_name, name)))
             return name
-        into.recognized.add(found.key)
+        destination.recognized.add(found.key)
         earlier = filled.setdefault(_memory(tensor), found)
         if earlier.key != found.key:
-            into.tied.append((earlier, found))
+            destination.tied.append((earlier, found))
             return name
         first = len(wanted)
         add_shards(wanted, found.key, tensor)
         for shard in wanted[first:]:
             if (step := make_writable(shard)) is not None:
-                into.finish.append(step)
+                destination.finish.append(step)
         return name
 
     def skip_tensor(name: str) -> object:
         # `request` has found the destination's own tensors; the checkpoint must at least hold the others.
-        if name not in taken and saved.find_by_content(kind, name) is None:
-            raise missing_tensor_error(kind, name)
+        if name not in taken and saved.find_by_content(state_name, name) is None:
+            raise missing_tensor_error(state_name, name)
         return taken.get(name, _FILLED_BY_NAME)
 
     extractor = TensorExtractor(request)
     extracted = extractor.extract(live)
     if extractor.needs_encoder:
         encode(extracted, on_tensor=request)
-    own = saved.tree(kind)
+    own = saved.tree(state_name)
     value = None if own is None else decode(own, on_tensor=skip_tensor, on_unregistered=HeldClasses(live))
-    into.finish.append(lambda: _install_plain(value, live, extractor.state_dicts))
+    destination.finish.append(lambda: _install_plain(value, live, extractor.state_dicts))
 
 
 def _memory(tensor: Any) -> object:

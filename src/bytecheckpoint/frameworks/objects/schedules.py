@@ -17,32 +17,35 @@ __all__ = ["check_schedule"]
 _IGNORED = frozenset({"verbose"})
 
 
-def check_schedule(kind: str, live: object, saved: object, own: object, into: Destination) -> None:
-    """Report to `into` if a scheduler of torch would get the state of another kind of schedule.
+def check_schedule(state_name: str, live: object, saved: object, own: object, destination: Destination) -> None:
+    """Report to `destination` if a scheduler of torch would get the state of another kind of schedule.
 
     Args:
-        kind: name of the state.
+        state_name: name of the state.
         live: any object; only a scheduler of torch is checked.
         saved: its state in the checkpoint.
         own: its state_dict now.
-        into: gets a mismatch if the saved state has settings that the scheduler lacks, a note if it lacks some.
+        destination: gets a mismatch if the saved state has settings that the scheduler lacks, a note if it lacks some.
     """
     if not isinstance(live, LRScheduler) or not isinstance(saved, dict) or not isinstance(own, dict):
         return
     name = type(live).__name__
     if more := _settings(saved) - _settings(own):
-        into.mismatches.append(
-            f"{kind}: the checkpoint has the state of another learning rate schedule than {name}, with {_quoted(more)}"
+        destination.mismatches.append(
+            f"{state_name}: the checkpoint has the state of another learning rate schedule than {name}, with "
+            f"{_quoted(more)}"
         )
     elif less := _settings(own) - _settings(saved):
-        into.notes.append(f"{kind}: {name} keeps {_quoted(less)}, which the checkpoint does not have")
+        destination.notes.append(f"{state_name}: {name} keeps {_quoted(less)}, which the checkpoint does not have")
     inner: list[Any] = list(getattr(live, "_schedulers", ()))  # of a SequentialLR or ChainedScheduler
     states, now = saved.get("_schedulers", ()), own.get("_schedulers", ())
     if len(inner) == len(now) != len(states):
-        into.mismatches.append(f"{kind}: {name} joins {len(inner)} schedules here, and {len(states)} in the checkpoint")
+        destination.mismatches.append(
+            f"{state_name}: {name} joins {len(inner)} schedules here, and {len(states)} in the checkpoint"
+        )
         return
     for schedule, state, current in zip(inner, states, now, strict=False):
-        check_schedule(kind, schedule, state, current, into)
+        check_schedule(state_name, schedule, state, current, destination)
 
 
 def _settings(state: dict[Any, Any]) -> set[str]:

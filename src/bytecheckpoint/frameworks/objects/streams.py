@@ -22,7 +22,7 @@ __all__ = ["capture_streams", "load_streams", "refuse_streams"]
 _PREFIX = "streams."
 
 
-def capture_streams(kind: str, live: SupportsStreams) -> LiveState:
+def capture_streams(state_name: str, live: SupportsStreams) -> LiveState:
     """Describe the shared state and the streams that this rank saves.
 
     Raises:
@@ -30,20 +30,20 @@ def capture_streams(kind: str, live: SupportsStreams) -> LiveState:
     """
     count, states = live.stream_count, live.stream_states()
     if count < 1:
-        raise UsageError(f"{kind}: stream_count is {count}; a loader has at least one stream")
-    state = LiveState(kind, merged=True, part_count=count)
+        raise UsageError(f"{state_name}: stream_count is {count}; a loader has at least one stream")
+    state = LiveState(state_name, merged=True, part_count=count)
     if states:  # a rank without streams knows nothing that the others do not
-        state.tree = _encoded(kind, live.shared_state(), None)
+        state.tree = _encoded(state_name, live.shared_state(), None)
     for number, value in sorted(states.items()):
         if type(number) is not int or not 0 <= number < count:
-            raise UsageError(f"{kind}: {number!r} is not the number of one of {count} streams: an int from 0 on")
+            raise UsageError(f"{state_name}: {number!r} is not the number of one of {count} streams: an int from 0 on")
         part = LivePart(f"{_PREFIX}{number}", b"")
-        part.tree = _encoded(kind, value, part)
+        part.tree = _encoded(state_name, value, part)
         state.parts.append(part)
     return state
 
 
-def _encoded(kind: str, value: Any, part: LivePart | None) -> bytes:
+def _encoded(state_name: str, value: Any, part: LivePart | None) -> bytes:
     """Encode a state, and append the shards of its tensors to `part`; without one, it may hold none."""
     taken: dict[str, Any] = {}
 
@@ -51,85 +51,87 @@ def _encoded(kind: str, value: Any, part: LivePart | None) -> bytes:
         name = tensor_name((*(() if part is None else (part.name,)), *(path or ("value",))), taken)
         if part is None or not isinstance(tensor, torch.Tensor) or is_dtensor(tensor) or lists_own_shards(type(tensor)):
             where = "in the shared state" if part is None else "other than a plain one"
-            raise UsageError(f"{kind}/{name} is a tensor {where}: put plain tensors into the states of streams")
+            raise UsageError(f"{state_name}/{name} is a tensor {where}: put plain tensors into the states of streams")
         taken[name] = tensor
-        add_shards(part.shards, TensorKey(kind, name), tensor, by_content=True)
+        add_shards(part.shards, TensorKey(state_name, name), tensor, by_content=True)
         return name
 
     try:
         return encode(TensorExtractor(add).extract(value), on_tensor=add)
     except UsageError as error:
-        place = f"{kind}/" if part is None else f"{kind}/{part.name}."
-        raise (error if str(error).startswith(f"{kind}/") else UsageError(f"{place}{error}")) from None
+        place = f"{state_name}/" if part is None else f"{state_name}/{part.name}."
+        raise (error if str(error).startswith(f"{state_name}/") else UsageError(f"{place}{error}")) from None
 
 
-def load_streams(kind: str, live: SupportsStreams, saved: SavedStates, into: Destination) -> None:
+def load_streams(state_name: str, live: SupportsStreams, saved: SavedStates, destination: Destination) -> None:
     """Plan the load of the streams that `live` chooses, whoever saved them."""
-    if kind not in saved.kinds():
-        into.missing.append(kind)
+    if state_name not in saved.states():
+        destination.missing.append(state_name)
         return
-    parts = {int(part.key.fqn.removeprefix(_PREFIX)): part for part in saved.parts(kind)}
-    blob = saved.tree(kind)
+    parts = {int(part.key.fqn.removeprefix(_PREFIX)): part for part in saved.parts(state_name)}
+    blob = saved.tree(state_name)
     if blob is None or not parts:
         raise IncompatibleCheckpointError(
-            f"the checkpoint's {kind} is not in streams, so a {type(live).__name__} cannot go on from it: load it into a "
-            "loader of the kind that saved it"
+            f"the checkpoint's {state_name} is not in streams, so a {type(live).__name__} cannot go on from it: load "
+            "it into a loader of the kind that saved it"
         )
-    shared = decode(blob, on_tensor=lambda name: _raise(missing_tensor_error(kind, name)))
+    shared = decode(blob, on_tensor=lambda name: _raise(missing_tensor_error(state_name, name)))
     chosen = live.choose_streams(shared, sorted(parts))
     for number in chosen:
         if number not in parts:
-            raise IncompatibleCheckpointError(f"the checkpoint lacks stream {number} of {kind}; use another checkpoint")
-    tensors = _request({part.key: part for part in (parts[n] for n in chosen)}, into)
+            raise IncompatibleCheckpointError(
+                f"the checkpoint lacks stream {number} of {state_name}; use another checkpoint"
+            )
+    tensors = _request({part.key: part for part in (parts[n] for n in chosen)}, destination)
     prefixes = {f"{_PREFIX}{number}" for number in chosen}
     wanted = {}
-    for key in saved.keys(kind):
+    for key in saved.keys(state_name):
         if ".".join(key.fqn.split(".", 2)[:2]) in prefixes:
-            found = saved.find_by_content(kind, key.fqn)
+            found = saved.find_by_content(state_name, key.fqn)
             assert found is not None
             wanted[key] = found
-    tensors |= _request(wanted, into)
+    tensors |= _request(wanted, destination)
     states: dict[int, Any] = {}
 
     def named(name: str) -> torch.Tensor:
-        if (key := TensorKey(kind, name)) not in tensors:
-            raise missing_tensor_error(kind, name)
+        if (key := TensorKey(state_name, name)) not in tensors:
+            raise missing_tensor_error(state_name, name)
         return tensors[key]
 
     def check() -> None:
         for number in chosen:
             states[number] = decode(tensors[parts[number].key].numpy().tobytes(), on_tensor=named)
 
-    into.checks.append(check)
+    destination.checks.append(check)
     if not getattr(live, "takes_all_streams", True):
-        into.recognized.update([*saved.keys(kind), *(part.key for part in parts.values())])
+        destination.recognized.update([*saved.keys(state_name), *(part.key for part in parts.values())])
 
     def install() -> None:
-        into.notes += [f"{kind}: {note}" for note in live.load_streams(shared, states) or ()]
+        destination.notes += [f"{state_name}: {note}" for note in live.load_streams(shared, states) or ()]
 
-    into.finish.append(install)
+    destination.finish.append(install)
 
 
-def refuse_streams(kind: str, live: object, saved: SavedStates) -> None:
+def refuse_streams(state_name: str, live: object, saved: SavedStates) -> None:
     """Refuse to load streams into an object that knows none: it would get what is beside them, and nothing else.
 
     Raises:
-        IncompatibleCheckpointError: the checkpoint's `kind` is in streams.
+        IncompatibleCheckpointError: the checkpoint holds the state in streams.
     """
-    if parts := saved.parts(kind):
+    if parts := saved.parts(state_name):
         raise IncompatibleCheckpointError(
-            f"the checkpoint holds {len(parts)} streams of {kind}, which a {type(live).__name__} cannot take: load them "
-            "into a data loader like the one that saved them (SupportsStreams)"
+            f"the checkpoint holds {len(parts)} streams of {state_name}, which a {type(live).__name__} cannot take: "
+            "load them into a data loader like the one that saved them (SupportsStreams)"
         )
 
 
-def _request(found: dict[TensorKey, SavedTensor], into: Destination) -> dict[TensorKey, torch.Tensor]:
+def _request(found: dict[TensorKey, SavedTensor], destination: Destination) -> dict[TensorKey, torch.Tensor]:
     """Ask for tensors, and return the memory that they will fill."""
     tensors = {}
     for key, tensor in found.items():
         tensors[key] = torch.empty(tensor.global_shape, dtype=dtype_named(tensor.dtype))
-        add_shards(into.wanted, key, tensors[key], by_content=True)
-        into.recognized.add(key)
+        add_shards(destination.wanted, key, tensors[key], by_content=True)
+        destination.recognized.add(key)
     return tensors
 
 

@@ -25,19 +25,19 @@ __all__ = ["capture_optimizers", "layout_of"]
 
 
 def capture_optimizers(
-    kind: str, optimizers: Sequence[Optimizer], names: ParameterNames, *, complete: bool = True
+    state_name: str, optimizers: Sequence[Optimizer], names: ParameterNames, *, complete: bool = True
 ) -> LiveState:
-    """Describe the shards and values of all optimizers of one kind. `optimizers/tree.py` documents the tree.
+    """Describe the shards and values of all optimizers of one state. `optimizers/tree.py` documents the tree.
 
     Args:
-        kind: name of the state.
-        optimizers: all of the kind.
+        state_name: name of the state.
+        optimizers: all of the state.
         names: names of their parameters.
         complete: each parameter in a group has its state on this rank, if it has any; False: groups name parameters whose
             state is on other ranks.
     """
-    state = LiveState(kind, merged=True)
-    groups = named_groups(kind, optimizers, names)
+    state = LiveState(state_name, merged=True)
+    groups = named_groups(state_name, optimizers, names)
     with_values: dict[str, _CapturedParameter] = {}  # by FQN
     replicas: dict[str, list[_CapturedParameter]] = {}  # by FQN
     for group in groups:
@@ -46,7 +46,7 @@ def capture_optimizers(
             own = all_state.get(parameter)
             if not own:
                 continue
-            captured = _capture_state(kind, name, parameter, own, state.shards)
+            captured = _capture_state(state_name, name, parameter, own, state.shards)
             if captured.values:
                 with_values.setdefault(name[0], captured)
             if id(parameter) in names.replicas:
@@ -77,19 +77,19 @@ def capture_optimizers(
         """Store a tensor that lies inside a plain value, under a slot of its own; return the reference to it."""
         if path[0] != "state":
             raise UsageError(
-                f"{kind}/{key_of_path(path)}: a tensor in a value of this type cannot be stored: use dicts, lists"
+                f"{state_name}/{key_of_path(path)}: a tensor in a value of this type cannot be stored: use dicts, lists"
             )
         fqn = str(path[1])
         owner = owners[fqn]
         slot = tensor_name(path[2:], owner.slots)
         owner.slots[slot] = tensor
         like = layout_of(tensor, owner.parameter)
-        add_shards(state.shards, TensorKey(kind, fqn, slot), tensor, aliases=owner.aliases, like=like)
+        add_shards(state.shards, TensorKey(state_name, fqn, slot), tensor, aliases=owner.aliases, like=like)
         return state_reference(fqn, slot)
 
     for fqn, (first, *others) in replicas.items():
         for other in others:
-            _check_equal_state(kind, fqn, first, other)
+            _check_equal_state(state_name, fqn, first, other)
             encode({"state": {fqn: other.values}}, on_tensor=partial(add_nested, owners={fqn: other}))
     state.tree = encode(tree, on_tensor=add_nested)
     return state
@@ -115,7 +115,7 @@ class _CapturedParameter(NamedTuple):
 
 
 def _capture_state(
-    kind: str, name: ParameterName, parameter: torch.Tensor, own: Mapping[Any, Any], shards: list[LiveShard]
+    state_name: str, name: ParameterName, parameter: torch.Tensor, own: Mapping[Any, Any], shards: list[LiveShard]
 ) -> _CapturedParameter:
     """Append the state tensors of one parameter to `shards`."""
     slots: dict[str, Any] = {}
@@ -124,22 +124,22 @@ def _capture_state(
     sharded = is_dtensor(parameter)
     for slot, value in own.items():
         if is_wrapped(value) and type(slot) is str and slot:
-            values[slot] = capture_wrapped(TensorKey(kind, fqn, slot), value, aliases, shards)
+            values[slot] = capture_wrapped(TensorKey(state_name, fqn, slot), value, aliases, shards)
         elif isinstance(value, torch.Tensor) and type(slot) is str and slot:
             slots[slot] = value
             like = layout_of(value, parameter) if sharded else None
-            add_shards(shards, TensorKey(kind, fqn, slot), value, aliases=aliases, like=like)
+            add_shards(shards, TensorKey(state_name, fqn, slot), value, aliases=aliases, like=like)
         else:
             values[slot] = value
     return _CapturedParameter(parameter, aliases, slots, values)
 
 
-def _check_equal_state(kind: str, fqn: str, first: _CapturedParameter, other: _CapturedParameter) -> None:
+def _check_equal_state(state_name: str, fqn: str, first: _CapturedParameter, other: _CapturedParameter) -> None:
     """Refuse state of two replicas that differs in anything but the content of tensors, which the save compares."""
     if first.slots.keys() != other.slots.keys() or comparable_bytes(first.values) != comparable_bytes(other.values):
         raise IncompatibleCheckpointError(
-            f"{kind}/state/{fqn} is held twice by the optimizers of this rank, with different contents: keep the state of "
-            "replicas equal, or give different parameters different names"
+            f"{state_name}/state/{fqn} is held twice by the optimizers of this rank, with different contents: keep the "
+            "state of replicas equal, or give different parameters different names"
         )
 
 

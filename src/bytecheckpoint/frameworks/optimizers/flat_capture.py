@@ -19,12 +19,12 @@ __all__ = ["capture_flat_tensors"]
 
 
 def capture_flat_tensors(
-    kind: str, views: Sequence[Optimizer], names: ParameterNames, tensors: Sequence[FlatOptimizerTensor]
+    state_name: str, views: Sequence[Optimizer], names: ParameterNames, tensors: Sequence[FlatOptimizerTensor]
 ) -> LiveState:
-    """Describe the shards and values of all optimizers of one kind.
+    """Describe the shards and values of all optimizers of one state.
 
     Args:
-        kind: name of the state.
+        state_name: name of the state.
         views: the views of the optimizers; they hold the state of parameters that are not flat.
         names: names of the views' parameters.
         tensors: the flat tensors.
@@ -39,23 +39,23 @@ def capture_flat_tensors(
         owned = [pair for pair in zip(flat.ranges, flat.placeholders, strict=True) if pair[0].owned]
         if not state or not owned:
             continue
-        elementwise, values = _split_state(kind, flat, state)
+        elementwise, values = _split_state(state_name, flat, state)
         for slot, value in elementwise.items():
             for original, placeholder in owned:
                 fqn, aliases = names.by_id[id(placeholder)]
-                flat_range = original.flat_range(TensorKey(kind, fqn, slot), value, flat.offset_of(original))
+                flat_range = original.flat_range(TensorKey(state_name, fqn, slot), value, flat.offset_of(original))
                 flat_range.aliases, flat_range.requires_grad = aliases, False
                 ranges.append(flat_range)
         if values:
             view_state: Any = flat.view.state
             view_state.update((placeholder, values) for _, placeholder in owned)
-    captured = capture_optimizers(kind, views, names, complete=False)
+    captured = capture_optimizers(state_name, views, names, complete=False)
     captured.shards += flat_range_shards(ranges)
     return captured
 
 
 def _split_state(
-    kind: str, flat: FlatOptimizerTensor, state: Mapping[Any, Any]
+    state_name: str, flat: FlatOptimizerTensor, state: Mapping[Any, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[Any, Any]]:
     """Split state into tensors with one value per element, and single values; both by slot."""
     elementwise: dict[str, torch.Tensor] = {}
@@ -75,7 +75,7 @@ def _split_state(
             values[slot] = value
             continue
         raise UsageError(
-            f"{kind}/state/{flat.ranges[0].fqn}/{slot} is a tensor {form}, and {flat.advice.framework} keeps the "
+            f"{state_name}/state/{flat.ranges[0].fqn}/{slot} is a tensor {form}, and {flat.advice.framework} keeps the "
             f"parameter as a flat run of shape {flat.local_shape}: state that does not follow its elements cannot be "
             f"split by parameter; {flat.advice.on_save}"
         )

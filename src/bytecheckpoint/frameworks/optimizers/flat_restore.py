@@ -32,24 +32,24 @@ __all__ = ["load_flat_tensors"]
 
 
 def load_flat_tensors(
-    kind: str,
+    state_name: str,
     views: Sequence[Optimizer],
     names: ParameterNames,
     tensors: Sequence[FlatOptimizerTensor],
     saved: SavedStates,
-    into: Destination,
+    destination: Destination,
     *,
     strict: bool,
 ) -> None:
-    """Plan the load of one kind.
+    """Plan the load of one state.
 
     Args:
-        kind: name of the state.
+        state_name: name of the state.
         views: the views of the optimizers; they share the state of parameters that are not flat.
         names: names of the views' parameters.
         tensors: the flat tensors.
         saved: the checkpoint.
-        into: receives the plan.
+        destination: receives the plan.
         strict: as in `load`.
 
     Raises:
@@ -57,7 +57,7 @@ def load_flat_tensors(
             parameters that are joined here have different state or hyperparameters in the checkpoint. `Destination.check`
             finds steps that differ, before any rank installs anything.
     """
-    restores = [_FlatTensorRestore(kind, flat) for flat in tensors]
+    restores = [_FlatTensorRestore(state_name, flat) for flat in tensors]
     by_placeholder = {
         id(placeholder): (restore, original)
         for restore in restores
@@ -69,33 +69,33 @@ def load_flat_tensors(
     ) -> ParameterRestore:
         found = by_placeholder.get(id(parameter))
         if found is None:
-            return PlainParameterRestore(kind, optimizer, parameter, name, on_device)
+            return PlainParameterRestore(state_name, optimizer, parameter, name, on_device)
         return found[0].add_parameter(found[1], name, on_device)
 
-    load_optimizers(kind, views, names, saved, into, strict=strict, restorer=restorer)
+    load_optimizers(state_name, views, names, saved, destination, strict=strict, restorer=restorer)
     ranges: list[FlatRange] = []
     dtypes: dict[TensorKey, str] = {}
     for restore in restores:
-        restore.complete(into)
+        restore.complete(destination)
         for flat_range, dtype in restore.wanted:
             ranges.append(flat_range)
             dtypes[flat_range.key] = dtype
     for shard in (shards := flat_range_shards(ranges)):
         mark_exact_conversions([shard], dtypes[shard.key])
-    into.wanted += shards
+    destination.wanted += shards
 
 
 class _FlatTensorRestore:
     """The load of one flat tensor's state: memory that the original parameters behind it share.
 
     Attributes:
-        kind: name of the state.
+        state_name: name of the state.
         flat: the tensor.
         wanted: the flat ranges to fill, each with the dtype of the saved tensor.
     """
 
-    def __init__(self, kind: str, flat: FlatOptimizerTensor) -> None:
-        self.kind = kind
+    def __init__(self, state_name: str, flat: FlatOptimizerTensor) -> None:
+        self.state_name = state_name
         self.flat = flat
         self.wanted: list[tuple[FlatRange, str]] = []
         self._parameters: dict[str, _RangeRestore] = {}  # by FQN, in the order of the flat tensor
@@ -129,7 +129,7 @@ class _FlatTensorRestore:
             self._memory[slot] = target
         return target
 
-    def complete(self, into: Destination) -> None:
+    def complete(self, destination: Destination) -> None:
         """Check that the planned parameters go together, and add the steps that remain.
 
         Raises:
@@ -139,7 +139,7 @@ class _FlatTensorRestore:
         # Whether a parameter without elements ever had state does not matter.
         known = {fqn: restore for fqn, restore in known.items() if restore.elements} or known
         if self.flat.zeroes_missing_state:
-            known = self._without_stateless(known, into)
+            known = self._without_stateless(known, destination)
         if not known:
             return
         if not any(r.owned for r in self.flat.ranges) and not self.flat.joined:
@@ -148,23 +148,23 @@ class _FlatTensorRestore:
         self._check_same("values", {fqn: restore.values for fqn, restore in known.items()})
         unknown = [fqn for fqn, restore in self._parameters.items() if not restore.known]
         if unknown:
-            into.notes.append(
-                f"{self.kind}: {', '.join(sorted(unknown))} keep the state that their flat parameter has here"
+            destination.notes.append(
+                f"{self.state_name}: {', '.join(sorted(unknown))} keep the state that their flat parameter has here"
             )
         if len(known) > 1 and any(restore.scalars for restore in known.values()):
-            into.checks.append(partial(self._check_scalars, known))
-        into.finish.append(partial(self._install, next(iter(known.values()))))
+            destination.checks.append(partial(self._check_scalars, known))
+        destination.finish.append(partial(self._install, next(iter(known.values()))))
 
-    def _without_stateless(self, known: dict[str, _RangeRestore], into: Destination) -> dict[str, _RangeRestore]:
+    def _without_stateless(self, known: dict[str, _RangeRestore], destination: Destination) -> dict[str, _RangeRestore]:
         """If only some parameters have saved state, let the state of the others begin at zero, and leave those out."""
         stateless = [restore for restore in known.values() if not restore.has_state]
         if not stateless or len(stateless) == len(known):
             return known
-        into.notes.append(
-            f"{self.kind}: {len(stateless)} parameters without saved state begin at zero: "
+        destination.notes.append(
+            f"{self.state_name}: {len(stateless)} parameters without saved state begin at zero: "
             f"{listed([restore.fqn for restore in stateless])}"
         )
-        into.finish.append(partial(self._zero, stateless))
+        destination.finish.append(partial(self._zero, stateless))
         return {fqn: restore for fqn, restore in known.items() if restore.has_state}
 
     def _zero(self, stateless: list[_RangeRestore]) -> None:
@@ -187,8 +187,8 @@ class _FlatTensorRestore:
             f"{unpack_tensors(found[fqns[0]])!r} for {listed([*map(repr, fqns)], 3)}" for fqns in groups.values()
         )
         raise IncompatibleCheckpointError(
-            f"{self.kind}: {self.flat.description} joins parameters whose {what} differs in the checkpoint: {values}: "
-            f"{self.flat.advice.on_difference}"
+            f"{self.state_name}: {self.flat.description} joins parameters whose {what} differs in the checkpoint: "
+            f"{values}: {self.flat.advice.on_difference}"
         )
 
     def _install(self, restore: _RangeRestore) -> None:
@@ -226,12 +226,12 @@ class _RangeRestore:
         """Whether the checkpoint has state of the parameter."""
         return bool(self.slots or self.values)
 
-    def plan(self, saved: SavedStates, trees: SavedTrees, into: Destination) -> bool:
+    def plan(self, saved: SavedStates, trees: SavedTrees, destination: Destination) -> bool:
         """Request this rank's elements of the state, and its single values."""
-        kind, flat = self._flat_restore.kind, self._flat_restore.flat
+        state_name, flat = self._flat_restore.state_name, self._flat_restore.flat
         names = (self.fqn, *self._aliases)
-        for found in saved.slots(kind, names):
-            into.recognized.add(found.key)
+        for found in saved.slots(state_name, names):
+            destination.recognized.add(found.key)
             if flat.skips_slot(found.key.slot, trees.optimizer_types):
                 continue
             if (found.key.fqn, found.key.slot) in trees.nested:
@@ -241,15 +241,15 @@ class _RangeRestore:
                 found, flat.optimizer, self.original.shape, flat.tensor.dtype, live, on_device=self._on_device
             )
             self.slots[found.key.slot] = dtype_name(dtype)
-            self._request(found, dtype, into)
+            self._request(found, dtype, destination)
         if self._aliases:
             # Tied here, but stored separately: the load knows the other copies.
-            into.recognized.update(other.key for name in names for other in saved.slots(kind, (name,)))
+            destination.recognized.update(other.key for name in names for other in saved.slots(state_name, (name,)))
         self.values = trees.values_of(self.fqn, self._aliases)
         self.known = self.has_state or trees.knows((self.fqn, self._aliases))
         return self.has_state
 
-    def _request(self, found: SavedTensor, dtype: torch.dtype, into: Destination) -> None:
+    def _request(self, found: SavedTensor, dtype: torch.dtype, destination: Destination) -> None:
         flat, original = self._flat_restore.flat, self.original
         elementwise = found.global_shape == original.shape and found.key.slot not in SINGLE_VALUE_SLOTS
         if not elementwise and found.global_shape.count(1) != len(found.global_shape):
@@ -265,7 +265,7 @@ class _RangeRestore:
         else:
             target = allocate_state(found, flat.tensor.detach(), dtype, on_device=self._on_device)
             self.scalars[found.key.slot] = target
-            request_state(into, found, target)
+            request_state(destination, found, target)
 
     def _does_not_fit(self, found: SavedTensor, form: str) -> IncompatibleCheckpointError:
         advice = self._flat_restore.flat.advice

@@ -23,23 +23,23 @@ _MAX_LISTED = 8  # differences in a message; the rest are counted
 
 
 def load_hyperparameters(
-    kind: str,
+    state_name: str,
     index: int,
     group: ParamGroup,
     saved_groups: Sequence[Sequence[dict[str, Any]]],
-    into: Destination,
+    destination: Destination,
     *,
     strict: bool,
 ) -> dict[str, Any]:
     """Plan the load of a live group's hyperparameters from the saved groups of its parameters.
 
     Args:
-        kind: name of the state.
+        state_name: name of the state.
         index: number of the live group.
         group: the live group.
         saved_groups: the saved groups of each of its parameters: none if the checkpoint has none, several for a parameter
             that had replicas, if it stands for more than one of them.
-        into: receives the plan.
+        destination: receives the plan.
         strict: as in `load`.
 
     Returns:
@@ -59,21 +59,21 @@ def load_hyperparameters(
         omitted = len(differences) - _MAX_LISTED
         more = f" and {omitted} more" if omitted > 0 else ""
         message = (
-            f"{kind}: group {index} joins parameters whose settings differ in the checkpoint: "
+            f"{state_name}: group {index} joins parameters whose settings differ in the checkpoint: "
             f"{'; '.join(differences[:_MAX_LISTED])}{more}"
         )
         if strict:
             raise IncompatibleCheckpointError(f"{message}: split the group as it was, or load with strict=False")
-        into.notes.append(f"{message}; the values here were kept")
+        destination.notes.append(f"{message}; the values here were kept")
     saved_keys = {key for saved_group, _ in sources.values() for key in saved_group}
     unsaved = [key for key in group.live if key not in NOT_HYPERPARAMETERS and key not in saved_keys]
     if unsaved:
-        into.notes.append(
-            f"{kind}: group {index} keeps {', '.join(map(repr, unsaved))}, which the checkpoint does not have"
+        destination.notes.append(
+            f"{state_name}: group {index} keeps {', '.join(map(repr, unsaved))}, which the checkpoint does not have"
         )
     settings |= {key: value for key, value in fixed_settings(group.optimizer).items() if key in group.live}
     if settings:
-        into.finish.append(partial(_set_hyperparameters, group, settings))
+        destination.finish.append(partial(_set_hyperparameters, group, settings))
     return settings
 
 
@@ -123,17 +123,17 @@ def _set_hyperparameters(group: ParamGroup, settings: dict[str, Any]) -> None:
             group.live[key] = new.to(local_tensor(group.params[0]).device)
 
 
-def load_globals(kind: str, optimizers: Sequence[Optimizer], trees: SavedTrees, into: Destination) -> None:
+def load_globals(state_name: str, optimizers: Sequence[Optimizer], trees: SavedTrees, destination: Destination) -> None:
     """Plan the load of state that belongs to no parameter, by the optimizer's position."""
     if not any(trees.globals):
         return
     if len(trees.globals) != len(optimizers):
-        into.notes.append(
-            f"{kind}: state that belongs to no parameter was not loaded: the number of optimizers differs"
+        destination.notes.append(
+            f"{state_name}: state that belongs to no parameter was not loaded: the number of optimizers differs"
         )
         return
     for optimizer, values in zip(optimizers, trees.globals, strict=True):
-        into.finish.append(partial(_set_globals, optimizer, values))
+        destination.finish.append(partial(_set_globals, optimizer, values))
 
 
 def _set_globals(optimizer: Optimizer, values: dict[Any, Any]) -> None:

@@ -16,19 +16,19 @@ from torch.optim import Optimizer
 from bytecheckpoint.frameworks.base import SavedStates, SavedTensor
 from bytecheckpoint.representation.shards import TensorKey
 
-__all__ = ["MASTER", "choose_saved_weight", "is_unused_master", "optimizer_kind"]
+__all__ = ["MASTER", "choose_saved_weight", "is_unused_master", "optimizer_state_name"]
 
 #: Name of the optimizer state that is a parameter's master weight.
 MASTER = "master"
 
 
-def optimizer_kind(kind: str) -> str:
-    """Return the name of the state that holds the optimizer of the modules in `kind`, unless the program chose another."""
-    return "optimizer" if kind == "model" else f"{kind}_optimizer"
+def optimizer_state_name(state_name: str) -> str:
+    """Return the name of the state that holds the optimizer of the modules in state `state_name`, by default."""
+    return "optimizer" if state_name == "model" else f"{state_name}_optimizer"
 
 
 def choose_saved_weight(
-    saved: SavedStates, found: SavedTensor, names: Sequence[str], dtype: str, master_kind: str | None = None
+    saved: SavedStates, found: SavedTensor, names: Sequence[str], dtype: str, master_state: str | None = None
 ) -> SavedTensor:
     """Choose the saved tensor from which a parameter is loaded: the model's weight or the master weight.
 
@@ -37,7 +37,7 @@ def choose_saved_weight(
         found: the model's weight.
         names: all names of the parameter.
         dtype: torch's name of the live parameter's dtype.
-        master_kind: the kind that holds the master weights; None: `optimizer_kind` of the weight's kind.
+        master_state: name of the state that holds the master weights; None: `optimizer_state_name` of the weight's.
 
     Returns:
         The master weight where only that has `dtype`, else `found`.
@@ -45,9 +45,9 @@ def choose_saved_weight(
     if found.dtype == dtype:
         return found
     # By the checkpoint's names: master weights follow the weights, whether or not the load selects the optimizer.
-    saved_names = dict.fromkeys((found.key.fqn, *saved.names_of(found.key.kind, names)))
-    kind_of_masters = master_kind or optimizer_kind(found.key.kind)
-    masters = (saved.stored(TensorKey(kind_of_masters, name, MASTER)) for name in saved_names)
+    saved_names = dict.fromkeys((found.key.fqn, *saved.names_of(found.key.state, names)))
+    state_of_masters = master_state or optimizer_state_name(found.key.state)
+    masters = (saved.stored(TensorKey(state_of_masters, name, MASTER)) for name in saved_names)
     master = next(filter(None, masters), None)
     fits = master is not None and master.dtype == dtype and master.global_shape == found.global_shape
     return master if master is not None and fits else found

@@ -89,18 +89,18 @@ class ParamGroup:
     copies: list[int]
 
 
-def as_optimizers(kind: str, value: object) -> list[Optimizer] | None:
+def as_optimizers(state_name: str, value: object) -> list[Optimizer] | None:
     """Return `value` as a list of optimizers, or None when it is something else; the values of a dict are a list too.
 
-    An empty list means a rank without parameters in the kind "optimizer", and a plain value in any other kind.
+    An empty list means a rank without parameters in the state "optimizer", and a plain value in any other state.
     """
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
     found = [item for item in items if isinstance(item, Optimizer)]
-    may_be_empty = kind == "optimizer" and isinstance(value, list | tuple)
+    may_be_empty = state_name == "optimizer" and isinstance(value, list | tuple)
     return found if len(found) == len(items) and (found or may_be_empty) else None
 
 
-def named_groups(kind: str, optimizers: Sequence[Optimizer], names: ParameterNames) -> list[ParamGroup]:
+def named_groups(state_name: str, optimizers: Sequence[Optimizer], names: ParameterNames) -> list[ParamGroup]:
     """Return all param groups of `optimizers` with the names of their parameters.
 
     Raises:
@@ -111,7 +111,7 @@ def named_groups(kind: str, optimizers: Sequence[Optimizer], names: ParameterNam
     for optimizer in optimizers:
         if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
             raise UsageError(
-                f"{kind}: ZeroRedundancyOptimizer is not supported: use fully_shard (FSDP2) to shard its state"
+                f"{state_name}: ZeroRedundancyOptimizer is not supported: use fully_shard (FSDP2) to shard its state"
             )
         for index, group in enumerate(optimizer.param_groups):
             params: list[torch.Tensor] = group["params"]
@@ -121,15 +121,15 @@ def named_groups(kind: str, optimizers: Sequence[Optimizer], names: ParameterNam
                 name = names.by_id.get(id(parameter))
                 if name is None:
                     raise UsageError(
-                        f"{kind}: {type(optimizer).__name__} has a parameter without a name (shape "
+                        f"{state_name}: {type(optimizer).__name__} has a parameter without a name (shape "
                         f"{tuple(parameter.shape)}, group {index}, position {position}): put its module into the "
                         "same states, or pass names="
                     )
                 earlier = seen.setdefault(name[0], [])
                 if earlier and (id(parameter) in earlier or id(parameter) not in names.replicas):
                     raise UsageError(
-                        f"{kind}: {name[0]!r} names two parameters of the optimizer(s), or one that stands in two groups: "
-                        "pass names= that tell them apart"
+                        f"{state_name}: {name[0]!r} names two parameters of the optimizer(s), or one that stands in "
+                        "two groups: pass names= that tell them apart"
                     )
                 found.append(name)
                 copies.append(len(earlier))

@@ -38,15 +38,15 @@ def _own_values(live: Optimizer | None) -> dict[str, Any]:
 
 
 def load_own_values(
-    kind: str, optimizers: Sequence[Optimizer], saved: Sequence[Mapping[str, Any]], into: Destination
+    state_name: str, optimizers: Sequence[Optimizer], saved: Sequence[Mapping[str, Any]], destination: Destination
 ) -> None:
     """Plan the load of such values, by the optimizer's position. Hooks of load_state_dict run, with or without values.
 
     Args:
-        kind: name of the state.
-        optimizers: all of the kind.
+        state_name: name of the state.
+        optimizers: all of the state.
         saved: the values of each optimizer in the checkpoint.
-        into: receives the plan.
+        destination: receives the plan.
     """
     if len(saved) != len(optimizers):
         saved = [{}] * len(optimizers)
@@ -54,15 +54,17 @@ def load_own_values(
         live = live_optimizer(optimizer)
         name = type(optimizer).__name__
         if lacking := _own_values(live).keys() - values.keys():
-            into.notes.append(
-                f"{kind}: {name} keeps {_quoted(lacking)} of its state_dict, which the checkpoint does not have"
+            destination.notes.append(
+                f"{state_name}: {name} keeps {_quoted(lacking)} of its state_dict, which the checkpoint does not have"
             )
         before, after = _load_hooks(live)
         takes = before or _method(live, "load_state_dict") is not Optimizer.load_state_dict
         if values and not takes:
-            into.notes.append(f"{kind}: {name} has no place for {_quoted(values)}, which the checkpoint has")
+            destination.notes.append(
+                f"{state_name}: {name} has no place for {_quoted(values)}, which the checkpoint has"
+            )
         if live is not None and (before or after or (values and takes)):
-            into.finish.append(partial(_load, live, values))
+            destination.finish.append(partial(_load, live, values))
 
 
 def _method(live: Optimizer | None, name: str) -> object:

@@ -42,7 +42,7 @@ __all__ = ["ParameterRestore", "PlainParameterRestore", "Restorer", "load_optimi
 class ParameterRestore(Protocol):
     """The load of one parameter's optimizer state."""
 
-    def plan(self, saved: SavedStates, trees: SavedTrees, into: Destination) -> bool:
+    def plan(self, saved: SavedStates, trees: SavedTrees, destination: Destination) -> bool:
         """Request the state tensors; return False when the checkpoint holds no state of this parameter."""
 
     def install(self) -> None:
@@ -57,23 +57,23 @@ Restorer = Callable[[Optimizer, torch.Tensor, ParameterName, bool], ParameterRes
 
 
 def load_optimizers(
-    kind: str,
+    state_name: str,
     optimizers: Sequence[Optimizer],
     names: ParameterNames,
     saved: SavedStates,
-    into: Destination,
+    destination: Destination,
     *,
     strict: Strict,
     restorer: Restorer | None = None,
 ) -> None:
-    """Plan the load of one kind into live optimizers.
+    """Plan the load of one state into live optimizers.
 
     Args:
-        kind: name of the state.
-        optimizers: all of the kind.
+        state_name: name of the state.
+        optimizers: all of the state.
         names: names of their parameters.
         saved: the checkpoint.
-        into: receives the plan.
+        destination: receives the plan.
         strict: as in `load`.
         restorer: makes the load of one parameter. None: `PlainParameterRestore`, for plain tensors and DTensors.
 
@@ -81,8 +81,8 @@ def load_optimizers(
         IncompatibleCheckpointError: parameters of one group here had different hyperparameters in the checkpoint, and
             `strict` is set.
     """
-    groups = named_groups(kind, optimizers, names)
-    trees = SavedTrees(kind, saved, groups)
+    groups = named_groups(state_name, optimizers, names)
+    trees = SavedTrees(state_name, saved, groups)
     types = trees.optimizer_types
     stateless: list[str] = []
     foreign: list[str] = []
@@ -93,30 +93,32 @@ def load_optimizers(
         for parameter, (fqn, _), found in zip(group.params, group.names, saved_groups, strict=True):
             # ZeRO's groups have trained parameters only; a frozen one needs no hyperparameters.
             if not found and parameter.requires_grad:
-                into.missing.append(f"{kind}/param_groups/{fqn}")
-        settings = load_hyperparameters(kind, index, group, saved_groups, into, strict=is_strict(strict, kind))
+                destination.missing.append(f"{state_name}/param_groups/{fqn}")
+        settings = load_hyperparameters(
+            state_name, index, group, saved_groups, destination, strict=is_strict(strict, state_name)
+        )
         check = SlotCheck(group.optimizer, types)
         others += [group.optimizer] * check.is_other_algorithm()
         on_device = any(settings.get(key, group.live.get(key)) for key in ("capturable", "fused"))
         for parameter, name, found in zip(group.params, group.names, saved_groups, strict=True):
-            slots = {slot.key.slot: slot.key for slot in saved.slots(kind, (name[0], *name[1]))}
+            slots = {slot.key.slot: slot.key for slot in saved.slots(state_name, (name[0], *name[1]))}
             live = group.optimizer.state.get(parameter) or {}
             if check.is_foreign(live, {*slots, *trees.values_of(*name)}):
                 foreign.append(name[0])
-                into.recognized.update(slots.values())
-                into.finish.append(partial(group.optimizer.state.pop, parameter, None))
+                destination.recognized.update(slots.values())
+                destination.finish.append(partial(group.optimizer.state.pop, parameter, None))
                 continue
             restore: ParameterRestore
             if restorer is None:
-                restore = PlainParameterRestore(kind, group.optimizer, parameter, name, on_device)
+                restore = PlainParameterRestore(state_name, group.optimizer, parameter, name, on_device)
             else:
                 restore = restorer(group.optimizer, parameter, name, on_device)
-            if restore.plan(saved, trees, into):
-                into.finish.append(restore.install)
+            if restore.plan(saved, trees, destination):
+                destination.finish.append(restore.install)
             elif found:
-                into.finish.append(restore.clear)
+                destination.finish.append(restore.clear)
                 stateless.append(name[0])
-            master = saved.find(kind, (name[0], *name[1]), MASTER)
+            master = saved.find(state_name, (name[0], *name[1]), MASTER)
             if (
                 master is not None
                 and not converts_exactly(master.dtype, dtype_name(parameter.dtype))
@@ -126,32 +128,32 @@ def load_optimizers(
     if foreign or others:
         of = f" of {len(foreign)} parameters ({listed(foreign)})" if foreign else ""
         names_here = sorted({type(o).__name__ for o in others or optimizers})
-        into.mismatches.append(
-            f"{kind}: the checkpoint has the state{of} of another algorithm ({', '.join(sorted(types))}), with which "
+        destination.mismatches.append(
+            f"{state_name}: the checkpoint has the state{of} of another algorithm ({', '.join(sorted(types))}), with which "
             f"{', '.join(names_here)} cannot continue"
         )
     if without_master:
-        into.notes.append(
-            f"{kind}: the master weights of {len(without_master)} parameters are left out, since the optimizer here steps "
-            f"weights in lower precision: {listed(without_master)}"
+        destination.notes.append(
+            f"{state_name}: the master weights of {len(without_master)} parameters are left out, since the optimizer "
+            f"here steps weights in lower precision: {listed(without_master)}"
         )
     if stateless:
-        into.notes.append(
-            f"{kind}: {len(stateless)} parameters have no state in the checkpoint and none now: {listed(stateless)}"
+        destination.notes.append(
+            f"{state_name}: {len(stateless)} parameters have no state in the checkpoint and none now: {listed(stateless)}"
         )
-    load_globals(kind, optimizers, trees, into)
-    load_own_values(kind, optimizers, trees.own_values, into)
+    load_globals(state_name, optimizers, trees, destination)
+    load_own_values(state_name, optimizers, trees.own_values, destination)
 
 
 class PlainParameterRestore:
     """The load of the optimizer state of one plain tensor or DTensor."""
 
-    __slots__ = ("_aliases", "_fqn", "_kind", "_on_device", "_optimizer", "_parameter", "_tensors", "_values")
+    __slots__ = ("_aliases", "_fqn", "_on_device", "_optimizer", "_parameter", "_state_name", "_tensors", "_values")
 
     def __init__(
-        self, kind: str, optimizer: Optimizer, parameter: torch.Tensor, name: ParameterName, on_device: bool
+        self, state_name: str, optimizer: Optimizer, parameter: torch.Tensor, name: ParameterName, on_device: bool
     ) -> None:
-        self._kind = kind
+        self._state_name = state_name
         self._optimizer = optimizer
         self._parameter = parameter
         self._fqn, self._aliases = name
@@ -159,7 +161,7 @@ class PlainParameterRestore:
         self._tensors: dict[str, torch.Tensor] = {}
         self._values: dict[Any, Any] = {}
 
-    def plan(self, saved: SavedStates, trees: SavedTrees, into: Destination) -> bool:
+    def plan(self, saved: SavedStates, trees: SavedTrees, destination: Destination) -> bool:
         """Request the state tensors; return False when the checkpoint holds no state of this parameter."""
         names = (self._fqn, *self._aliases)
         live = self._optimizer.state.get(self._parameter) or {}
@@ -170,8 +172,8 @@ class PlainParameterRestore:
         inside: dict[str, dict[str, SavedTensor]] = {slot: {} for slot in wrapped}
         stepped = self._parameter.dtype
         slots: list[SavedTensor] = []
-        for found in saved.slots(self._kind, names):
-            into.recognized.add(found.key)
+        for found in saved.slots(self._state_name, names):
+            destination.recognized.add(found.key)
             outer, _, name = found.key.slot.rpartition(".")
             if outer in wrapped:
                 inside[outer][name] = found
@@ -180,10 +182,10 @@ class PlainParameterRestore:
                 if found.key.slot == MASTER:
                     stepped = dtype_named(found.dtype)
         for slot, described in wrapped.items():
-            key = TensorKey(self._kind, self._fqn, slot)
+            key = TensorKey(self._state_name, self._fqn, slot)
             self._check_takes(key, described[0], live, trees)
             self._tensors[slot] = make_wrapped(
-                key, described, inside[slot], self._parameter, live.get(slot), self._aliases, into.wanted
+                key, described, inside[slot], self._parameter, live.get(slot), self._aliases, destination.wanted
             )
         for found in slots:
             slot = found.key.slot
@@ -199,10 +201,12 @@ class PlainParameterRestore:
                 used.add(id(target))
                 self._tensors[slot] = target
             like = layout_of(target, self._parameter)
-            request_state(into, found, target, aliases=self._aliases, like=like)
+            request_state(destination, found, target, aliases=self._aliases, like=like)
         if self._aliases:
             # Tied here, but stored separately (two pipeline stages): the load knows the other copies.
-            into.recognized.update(other.key for name in names for other in saved.slots(self._kind, (name,)))
+            destination.recognized.update(
+                other.key for name in names for other in saved.slots(self._state_name, (name,))
+            )
         return bool(self._tensors or self._values)
 
     def _check_takes(self, key: TensorKey, form: str, live: Mapping[Any, Any], trees: SavedTrees) -> None:

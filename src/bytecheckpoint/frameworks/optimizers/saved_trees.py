@@ -32,7 +32,7 @@ class SavedTrees:
     that stepped other parameters, are not read.
 
     Args:
-        kind: name of the state.
+        state_name: name of the state.
         saved: the checkpoint.
         live: the param groups to find.
 
@@ -48,16 +48,16 @@ class SavedTrees:
         nested: saved (FQN, slot) -> memory for a tensor inside a container, for the parameters of this rank.
     """
 
-    def __init__(self, kind: str, saved: SavedStates, live: Sequence[ParamGroup]) -> None:
+    def __init__(self, state_name: str, saved: SavedStates, live: Sequence[ParamGroup]) -> None:
         self.groups: dict[str, list[tuple[int, dict[str, Any]]]] = {}
         self.values: dict[str, dict[Any, Any]] = {}
         self.fqn_of_alias: dict[str, str] = {}
         self.globals: list[dict[Any, Any]] = []
         self.own_values: list[dict[str, Any]] = []
         self.optimizer_types: set[str] = set()
-        self.dtypes = StateDtypes(kind, saved, self.optimizer_types)
+        self.dtypes = StateDtypes(state_name, saved, self.optimizer_types)
         self.nested: dict[tuple[str, str], torch.Tensor] = {}
-        self._kind = kind
+        self._state_name = state_name
         self._saved = saved
         self._live = live
         self._classes = HeldClasses([(group.live, dict(group.optimizer.state)) for group in live])
@@ -65,9 +65,9 @@ class SavedTrees:
         self._live_parameters: dict[str, tuple[torch.Tensor, Optimizer]] | None = None  # by saved name
         missing = [name for group in live for name in group.names if self._names(*name)]
         all_names = [name for fqn, aliases in missing for name in (fqn, *aliases)]
-        if not missing and not saved.names_of(kind, ("",)):
-            return  # the load selects nothing of this kind
-        for position, blob in enumerate(saved.trees_about(kind, all_names)):
+        if not missing and not saved.names_of(state_name, ("",)):
+            return  # the load selects nothing of this state
+        for position, blob in enumerate(saved.trees_about(state_name, all_names)):
             tree = self._read(blob)
             for group in tree["groups"]:
                 for fqn in group["params"]:
@@ -87,7 +87,7 @@ class SavedTrees:
         tree: Any = decode(blob, on_tensor=partial(_note_reference, references), on_unregistered=self._classes)
         if not is_optimizer_tree(tree):
             raise IncompatibleCheckpointError(
-                f"{self._kind} was saved from plain values, not from an optimizer: load it into a dict"
+                f"{self._state_name} was saved from plain values, not from an optimizer: load it into a dict"
             )
         self.optimizer_types.update(tree["optimizers"])
         for fqn, aliases in tree["aliases"].items():
@@ -99,10 +99,10 @@ class SavedTrees:
         fqn, slot = parse_state_reference(reference)
         if (fqn, slot) not in self.nested:
             live = self._live_parameter(fqn)
-            found = self._saved.stored(TensorKey(self._kind, fqn, slot))
+            found = self._saved.stored(TensorKey(self._state_name, fqn, slot))
             if found is None:
                 raise CorruptCheckpointError(
-                    f"the values of {self._kind} refer to {reference!r}, which the catalog lacks"
+                    f"the values of {self._state_name} refer to {reference!r}, which the catalog lacks"
                 )
             if live is None:
                 return None
@@ -176,7 +176,7 @@ class SavedTrees:
 
     def _names(self, fqn: str, aliases: tuple[str, ...]) -> Sequence[str]:
         """Return the checkpoint's names of a live parameter; none if the load does not select it."""
-        return self._saved.names_of(self._kind, (fqn, *aliases), parameter=True)
+        return self._saved.names_of(self._state_name, (fqn, *aliases), parameter=True)
 
 
 def _note_reference(references: list[str], name: str) -> None:

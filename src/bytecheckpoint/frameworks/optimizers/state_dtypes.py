@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from bytecheckpoint.frameworks.base import SavedStates, SavedTensor
-from bytecheckpoint.frameworks.optimizers.master_weights import MASTER, optimizer_kind
+from bytecheckpoint.frameworks.optimizers.master_weights import MASTER, optimizer_state_name
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 
@@ -25,20 +25,22 @@ SINGLE_VALUE_SLOTS = frozenset({"step", "mu_product"})
 
 
 class StateDtypes:
-    """Chooses the dtypes of the loaded state of one kind.
+    """Choose the dtypes in which one optimizer state is loaded.
 
     Args:
-        kind: name of the state.
+        state_name: name of the state.
         saved: the checkpoint.
         optimizer_types: names of the types of the saved optimizers.
     """
 
-    def __init__(self, kind: str, saved: SavedStates, optimizer_types: Collection[str]) -> None:
-        self._kind = kind
+    def __init__(self, state_name: str, saved: SavedStates, optimizer_types: Collection[str]) -> None:
+        self._state_name = state_name
         self._saved = saved
         self._optimizer_types = optimizer_types
-        kinds = list(saved.kinds())
-        self._model_kinds = [model for model in kinds if optimizer_kind(model) == kind] or kinds
+        state_names = list(saved.states())
+        self._model_states = [
+            model for model in state_names if optimizer_state_name(model) == state_name
+        ] or state_names
 
     def choose(
         self,
@@ -76,10 +78,10 @@ class StateDtypes:
         if not any(saved == name or saved.endswith(f"({name})") for saved in self._optimizer_types):
             return False
         fqn = found.key.fqn
-        stepped = [self._saved.stored(TensorKey(self._kind, fqn, MASTER))]
+        stepped = [self._saved.stored(TensorKey(self._state_name, fqn, MASTER))]
         if stepped[0] is None:
-            # Kinds of other names may hold several models, an average of the weights in another precision among them.
-            stepped = [self._saved.stored(TensorKey(kind, fqn)) for kind in self._model_kinds]
+            # States of other names may hold several models, an average of the weights in another precision among them.
+            stepped = [self._saved.stored(TensorKey(state_name, fqn)) for state_name in self._model_states]
         return all(weight is None or weight.dtype != found.dtype for weight in stepped)
 
 

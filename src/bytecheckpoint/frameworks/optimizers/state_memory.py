@@ -30,7 +30,7 @@ def allocate_state(found: SavedTensor, parameter: torch.Tensor, dtype: torch.dty
 
 
 def request_state(
-    into: Destination,
+    destination: Destination,
     found: SavedTensor,
     target: torch.Tensor,
     *,
@@ -41,4 +41,4 @@ def request_state(
     shards: list[LiveShard] = []
     add_shards(shards, found.key, target, aliases=aliases, like=like)
     mark_exact_conversions(shards, found.dtype)
-    into.wanted += shards
+    destination.wanted += shards

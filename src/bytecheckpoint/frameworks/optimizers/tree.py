@@ -1,6 +1,6 @@
 """The tree of an optimizer's plain values: its form, references to state tensors, and tensors as plain data.
 
-A kind's tree is {"groups": [{"params": [FQN, ...], hyperparameter: value, ...}, ...], "state": {FQN: {slot: value}},
+A state's tree is {"groups": [{"params": [FQN, ...], hyperparameter: value, ...}, ...], "state": {FQN: {slot: value}},
 "aliases": {FQN: [further names]}, "globals": [...], "optimizers": [type names]}, "own": [further entries of
 each optimizer's state_dict] where there are any, and "complete": true where this tree
 holds all values of the parameters in its groups, so that a load need not look for more of them in other ranks' trees.

@@ -36,8 +36,8 @@ def is_wrapped(value: object) -> bool:
     if type(value) in PLAIN_TYPES or not isinstance(value, torch.Tensor):
         return False
     local: Any = local_tensor(value)
-    kind: type = type(local)
-    return bool(is_traceable_wrapper_subclass(local)) and not is_dtensor(local) and not lists_own_shards(kind)
+    cls: type = type(local)
+    return bool(is_traceable_wrapper_subclass(local)) and not is_dtensor(local) and not lists_own_shards(cls)
 
 
 class _Part(NamedTuple):
@@ -120,7 +120,7 @@ def capture_wrapped(key: TensorKey, value: torch.Tensor, aliases: tuple[str, ...
         )
     for name in names:
         inner = getattr(local, name)
-        shards.append(_shard(TensorKey(key.kind, key.fqn, f"{key.slot}.{name}"), name, inner, part, aliases))
+        shards.append(_shard(TensorKey(key.state, key.fqn, f"{key.slot}.{name}"), name, inner, part, aliases))
     # Ranks have parts of different shapes, and equal trees.
     items = [_SHAPE if tuple(local.shape) == _as_tuple(item) else item for item in context or ()]
     return {_WRAPPED: [_name_of(type(local)), items]}

@@ -92,15 +92,15 @@ def empty_like_layout(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _empty_like_listing(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    kind = type(value)
+    cls = type(value)
     listed: list[LiveShard] = []
     try:
         made = torch.empty_like(value.detach(), dtype=dtype)
-        add_shards(listed, TensorKey("", kind.__name__), made)
+        add_shards(listed, TensorKey("", cls.__name__), made)
     except Exception as error:
         # The program's own type may raise anything.
         raise UsageError(
-            f"torch.empty_like makes no new {kind.__name__} that lists its boxes ({error}): let the type handle it, or run "
+            f"torch.empty_like makes no new {cls.__name__} that lists its boxes ({error}): let the type handle it, or run "
             "one step before loading, so that the optimizer's state is there"
         ) from error
     return made

@@ -74,11 +74,11 @@ def _of_one_memory(
     """Return the shard of ranges that are plain views of one tensor; None if they are anything else."""
     shape, _, first = ranges[0]
     tensors = [data for _, _, data in ranges]
-    base, kind, dtype, grad = first._base, type(first), first.dtype, first.requires_grad
+    base, cls, dtype, grad = first._base, type(first), first.dtype, first.requires_grad
     lazy = is_lazy_view if dtype.is_complex else torch.Tensor.is_neg
     alike = base is not None and all(
         data._base is base
-        and type(data) is kind
+        and type(data) is cls
         and data.dtype is dtype
         and data.ndim == 1
         and data.stride(0) == 1

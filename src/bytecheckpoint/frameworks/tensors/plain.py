@@ -29,21 +29,21 @@ _ORIGINS = tuple((0,) * n for n in range(65))
 
 
 @cache
-def lists_own_shards(kind: type) -> bool:
-    """Return whether objects of type `kind` list their own shards (see `tensors/declared.py`)."""
-    if hasattr(kind, "__bytecheckpoint_shards__"):
+def lists_own_shards(cls: type) -> bool:
+    """Return whether objects of type `cls` list their own shards (see `tensors/declared.py`)."""
+    if hasattr(cls, "__bytecheckpoint_shards__"):
         return True
-    if not all(hasattr(kind, name) for name in _TORCH_PROTOCOL):
+    if not all(hasattr(cls, name) for name in _TORCH_PROTOCOL):
         return False
     # DTensor has torch's protocol too, but its placements say the same, and the protocol is wrong for interleaved ones.
     dtensor = dtensor_type()
-    return dtensor is None or not issubclass(kind, dtensor)
+    return dtensor is None or not issubclass(cls, dtensor)
 
 
 def is_tensor_like(value: object) -> TypeGuard[torch.Tensor | SupportsShards]:
     """Return whether `value` is stored as a tensor: a tensor of any type, or an object that lists its own shards."""
-    kind: type = type(value)
-    return isinstance(value, torch.Tensor) or lists_own_shards(kind)
+    cls: type = type(value)
+    return isinstance(value, torch.Tensor) or lists_own_shards(cls)
 
 
 def plain_shard(
@@ -89,15 +89,15 @@ def is_storable(tensor: torch.Tensor) -> bool:
 
 
 @cache
-def _type_fault(kind: type) -> str:
-    """Return why tensors of type `kind` cannot be stored; "" for those that can."""
-    if lists_own_shards(kind):
+def _type_fault(cls: type) -> str:
+    """Return why tensors of type `cls` cannot be stored; "" for those that can."""
+    if lists_own_shards(cls):
         return "a tensor that lists its own boxes"
-    if issubclass(kind, UninitializedBuffer | UninitializedParameter):
+    if issubclass(cls, UninitializedBuffer | UninitializedParameter):
         return "an uninitialised lazy tensor: run a forward pass first"
-    if getattr(kind, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__:
+    if getattr(cls, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__:
         # A subclass with its own dispatcher may have no memory, or several tensors inside.
-        name = f"{kind.__module__}.{kind.__qualname__}"
+        name = f"{cls.__module__}.{cls.__qualname__}"
         return (
             f"a tensor of type {name}, which is not supported: give the type a __bytecheckpoint_shards__ method "
             "that lists its boxes, or convert it to a plain tensor"
