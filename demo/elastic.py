@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bytecheckpoint
 from bytecheckpoint.dataloader import SequenceSource, TokenBufferLoader
+from bytecheckpoint.manager import Cadence, CheckpointManager
 
 #: Rows of a global batch. The ranks share them as equally as their number allows.
 BATCH = 12
@@ -57,8 +58,10 @@ def train(root: str, steps: int, record: Path | None = None, pace: float = 0.0) 
         SequenceSource(TEXTS, "texts"), 33, BATCH, tokenizer=tokenize, document_end=0, rank=rank, ranks=ranks
     )
     states = {"model": model, "optimizer": optimizer, "dataloader": loader, "rng": bytecheckpoint.rng_state()}
-    with bytecheckpoint.CheckpointManager(root, states, every=10, keep=3, just_in_time=True, at_end=True) as manager:
-        for step in range(manager.restore_latest() + 1, steps + 1):
+    cadence = Cadence(every=10, at_end=True)
+    with CheckpointManager(root, states, every=cadence, keep=3, just_in_time=True) as manager:
+        manager.restore_latest()
+        for step in range(manager.step + 1, steps + 1):
             time.sleep(pace)
             tokens = next(loader)["tokens"]
             share = len(tokens) / BATCH  # so that unequal shares count as they should

@@ -21,7 +21,8 @@ import torch
 from ray.train.torch import TorchTrainer, prepare_model
 
 import bytecheckpoint
-from bytecheckpoint.integrations.ray import RayCheckpointManager
+from bytecheckpoint.integrations.ray import CheckpointManager
+from bytecheckpoint.manager import Cadence
 
 SAMPLES_PER_STEP = 8
 
@@ -33,8 +34,9 @@ def train(config: dict[str, Any]) -> None:
     model = prepare_model(torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     states = {"model": model, "optimizer": optimizer, "rng": bytecheckpoint.rng_state()}
-    with RayCheckpointManager(states, every=10, at_end=True) as manager:
-        for step in range(manager.restore_latest() + 1, config["steps"] + 1):
+    with CheckpointManager(states, every=Cadence(10, at_end=True)) as manager:
+        manager.restore_latest()
+        for step in range(manager.step + 1, config["steps"] + 1):
             samples = torch.randn(SAMPLES_PER_STEP, 4, generator=torch.Generator().manual_seed(step))[rank::ranks]
             loss = (model(samples).squeeze(1) - samples.sum(1)).square().mean()
             optimizer.zero_grad()

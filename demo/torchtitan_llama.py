@@ -13,7 +13,7 @@ from __future__ import annotations
 from torchtitan.models.llama3 import config_registry
 from torchtitan.trainer import Trainer
 
-from bytecheckpoint.integrations.torchtitan import BytecheckpointManager
+from bytecheckpoint.integrations.torchtitan import CheckpointManager
 
 
 def llama3_debugmodel() -> Trainer.Config:
@@ -21,7 +21,7 @@ def llama3_debugmodel() -> Trainer.Config:
 
 
 def with_checkpoints(config: Trainer.Config) -> Trainer.Config:
-    config.checkpoint = BytecheckpointManager.Config(
+    config.checkpoint = CheckpointManager.Config(
         enable=True,
         interval=50,
         keep_latest_k=3,

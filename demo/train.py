@@ -68,10 +68,10 @@ def train(args: argparse.Namespace) -> None:
         "rng": bytecheckpoint.rng_state(),
     }
     with bytecheckpoint.CheckpointManager(args.checkpoints, states, every=args.save_every or None) as manager:
-        first = manager.restore_latest() if args.resume_from is None else manager.restore(args.resume_from)
-        if first:
-            record(args, event="load", step=first)
-        for step in range(first + 1, args.stop + 1):
+        restored = manager.restore_latest() if args.resume_from is None else manager.restore(args.resume_from)
+        if restored is not None:
+            record(args, event="load", step=restored.step)
+        for step in range(manager.step + 1, args.stop + 1):
             batch = next(batches)
             loss = model(*inputs_and_targets(batch["tokens"]))
             loss.backward()

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from bytecheckpoint.loading import load
     from bytecheckpoint.manager import CheckpointManager
     from bytecheckpoint.opening import Checkpoint, Entry, open
+    from bytecheckpoint.options import LoadOptions, SaveOptions
     from bytecheckpoint.representation.values.codec import register
     from bytecheckpoint.saving import prepare, save
     from bytecheckpoint.world import release_memory
@@ -62,11 +63,13 @@ __all__ = [
     "CorruptCheckpointError",
     "Entry",
     "IncompatibleCheckpointError",
+    "LoadOptions",
     "LoadReport",
     "MissingKeyError",
     "MonitoringSettings",
     "PeerLostError",
     "SaveHandle",
+    "SaveOptions",
     "SaveReport",
     "Settings",
     "StagingSettings",
@@ -94,6 +97,7 @@ _HOME = {
     **dict.fromkeys((n for n in __all__ if n.endswith("Error")), "errors"),
     **dict.fromkeys(("LoadReport", "SaveHandle", "SaveReport"), "handles"),
     **dict.fromkeys(("Checkpoint", "Entry", "open"), "opening"),
+    **dict.fromkeys(("LoadOptions", "SaveOptions"), "options"),
     "register": "representation.values.registry",
     "CheckpointManager": "manager",
     "load": "loading",

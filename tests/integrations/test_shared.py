@@ -16,30 +16,28 @@ from bytecheckpoint.errors import UsageError
 from bytecheckpoint.integrations.attaching import (
     check_has,
     differences,
-    manager_options,
-    put_in_front,
     refuse_newer,
+    retention_of_tool,
+    subclass_in_place,
 )
 from bytecheckpoint.integrations.generators import DelayedGenerators
 from bytecheckpoint.integrations.loaders import generators_of, length_of, sampler_of
+from bytecheckpoint.manager import Latest, Retention
 
 
-def test_options() -> None:
-    assert manager_options({"on_error": "warn"}, keep=3) == {"grace": 0.0, "keep": 3, "on_error": "warn"}
-    assert manager_options({"grace": 5.0}) == {"grace": 5.0}
-    with pytest.raises(UsageError, match="unknown option 'kept'; there are async_checkpoint, grace, load_options"):
-        manager_options({"kept": 3})
-    with pytest.raises(UsageError, match="unknown option 'overlap'"):
-        manager_options({"overlap": "skip"}, but=["overlap"])
+def test_retention_of_a_tool() -> None:
+    assert retention_of_tool(None) == Retention(grace=0)
+    assert retention_of_tool(None, Latest(2)) == retention_of_tool(2, Latest(3)) == Retention(2, grace=0)
+    assert retention_of_tool(Retention(grace=5), Latest(2)) == Retention(grace=5)
 
 
-def test_what_is_used_of_a_tool() -> None:
+def test_attributes_of_a_tool() -> None:
     check_has(math, ["sin", "cos"], "torch", "")
     with pytest.raises(UsageError, match=r"a module of torch \S+ has no tangent: use another"):
         check_has(math, ["sin", "tangent"], "torch", "use another")
 
 
-def test_a_class_in_front() -> None:
+def test_a_subclass_in_place() -> None:
     class Tool:
         def work(self) -> str:
             return "tool"
@@ -49,7 +47,7 @@ def test_a_class_in_front() -> None:
             return "front of " + super().work()  # type: ignore[misc]
 
     one: Any = Tool()
-    put_in_front(one, Front)
+    subclass_in_place(one, Front)
     assert one.work() == "front of tool" and isinstance(one, Tool) and type(one).__name__ == "Tool"
     assert Tool().work() == "tool"
 

@@ -22,7 +22,7 @@ import bytecheckpoint
 from bytecheckpoint import CheckpointManager
 from bytecheckpoint.dataloader import SequenceSource, TokenBufferLoader
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.manager import Every, Latest
+from bytecheckpoint.manager import Every, Latest, Retention
 from tests.support.faulty_storage import Faults
 
 ROWS, CONTEXT, EVERY = 12, 9, 5
@@ -69,6 +69,7 @@ def train(
     slow: float = 0.0,
     milestone: int = 0,
     keep: int | None = None,
+    grace: float = 600.0,
     **options: Any,
 ) -> tuple[dict[int, float], int]:
     """Train; return the loss of each step and the passes of the model, also after the loss of other ranks.
@@ -85,6 +86,7 @@ def train(
         slow: seconds that each step of rank 0 takes longer.
         milestone: keep the steps that this divides, too.
         keep: number of the newest steps to keep.
+        grace: seconds between the two phases of a deletion.
         **options: of the manager.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -116,8 +118,11 @@ def train(
     rules = [*([Latest(keep)] if keep else []), *([Every(milestone)] if milestone else [])]
 
     try:
-        with CheckpointManager(root, states, every=EVERY, keep=rules or None, **options) as manager:
-            for step in range(manager.restore_latest() + 1, stop + 1):
+        with CheckpointManager(
+            root, states, every=EVERY, keep=Retention(rules or None, grace=grace), **options
+        ) as manager:
+            manager.restore_latest()
+            for step in range(manager.step + 1, stop + 1):
                 time.sleep(0.0 if rank else slow)
                 if rank in victims and at == ("commit", step):
                     faults.add("write" if rank else "publish", before=lambda: os.kill(os.getpid(), signal.SIGKILL))

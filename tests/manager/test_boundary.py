@@ -1,30 +1,32 @@
-"""Acts that all ranks do at one step boundary, whoever asks and whenever."""
+"""Acts of all ranks at one step boundary, at the request of any rank."""
 
 from __future__ import annotations
 
 import random
 import threading
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
-from bytecheckpoint.manager.boundary import Boundaries
+from bytecheckpoint.manager.boundary import Act, Boundaries, Committed, SaveDue, StopJob
 from tests.support.processes import wait_until
 
 STEPS = 60
 
 
-def act_of(collective: Collective, requests: dict[int, list[int]], stride: int, together: bool) -> dict[int, set[str]]:
+def act_of(collective: Collective, requests: dict[int, list[int]], stride: int, together: bool) -> dict[int, set[Act]]:
     """Pass boundaries at a pace of this rank's own; return what is done at which."""
     pace = random.Random(collective.rank)
-    done: dict[int, set[str]] = {}
+    done: dict[int, set[Act]] = {}
     with Boundaries(collective, "boundaries", 30) as boundaries:
         for step in range(0, STEPS * stride, stride):
             if step // stride in requests.get(collective.rank, ()):
-                boundaries.request("save")
-                threading.Timer(0.01, boundaries.request, ["other"]).start()
+                boundaries.request(SaveDue())
+                threading.Timer(0.01, boundaries.request, [Committed(step)]).start()
             if acts := boundaries.reach(step):
                 done[step] = acts
             if together:
@@ -42,15 +44,33 @@ def test_all_ranks_act_at_the_same_boundary(size: int, stride: int, together: bo
     requests = {0: [3, 30], size - 1: [4, 20]}
     found = ThreadWorld(size).run(act_of, requests, stride, together, timeout=60)
     assert all(acts == found[0] for acts in found)
-    assert {"save", "other"} <= {act for acts in found[0].values() for act in acts}
+    kinds = {type(act) for acts in found[0].values() for act in acts}
+    assert kinds == {SaveDue, Committed}
 
 
-def test_nothing_is_sent_without_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = []
-    send = Boundaries._send
-    monkeypatch.setattr(Boundaries, "_send", lambda self, *args: (sent.append(args[1][0]), send(self, *args)))
-    assert ThreadWorld(3).run(act_of, {}, 1, False, timeout=60) == [{}] * 3
-    assert sent == ["left"] * 3
+class Recorded:
+    """A collective whose messages are counted and can be dropped."""
+
+    def __init__(self, collective: Collective) -> None:
+        self._collective = collective
+        self.sent, self.muted = 0, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._collective, name)
+
+    def send_each(self, tag: str, payloads: Mapping[int, bytes]) -> None:
+        self.sent += tag == "boundaries"
+        if not self.muted:
+            self._collective.send_each(tag, payloads)
+
+
+def test_nothing_is_sent_without_a_request() -> None:
+    def run(collective: Collective) -> tuple[dict[int, set[Act]], int]:
+        recorded: Any = Recorded(collective)
+        return act_of(recorded, {}, 1, False), recorded.sent
+
+    # Each rank but rank 0 reports at the end that it leaves.
+    assert ThreadWorld(3).run(run, timeout=60) == [({}, 0), ({}, 1), ({}, 1)]
 
 
 @pytest.mark.parametrize("how", ["leaves", "is lost", "is lost in the round"])
@@ -59,20 +79,20 @@ def test_a_rank_that_is_gone_holds_nobody_up(gone: int, how: str) -> None:
     world = ThreadWorld(3)
     lost = threading.Event()
 
-    def run(collective: Collective) -> tuple[float, set[str], frozenset[int]]:
-        longest = 0.0
-        with Boundaries(collective, "boundaries", 30) as boundaries:
+    def run(collective: Collective) -> tuple[float, set[Act], frozenset[int]]:
+        longest, recorded = 0.0, Recorded(collective)
+        with Boundaries(recorded, "boundaries", 30) as boundaries:  # type: ignore[arg-type]
             for step in range(300):
                 if collective.rank == gone and step == 5:
                     if how == "leaves":
                         break
                     if how == "is lost in the round":
-                        boundaries._send = lambda *_: None  # type: ignore[method-assign]  # it answers no more
+                        recorded.muted = True  # it answers no more
                         lost.wait(20)
                     world.kill(gone, silent=False)
                     break
                 if collective.rank == 1 and step == 20:
-                    boundaries.request("save")
+                    boundaries.request(SaveDue())
                     threading.Timer(0.3, lost.set).start()
                 begun = time.monotonic()
                 if acts := boundaries.reach(step):
@@ -84,9 +104,9 @@ def test_a_rank_that_is_gone_holds_nobody_up(gone: int, how: str) -> None:
     found = world.run(run, timeout=60)
     others = [report for rank, report in enumerate(found) if rank != gone]
     assert all(longest < 15 for longest, _, _ in found)
-    # Those who know that rank 0 is lost agree no more, so nobody else hears of what one of them wants.
+    # Ranks that know of the loss of rank 0 act alone, so the others do not receive a request.
     alone = gone == 0 and how != "leaves"
-    assert [acts for _, acts, _ in others] == ([{"save"}, set()] if alone else [{"save"}] * 2)
+    assert [acts for _, acts, _ in others] == ([{SaveDue()}, set()] if alone else [{SaveDue()}] * 2)
     assert others[0][2] == {gone}
 
 
@@ -94,30 +114,30 @@ def test_a_rank_that_acts_and_leaves_is_not_overtaken() -> None:
     """The other one asks for the same while it has not reached that boundary yet."""
     heard = threading.Event()
 
-    def run(collective: Collective) -> dict[int, set[str]]:
+    def run(collective: Collective) -> dict[int, set[Act]]:
         with Boundaries(collective, "boundaries", 20) as boundaries:
             if collective.rank:
                 boundaries.reach(8)
-                boundaries.request("stop")
-                assert wait_until(lambda: bool(boundaries._acts), 20)
+                boundaries.request(StopJob())
+                assert wait_until(lambda: bool(boundaries._member._acts), 20)
                 acts = boundaries.reach(9)
                 heard.set()
                 return {9: acts}
             boundaries.reach(3)
             assert heard.wait(20)
-            assert wait_until(lambda: bool(boundaries._left), 20)
-            boundaries.request("stop")
+            assert wait_until(lambda: bool(boundaries._leader and boundaries._leader._left), 20)
+            boundaries.request(StopJob())
             time.sleep(0.1)
             return {step: acts for step in range(4, 12) if (acts := boundaries.reach(step))}
 
-    assert ThreadWorld(2).run(run, timeout=60) == [{9: {"stop"}}] * 2
+    assert ThreadWorld(2).run(run, timeout=60) == [{9: {StopJob()}}] * 2
 
 
-def test_what_is_polled_is_asked_for_once() -> None:
+def test_a_polled_act_is_requested_once() -> None:
     told = threading.Event()
 
     def run(collective: Collective) -> list[int]:
-        poll = (lambda: "stop" if told.is_set() else "") if collective.rank == 1 else None
+        poll = (lambda: StopJob() if told.is_set() else None) if collective.rank == 1 else None
         done = []
         with Boundaries(collective, "boundaries", 20, poll) as boundaries:
             step = 0
@@ -136,14 +156,13 @@ def test_what_is_polled_is_asked_for_once() -> None:
 def test_a_function_that_hangs_keeps_no_answer_back() -> None:
     end = threading.Event()
 
-    def hang() -> str:
+    def hang() -> None:
         end.wait(30)
-        return ""
 
-    def run(collective: Collective) -> set[str]:
+    def run(collective: Collective) -> set[Act]:
         with Boundaries(collective, "boundaries", 30, hang) as boundaries:
             time.sleep(1.5)  # now it hangs
-            boundaries.request("save")
+            boundaries.request(SaveDue())
             for step in range(2000):
                 if acts := boundaries.reach(step):
                     return acts
@@ -151,6 +170,6 @@ def test_a_function_that_hangs_keeps_no_answer_back() -> None:
         return set()
 
     try:
-        assert ThreadWorld(2).run(run, timeout=60) == [{"save"}] * 2
+        assert ThreadWorld(2).run(run, timeout=60) == [{SaveDue()}] * 2
     finally:
         end.set()

@@ -18,7 +18,7 @@ from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.engine import catalogs
 from bytecheckpoint.errors import CheckpointNotFoundError, StorageConflictError
 from bytecheckpoint.frameworks.rng import rng_state
-from bytecheckpoint.manager import Best, Every, Latest, StepInfo, Younger, run_folder
+from bytecheckpoint.manager import Best, Cadence, Every, Latest, Retention, StepInfo, Younger, run_folder
 from bytecheckpoint.manager.run_folder import RunFolder, by_age, step_folder
 from bytecheckpoint.saving.coordinator import Coordinator
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
@@ -28,12 +28,12 @@ from tests.support.memory import hot_tier
 from tests.support.variants import crossed
 
 
-def go_on(root: Path | str, *steps: int, restore: int | None = None, **options: Any) -> list[int]:
+def go_on(root: Path | str, *steps: int, restore: int | None = None, keep: Any = None) -> list[int]:
     """Restore a step, or the newest, save some more, and return the steps that are left."""
     run = Run()
-    with CheckpointManager(root, run.states(), grace=0, **options) as manager:
-        begin = manager.restore_latest() if restore is None else manager.restore(restore)
-        run.check(begin)
+    with CheckpointManager(root, run.states(), keep=Retention(keep, grace=0)) as manager:
+        manager.restore_latest() if restore is None else manager.restore(restore)
+        run.check(manager.step)
         for step in steps:
             run.weights.fill_(step)
             run.progress["step"] = step
@@ -51,7 +51,8 @@ def test_what_is_saved_after_going_back_is_the_newest(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, Run().states())
     assert [info.step for info in manager.steps() if info.superseded] == [400, 500]
     latest = manager.latest()
-    assert latest is not None and latest.step == 350 and manager.restore_latest() == 350
+    manager.restore_latest()
+    assert latest is not None and latest.step == manager.step == 350
     manager.close()
     # A step that is saved anew counts again, the others do not.
     assert go_on(tmp_path, 400) == [310, 320, 350, 400, 500]
@@ -112,7 +113,7 @@ def test_what_rank_0_finds(tmp_path: Path) -> None:
 
 def test_going_back_within_a_job(tmp_path: Path) -> None:
     run = Run()
-    with CheckpointManager(tmp_path, run.states(), keep=2, grace=0) as manager:
+    with CheckpointManager(tmp_path, run.states(), keep=Retention(2, grace=0)) as manager:
         for step in (10, 20):
             manager.save(step).result(60)
         manager.restore(10)
@@ -140,8 +141,9 @@ def test_the_steps_of_another_run_stay(tmp_path: Path, caplog: pytest.LogCapture
 def test_ranks_that_go_back(tmp_path: Path) -> None:
     def run(collective: Collective, restore: int | None, *steps: int) -> list[int]:
         run = Run(collective)
-        with CheckpointManager(tmp_path, run.states(), keep=2, grace=0) as manager:
-            found = [manager.restore_latest() if restore is None else manager.restore(restore)]
+        with CheckpointManager(tmp_path, run.states(), keep=Retention(2, grace=0)) as manager:
+            manager.restore_latest() if restore is None else manager.restore(restore)
+            found = [manager.step]
             for step in steps:
                 manager.save(step).result(60)
         return found
@@ -167,7 +169,8 @@ def test_a_reader_goes_to_the_step_that_was_committed_meanwhile(
 
     monkeypatch.setattr(RunFolder, "committed", then_deleted)
     with CheckpointManager(tmp_path, Run().states()) as manager:
-        assert manager.restore_latest() == 30
+        manager.restore_latest()
+        assert manager.step == 30
 
 
 def test_no_catalog_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,8 +203,8 @@ def test_the_clock_goes_on_after_a_save_that_was_skipped(
 
     monkeypatch.setattr(Coordinator, "_commit", slow)
     refused: list[Exception] = []
-    run = Run()
-    with CheckpointManager(tmp_path, run.states(), every=timedelta(seconds=0.05), overlap=overlap) as manager:
+    run, cadence = Run(), Cadence(timedelta(seconds=0.05), overlap=overlap)
+    with CheckpointManager(tmp_path, run.states(), every=cadence) as manager:
         for _ in range(2000):
             try:
                 manager.maybe_save(run.step())

@@ -13,6 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import bytecheckpoint
 from bytecheckpoint import CheckpointManager
 from bytecheckpoint.errors import UsageError
+from bytecheckpoint.manager import SaveOptions
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools.verify import verify_checkpoint
 from tests.manager.lost_rank_job import EVERY, LEFT, train
@@ -20,6 +21,7 @@ from tests.support.runs import steps_in
 from tests.support.worlds import Worlds
 
 STOP = 12
+SYNCHRONOUS = SaveOptions(async_checkpoint=False)
 
 
 def lose(
@@ -66,7 +68,7 @@ def test_the_step_before_is_saved(
     tmp_path: Path, worlds: Worlds, kind: str, size: int, victims: tuple[int, ...], step: int, left: int
 ) -> None:
     wanted, _ = train(str(tmp_path / "reference"), STOP)
-    before, _ = lose(worlds, tmp_path, size, victims, step, kind=kind, async_checkpoint=False)
+    before, _ = lose(worlds, tmp_path, size, victims, step, kind=kind, save_options=SYNCHRONOUS)
     assert before == pytest.approx({number: wanted[number] for number in range(1, step)}, rel=1e-9)
     root = tmp_path / "run"
     assert steps_in(root) == [*range(EVERY, step, EVERY), step - 1]
@@ -79,7 +81,7 @@ def test_the_step_before_is_saved(
 @pytest.mark.timeout(300)
 def test_what_nobody_holds_any_more(tmp_path: Path, worlds: Worlds) -> None:
     """Both replicas of one shard are lost: the save fails by name, and the committed step stands."""
-    _, logs = lose(worlds, tmp_path, 4, (1, 3), 8, kind="hsdp", async_checkpoint=False)
+    _, logs = lose(worlds, tmp_path, 4, (1, 3), 8, kind="hsdp", save_options=SYNCHRONOUS)
     assert logs.count("no step was saved just in time") == 2 and "model" in logs, logs
     assert steps_in(tmp_path / "run") == [EVERY]
     assert [losses for losses, _ in worlds.run(2, train, str(tmp_path / "run"), STOP, kind="hsdp")]
@@ -89,7 +91,7 @@ def test_what_nobody_holds_any_more(tmp_path: Path, worlds: Worlds) -> None:
 def test_a_rank_lost_between_its_optimizer_and_the_boundary(tmp_path: Path, worlds: Worlds) -> None:
     """The others reach the boundary, which nobody but the lost rank has missed, and are in the next step."""
     wanted, _ = train(str(tmp_path / "reference"), STOP)
-    lose(worlds, tmp_path, 3, (1,), 8, "boundary", async_checkpoint=False)
+    lose(worlds, tmp_path, 3, (1,), 8, "boundary", save_options=SYNCHRONOUS)
     assert steps_in(tmp_path / "run") == [EVERY, 8]
     for losses, _ in worlds.run(2, train, str(tmp_path / "run"), STOP):
         assert losses == pytest.approx({number: wanted[number] for number in range(9, STOP + 1)}, rel=1e-9)
@@ -125,12 +127,12 @@ def test_what_a_forward_pass_has_changed(tmp_path: Path) -> None:
         noted = manager._just_in_time
         assert noted is not None
         for _ in range(2):
-            manager.maybe_save(manager._step + 1)
+            manager.maybe_save(manager.step + 1)
             before = {name: value.clone() for name, value in norm.state_dict().items()}
             draws = torch.get_rng_state()
             norm(torch.randn(4, 3))
             norm.running_mean = norm.running_mean * 2  # another tensor
             states["progress"]["seen"].append(2)
-            noted._go_back()
+            noted._boundary.restore()
             assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())
             assert torch.equal(torch.get_rng_state(), draws) and states["progress"] == {"seen": [1]}

@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +31,17 @@ from bytecheckpoint.errors import (
     StorageConflictError,
     UsageError,
 )
-from bytecheckpoint.manager import AtSteps, Best, Every, Latest, Preemption, Restored
+from bytecheckpoint.manager import (
+    AtSteps,
+    Best,
+    Cadence,
+    Every,
+    Interval,
+    Latest,
+    Preemption,
+    Retention,
+    SaveOptions,
+)
 from bytecheckpoint.manager.run_folder import RunFolder, step_folder
 from bytecheckpoint.saving.coordinator import Coordinator
 from bytecheckpoint.tools.removal import collect_garbage
@@ -78,7 +89,7 @@ def test_a_run_that_is_resumed(tmp_path: Path) -> None:
     (tmp_path / "step_old").mkdir()
     run = Run()
     with CheckpointManager(tmp_path, run.states(), every=10, keep=[Latest(2), Every(40), Best("loss")]) as manager:
-        assert manager.restore_latest() == 0 and manager.restored == Restored(None) and manager.latest() is None
+        assert manager.restore_latest() is None and manager.restored is None and manager.latest() is None
         for _ in range(95):
             step = run.step()
             handle = manager.maybe_save(step, {"loss": abs(step - 20), "seen": torch.tensor(step)})
@@ -91,13 +102,13 @@ def test_a_run_that_is_resumed(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} >= {"notes.txt", "step_old"}
 
     again = Run()
-    with CheckpointManager(tmp_path, again.states(), every=10, at_end=True) as manager:
-        assert manager.restore_latest() == 90
+    with CheckpointManager(tmp_path, again.states(), every=Cadence(10, at_end=True)) as manager:
+        assert manager.restore_latest() == manager.restored and manager.step == 90
         again.check(90)
         assert manager.maybe_save(again.step()) is None
     assert numbers(manager) == [20, 40, 80, 90, 91]
     with CheckpointManager(tmp_path, again.states()) as manager:
-        assert manager.restore(40) == 40
+        assert manager.restore(40).path == step_folder(str(tmp_path), 40) and manager.step == 40
         again.check(40)
         with pytest.raises(CheckpointNotFoundError):
             manager.restore(41)
@@ -108,7 +119,8 @@ def rank_run(collective: Collective, root: Path, steps: int, **options: Any) -> 
     run = Run(collective)
     saved = []
     with CheckpointManager(root, run.states(), **options) as manager:
-        start = manager.restore_latest()
+        manager.restore_latest()
+        start = manager.step
         run.check(start)
         for _ in range(steps):
             step = run.step()
@@ -120,7 +132,8 @@ def rank_run(collective: Collective, root: Path, steps: int, **options: Any) -> 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_ranks(tmp_path: Path, asynchronous: bool) -> None:
-    options: dict[str, Any] = {"every": 4, "keep": 2, "async_checkpoint": asynchronous}
+    save_options = SaveOptions(async_checkpoint=asynchronous)
+    options: dict[str, Any] = {"every": 4, "keep": 2, "save_options": save_options}
     assert ThreadWorld(3).run(rank_run, tmp_path, 10, **options, timeout=60) == [(0, [4, 8])] * 3
     assert ThreadWorld(3).run(rank_run, tmp_path, 9, **options, timeout=60) == [(8, [12, 16])] * 3
 
@@ -136,10 +149,16 @@ def test_the_clock_of_rank_0_counts(tmp_path: Path) -> None:
 
 
 def save_steps(
-    root: Path | str, *steps: int, metrics: dict[str, Any] | None = None, restore: bool = False, **options: Any
+    root: Path | str,
+    *steps: int,
+    metrics: dict[str, Any] | None = None,
+    restore: bool = False,
+    keep: Any = None,
+    **options: Any,
 ) -> None:
     run = Run()
-    with CheckpointManager(root, run.states(), **{"grace": 0, **options}) as manager:
+    retention = keep if isinstance(keep, Retention) else Retention(keep, grace=0)
+    with CheckpointManager(root, run.states(), keep=retention, **options) as manager:
         if restore:
             manager.restore_latest()
         for step in steps:
@@ -160,10 +179,10 @@ def test_a_damaged_step_is_passed_over(tmp_path: Path, how: str, caplog: pytest.
         damage(storage_file(newest), how)
     run = Run()
     with CheckpointManager(tmp_path, run.states()) as manager:
-        assert manager.restore_latest() == 2
+        restored = manager.restore_latest()
+        assert restored is not None and restored.step == 2 and restored.report.bytes_read > 0
+        assert list(restored.skipped) == ([] if how == "uncommitted" else [3])
         run.check(2)
-        assert manager.restored is not None and manager.restored.report is not None
-        assert list(manager.restored.skipped) == ([] if how == "uncommitted" else [3])
     assert ("step 3 cannot be loaded, trying an older one" in caplog.text) == (how != "uncommitted")
 
 
@@ -206,7 +225,7 @@ def test_readers_may_end_before_the_files_go(tmp_path: Path) -> None:
     before = files(doomed)
     reader = bytecheckpoint.open(doomed)
     run = Run()
-    with CheckpointManager(tmp_path, run.states(), keep=1, grace=600) as manager:
+    with CheckpointManager(tmp_path, run.states(), keep=Retention(1, grace=600)) as manager:
         manager.save(2).result(60)
         eventually(manager, [2])
         assert {*files(doomed)} > {*before} - {"metadata.parquet"}
@@ -214,13 +233,13 @@ def test_readers_may_end_before_the_files_go(tmp_path: Path) -> None:
         with pytest.raises(CheckpointNotFoundError):
             bytecheckpoint.load(doomed, Run().states())
     # The job ends before the second phase, and the next one is not in a hurry either.
-    with CheckpointManager(tmp_path, run.states(), keep=1, grace=600) as manager:
+    with CheckpointManager(tmp_path, run.states(), keep=Retention(1, grace=600)) as manager:
         manager.save(3).result(60)
         eventually(manager, [3])
     assert files(doomed)
     for path in doomed.rglob("*"):
         os.utime(path, (1, 1))
-    with CheckpointManager(tmp_path, run.states(), keep=1, grace=600) as manager:
+    with CheckpointManager(tmp_path, run.states(), keep=Retention(1, grace=600)) as manager:
         manager.save(4).result(60)
         eventually(manager, [4])
     assert not doomed.exists(), files(doomed)
@@ -230,11 +249,11 @@ def test_a_deletion_that_was_begun_does_not_touch_a_newer_save_of_the_step(tmp_p
     save_steps(tmp_path, 1, 2, keep=1)
     folder = Path(step_folder(str(tmp_path), 1))
     run = Run()
-    with CheckpointManager(tmp_path, run.states(), keep=1, grace=600) as manager:
+    with CheckpointManager(tmp_path, run.states(), keep=Retention(1, grace=600)) as manager:
         manager.save(1).result(60)
         manager.save(3).result(60)
         eventually(manager, [2, 3])
-    with CheckpointManager(tmp_path, run.states(), grace=600) as manager:
+    with CheckpointManager(tmp_path, run.states(), keep=Retention(grace=600)) as manager:
         manager.save(1).result(60)
     for path in folder.rglob("*"):
         os.utime(path, (1, 1))
@@ -255,16 +274,14 @@ def test_pins_stay(tmp_path: Path) -> None:
     assert numbers(manager) == [5] and not (tmp_path / "step_00000001").exists()
 
 
-def test_the_end_waits_for_the_last_deletion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that ends a save wakes those who wait for it before it begins what follows."""
-    after = CheckpointManager._after
+def test_the_end_waits_for_the_last_deletion(tmp_path: Path) -> None:
+    """The thread that ends a save wakes waiting threads before it begins the work that follows a commit."""
 
-    def late(self: CheckpointManager, *args: float) -> None:
-        time.sleep(0.5)
-        after(self, *args)
+    class Late(Interval):
+        def learn(self, stall: float, write: float) -> None:
+            time.sleep(0.5)
 
-    monkeypatch.setattr(CheckpointManager, "_after", late)
-    save_steps(tmp_path, 1, 2, keep=1)
+    save_steps(tmp_path, 1, 2, keep=1, every=Late(timedelta(hours=1)))
     assert [info.step for info in RunFolder(tmp_path).steps()] == [2]
 
 
@@ -343,7 +360,9 @@ def test_of_two_jobs_that_begin_at_once_one_goes_on(
     def run(collective: Collective) -> str:
         run = Run(collective)
         try:
-            with CheckpointManager(tmp_path, run.states(), every=4, keep=3, on_error=on_error) as manager:
+            with CheckpointManager(
+                tmp_path, run.states(), every=4, keep=3, save_options=SaveOptions(on_error=on_error)
+            ) as manager:
                 for _ in range(100):
                     manager.maybe_save(run.step())
                     time.sleep(0.01)
@@ -396,13 +415,15 @@ def test_a_failure_is_told_at_the_end(unwritable: Path) -> None:
 
 
 def test_failures_may_be_warnings(unwritable: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save_steps(unwritable, 1, on_error="warn")
+    options = SaveOptions(on_error="warn")
+    save_steps(unwritable, 1, save_options=options)
     run = Run()
-    with CheckpointManager(unwritable, run.states(), every=1, on_error="warn") as manager:
+    with CheckpointManager(unwritable, run.states(), every=1, save_options=options) as manager:
         for step in (1, 2, 3):
             manager.maybe_save(step)
     assert numbers(manager) == [1, 3] and "the save of step 2 failed" in caplog.text
-    with CheckpointManager(unwritable, run.states(), on_error="warn", async_checkpoint=False) as manager:
+    options = SaveOptions(on_error="warn", async_checkpoint=False)
+    with CheckpointManager(unwritable, run.states(), save_options=options) as manager:
         assert manager.save(2) is None
 
 
@@ -411,7 +432,7 @@ def test_saves_that_overlap(tmp_path: Path, overlap: str, monkeypatch: pytest.Mo
     def run(collective: Collective) -> list[int]:
         run = Run(collective)
         saved = []
-        with CheckpointManager(tmp_path, run.states(), every=1, overlap=overlap) as manager:
+        with CheckpointManager(tmp_path, run.states(), every=Cadence(1, overlap=overlap)) as manager:
             for _ in range(3):
                 step = run.step()
                 handle = None
@@ -446,9 +467,10 @@ def test_a_restore_finds_the_save_in_flight(tmp_path: Path, monkeypatch: pytest.
     states = {"value": torch.arange(3)}
     CheckpointManager(tmp_path, states).save(1)
     manager = CheckpointManager(tmp_path, states)
-    assert (manager.restore_latest() if which == "latest" else manager.restore(1)) == 1
-    manager.save(2)
-    assert (manager.restore_latest() if which == "latest" else manager.restore(2)) == 2
+    for step in (1, 2):
+        manager.restore_latest() if which == "latest" else manager.restore(step)
+        assert manager.step == step
+        manager.save(2)
     manager.close()
 
 
@@ -462,9 +484,18 @@ def test_a_manager_that_was_closed(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_bad_arguments(tmp_path: Path) -> None:
-    for options in ({"overlap": "never"}, {"on_error": "ignore"}, {"grace": -1}, {"keep": []}, {"every": 0}):
+    bad: list[Callable[[], Any]] = [
+        lambda: Cadence(overlap="never"),
+        lambda: SaveOptions(on_error="ignore"),  # type: ignore[arg-type]
+        lambda: Retention(grace=-1),
+        lambda: CheckpointManager(tmp_path, {}, keep=[]),
+        lambda: CheckpointManager(tmp_path, {}, every=0),
+        lambda: CheckpointManager(tmp_path, {}, save_options={"staging": "background"}),  # type: ignore[arg-type]
+        lambda: CheckpointManager(tmp_path, {}, load_options=SaveOptions()),  # type: ignore[arg-type]
+    ]
+    for make in bad:
         with pytest.raises(UsageError):
-            CheckpointManager(tmp_path, {}, **options)
+            make()
     with CheckpointManager(tmp_path, Run().states()) as manager:
         for step in (None, -1, 1.5, "3"):
             with pytest.raises(UsageError):
@@ -510,7 +541,7 @@ def test_all_ranks_stop_at_the_step_that_is_saved(worlds: Worlds, tmp_path: Path
 def test_a_save_that_cannot_be_done_in_time_is_not_begun(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     told = threading.Event()
     run = Run()
-    preemption = Preemption((), told=told.is_set, grace=1e-6)
+    preemption = Preemption((), check=told.is_set, grace=1e-6)
     with CheckpointManager(tmp_path, run.states(), preemption=preemption) as manager:
         manager.save(1).result(60)
         told.set()
@@ -531,7 +562,7 @@ def test_a_rank_whose_data_has_ended_keeps_nobody_from_stopping(
 
     def run(collective: Collective) -> tuple[int, bool]:
         run = Run(collective)
-        preemption = Preemption((), told=told.is_set)
+        preemption = Preemption((), check=told.is_set)
         with CheckpointManager(tmp_path, run.states(), every=AtSteps([4]), preemption=preemption) as manager:
             for _ in range(6 if collective.rank == gone else 600):
                 step = run.step()
@@ -558,8 +589,9 @@ def test_a_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     with hot_tier(monkeypatch):
         root = f"tier+file://{tmp_path}/run"
         run = Run()
-        with CheckpointManager(root, run.states(), every=1, keep=[Latest(1), Best("loss")], grace=0) as manager:
-            assert manager.restore_latest() == 0
+        keep = Retention([Latest(1), Best("loss")], grace=0)
+        with CheckpointManager(root, run.states(), every=1, keep=keep) as manager:
+            assert manager.restore_latest() is None
             for _ in range(4):
                 step = run.step()
                 manager.maybe_save(step, {"loss": abs(step - 2)})
@@ -568,7 +600,7 @@ def test_a_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.
             manager.pin(2)
         again = Run()
         with CheckpointManager(root, again.states()) as manager:
-            assert manager.restore_latest() == 4
+            manager.restore_latest()
             again.check(4)
             assert [info.pinned for info in manager.steps()] == [True, False]
         assert sorted(p.name for p in (tmp_path / "run").glob("step*")) == ["step_00000002", "step_00000004"]

@@ -15,7 +15,7 @@ import torch
 
 from bytecheckpoint import CheckpointManager
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.manager import Preemption
+from bytecheckpoint.manager import Preemption, SaveOptions
 
 
 def manager_of(root: Path, signals: tuple[int, ...] = (signal.SIGUSR1,), **options: Any) -> CheckpointManager:
@@ -106,7 +106,7 @@ def test_a_notice_between_a_restore_and_the_next_step(tmp_path: Path) -> None:
 def test_the_last_save_may_fail_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step in range(1, 2001):
         (tmp_path / f"step_{step:08d}").write_text("in the way")
-    with manager_of(tmp_path, on_error="warn") as manager:
+    with manager_of(tmp_path, save_options=SaveOptions(on_error="warn")) as manager:
         os.kill(os.getpid(), signal.SIGUSR1)
         step = train(manager)
     assert manager.preempted and f"the save of step {step} failed" in caplog.text

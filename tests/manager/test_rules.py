@@ -12,20 +12,20 @@ from bytecheckpoint.errors import UsageError
 from bytecheckpoint.manager.rules import (
     AtSteps,
     Best,
+    Cadence,
     Every,
     EverySeconds,
     EverySteps,
     Latest,
+    Retention,
     StepInfo,
     Younger,
-    keep_rules,
-    save_rules,
 )
 
 
 def due(every: Any, boundaries: range) -> list[int]:
-    rules = save_rules(every)
-    return [step for before, step in pairwise(boundaries) if any(rule.due(step, before) for rule in rules)]
+    cadence = Cadence(every)
+    return [step for before, step in pairwise(boundaries) if cadence.due(step, before)]
 
 
 def test_when_to_save() -> None:
@@ -34,7 +34,7 @@ def test_when_to_save() -> None:
     assert due([10, AtSteps([3, 12])], range(21)) == [3, 10, 12, 20]
     assert due(lambda step: step in (2, 4), range(9)) == [2, 4]
     assert due(None, range(9)) == []
-    assert save_rules([EverySteps(2), timedelta(minutes=1)]) == [EverySteps(2), EverySeconds(60.0)]
+    assert Cadence([EverySteps(2), timedelta(minutes=1)]).rules == (EverySteps(2), EverySeconds(60.0))
 
 
 def info(step: int, age: float = 0.0, **metrics: float) -> StepInfo:
@@ -52,20 +52,20 @@ def test_what_to_keep() -> None:
     assert Younger(timedelta(seconds=2.5)).keep(steps) == {80, 90, 100}
     unflushed = StepInfo(110, "/run/step_00000110", 0.0)
     assert Younger(timedelta(seconds=2.5)).keep([*steps, unflushed]) == {80, 90, 100, 110}
-    assert keep_rules(None) is None
-    assert keep_rules(2) == [Latest(2)] and keep_rules([3, Every(5)]) == [Latest(3), Every(5)]
+    assert Retention().rules is None
+    assert Retention(2).rules == (Latest(2),) and Retention([3, Every(5)]).rules == (Latest(3), Every(5))
 
 
 @pytest.mark.parametrize("keep", [[], 0, -1, True, "all", [Latest], [None], ()])
 def test_rules_that_would_delete_everything(keep: Any) -> None:
     with pytest.raises(UsageError):
-        keep_rules(keep)
+        Retention(keep)
 
 
 @pytest.mark.parametrize("every", [0, -3, True, 2.5, "10", timedelta(0), [None, "x"], object()])
 def test_rules_that_are_none(every: Any) -> None:
     with pytest.raises(UsageError):
-        save_rules(every)
+        Cadence(every)
 
 
 def test_bad_rules() -> None:

@@ -17,7 +17,7 @@ import torch
 import bytecheckpoint
 from bytecheckpoint import CheckpointManager
 from bytecheckpoint.dataloader import SequenceSource, TokenBufferLoader
-from bytecheckpoint.manager import Best, EverySeconds, Latest
+from bytecheckpoint.manager import Best, EverySeconds, Latest, Retention
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools.verify import verify_checkpoint
 from tests.manager.lost_rank_job import CONTEXT, EVERY, LEFT, ROWS, TEXTS, train
@@ -105,7 +105,11 @@ def test_a_manager_does_not_grow(tmp_path: Path) -> None:
     process, first = psutil.Process(), {}
     steps = 50 * DAYS
     with CheckpointManager(
-        tmp_path, states, every=[5, EverySeconds(1)], keep=[Latest(2), Best("loss", 2)], grace=0.0, just_in_time=True
+        tmp_path,
+        states,
+        every=[5, EverySeconds(1)],
+        keep=Retention([Latest(2), Best("loss", 2)], grace=0.0),
+        just_in_time=True,
     ) as manager:
         for step in range(1, steps + 1):
             loss = model(next(loader)["tokens"].float().mean() * torch.ones(4, 200)).pow(2).mean()

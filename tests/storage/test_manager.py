@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bytecheckpoint import CheckpointManager, StorageConflictError
-from bytecheckpoint.manager import Best, Latest
+from bytecheckpoint.manager import Best, Latest, Retention
 from bytecheckpoint.manager.run_folder import step_folder
 from bytecheckpoint.representation.names import generation_of
 from bytecheckpoint.storage import resolve
@@ -43,8 +43,9 @@ def files(root: str, step: int) -> list[str]:
 
 def test_what_is_kept_and_what_goes(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
-    with CheckpointManager(root, run.states(), every=1, keep=[Latest(2), Best("loss")], grace=0) as manager:
-        assert manager.restore_latest() == 0
+    keep = Retention([Latest(2), Best("loss")], grace=0)
+    with CheckpointManager(root, run.states(), every=1, keep=keep) as manager:
+        assert manager.restore_latest() is None
         for _ in range(6):
             step = run.step()
             manager.maybe_save(step, {"loss": abs(step - 3)})
@@ -57,11 +58,12 @@ def test_what_is_kept_and_what_goes(root: str, monkeypatch: pytest.MonkeyPatch) 
 
     # With a grace, the files of a step stay a while without their catalog, whoever ends the deletion.
     before = files(root, 6)
-    save_steps(root, 7, keep=1, grace=3600)
+    save_steps(root, 7, keep=Retention(1, grace=3600))
     assert numbers(manager) == [1, 7] and {*before} - {*files(root, 6)} == {"metadata.parquet"}
-    with CheckpointManager(root, run.states(), keep=1, grace=3600) as manager:
+    with CheckpointManager(root, run.states(), keep=Retention(1, grace=3600)) as manager:
         manager.unpin(1)
-        assert manager.restore_latest() == 7
+        manager.restore_latest()
+        assert manager.step == 7
         run.check(7)
         now = removal._now
         monkeypatch.setattr(removal, "_now", lambda *args: now(*args) + 4000)
@@ -110,10 +112,10 @@ def test_what_is_damaged_or_left_by_a_kill_is_passed_over(root: str, monkeypatch
     run = Run()
     now = removal._now
     monkeypatch.setattr(removal, "_now", lambda *args: now(*args) + 4000)
-    with CheckpointManager(root, run.states(), grace=0) as manager:
-        assert manager.restore_latest() == 2
+    with CheckpointManager(root, run.states(), keep=Retention(grace=0)) as manager:
+        restored = manager.restore_latest()
+        assert restored is not None and restored.step == 2 and list(restored.skipped) == [3]
         run.check(2)
-        assert manager.restored is not None and list(manager.restored.skipped) == [3]
         manager.save(5).result(60)
         assert wait_until(lambda: not files(root, 4), 30)
         assert [(info.step, info.superseded) for info in manager.steps()] == [
@@ -127,7 +129,8 @@ def test_what_is_damaged_or_left_by_a_kill_is_passed_over(root: str, monkeypatch
 def test_the_manager_that_began_last_goes_on(root: str) -> None:
     with CheckpointManager(root, Run().states()) as first, CheckpointManager(root, Run().states()) as second:
         first.save(1).result(60)
-        assert second.restore_latest() == 1
+        second.restore_latest()
+        assert second.step == 1
         second.save(2).result(60)
         told = ""
         for step in range(3, 200):

@@ -51,7 +51,8 @@ def main(arguments: argparse.Namespace) -> None:
             log.write(text + "\n")  # one call, so that lines of ranks do not mix
 
     with bytecheckpoint.CheckpointManager(arguments.folder, states, every=1, keep=3) as manager:
-        begun = manager.restore_latest()
+        manager.restore_latest()
+        begun = manager.step
         assert torch.equal(states["model"]["w"].full_tensor(), filled(begun)) and count.item() == begun
         note(f"rank {rank} of {size} on {current().host.partition('/')[0]} begins at {begun}")
         for step in range(begun + 1, begun + arguments.steps + 1):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import bytecheckpoint
 from bytecheckpoint import CheckpointManager
 from bytecheckpoint.collectives import Collective, current
+from bytecheckpoint.manager import Retention
 from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.tiers.flush import flusher
 from bytecheckpoint.world import world_of
@@ -155,7 +156,7 @@ def train(path: str, memory: str, machines: list[int], steps: list[int], **optio
     """Save steps with a manager that keeps only the newest; return the steps that this rank sees then."""
     collective = settle(memory, machines, **options)
     mine = states(collective.rank, collective.world_size, 0)
-    with CheckpointManager(path, mine, keep=1, grace=0) as manager:
+    with CheckpointManager(path, mine, keep=Retention(1, grace=0)) as manager:
         manager.restore_latest()
         for step in steps:
             manager.save(step).result(60)  # type: ignore[union-attr]

@@ -1,76 +1,82 @@
-"""What all integrations check and do when they are attached to an object of a tool."""
+"""Check and change the objects of a tool that is attached to this package."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.manager import CheckpointManager
+from bytecheckpoint.manager import CheckpointManager, Retention
 
-__all__ = ["check_has", "differences", "manager_options", "put_in_front", "refuse_newer"]
-
-_OPTIONS = frozenset({"overlap", "on_error", "grace", "async_checkpoint", "save_options", "load_options"})
+__all__ = ["check_has", "differences", "refuse_newer", "retention_of_tool", "subclass_in_place"]
 
 
 def check_has(thing: Any, names: Collection[str], package: str, remedy: str) -> None:
-    """Check that an object of a tool has what this package uses of it.
+    """Check that an object of a tool has all attributes that this package uses.
 
     Args:
-        thing: the object.
-        names: of its attributes.
-        package: that it should be of, a module.
-        remedy: what to do.
+        thing: object of the tool.
+        names: names of its attributes.
+        package: name of the tool's module, for the error.
+        remedy: advice for the error.
 
     Raises:
-        UsageError: it lacks something.
+        UsageError: an attribute is missing.
     """
-    if lacking := [name for name in names if not hasattr(thing, name)]:
-        import importlib
-
+    missing = [name for name in names if not hasattr(thing, name)]
+    if missing:
         version = importlib.import_module(package).__version__
-        raise UsageError(f"a {type(thing).__name__} of {package} {version} has no {lacking[0]}: {remedy}")
+        raise UsageError(f"a {type(thing).__name__} of {package} {version} has no {missing[0]}: {remedy}")
 
 
-def manager_options(given: Mapping[str, Any], *, but: Collection[str] = (), **defaults: Any) -> dict[str, Any]:
-    """Return the options of a `CheckpointManager` that saves for a tool. Tools delete old steps at once.
+def retention_of_tool(keep: Any, default: Any = None) -> Retention:
+    """Return the steps to keep for a tool, which deletes old steps at once.
 
     Args:
-        given: by the user.
-        but: options that mean nothing for this tool.
-        **defaults: further ones.
-
-    Raises:
-        UsageError: one is unknown.
+        keep: the user's `Retention`, or its first argument; None for the default.
+        default: rules that follow from the tool's own arguments.
     """
-    known = _OPTIONS.difference(but)
-    if unknown := given.keys() - known:
-        raise UsageError(f"unknown option {min(unknown)!r}; there are {', '.join(sorted(known))}")
-    return {"grace": 0.0, **defaults, **given}
+    if isinstance(keep, Retention):
+        return keep
+    return Retention(default if keep is None else keep, grace=0.0)
 
 
-def put_in_front(thing: Any, kind: type) -> None:
-    """Let the methods of a class go before those of an object's own class, which may be a subclass of the tool's."""
+def subclass_in_place(thing: Any, mixin: type) -> None:
+    """Monkey-patch an object: give it a subclass of its own class, which overrides methods.
+
+    The object keeps its identity and is still an instance of its class, which may be the user's subclass of the tool's.
+    Other objects of that class do not change. Callbacks and hooks of the tools come too late or know too little for this.
+
+    Args:
+        thing: object of the tool.
+        mixin: class whose methods come before those of the object's class.
+    """
     own = type(thing)
-    thing.__class__ = type(own.__name__, (kind, own), {"__module__": own.__module__})
+    thing.__class__ = type(own.__name__, (mixin, own), {"__module__": own.__module__})
 
 
 def refuse_newer(manager: CheckpointManager, step: int, remedy: str) -> None:
-    """Refuse to begin before the end of a run that is in the folder: its steps would count as the newest ones.
+    """Refuse to begin a run before the end of the run in its folder, whose steps would count as the newest ones.
 
     Args:
-        manager: of the run that begins.
-        step: where it begins.
-        remedy: what to do.
+        manager: manager of the run that begins.
+        step: step at which the run begins.
+        remedy: advice for the error.
 
     Raises:
-        UsageError: there is a newer step; on all ranks.
+        UsageError: there is a newer step; raised on all ranks.
     """
-    newest = manager.ask_rank_0(lambda: info.step if (info := manager.latest()) else -1)
+
+    def newest_step() -> int:
+        latest = manager.latest()
+        return -1 if latest is None else latest.step
+
+    newest = manager.ask_rank_0(newest_step)
     if newest > step:
         raise UsageError(f"{manager.root} holds a run up to step {newest}: {remedy}")
 
 
 def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    """Return in words in what a checkpoint differs from what is here; "" if in nothing."""
+    """Describe the differences between a checkpoint's facts and those of this run; return "" if there are none."""
     return "; ".join(f"{saved.get(name)} {name}, now {own[name]}" for name in own if saved.get(name) != own[name])

@@ -1,4 +1,4 @@
-"""Random number generators whose states a tool restores later than it loads."""
+"""Restore random number generators later than the other states."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _log = logging.getLogger("bytecheckpoint")
 
 
 class DelayedGenerators(RngState):
-    """All random number generators, as `rng_state` returns them, which go on when `restore` is called.
+    """All random number generators, as `rng_state` returns them. A load has no effect until `restore` is called.
 
     Between a load and the first step tools draw numbers, for example when they skip batches.
 
     Args:
-        layout: as for `rng_state`.
+        layout: sizes of the parallel dimensions, as for `rng_state`.
     """
 
     def __init__(self, layout: Mapping[str, int] | None = None) -> None:
@@ -32,8 +32,10 @@ class DelayedGenerators(RngState):
         return []
 
     def restore(self) -> None:
-        """Go on from what was loaded, if anything was."""
+        """Set the generators to the loaded states, if any."""
         loaded, self._loaded = self._loaded, None
-        notes = [] if loaded is None else super().load_streams(*loaded)
-        for note in notes if self._place[0] == 0 else ():
-            _log.warning("random number generators: %s", note)
+        if loaded is None:
+            return
+        for note in super().load_streams(*loaded):
+            if self._place[0] == 0:
+                _log.warning("random number generators: %s", note)

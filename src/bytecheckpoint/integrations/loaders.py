@@ -1,4 +1,4 @@
-"""What a data loader of torch is made of."""
+"""Find the sampler, the generators and the length of a data loader of torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["generators_of", "length_of", "sampler_of"]
 
 
 def sampler_of(loader: Any) -> Any:
-    """Return the sampler below all samplers of batches; None if there is none."""
+    """Return the sampler below all samplers of batches, or None."""
     found = getattr(loader, "batch_sampler", None)
     found = getattr(loader, "sampler", None) if found is None else found
     while isinstance(found, BatchSampler):
@@ -20,7 +20,7 @@ def sampler_of(loader: Any) -> Any:
 
 
 def generators_of(loader: Any, dataset: Any) -> dict[str, torch.Generator]:
-    """Return the generators of their own from which a loader, its samplers and its data set draw an order."""
+    """Return the private generators from which a loader, its samplers and its data set draw an order."""
     places = {
         "loader": loader,
         "batch_sampler": getattr(loader, "batch_sampler", None),
@@ -32,7 +32,7 @@ def generators_of(loader: Any, dataset: Any) -> dict[str, torch.Generator]:
 
 
 def length_of(thing: Any) -> int | None:
-    """Return the length of a data set or loader, if it knows it."""
+    """Return the length of a data set or loader, or None if it has no length."""
     try:
         return len(thing)
     except (TypeError, NotImplementedError):

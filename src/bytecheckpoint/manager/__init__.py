@@ -1,4 +1,7 @@
-"""Training runs: when to save, what to keep, where to go on (`CheckpointManager`)."""
+"""Save and restore training runs: `CheckpointManager`, its rules and its options.
+
+from bytecheckpoint.manager import Best, CheckpointManager, EverySteps, Latest
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,27 @@ from bytecheckpoint.manager.preemption import Preemption
 from bytecheckpoint.manager.rules import (
     AtSteps,
     Best,
+    Cadence,
     Every,
     EverySeconds,
     EverySteps,
     KeepRule,
     Latest,
+    Retention,
     SaveRule,
     StepInfo,
     Younger,
 )
+from bytecheckpoint.options import LoadOptions, SaveOptions
 
 if TYPE_CHECKING:
     from bytecheckpoint.manager.manager import CheckpointManager
-    from bytecheckpoint.manager.restored import Restored
+    from bytecheckpoint.manager.restores import Restored
 
 __all__ = [
     "AtSteps",
     "Best",
+    "Cadence",
     "CheckpointManager",
     "Every",
     "EverySeconds",
@@ -34,8 +41,11 @@ __all__ = [
     "IntervalPlan",
     "KeepRule",
     "Latest",
+    "LoadOptions",
     "Preemption",
     "Restored",
+    "Retention",
+    "SaveOptions",
     "SaveRule",
     "StepInfo",
     "Younger",
@@ -43,13 +53,13 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # the manager needs torch, and the command line none
+if not TYPE_CHECKING:  # the manager needs torch, and the command line does not
 
     def __getattr__(name: str) -> Any:
         if name == "CheckpointManager":
             from bytecheckpoint.manager.manager import CheckpointManager as found
         elif name == "Restored":
-            from bytecheckpoint.manager.restored import Restored as found
+            from bytecheckpoint.manager.restores import Restored as found
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return found

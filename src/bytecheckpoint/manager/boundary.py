@@ -1,10 +1,10 @@
-"""Agreement of all ranks on one step boundary, for acts that any rank may ask for at any time.
+"""Let all ranks act at the same step boundary, although any rank may ask for an act at any time.
 
-A signal, a clock or a failure reaches ranks at different moments, and a collective at every step would cost too much. So
-a rank that wants something tells rank 0, which asks all ranks how far they are. From its answer on a rank stops at its
-next boundary, until rank 0 says where to act: at the first boundary that no rank has passed. Threads in the background
-answer, so the stop lasts for one exchange of messages. Nothing is sent at other steps. A rank that has left or is lost is
-not waited for.
+A signal, a clock or a failure reaches ranks at different moments, and a collective at every step would cost too much. So a
+rank that wants an act sends a request to rank 0, which asks all ranks for their step. A rank that has answered stops at its
+next boundary until rank 0 has chosen the boundary of the act: the first one that no rank has passed. Background threads
+answer, so the stop lasts for one exchange of messages. Nothing is sent at other steps, and nobody waits for a rank that has
+left or is lost.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import TypeAlias
 
 import msgspec
 
@@ -22,54 +22,263 @@ from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.threads import start
 
-__all__ = ["Boundaries"]
+__all__ = ["Act", "Boundaries", "Committed", "SaveDue", "StopJob", "Usurped"]
 
 _log = logging.getLogger("bytecheckpoint")
 #: Seconds between two calls of `poll`.
 _POLL_SECONDS = 1.0
 
 
-class Boundaries:
-    """One rank's part. Use as a context manager; every rank makes one with the same tag.
+# --- acts -------------------------------------------------------------------------------------------------------------
 
-    Args:
-        collective: the ranks.
-        tag: names the conversation; never used twice in one world.
-        timeout: seconds to wait for the other ranks at a boundary.
-        poll: called about once a second in the background; returns what to request, or "". None: nothing is polled.
+
+class SaveDue(msgspec.Struct, frozen=True, tag=True):
+    """Save, because the clock of rank 0 says so."""
+
+
+class StopJob(msgspec.Struct, frozen=True, tag=True):
+    """Save for the last time, because the job is to stop."""
+
+
+class Usurped(msgspec.Struct, frozen=True, tag=True):
+    """Fail, because another job manages the folder.
 
     Attributes:
-        left: the ranks that took part no more when the last acts were agreed on; equal on all ranks that do these acts.
+        reason: message of the error to raise.
     """
 
-    def __init__(self, collective: Collective, tag: str, timeout: float, poll: Callable[[], str] | None = None) -> None:
-        self._collective, self._tag, self._timeout, self._poll = collective, tag, timeout, poll
-        self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()  # `put` is safe in a signal handler
+    reason: str
+
+
+class Committed(msgspec.Struct, frozen=True, tag=True):
+    """Report a committed step.
+
+    Attributes:
+        step: number of the step.
+    """
+
+    step: int
+
+
+Act: TypeAlias = SaveDue | StopJob | Usurped | Committed
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+class _Want(msgspec.Struct, frozen=True, tag=True):
+    """Request of a rank to rank 0."""
+
+    act: Act
+
+
+class _Ask(msgspec.Struct, frozen=True, tag=True):
+    """Question of rank 0 to all ranks: which boundary have you reached?"""
+
+    round: int
+
+
+class _At(msgspec.Struct, frozen=True, tag=True):
+    """Answer of a rank to rank 0."""
+
+    round: int
+    rank: int
+    step: int
+
+
+class _Decided(msgspec.Struct, frozen=True, tag=True):
+    """Decision of rank 0 for all ranks: which acts at which boundary, and which ranks had left by then."""
+
+    round: int
+    step: int
+    acts: list[Act]
+    left: list[int]
+
+
+class _Left(msgspec.Struct, frozen=True, tag=True):
+    """News that a rank has left, or is lost."""
+
+    rank: int
+
+
+class _LocalRequest(msgspec.Struct, frozen=True, tag=True):
+    """Request of this rank, for its own thread."""
+
+    act: Act
+
+
+class _End(msgspec.Struct, frozen=True, tag=True):
+    """End of this rank's thread."""
+
+
+_Message: TypeAlias = _Want | _Ask | _At | _Decided | _Left | _LocalRequest | _End
+_decoder = msgspec.msgpack.Decoder(_Message)
+#: Sends a message to some ranks.
+_Send: TypeAlias = Callable[[Collection[int], _Message], None]
+
+
+# --- roles ------------------------------------------------------------------------------------------------------------
+
+
+class _Leader:
+    """Decides for all ranks, on rank 0.
+
+    Args:
+        world_size: number of ranks.
+        send: function that sends a message to ranks.
+    """
+
+    def __init__(self, world_size: int, send: _Send) -> None:
+        self._ranks, self._send = set(range(world_size)), send
+        self._round, self._asking = 0, False
+        self._wanted: set[Act] = set()
+        self._answers: dict[int, int] = {}  # by rank, in this round
+        self._left: set[int] = set()
+        self._decided = -1  # the boundary of the round before
+
+    @property
+    def alone(self) -> bool:
+        """True once all ranks have left."""
+        return self._left == self._ranks
+
+    def want(self, act: Act) -> None:
+        """Take a request, and begin a round unless one is under way."""
+        self._wanted.add(act)
+        if not self._asking:
+            self._asking = True
+            self._round += 1
+            self._send(self._ranks - self._left, _Ask(self._round))
+            self._decide()  # perhaps all have left
+
+    def answered(self, round_: int, rank: int, step: int) -> None:
+        """Take the answer of a rank."""
+        if round_ == self._round:
+            self._answers[rank] = step
+            self._decide()
+
+    def leaves(self, rank: int) -> None:
+        """Wait for a rank no more."""
+        self._left.add(rank)
+        self._decide()
+
+    def _decide(self) -> None:
+        """End the round when all ranks that are present have answered."""
+        if not self._asking or len(self._answers) + len(self._left) < len(self._ranks):
+            return
+        present = self._ranks - self._left
+        if not present <= self._answers.keys():  # one has answered and left
+            return
+        # Not before a boundary that is decided already: a rank that acts there, and leaves, answers no more.
+        step = max(self._decided, *(self._answers[rank] + 1 for rank in present), 1)
+        self._send(present, _Decided(self._round, step, sorted(self._wanted, key=repr), sorted(self._left)))
+        self._asking, self._wanted, self._answers, self._decided = False, set(), {}, step
+
+
+class _Member:
+    """Boundaries that this rank has reached, and acts that are decided for later ones.
+
+    Attributes:
+        left: ranks that had left when the acts of the last boundary were decided.
+    """
+
+    def __init__(self) -> None:
         self._changed = threading.Condition()
         self._step = -1
-        self._undecided: set[int] = set()  # rounds
-        self._acts: dict[int, tuple[set[str], set[int]]] = {}  # by step: what to do, and the ranks that had left
-        self._requested: set[str] = set()  # by this rank
+        self._open_rounds: set[int] = set()
+        self._acts: dict[int, tuple[set[Act], set[int]]] = {}  # by step: acts, and the ranks that had left
+        self._requested: set[Act] = set()
         self._alone = False  # rank 0 is lost
         self.left: frozenset[int] = frozenset()
-        # Of rank 0:
-        self._round = 0
-        self._asking = False
-        self._wanted: set[str] = set()
-        self._answers: dict[int, int] = {}
-        self._left: set[int] = set()  # ranks that have left or are lost
-        self._decided = -1  # the boundary of the round before
+
+    def reach(self, step: int, timeout: float) -> set[Act] | None:
+        """Return the acts of a boundary; None if rank 0 does not decide in time."""
+        with self._changed:
+            self._step = step
+            in_time = self._changed.wait_for(lambda: not self._open_rounds, timeout)
+            if not in_time:
+                self._open_rounds.clear()
+                return None
+            due = [self._acts.pop(at) for at in [*self._acts] if at <= step]
+            if due:
+                self.left = frozenset().union(*(left for _, left in due))
+            return {act for acts, _ in due for act in acts}
+
+    def request(self, act: Act) -> bool:
+        """Note a request of this rank; return whether rank 0 is there to decide."""
+        with self._changed:
+            self._requested.add(act)
+            if self._alone:
+                self._act_alone()
+            return not self._alone
+
+    def answer(self, round_: int) -> int:
+        """Return the step that this rank has reached. It goes no further until the round is decided."""
+        with self._changed:
+            self._open_rounds.add(round_)
+            return self._step
+
+    def decided(self, decision: _Decided) -> None:
+        """Note a decision of rank 0."""
+        with self._changed:
+            self._open_rounds.discard(decision.round)
+            self._add(decision.step, decision.acts, decision.left)
+
+    def lose_leader(self) -> None:
+        """Wait for no decision any more, and do what this rank has requested at its next boundary."""
+        with self._changed:
+            self._alone = True
+            self.release()
+            if self._requested:
+                self._act_alone()
+
+    def release(self) -> None:
+        """Let this rank pass its boundary."""
+        with self._changed:
+            self._open_rounds.clear()
+            self._changed.notify_all()
+
+    def _act_alone(self) -> None:
+        self._add(self._step + 1, {*self._requested}, {0})
+
+    def _add(self, step: int, acts: Collection[Act], left: Collection[int]) -> None:
+        known = self._acts.setdefault(step, (set(), set()))
+        known[0].update(acts)
+        known[1].update(left)
+        self._requested.difference_update(acts)
+        self._changed.notify_all()
+
+
+class Boundaries:
+    """One rank's part in the agreement. Use it as a context manager; every rank makes one with the same tag.
+
+    Args:
+        collective: ranks that act together.
+        tag: name of the conversation, never used twice in one world.
+        timeout: seconds to wait for the other ranks at a boundary.
+        poll: function that returns the act to request, or None; called about once a second in the background.
+    """
+
+    def __init__(
+        self, collective: Collective, tag: str, timeout: float, poll: Callable[[], Act | None] | None = None
+    ) -> None:
+        self._collective, self._tag, self._timeout, self._poll = collective, tag, timeout, poll
+        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()  # `put` is safe in a signal handler
+        self._member = _Member()
+        self._leader = _Leader(collective.world_size, self._send) if collective.rank == 0 else None
         self._thread = threading.Thread(target=self._run, name="bytecheckpoint-boundaries", daemon=True)
         self._ended = threading.Event()
 
+    @property
+    def left(self) -> frozenset[int]:
+        """Ranks that had left when the last acts were decided; equal on all ranks that do these acts."""
+        return self._member.left
+
     def __enter__(self) -> Boundaries:
-        def hear(payload: bytes) -> None:
-            self._news.put(msgspec.msgpack.decode(payload))
-
-        def lose(rank: int, _: str) -> None:
-            self._news.put(["left", rank])
-
-        self._end_watch = self._collective.watch(self._tag, hear, lose)
+        self._end_watch = self._collective.watch(
+            self._tag,
+            lambda payload: self._inbox.put(_decoder.decode(payload)),
+            lambda rank, _: self._inbox.put(_Left(rank)),
+        )
         start(self._thread)
         if self._poll is not None:  # in a thread of its own, since a function that hangs must not keep answers back
             start(
@@ -79,138 +288,77 @@ class Boundaries:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._send(0, ["left", self._collective.rank])
-        if self._collective.rank:  # rank 0 serves the others until they have left too
-            self._news.put(["end"])
+        self._send({0}, _Left(self._collective.rank))
+        if self._leader is None:  # rank 0 serves the others until they have left too
+            self._inbox.put(_End())
             self._thread.join(self._timeout)
 
-    def request(self, act: str) -> None:
-        """Ask for an act of all ranks; safe in a signal handler. The same act is asked for once until it happens."""
-        self._news.put(["request", act])
+    def request(self, act: Act) -> None:
+        """Ask for an act of all ranks, once until it happens; safe in a signal handler."""
+        self._inbox.put(_LocalRequest(act))
 
-    def reach(self, step: int) -> set[str]:
-        """Say that this rank is at a boundary; return what all ranks do there.
+    def reach(self, step: int) -> set[Act]:
+        """Return the acts of all ranks at a boundary.
 
         Args:
-            step: number of the boundary; ascends, and is the same on all ranks.
+            step: number of the boundary, ascending and the same on all ranks.
         """
-        with self._changed:
-            self._step = step
-            if not self._changed.wait_for(lambda: not self._undecided, self._timeout):
-                _log.warning(
-                    "rank %d goes on after %g s without an answer of rank 0", self._collective.rank, self._timeout
-                )
-                self._undecided.clear()
-            due = [self._acts.pop(at) for at in [*self._acts] if at <= step]
-            if due:
-                self.left = frozenset().union(*(left for _, left in due))
-            return {act for acts, _ in due for act in acts}
+        acts = self._member.reach(step, self._timeout)
+        if acts is None:
+            _log.warning(
+                "rank %d continues after %g s without an answer of rank 0", self._collective.rank, self._timeout
+            )
+            acts = self._member.reach(step, 0.0)
+        return acts or set()
 
-    # --- the thread -----------------------------------------------------------------------------------------------
+    # --- threads --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Answer messages until this rank has left, and on rank 0 all others too."""
         while True:
-            message = self._news.get()
-            if message[0] != "end":
-                self._on_message(*message)
-            if message[0] == "end" or len(self._left) == self._collective.world_size:
+            message = self._inbox.get()
+            ends = isinstance(message, _End)
+            if not ends:
+                self._handle(message)
+            if ends or (self._leader is not None and self._leader.alone):
                 self._end_watch()
-                with self._changed:
-                    self._undecided.clear()
-                    self._changed.notify_all()
+                self._member.release()
                 return
 
-    def _poll_often(self, poll: Callable[[], str]) -> None:
-        before = ""
+    def _poll_often(self, poll: Callable[[], Act | None]) -> None:
+        before = None
         while not self._ended.wait(_POLL_SECONDS):
             try:
                 act = poll()
             except Exception as error:  # noqa: BLE001  of the caller's function
-                _log.warning("the function that tells of a preemption failed: %r", error)
+                _log.warning("the function that reports a preemption failed: %r", error)
                 continue
-            if act and act != before:
+            if act is not None and act != before:
                 self.request(act)
             before = act
 
-    def _on_message(self, kind: str, *values: Any) -> None:
-        if kind == "request":
-            self._requested.add(*values)
-            if self._alone:
-                self._act_alone()
-            else:
-                self._send(0, ["want", *values])
-        elif kind == "want":
-            self._wanted.add(*values)
-            self._ask()
-        elif kind == "ask":
-            (number,) = values
-            with self._changed:
-                self._undecided.add(number)
-                step = self._step
-            self._send(0, ["at", number, self._collective.rank, step])
-        elif kind == "at":
-            number, rank, step = values
-            if number == self._round:
-                self._answers[rank] = step
-                self._decide()
-        elif kind == "left" and self._collective.rank == 0:
-            self._left.add(*values)
-            self._decide()
-        elif kind == "left" and values == (0,):
-            self._alone = True
-            self._act_alone()
-        elif kind == "act":
-            number, step, acts, left = values
-            with self._changed:
-                self._undecided.discard(number)
-                self._add_acts(step, acts, left)
+    def _handle(self, message: _Message) -> None:
+        rank, leader = self._collective.rank, self._leader
+        match message:
+            case _LocalRequest(act):
+                if self._member.request(act):
+                    self._send({0}, _Want(act))
+            case _Ask(round_):
+                self._send({0}, _At(round_, rank, self._member.answer(round_)))
+            case _Decided():
+                self._member.decided(message)
+            case _Want(act) if leader is not None:
+                leader.want(act)
+            case _At(round_, other, step) if leader is not None:
+                leader.answered(round_, other, step)
+            case _Left(other) if leader is not None:
+                leader.leaves(other)
+            case _Left(0):
+                self._member.lose_leader()
 
-    def _add_acts(self, step: int, acts: Collection[str], left: Collection[int]) -> None:
-        known = self._acts.setdefault(step, (set(), set()))
-        known[0].update(acts)
-        known[1].update(left)
-        self._requested.difference_update(acts)
-        self._changed.notify_all()
-
-    def _act_alone(self) -> None:
-        """Wait for no decision, because rank 0 is lost; do what this rank has asked for at its next boundary."""
-        with self._changed:
-            self._undecided.clear()
-            self._changed.notify_all()
-            if self._requested:
-                self._add_acts(self._step + 1, {*self._requested}, {0})
-
-    def _ask(self) -> None:
-        """Begin a round, unless one is under way. Runs on rank 0."""
-        if self._asking:
-            return
-        self._asking = True
-        self._round += 1
-        self._send_each(self._present(), ["ask", self._round])
-        self._decide()  # perhaps all have left
-
-    def _decide(self) -> None:
-        """End the round when all ranks that are present have answered. Runs on rank 0."""
-        if not self._asking or len(self._answers) + len(self._left) < self._collective.world_size:
-            return
-        present = self._present()
-        if not present <= self._answers.keys():  # one has answered and left
-            return
-        # Not before a boundary that is decided already: a rank that acts there, and leaves, answers no more.
-        step = max(self._decided, *(self._answers[rank] + 1 for rank in present), 1)
-        self._send_each(present, ["act", self._round, step, sorted(self._wanted), sorted(self._left)])
-        self._asking, self._wanted, self._answers, self._decided = False, set(), {}, step
-
-    def _present(self) -> set[int]:
-        """Return the ranks that take part. Takes long in a large world."""
-        return {*range(self._collective.world_size)} - self._left
-
-    def _send(self, rank: int, message: list[Any]) -> None:
-        self._send_each({rank}, message)
-
-    def _send_each(self, ranks: set[int], message: list[Any]) -> None:
+    def _send(self, ranks: Collection[int], message: _Message) -> None:
         if self._collective.rank in ranks:
-            self._news.put(message)
-        if others := ranks - {self._collective.rank}:
+            self._inbox.put(message)
+        if others := set(ranks) - {self._collective.rank}:
             with contextlib.suppress(CheckpointError):  # the training notices a lost rank
                 self._collective.send_each(self._tag, dict.fromkeys(others, msgspec.msgpack.encode(message)))

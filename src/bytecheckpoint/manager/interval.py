@@ -1,7 +1,7 @@
-"""How often to save: the interval at which saving and losing work cost least together.
+"""Find the interval between saves that loses least time to saves and failures together.
 
-A save stalls the training for `stall` seconds and is committed `write` seconds after it began. A failure loses what was
-done since the last committed save began: on average half an interval, and `write`. With failures every `mtbf` seconds,
+A save stalls the training for `stall` seconds and is committed `write` seconds after it began. A failure loses the work
+since the last committed save began: on average half an interval, and `write`. With failures every `mtbf` seconds,
 saves every T seconds cost stall / T + (T / 2 + write + restart) / mtbf of the time, least at T = sqrt(2 stall mtbf)
 (Young 1974). Daly (2006, equation 37) corrects that where a stall is not short against the time between failures. One
 save is in flight at a time, so T is at least `write`. CheckFreq (FAST 2021) bounds the stalls' share instead, which bounds
@@ -31,14 +31,14 @@ _NOTABLE = 0.2
 
 @dataclass(frozen=True)
 class IntervalPlan:
-    """An interval, and what it costs. All times are in seconds, all shares between 0 and 1.
+    """An interval between saves, and its costs. All times are in seconds, all shares between 0 and 1.
 
     Attributes:
-        seconds: between the beginnings of two saves.
-        why: what decides it: "failures", "write time" or "bound on stalls".
+        seconds: time between the beginnings of two saves.
+        why: reason for the length: "failures", "write time" or "bound on stalls".
         stall_share: share of the time in which saves stall the training.
         lost_share: share of the time whose work failures undo, restarts included.
-        effective: share of the time that is training which counts (ETTR).
+        effective: effective training time ratio (ETTR), the share of the time whose work stays.
     """
 
     seconds: float
@@ -57,7 +57,7 @@ def plan_interval(
         stall: seconds for which a save stops the training.
         write: seconds from the beginning of a save to its commit.
         mtbf: mean seconds between two failures of the job. N machines fail N times as often as one.
-        restart: seconds from a failure until the training goes on.
+        restart: seconds from a failure until the training runs again.
         most_stall: bound on the share of the time in stalls, 0.03 say; None: no bound.
 
     Raises:
@@ -85,14 +85,14 @@ def plan_interval(
 
 
 class Interval:
-    """A rule for `every=`: the interval that loses least, by the stalls and write times of this run's own saves.
+    """Save at the interval that loses least time, measured by the stalls and write times of this run's saves.
 
     Args:
-        mtbf: mean time between two failures of the job: from experience, else the time for one machine divided by their
-            number.
-        restart: time from a failure until the training goes on.
+        mtbf: mean time between two failures of the job: from experience, or that of one machine divided by the number of
+            machines.
+        restart: time from a failure until the training runs again.
         most_stall: bound on the share of the time in stalls; None: no bound.
-        first: interval before anything was measured.
+        first: interval until a save is measured.
 
     Raises:
         UsageError: an argument is out of its range.
@@ -120,7 +120,12 @@ class Interval:
         return False
 
     def learn(self, stall: float, write: float) -> None:
-        """Take note of what a save took, in seconds, and choose the interval anew."""
+        """Choose the interval anew after a save.
+
+        Args:
+            stall: seconds for which the save stalled the training.
+            write: seconds until its commit.
+        """
         self._stalls.append(stall)
         self._writes.append(write)
         stall, write = statistics.median(self._stalls), statistics.median(self._writes)

@@ -1,9 +1,9 @@
-"""Just-in-time saves: after a rank is lost, the others save the step before ("Just-In-Time Checkpointing", EuroSys 2024).
+"""Save the last step with the surviving ranks after a rank is lost ("Just-In-Time Checkpointing", EuroSys 2024).
 
-Where parameters are replicated (DDP, HSDP), the ranks that are left hold everything between them: the step before the loss
-is in their memory until the optimizer changes it. What a forward pass changes (buffers, random numbers, other states) is
-copied at every step boundary, which is little. The position of a data loader, whose streams are lost with their rank, is
-found again from the newest checkpoint: the loader is loaded from it, and feeds again what was fed since.
+Where parameters are replicated (DDP, HSDP), the survivors hold everything between them: the step before the loss is in
+their memory until the optimizer changes it. Buffers, random numbers and other small states, which a forward pass changes,
+are copied at every step boundary. The streams of a data loader are lost with their rank. So the loader is loaded from the
+newest checkpoint, and feeds again the batches that were fed since.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -27,7 +28,8 @@ from bytecheckpoint.collectives.base import names_of_ranks
 from bytecheckpoint.errors import CheckpointError, PeerLostError, UsageError
 from bytecheckpoint.frameworks.base import SupportsStreams
 from bytecheckpoint.loading import load
-from bytecheckpoint.manager.run_folder import RunFolder, by_age, step_folder
+from bytecheckpoint.manager.run_folder import by_age, step_folder
+from bytecheckpoint.manager.saves import Run
 from bytecheckpoint.manager.survivors import Survivors
 from bytecheckpoint.saving import save
 from bytecheckpoint.settings import settings
@@ -37,104 +39,57 @@ __all__ = ["JustInTime", "SupportsReplay"]
 
 _log = logging.getLogger("bytecheckpoint")
 _POLL_SECONDS = 0.1
-#: A training that has been at one place of its program for so many seconds waits for the lost rank, or for one that does.
+#: Seconds at one place of the program after which a training counts as waiting for the lost rank.
 _STANDS_STILL = 2.0
 
 
 @runtime_checkable
 class SupportsReplay(Protocol):
-    """A data loader (`SupportsStreams`) that can feed again what was fed.
+    """Data loader (`SupportsStreams`) that can feed its batches again.
 
     Attributes:
-        batches: global batches that were taken so far.
+        batches: number of global batches that were taken so far.
     """
 
     batches: int
 
     def for_ranks(self, rank: int, ranks: int) -> Self:
-        """Return a loader of the same data at its beginning, for one of other ranks."""
+        """Return a loader of the same data at its beginning, for one rank of another number of ranks."""
 
     def __next__(self) -> Any:
         """Feed the next batch."""
 
 
-class _HeldBuffer:
-    """A buffer of a module, and a copy of what it was.
-
-    Args:
-        buffers: of the module.
-        name: of the buffer.
-    """
-
-    def __init__(self, buffers: MutableMapping[str, Any], name: str) -> None:
-        self._buffers, self._name = buffers, name
-        self._tensor: torch.Tensor = buffers[name]
-        self._copy = self._tensor.detach().clone()
-
-    def update(self) -> None:
-        """Take a new copy. Always: kernels such as batch norm's change buffers without counting their version up."""
-        tensor = self._buffers[self._name]
-        if tensor is self._tensor:
-            self._copy.copy_(tensor)
-        else:
-            self._tensor, self._copy = tensor, tensor.detach().clone()
-
-    def restore(self) -> None:
-        """Put the copy in the place of what is there."""
-        self._buffers[self._name] = self._copy.clone()
-
-
 class JustInTime:
-    """Notes what a step boundary leaves behind, and saves it when a rank is lost. Use as a context manager.
+    """Notes the state of each step boundary, and saves it when a rank is lost. Use it as a context manager.
 
     Args:
-        states: of the manager.
+        run: run to save.
         collective: all ranks of the job.
-        tag: as for `Survivors`.
-        folder: of the run.
-        options: of `save`, without those that say when it returns.
-        committed: waits for the save in flight, and returns the newest step that this rank knows to be committed.
-        claim: called with a step on the rank that is the first of those that save it.
-        handles_sigterm: as for `Survivors`.
+        tag: name of the survivors' conversation, never used twice in one world.
+        handles_sigterm: True if this object may handle SIGTERM.
 
     Raises:
-        UsageError: there is a state whose last boundary cannot be known.
+        UsageError: the last boundary of a state cannot be known.
     """
 
-    def __init__(
-        self,
-        states: MutableMapping[str, Any],
-        collective: Collective,
-        tag: str,
-        folder: RunFolder,
-        options: Mapping[str, Any],
-        committed: Callable[[], int],
-        claim: Callable[[int], None],
-        *,
-        handles_sigterm: bool,
-    ) -> None:
-        self._states, self._collective, self._folder, self._options = states, collective, folder, dict(options)
-        self._committed, self._claim = committed, claim
-        self._survivors = Survivors(collective, tag, handles_sigterm=handles_sigterm)
-        self._stack = ExitStack()
-        self._thread = threading.get_ident()  # of the training
-        self._stopped, self._over, self._ended = threading.Event(), threading.Event(), threading.Event()
-        self._saving = False
-        self._step = 0
-        self._metadata: Callable[[], Mapping[str, Any]] = dict
-        self._begun = self._done = self._done_at_boundary = 0  # steps of optimizers
-        self._held: dict[str, Any] = {}  # by state
-        self._buffers: list[_HeldBuffer] | None = None
-        self._batches: dict[str, int] = {}  # by state
-        for state, value in states.items():
+    def __init__(self, run: Run, collective: Collective, tag: str, *, handles_sigterm: bool) -> None:
+        for state, value in run.states.items():
             _check(state, value)
+        self._run, self._collective = run, collective
+        self._survivors = Survivors(collective, tag, handles_sigterm=handles_sigterm)
+        self._boundary = _Boundary(run)
+        self._steps = _OptimizerSteps(self._survivors)
+        self._stack = ExitStack()
+        self._training_thread = threading.get_ident()
+        self._stopped, self._over, self._ended = threading.Event(), threading.Event(), threading.Event()
 
     def __enter__(self) -> Self:
         self._stack.enter_context(self._survivors)
-        for optimizer in self._all(torch.optim.Optimizer):
-            self._stack.callback(optimizer.register_step_pre_hook(self._before_step).remove)
-            self._stack.callback(optimizer.register_step_post_hook(self._after_step).remove)
-        start(threading.Thread(target=self._run, name="bytecheckpoint-just-in-time", daemon=True))
+        for optimizer in _all(self._run.states, torch.optim.Optimizer):
+            self._stack.callback(optimizer.register_step_pre_hook(self._steps.begin).remove)
+            self._stack.callback(optimizer.register_step_post_hook(self._steps.end).remove)
+        start(threading.Thread(target=self._watch, name="bytecheckpoint-just-in-time", daemon=True))
         return self
 
     def __exit__(
@@ -147,40 +102,15 @@ class JustInTime:
         self._over.set()
         self._stack.close()
 
-    def _before_step(self, *_: Any) -> None:
-        if self._saving:
-            raise PeerLostError(f"{names_of_ranks(self._survivors.lost)} is lost, and the step before is being saved")
-        self._begun += 1
-
-    def _after_step(self, *_: Any) -> None:
-        self._done += 1
-
-    def _all(self, kind: type[Any]) -> list[Any]:
-        values = (value if isinstance(value, list | tuple) else [value] for value in self._states.values())
-        return [value for several in values for value in several if isinstance(value, kind)]
-
-    # --- at every boundary ----------------------------------------------------------------------------------------
-
     def note(self, step: int, metadata: Callable[[], Mapping[str, Any]]) -> None:
-        """Note what the next step may change before its end.
+        """Note everything that the next step may change before its end.
 
         Args:
             step: number of steps that are done.
-            metadata: returns facts for the checkpoint.
+            metadata: function that returns facts for the checkpoint.
         """
-        self._step, self._metadata, self._done_at_boundary = step, metadata, self._done
-        for state, value in self._states.items():
-            if isinstance(value, SupportsReplay):
-                self._batches[state] = value.batches
-            elif _is_small(value):
-                self._held[state] = copy.deepcopy(value.state_dict() if _has_state(value) else value)
-        if self._buffers is None:
-            self._buffers = [held for module in self._all(nn.Module) for held in _buffers_of(module)]
-        with torch.no_grad():
-            for held in self._buffers:
-                held.update()
-
-    # --- after a loss ---------------------------------------------------------------------------------------------
+        self._steps.note()
+        self._boundary.note(step, metadata)
 
     def wait(self) -> None:
         """Wait for the save after a loss, if there is one. Called when an exception ends the training."""
@@ -188,19 +118,20 @@ class JustInTime:
             self._stopped.set()
             self._ended.wait(settings().timeout)
 
-    def _run(self) -> None:
+    def _watch(self) -> None:
         """Wait for a loss and until the training stands still, and save. Runs on a thread of its own.
 
-        Perhaps the training's thread never gets an exception: it may wait for a rank that is left, and waits here.
+        The training's thread may never get an exception, because it waits for a rank that survives and waits here.
         """
         while not self._survivors.lost:
             if self._over.wait(_POLL_SECONDS):
                 return
-        place, since = _place_of(self._thread), time.monotonic()
+        place, since = _place_of(self._training_thread), time.monotonic()
         while not self._stopped.wait(_POLL_SECONDS) and time.monotonic() < since + _STANDS_STILL:
             if self._over.is_set():
                 return
-            if (now := _place_of(self._thread)) != place:
+            now = _place_of(self._training_thread)
+            if now != place:
                 place, since = now, time.monotonic()
         try:
             self._rescue()
@@ -210,81 +141,186 @@ class JustInTime:
             self._ended.set()
 
     def _rescue(self) -> None:
-        """Save the last boundary with the ranks that are left."""
+        """Save the last boundary with the surviving ranks."""
         begun = time.monotonic()
         rank, lost = self._collective.rank, self._survivors.lost
         _log.warning("rank %d: %s: %s", rank, names_of_ranks(lost), next(iter(lost.values())))
-        self._saving = True
-        intact = self._begun == self._done == self._done_at_boundary
+        step = self._boundary.step
+        intact = self._steps.stop()
         if not intact:
-            _log.warning("rank %d has changed its parameters since step %d: others must save it", rank, self._step)
-        committed = self._committed()
-        # Below 1: nothing newer than this.
-        met = self._survivors.meet(self._step if intact and self._step > committed else -committed)
-        newest = -min(0, *met.values())
-        why = ""
-        for step in sorted({fact for fact in met.values() if fact > newest}, reverse=True):
-            members = sorted(other for other, fact in met.items() if fact == step)
-            if rank not in members:
-                why = self._survivors.hear(f"outcome of {step}", settings().timeout)
-            else:
-                why = self._save(step, members)
+            _log.warning("rank %d has changed its parameters since step %d: others must save it", rank, step)
+        committed = self._run.wait_for_committed()
+        # A rank that holds a step reports its number, a rank that holds none the negative number of the committed step.
+        held = self._survivors.agree(step if intact and step > committed else -committed)
+        newest = -min(0, *held.values())
+        failure = ""
+        for candidate in sorted({value for value in held.values() if value > newest}, reverse=True):
+            members = sorted(other for other, value in held.items() if value == candidate)
+            if rank in members:
+                failure = self._save(candidate, members)
                 if rank == members[0]:
-                    self._survivors.tell(f"outcome of {step}", why)
-            if not why:
+                    self._survivors.publish(f"outcome of {candidate}", failure)
+            else:
+                failure = self._survivors.receive(f"outcome of {candidate}", settings().timeout)
+            if not failure:
                 seconds = time.monotonic() - begun
-                _log.warning("%s saved step %d in %.1f s, just in time", names_of_ranks(members), step, seconds)
+                _log.warning("%s saved step %d in %.1f s, just in time", names_of_ranks(members), candidate, seconds)
                 return
-        if why:
-            raise CheckpointError(why)
+        if failure:
+            raise CheckpointError(failure)
 
     def _save(self, step: int, members: list[int]) -> str:
         """Save a step with some ranks; return why that failed, or ""."""
         try:
             if self._collective.rank == members[0]:
-                self._claim(step)
-            self._go_back()
+                self._run.keeper.claim(step)
+            self._boundary.restore()
             with use(self._survivors.connect(members, f"world of {step}", settings().timeout)) as collective:
-                states = {
-                    state: self._at_boundary(state, value, step, collective) for state, value in self._states.items()
-                }
-                metadata = {**self._options.get("metadata", {}), **self._metadata()}
-                options = {**self._options, "metadata": metadata, "step": step}
-                save(
-                    step_folder(self._folder.url, step), states, **options
-                ).result()  # of a tier: also in the durable one
+                states = self._boundary.states(step, collective)
+                metadata = {**(self._run.options.metadata or {}), **self._boundary.metadata()}
+                options = replace(self._run.options, async_checkpoint=False, staging="blocking", metadata=metadata)
+                handle = save(step_folder(self._run.folder.url, step), states, step=step, **options.arguments())
+                handle.result()  # of a tier: also in the durable storage
         except Exception as error:  # noqa: BLE001  an older boundary may do
             return str(error) or repr(error)
         return ""
 
-    def _go_back(self) -> None:
-        """Set what the training has changed since the boundary back."""
+
+class _OptimizerSteps:
+    """Counts the steps of optimizers, to know whether parameters have changed since the last boundary.
+
+    Args:
+        survivors: ranks that are left, for the error of a step during the save.
+    """
+
+    def __init__(self, survivors: Survivors) -> None:
+        self._survivors = survivors
+        self._begun = self._done = self._done_at_boundary = 0
+        self._stopped = False
+
+    def begin(self, *_: Any) -> None:
+        """Count a step that begins. Hook of optimizers.
+
+        Raises:
+            PeerLostError: the parameters are being saved.
+        """
+        if self._stopped:
+            lost = names_of_ranks(self._survivors.lost)
+            raise PeerLostError(f"{lost} is lost, and the step before is being saved")
+        self._begun += 1
+
+    def end(self, *_: Any) -> None:
+        """Count a step that is done. Hook of optimizers."""
+        self._done += 1
+
+    def note(self) -> None:
+        """Note a step boundary."""
+        self._done_at_boundary = self._done
+
+    def stop(self) -> bool:
+        """Refuse further steps; return whether the parameters are those of the last boundary."""
+        self._stopped = True
+        return self._begun == self._done == self._done_at_boundary
+
+
+class _Boundary:
+    """The state of a run at its last step boundary.
+
+    Args:
+        run: run whose states are noted.
+
+    Attributes:
+        step: number of steps that were done.
+        metadata: function that returns facts for the checkpoint.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.step = 0
+        self.metadata: Callable[[], Mapping[str, Any]] = dict
+        self._held: dict[str, Any] = {}  # copies of small states
+        self._buffers: list[_HeldBuffer] | None = None
+        self._batches: dict[str, int] = {}  # taken from the data loaders
+
+    def note(self, step: int, metadata: Callable[[], Mapping[str, Any]]) -> None:
+        """Copy everything that a forward pass may change."""
+        self.step, self.metadata = step, metadata
+        for state, value in self._run.states.items():
+            if isinstance(value, SupportsReplay):
+                self._batches[state] = value.batches
+            elif _is_small(value):
+                self._held[state] = copy.deepcopy(value.state_dict() if _has_state(value) else value)
+        if self._buffers is None:
+            modules = _all(self._run.states, nn.Module)
+            self._buffers = [buffer for module in modules for buffer in _buffers_of(module)]
+        with torch.no_grad():
+            for buffer in self._buffers:
+                buffer.update()
+
+    def restore(self) -> None:
+        """Set everything that the training has changed since the boundary back."""
+        states = self._run.states
         for state, held in self._held.items():
-            if _has_state(self._states[state]):
-                self._states[state].load_state_dict(held)
+            if _has_state(states[state]):
+                states[state].load_state_dict(held)
             else:
-                self._states[state] = held
+                states[state] = held
         for buffer in self._buffers or ():
             buffer.restore()
 
-    def _at_boundary(self, state: str, value: Any, step: int, collective: Collective) -> Any:
-        """Return a state as the ranks that are left save it: they hold all its streams between them."""
+    def states(self, step: int, collective: Collective) -> dict[str, Any]:
+        """Return the states as the surviving ranks save them: the streams of all ranks are divided among them."""
+        return {state: self._for_survivors(state, step, collective) for state in self._run.states}
+
+    def _for_survivors(self, state: str, step: int, collective: Collective) -> Any:
+        value = self._run.states[state]
         if not hasattr(value, "for_ranks"):
             return value
-        again = value.for_ranks(collective.rank, collective.world_size)
+        loader = value.for_ranks(collective.rank, collective.world_size)
         if state not in self._batches:
-            return again
-        older = [info.step for info in by_age(self._folder.steps()) if info.step <= step]
-        told = json.dumps(older[-1:]).encode() if collective.rank == 0 else None
-        for number in json.loads(collective.broadcast(f"just in time/{state}", told, timeout=settings().timeout)):
-            load(step_folder(self._folder.url, number), {state: again})
-        if again.batches > self._batches[state]:
-            raise UsageError(
-                f"the loader had taken {self._batches[state]} batches, and {again.batches} at the save before"
-            )
-        while again.batches < self._batches[state]:
-            next(again)
-        return again
+            return loader
+        folder, timeout = self._run.folder, settings().timeout
+        older = [info.step for info in by_age(folder.steps()) if info.step <= step]
+        newest = json.dumps(older[-1:]).encode() if collective.rank == 0 else None
+        for number in json.loads(collective.broadcast(f"just in time/{state}", newest, timeout=timeout)):
+            load(step_folder(folder.url, number), {state: loader})
+        batches = self._batches[state]
+        if loader.batches > batches:
+            raise UsageError(f"the loader had taken {batches} batches, and {loader.batches} at the save before")
+        while loader.batches < batches:
+            next(loader)
+        return loader
+
+
+class _HeldBuffer:
+    """A buffer of a module, with a copy of its last value.
+
+    Args:
+        buffers: buffers of the module.
+        name: name of the buffer.
+    """
+
+    def __init__(self, buffers: MutableMapping[str, Any], name: str) -> None:
+        self._buffers, self._name = buffers, name
+        self._tensor: torch.Tensor = buffers[name]
+        self._copy = self._tensor.detach().clone()
+
+    def update(self) -> None:
+        """Copy the buffer again. Always: kernels such as batch norm's change buffers without counting their version up."""
+        tensor = self._buffers[self._name]
+        if tensor is self._tensor:
+            self._copy.copy_(tensor)
+        else:
+            self._tensor, self._copy = tensor, tensor.detach().clone()
+
+    def restore(self) -> None:
+        """Put a clone of the copy in the place of the buffer."""
+        self._buffers[self._name] = self._copy.clone()
+
+
+def _all(states: Mapping[str, Any], kind: type[Any]) -> list[Any]:
+    values = (value if isinstance(value, list | tuple) else [value] for value in states.values())
+    return [value for several in values for value in several if isinstance(value, kind)]
 
 
 def _buffers_of(module: nn.Module) -> Iterator[_HeldBuffer]:
@@ -295,7 +331,7 @@ def _buffers_of(module: nn.Module) -> Iterator[_HeldBuffer]:
 
 
 def _place_of(thread: int) -> object:
-    """Return where a thread is in the program."""
+    """Return the place of a thread in the program."""
     frame = sys._current_frames().get(thread)
     return None if frame is None else (id(frame), frame.f_lasti)
 
@@ -305,13 +341,13 @@ def _has_state(value: Any) -> bool:
 
 
 def _is_small(value: Any) -> bool:
-    """Whether a state is none of modules and optimizers, whose tensors stay until an optimizer steps."""
+    """Return whether a state holds others than modules and optimizers, whose tensors stay until an optimizer steps."""
     several = value if isinstance(value, list | tuple) and value else [value]
     return not all(isinstance(each, nn.Module | torch.optim.Optimizer) for each in several)
 
 
 def _feeds_data(state: str, value: Any) -> bool:
-    """Whether a state is a data loader, whose state is a part of the data of all ranks."""
+    """Return whether a state is a data loader, whose state is a part of the data of all ranks."""
     iterates = _has_state(value) and hasattr(value, "__iter__") and not isinstance(value, nn.Module | Mapping)
     return state == "dataloader" or isinstance(value, SupportsStreams) or iterates
 
@@ -321,11 +357,11 @@ def _check(state: str, value: Any) -> None:
         for each in value if isinstance(value, list | tuple) else [value]:
             if not isinstance(each, torch.optim.Optimizer):
                 raise UsageError(
-                    f"just_in_time=True: states[{state!r}] is a {type(each).__name__}, and only optimizers of torch tell "
-                    "when they change the parameters"
+                    f"just_in_time=True: states[{state!r}] is a {type(each).__name__}, and only optimizers of torch "
+                    "report when they change the parameters"
                 )
     elif _feeds_data(state, value) and not hasattr(value, "for_ranks"):
         raise UsageError(
-            f"just_in_time=True: states[{state!r}] is a {type(value).__name__}, which cannot feed again what a lost rank "
-            "has taken: it needs the method for_ranks, as TokenBufferLoader has"
+            f"just_in_time=True: states[{state!r}] is a {type(value).__name__}, which cannot feed again the batches of "
+            "a lost rank: it needs the method for_ranks, as TokenBufferLoader has"
         )

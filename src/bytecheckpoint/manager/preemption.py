@@ -1,4 +1,4 @@
-"""Notice that a job is about to be stopped: a signal, a file, or a function that tells."""
+"""Notice that a job is about to be stopped: by a signal, a file, or a function."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ __all__ = ["Preemption"]
 
 @dataclass(frozen=True)
 class Preemption:
-    """What tells that the job is about to be stopped. One rank that is told is enough.
+    """Notices that the job is about to be stopped. A notice on one rank is enough.
 
-    Args:
-        signals: e.g. (signal.SIGTERM, signal.SIGUSR1), as schedulers send them. A second one has its usual effect. A
-            handler that the program has set before is called for the first one too.
-        file: a path; the job is to stop when it exists.
-        told: a function that says whether the job is to stop; called once a second in a thread of its own.
-        grace: seconds between the notice and the end of the job. A save that cannot be done in what is left of them is not
-            begun, and the newest committed step stands.
+    Attributes:
+        signals: signals of the scheduler, such as (signal.SIGTERM, signal.SIGUSR1). The first signal also reaches the
+            handler that the program has set before; the second one has its usual effect.
+        file: path of a file whose existence means that the job is to stop.
+        check: function that returns True when the job is to stop; called once a second in a thread of its own.
+        grace: seconds between the notice and the end of the job. A save that would take longer than the rest of them is
+            not begun, and the newest committed step stays the last one.
     """
 
     signals: Sequence[int] = (signal.SIGTERM,)
     file: str | os.PathLike[str] | None = None
-    told: Callable[[], bool] | None = None
+    check: Callable[[], bool] | None = None
     grace: float = 30.0
 
     def __post_init__(self) -> None:
@@ -40,19 +40,19 @@ class Preemption:
 
     @property
     def polls(self) -> bool:
-        """Whether `poll` must be called."""
-        return self.file is not None or self.told is not None
+        """True if `poll` must be called."""
+        return self.file is not None or self.check is not None
 
     def poll(self) -> bool:
-        """Return whether the file or the function tells it."""
-        return (self.file is not None and os.path.exists(self.file)) or (self.told is not None and bool(self.told()))
+        """Return whether the file exists or the function returns True."""
+        return (self.file is not None and os.path.exists(self.file)) or (self.check is not None and bool(self.check()))
 
     @contextlib.contextmanager
     def watching(self, notify: Callable[[], None]) -> Iterator[None]:
         """Handle the signals in a `with` block.
 
         Args:
-            notify: called in the signal handler.
+            notify: function to call in the signal handler.
 
         Raises:
             UsageError: this is not the main thread, which alone may set signal handlers.
@@ -60,7 +60,7 @@ class Preemption:
         if self.signals and threading.current_thread() is not threading.main_thread():
             raise UsageError(
                 "signals are handled in the main thread only: make the manager there, or pass "
-                "preemption=Preemption(signals=(), told=...)"
+                "preemption=Preemption(signals=(), check=...)"
             )
         before: dict[int, Any] = {}
         watcher = os.getpid()
@@ -68,7 +68,7 @@ class Preemption:
         def handle(number: int, frame: FrameType | None) -> None:
             earlier = before[number]
             signal.signal(number, earlier)
-            # A forked child has the handler too, and whoever has kept it may put it back after the end.
+            # A forked child has the handler too, and a program that has kept it may set it again after the end.
             if os.getpid() != watcher:
                 signal.raise_signal(number)
                 return

@@ -1,4 +1,4 @@
-"""The folder of a run: its steps, which of them are pinned, and their removal. One rank works on it."""
+"""Read and change the folder of a run: its steps, pins and owner, and the removal of steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from bytecheckpoint.tools.retirement import finish_retirement, is_link, retire, 
 
 __all__ = ["METADATA", "RunFolder", "by_age", "step_folder", "step_number"]
 
-#: Under this name the metadata of a checkpoint hold what the manager knows of a step.
+#: Name of the manager's own facts in the metadata of a step.
 METADATA = "manager"
 _PIN = ".bytecheckpoint-pinned"
 _OWNER = ".bytecheckpoint-manager"
@@ -54,32 +54,32 @@ def step_folder(root: str, step: int) -> str:
 
 
 def step_number(path: str, root: str | None = None) -> int | None:
-    """Return the number of the step that a path names; None if it names none, or none of the run in `root`."""
+    """Return the step number of a path, or None if the path is no step, or no step of the run in `root`."""
     folder, _, name = path.rstrip("/").rpartition("/")
     found = STEP_FOLDER.fullmatch(name) if root in (None, folder) else None
     return int(found[1]) if found else None
 
 
 class RunFolder:
-    """The folder of a run. Only folders whose names are those of steps are looked at.
+    """The folder of a run. Everything in it that has no name of a step is left alone.
 
     Args:
-        root: path or URL.
-        manager: identifies the manager, and is the same on all its ranks.
+        root: path or URL of the folder.
+        manager: id of the manager, the same on all its ranks.
 
     Attributes:
-        url: of the folder.
-        machine_only: other machines may see other steps.
+        url: address of the folder.
+        machine_only: True if other machines may see other steps.
     """
 
     def __init__(self, root: str | os.PathLike[str], manager: str = "") -> None:
         self.url = resolve(root).url
         self._folder = with_time_limits(resolve(root))
         self.machine_only = self._folder.capabilities.machine_only
-        # folder -> version of its catalog, what it says, and the other folders that hold files of it
+        # folder -> version of its catalog, its step, and the other folders that hold files of it
         self._known: dict[str, tuple[str, StepInfo, set[str]]] = {}
         self._foreign: set[int] = set()  # steps of another run, which stay
-        self._retired: dict[tuple[str, str], float] = {}  # folder and tombstone -> when
+        self._retired: dict[tuple[str, str], float] = {}  # folder and tombstone -> time of the retirement
         self._me = {
             "id": manager or secrets.token_hex(8),
             "host": socket.gethostname(),
@@ -90,7 +90,7 @@ class RunFolder:
     # --- steps --------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[StepInfo]:
-        """Return the committed steps, ascending. One whose catalog is damaged is left out.
+        """Return the committed steps with an intact catalog, ascending.
 
         Raises:
             StorageError: the storage fails.
@@ -107,7 +107,7 @@ class RunFolder:
         return sorted((info for info in found if info is not None), key=lambda info: info.step)
 
     def committed(self) -> list[tuple[bool, int]]:
-        """Return all steps that have a catalog, damaged or not: whether it is not superseded, and its number."""
+        """Return (is not superseded, step number) of all steps that have a catalog, damaged or not."""
         superseded = self._superseded()
 
         def look(name: str) -> tuple[bool, int] | None:
@@ -124,7 +124,7 @@ class RunFolder:
         return [name for name in self._folder.folders() if STEP_FOLDER.fullmatch(name)]
 
     def _describe(self, name: str) -> StepInfo | None:
-        """Read the catalog of a folder, once; None if there is none that can be read."""
+        """Return the step in a folder, or None without an intact catalog. Each version of a catalog is read once."""
         step = with_time_limits(resolve(f"{self.url}/{name}"))
         version = step.version(CATALOG_NAME)
         if not version:
@@ -150,19 +150,19 @@ class RunFolder:
 
     # --- a run that goes back ---------------------------------------------------------------------------------------
 
-    def go_on_from(self, step: int) -> None:
-        """Note that the run goes on from a step, so that those behind it are older than what is saved from now on.
+    def continue_from(self, step: int) -> None:
+        """Mark the steps behind a step as superseded, because the run continues from there.
 
         Raises:
             StorageError: the storage fails.
         """
         before = self._superseded()
-        beyond = {info.step: info.created for info in self._beyond(step)}
-        if before != (noted := {**before, **beyond}):
-            _durable(self.url).publish(_SUPERSEDED, json.dumps(noted).encode())
+        after = {**before, **{info.step: info.created for info in self._beyond(step)}}
+        if before != after:
+            _durable(self.url).publish(_SUPERSEDED, json.dumps(after).encode())
 
     def leave_alone(self, step: int) -> list[int]:
-        """Never delete the steps behind this one, which are of another run, and return their numbers.
+        """Return the steps behind a step, which are of another run, and never delete them.
 
         Raises:
             StorageError: the storage fails.
@@ -170,8 +170,8 @@ class RunFolder:
         self._foreign = {info.step for info in self._beyond(step)}
         return sorted(self._foreign)
 
-    def saves(self, step: int) -> None:
-        """Note that a step is of this run from now on."""
+    def note_own(self, step: int) -> None:
+        """Count a step to this run from now on."""
         self._foreign.discard(step)
 
     def _beyond(self, step: int) -> list[StepInfo]:
@@ -179,7 +179,7 @@ class RunFolder:
         return [info for info in found if info is not None]
 
     def _superseded(self) -> dict[int, float]:
-        """Return the steps that the run went back behind, and when they were saved: one that is saved anew counts."""
+        """Return the superseded steps with their times of creation. A step that is saved anew has another time."""
         try:
             return {int(step): float(at) for step, at in json.loads(_durable(self.url).read(_SUPERSEDED)).items()}
         except FileNotFoundError:
@@ -202,14 +202,14 @@ class RunFolder:
     # --- one manager at a time ------------------------------------------------------------------------------------
 
     def take_over(self) -> None:
-        """Make this process the manager of the folder. The one before it fails at its next save."""
+        """Make this process the manager of the folder. The manager before it fails at its next save."""
         _durable(self.url).publish(_OWNER, json.dumps(self._me).encode())
 
     def check_owner(self) -> None:
-        """Refuse to go on after another manager has taken over.
+        """Check that no other manager has taken over.
 
         Raises:
-            StorageConflictError: one has.
+            StorageConflictError: another manager has taken over.
         """
         with contextlib.suppress(FileNotFoundError, ValueError):
             owner = json.loads(_durable(self.url).read(_OWNER))
@@ -223,16 +223,16 @@ class RunFolder:
     # --- removal --------------------------------------------------------------------------------------------------
 
     def clean(self, rules: Sequence[KeepRule], grace: float) -> list[int]:
-        """Begin the removal of the steps that no rule keeps, and end those that were begun `grace` seconds ago.
+        """Begin the removal of steps that no rule keeps, and end removals that began `grace` seconds ago.
 
-        The newest step stays in any case, and nothing goes unless one of those that stay is whole.
+        The newest step always stays. Nothing is removed unless a step that stays is whole.
 
         Args:
-            rules: which to keep.
+            rules: rules of which one suffices to keep a step.
             grace: seconds for which readers may still read.
 
         Returns:
-            The steps whose removal was begun.
+            The steps whose removal began.
 
         Raises:
             StorageConflictError: another manager has taken over.
@@ -250,16 +250,17 @@ class RunFolder:
         gone = []
         for info in doomed:
             self.check_owner()  # a deletion takes a while, and the new owner may save these steps anew
-            gone += [info.step] if self._retire(info, users) else []
+            if self._retire(info, users):
+                gone.append(info.step)
         self.finish_removals(grace)
         return gone
 
     def collect_leftovers(self, older_than: float, *, but: int) -> None:
-        """Remove what killed saves, and deletions that were not ended, have left in the folders of steps.
+        """Remove files that killed saves and unfinished deletions have left in the folders of steps.
 
         Args:
-            older_than: seconds since it was written.
-            but: a step that is being saved.
+            older_than: least age of the files, in seconds.
+            but: step that is being saved.
         """
         for name in self._names():
             if _number(name) != but and not is_link(_durable(f"{self.url}/{name}")):
@@ -269,7 +270,7 @@ class RunFolder:
                     )
 
     def _is_whole(self, info: StepInfo) -> bool:
-        """Return whether all files of a step are there, with their sizes."""
+        """Return whether all files of a step exist with their sizes."""
         storage = with_time_limits(resolve(info.path))
         try:
             for file in read_catalog(storage)[0].files:
@@ -307,7 +308,7 @@ class RunFolder:
         return True
 
     def finish_removals(self, grace: float) -> None:
-        """End the removals that this process began at least `grace` seconds ago."""
+        """End removals that this process began at least `grace` seconds ago."""
         for (name, stone), begun in list(self._retired.items()):
             if time.monotonic() - begun >= grace:
                 finish_retirement(_durable(f"{self.url}/{name}"), stone)
@@ -315,7 +316,7 @@ class RunFolder:
 
 
 def by_age(steps: Iterable[StepInfo]) -> list[StepInfo]:
-    """Return steps in the order in which the run got to them: first those that it went back behind, then by number."""
+    """Return steps from the oldest to the newest: the superseded ones first, then by number."""
     return sorted(steps, key=lambda info: (not info.superseded, info.step))
 
 
@@ -326,7 +327,7 @@ def _durable(path: str) -> Storage:
 
 
 def _remove_hot_copy(path: str, *, flushed: bool = False) -> None:
-    """Remove the copy of a step in this machine's memory; with `flushed`, only one that was durable."""
+    """Remove the copy of a step in this machine's memory; with `flushed`, only a copy that was durable."""
     storage = resolve(path)
     if not isinstance(storage, TierStorage) or (catalog := storage.hot_folder.catalog()) is None:
         return

@@ -1,4 +1,4 @@
-"""The saves of a run, of which one is in flight at a time: their failures, and what they take."""
+"""Run the saves of a manager one after the other, and report their failures once."""
 
 from __future__ import annotations
 
@@ -7,139 +7,186 @@ import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.handles import SaveHandle
+from bytecheckpoint.manager.folder_keeper import FolderKeeper
+from bytecheckpoint.manager.interval import Interval
+from bytecheckpoint.manager.rules import Cadence, EverySeconds
+from bytecheckpoint.manager.run_folder import RunFolder
+from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.saving import prepare, save
 
-__all__ = ["RunSaves"]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Run", "RunSaves"]
 
 _log = logging.getLogger("bytecheckpoint")
-#: Arguments of `save` that `prepare` takes too.
-_OF_PREPARE = {"framework", "include", "exclude", "names", "timeout", "process_group"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its manager sees it.
+
+    Attributes:
+        states: live objects.
+        folder: folder of the run.
+        keeper: object that claims the folder before a save.
+        options: options of the saves.
+        wait_for_committed: function that waits for the save in flight and returns the newest step that this rank knows to
+            be committed.
+    """
+
+    states: MutableMapping[str, Any]
+    folder: RunFolder
+    keeper: FolderKeeper
+    options: SaveOptions
+    wait_for_committed: Callable[[], int]
 
 
 class RunSaves:
     """Saves one step after the other.
 
     Args:
-        states: as for `save`.
-        options: further arguments of `save`.
-        on_error: "raise" the failure of a save, once, or "warn".
-        judge: returns a failure as it is, another error that ends the run whatever `on_error` says, or None: the run
-            goes on without this step.
-        committed: called after each commit, in a thread of the save, with the seconds for which the save stalled the
-            training, and those until the commit.
+        states: live objects, as for `save`.
+        options: options of the saves.
+        cadence: times of the saves.
+        group: ranks that save together.
+        keeper: folder of the run.
 
     Attributes:
-        options: of `save`.
-        step: that was saved last, or loaded.
-        committed: the newest step that is known to be committed.
-        at: when that was, by `time.monotonic`.
+        cadence: times of the saves.
+        step: step that was saved or loaded last.
+        committed: newest step that is known to be committed.
         longest: seconds of the longest save so far.
-        prepared: a save or a load has planned the next save.
+        prepared: True once a save or a load has planned the next save.
     """
 
     def __init__(
         self,
         states: MutableMapping[str, Any],
-        options: Mapping[str, Any],
-        on_error: str,
-        judge: Callable[[CheckpointError], CheckpointError | None],
-        committed: Callable[[float, float], object],
+        options: SaveOptions,
+        cadence: Cadence,
+        group: ProcessGroup | None,
+        keeper: FolderKeeper,
     ) -> None:
-        self._states, self.options, self._on_error = states, dict(options), on_error
-        self._judge, self._after = judge, committed
+        self._states, self._options, self.cadence, self._group, self._keeper = states, options, cadence, group, keeper
         self._handle: SaveHandle | None = None
-        self._noted = threading.Event()  # what follows the last save has been begun
-        self.step, self.at, self.committed = 0, time.monotonic(), 0
+        self._after_commit = threading.Event()  # set when all work after the last commit is done
+        self._began, self._clock_asked = time.monotonic(), False
+        self.step = self.committed = 0
         self.longest = 0.0
         self.prepared = False
 
+    def asks_by_clock(self) -> bool:
+        """Return True once when enough seconds have passed since the last save. Rank 0 calls it."""
+        seconds = [rule.seconds for rule in self.cadence.rules if isinstance(rule, EverySeconds | Interval)]
+        if not seconds or self._clock_asked or time.monotonic() - self._began < min(seconds):
+            return False
+        self._clock_asked = True
+        return True
+
+    def restart_clock(self) -> None:
+        """Count the seconds until the next save from now on, also after a save that is skipped."""
+        self._began, self._clock_asked = time.monotonic(), False
+
     @property
     def busy(self) -> bool:
-        """Whether a save is in flight, as far as this rank knows."""
+        """True while a save is in flight, as far as this rank knows."""
         return self._handle is not None and not self._handle.restorable.done()
 
     def start(self, path: str, step: int, facts: Mapping[str, Any]) -> SaveHandle | None:
         """Save after the save in flight; return None after a failure that is only a warning.
 
         Args:
-            path: of the checkpoint.
-            step: that is saved.
-            facts: for the metadata, beside those of the options.
+            path: address of the checkpoint.
+            step: step number.
+            facts: facts for the catalog, beside the metadata of the options.
 
         Raises:
-            CheckpointError: the save failed, or the one before.
+            CheckpointError: this save failed, or the one before.
         """
-        if self._on_error == "warn" and self._handle is not None:
+        if self._options.on_error == "warn" and self._handle is not None:
             Future.exception(self._handle.restorable)  # a save in the background would fail in place of this one
             self.raise_failure()
-        begun = self.at = time.monotonic()
-        options = {**self.options, "step": step, "metadata": {**self.options.get("metadata", {}), **facts}}
+        self._keeper.begin_save(step)
+        self.restart_clock()
+        begun = time.monotonic()
+        arguments = self._options.arguments()
+        arguments["metadata"] = {**(self._options.metadata or {}), **facts}
         handle = None
         while handle is None:
             try:
-                handle = save(path, self._states, **options)
+                handle = save(path, self._states, step=step, process_group=self._group, **arguments)
             except CheckpointError as error:
-                self._tell(error, self.step if error.repeats else step)
+                self._report(error, self.step if error.repeats else step)
                 if not error.repeats:
                     return None
-        stall, noted = time.monotonic() - begun, threading.Event()
+        stall, after_commit = time.monotonic() - begun, threading.Event()
 
-        def note(done: Future[Any]) -> None:
+        def note_commit(done: Future[Any]) -> None:
             try:
-                if Future.exception(done) is None:  # not `SaveFuture`'s, which notes a retrieved failure
+                if Future.exception(done) is None:  # `SaveFuture.exception` would note a retrieved failure
                     seconds, self.committed = time.monotonic() - begun, step
                     self.longest = max(self.longest, seconds)
-                    self._after(stall, seconds)
+                    for rule in self.cadence.rules:
+                        if isinstance(rule, Interval):
+                            rule.learn(stall, seconds)
+                    self._keeper.clean_up()
             finally:
-                noted.set()
+                after_commit.set()
 
-        handle.committed.add_done_callback(note)
+        handle.committed.add_done_callback(note_commit)
         # Only now: `wait` must not wait for a callback that an interrupt has prevented.
-        self._noted = noted
+        self._after_commit = after_commit
         self._handle, self.step, self.prepared = handle, step, True
         return handle
 
     def begin_at(self, step: int) -> None:
-        """Count as saved what was loaded."""
-        self.step, self.at, self.committed = step, time.monotonic(), step
+        """Count a loaded step as saved."""
+        self.step = self.committed = step
+        self._began = time.monotonic()
 
     def prepare(self) -> None:
-        """Have the first save planned and its memory touched while training goes on: optimizers have their state now."""
-        if not self.prepared and self.options["async_checkpoint"]:
+        """Plan the first save and touch its memory in the background. Optimizers have their state by now."""
+        if not self.prepared and self._options.async_checkpoint:
             self.prepared = True
-            prepare(self._states, **{name: self.options[name] for name in _OF_PREPARE & self.options.keys()})
+            options = self._options
+            prepare(
+                self._states, framework=options.framework, include=options.include, exclude=options.exclude,
+                names=options.names, process_group=self._group,
+            )  # fmt: skip
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the commit of the save in flight.
 
         Raises:
-            TimeoutError: it takes longer.
-            CheckpointError: it failed, and nobody has been told.
+            TimeoutError: the save takes longer.
+            CheckpointError: the save failed, and its failure was not raised before.
         """
         if self._handle is not None:
             Future.exception(self._handle.committed, timeout)
-            self._noted.wait(timeout)  # the thread that ends the save wakes this one first
+            self._after_commit.wait(timeout)  # the thread that ends the save wakes this one first
             self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Tell of the failure of the last save, once."""
+        """Report the failure of the last save, once."""
         handle = self._handle
         if handle is None or not handle.done() or handle.failure_retrieved:
             return
         try:
             handle.result()
         except CheckpointError as error:
-            self._tell(error, self.step)
+            self._report(error, self.step)
 
-    def _tell(self, error: CheckpointError, step: int) -> None:
+    def _report(self, error: CheckpointError, step: int) -> None:
         """Raise the failure of a step, or log it."""
-        found = self._judge(error)
+        found = self._keeper.resolve_conflict(error)
         if found is not None and found is not error:
             raise found from error
-        if found is not None and self._on_error == "raise":
+        if found is not None and self._options.on_error == "raise":
             raise error
         _log.warning("the save of step %d failed: %s", step, error)

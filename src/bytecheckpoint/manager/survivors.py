@@ -1,4 +1,4 @@
-"""The ranks that are left when one is lost: they learn of it at once, and meet."""
+"""Detect a lost rank, and let the surviving ranks agree on what each of them holds."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from bytecheckpoint.threads import start
 
 __all__ = ["Survivors"]
 
-#: Seconds for which an exception or a signal waits for the news that a rank is lost.
+#: Seconds for which an exception or a signal waits for the report of a lost rank.
 _NEWS = 2.0
-#: Seconds for which those who meet wait for ranks of which nobody knows whether they live.
+#: Seconds for which an agreement waits for ranks that may be lost.
 _PATIENCE = 10.0
 _POLL = 0.05
 
@@ -38,13 +38,13 @@ class Survivors:
     """Watches for the loss of a rank in a `with` block.
 
     The world of this package has connections of its own, which break when a process ends. So a loss is known within
-    milliseconds, whatever the training's communication does. SIGTERM ends nobody after a loss: torchrun sends it to
-    the other ranks at once, and leaves them 30 seconds.
+    milliseconds, even if the training's communication hangs. After a loss, SIGTERM does not end a rank: torchrun sends it
+    to the other ranks at once, and leaves them 30 seconds.
 
     Args:
-        collective: the ranks.
-        tag: names what the ranks tell each other now; never used twice in one world.
-        handles_sigterm: whether SIGTERM is this object's to handle.
+        collective: ranks of the job.
+        tag: name of the messages that set this object up, never used twice in one world.
+        handles_sigterm: True if this object may handle SIGTERM.
     """
 
     def __init__(self, collective: Collective, tag: str, *, handles_sigterm: bool) -> None:
@@ -55,23 +55,22 @@ class Survivors:
         self._before: Any = None
 
     def _offer_stores(self, tag: str) -> dict[int, tuple[list[str], int]]:
-        """Start a store on rank 0 and on another one, of another machine if there is one, in which to meet.
+        """Start a store for agreements on rank 0 and on another rank, of another machine if there is one.
 
-        The store of the job will not do: rank 0 may hold it, and what earlier attempts of the job have written may still
-        be in it.
+        The store of the job will not do: rank 0 may hold it, and it may still have entries of earlier attempts of the job.
 
         Returns:
             The addresses and the port of each of these ranks.
         """
         timeout = settings().timeout
-        machines = [told.decode() for told in self._all_gather(f"{tag}/machines", self._collective.host, timeout)]
+        machines = [name.decode() for name in self._all_gather(f"{tag}/machines", self._collective.host, timeout)]
         others = [rank for rank, machine in enumerate(machines) if machine != machines[0]]
         hosts = [0, *(others or range(1, len(machines)))[:1]]
         offer: Any = None
         if self._collective.rank in hosts:
             self._own_store = TCPStore("0.0.0.0", 0, None, is_master=True, wait_for_workers=False)
             offer = [*local_addresses(os.environ.get("MASTER_ADDR")), "127.0.0.1"], self._own_store.port
-        offers = [json.loads(told) for told in self._all_gather(f"{tag}/stores", json.dumps(offer), timeout)]
+        offers = [json.loads(text) for text in self._all_gather(f"{tag}/stores", json.dumps(offer), timeout)]
         return {rank: (offers[rank][0], offers[rank][1]) for rank in hosts}
 
     def _all_gather(self, tag: str, text: str, timeout: float) -> list[bytes]:
@@ -97,11 +96,11 @@ class Survivors:
 
     @property
     def lost(self) -> Mapping[int, str]:
-        """The ranks that are lost, and why."""
+        """Lost ranks, with the reasons."""
         return dict(self._lost)
 
     def wait_for_loss(self) -> bool:
-        """Wait for a moment for the news of a loss. Takes no lock, because a signal handler calls it."""
+        """Wait a moment for a loss; return whether there is one. Takes no lock, because a signal handler calls it."""
         end = time.monotonic() + _NEWS
         while not self._lost and time.monotonic() < end:
             time.sleep(_POLL)
@@ -112,58 +111,59 @@ class Survivors:
             signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
             signal.raise_signal(number)
 
-    def meet(self, fact: int) -> dict[int, int]:
-        """Meet the other ranks that are left.
+    def agree(self, value: int) -> dict[int, int]:
+        """Exchange a value with the other surviving ranks.
 
         Args:
-            fact: of this rank.
+            value: value of this rank.
 
         Returns:
-            The facts of the ranks that have come, by rank.
+            The values by rank, equal on all ranks that take part.
 
         Raises:
-            PeerLostError: they cannot meet.
+            PeerLostError: the ranks cannot reach each other.
         """
         done: Future[dict[int, int]] = Future()
 
         def run() -> None:
             try:
-                done.set_result(self._meet(fact))
+                done.set_result(self._agree(value))
             except Exception as error:  # noqa: BLE001  raised below
                 done.set_exception(error)
 
         # On another thread: torch's store waits for ever for a server that hangs.
-        start(threading.Thread(target=run, name="bytecheckpoint-meet", daemon=True))
+        start(threading.Thread(target=run, name="bytecheckpoint-survivors", daemon=True))
         try:
             return done.result(3 * _PATIENCE)
         except CheckpointError:
             raise
         except Exception as error:
+            hosts = " nor at ".join(f"rank {host}" for host in self._hosts)
             raise PeerLostError(
-                f"rank {self._collective.rank}: the ranks that are left cannot meet, neither at "
-                f"{' nor at '.join(f'rank {host}' for host in self._hosts)}: {(str(error) or repr(error)).splitlines()[0]}"
+                f"rank {self._collective.rank}: the surviving ranks cannot meet, neither at {hosts}: "
+                f"{(str(error) or repr(error)).splitlines()[0]}"
             ) from error
 
-    def _meet(self, fact: int) -> dict[int, int]:
+    def _agree(self, value: int) -> dict[int, int]:
         rank, ranks = self._collective.rank, range(self._collective.world_size)
         self._store = self._find_store()
         store = self._keys("left")
-        store.set(str(rank), str(fact))
+        store.set(str(rank), str(value))
         end = time.monotonic() + _PATIENCE
-        while not store.check(["met"]):
+        while not store.check(["agreed"]):
             here = [other for other in ranks if store.check([str(other)])]
             complete = here[0] == rank and set(ranks) - self._lost.keys() <= set(here)
-            # The first one decides; if it is gone, one after the other.
+            # The first rank decides; if it is gone, the next one.
             if (complete or time.monotonic() > end + here.index(rank)) and store.add("decides", 1) == 1:
-                store.set("met", json.dumps({other: int(store.get(str(other))) for other in here}))
+                store.set("agreed", json.dumps({other: int(store.get(str(other))) for other in here}))
             time.sleep(_POLL)
-        met = {int(other): value for other, value in json.loads(store.get("met")).items()}
-        if rank not in met:
-            raise PeerLostError(f"{names_of_ranks(met.keys())} went on without rank {rank}")
-        return met
+        agreed = {int(other): found for other, found in json.loads(store.get("agreed")).items()}
+        if rank not in agreed:
+            raise PeerLostError(f"{names_of_ranks(agreed.keys())} continued without rank {rank}")
+        return agreed
 
     def _find_store(self) -> Any:
-        """Connect to the first store that lives."""
+        """Connect to the first store whose rank is not lost."""
         host = next((host for host in self._hosts if host not in self._lost), 0)
         if host == self._collective.rank:
             return self._own_store
@@ -174,35 +174,35 @@ class Survivors:
         raise PeerLostError(f"rank {host} does not answer at {', '.join(addresses)}, port {port}")
 
     def connect(self, members: list[int], name: str, timeout: float) -> Collective:
-        """Return a new collective of some of the ranks, in this order. All of them call it.
+        """Return a new collective of some of the ranks, in the given order. All of them call it.
 
         Args:
             members: ranks of the old world, this one among them.
-            name: of the new world, new each time.
-            timeout: seconds.
+            name: name of the new world, new each time.
+            timeout: seconds to wait for the others.
         """
         if len(members) == 1:
             return SingleProcess()
         return StoreCollective(self._keys(name), members.index(self._collective.rank), len(members), timeout=timeout)
 
-    def tell(self, name: str, value: str) -> None:
-        """Tell the other ranks something."""
-        self._keys("told").set(name, value)
+    def publish(self, name: str, value: str) -> None:
+        """Publish a value for the other ranks."""
+        self._keys("published").set(name, value)
 
-    def hear(self, name: str, timeout: float) -> str:
-        """Wait until a rank has told something, and return it.
+    def receive(self, name: str, timeout: float) -> str:
+        """Wait for a value that a rank publishes.
 
         Raises:
-            PeerLostError: nobody has, in time.
+            PeerLostError: no rank publishes it in time.
         """
-        store = self._keys("told")
+        store = self._keys("published")
         end = time.monotonic() + timeout
         while not store.check([name]):
             if time.monotonic() > end:
-                raise PeerLostError(f"rank {self._collective.rank}: the ranks that save have not told how it ended")
+                raise PeerLostError(f"rank {self._collective.rank}: the ranks that save have not reported the outcome")
             time.sleep(_POLL)
-        told: bytes = store.get(name)
-        return told.decode()
+        value: bytes = store.get(name)
+        return value.decode()
 
     def _keys(self, prefix: str) -> Any:
         return PrefixStore(f"bytecheckpoint/{self._collective.world_id}/{prefix}", self._store)

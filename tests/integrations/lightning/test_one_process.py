@@ -18,7 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import bytecheckpoint
 from bytecheckpoint.dataloader import ResumableLoader, ResumableSampler
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
-from bytecheckpoint.manager import Latest, Preemption
+from bytecheckpoint.manager import Latest, Preemption, SaveOptions
 from tests.integrations.lightning.jobs import (
     ModelCheckpoint,
     Net,
@@ -545,7 +545,7 @@ def test_nothing_is_deleted_before_a_commit(tmp_path: Path) -> None:
 def test_a_failed_save_may_be_a_warning(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         Faults().install(patch).add("publish", OSError("no commit"), name="metadata.parquet", skip=1)
-        assert len(run(tmp_path, checkpoint={"on_error": "warn", "keep": [Latest(2)]})) == 18
+        assert len(run(tmp_path, checkpoint={"save_options": SaveOptions(on_error="warn"), "keep": [Latest(2)]})) == 18
     assert steps_in(tmp_path) == [12, 16]
 
 
@@ -608,7 +608,7 @@ def test_refusals(tmp_path: Path) -> None:
         ({"dirpath": None}, "dirpath=None"),
         ({"filename": "{epoch}"}, "filename="),
         ({"save_on_exception": True}, "save_on_exception=True"),
-        ({"kept": 3}, "unknown option 'kept'"),
+        ({"kept": 3}, "unknown argument 'kept'"),
     ]:
         with pytest.raises(UsageError, match=message):
             ModelCheckpoint(**{"dirpath": tmp_path, **options})

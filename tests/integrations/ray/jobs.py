@@ -52,7 +52,7 @@ def train(config: dict[str, Any]) -> None:
     """
     import ray.train
 
-    from bytecheckpoint.integrations.ray import RayCheckpointManager
+    from bytecheckpoint.integrations.ray import CheckpointManager
 
     context = ray.train.get_context()
     rank, ranks = context.get_world_rank(), context.get_world_size()
@@ -65,8 +65,9 @@ def train(config: dict[str, Any]) -> None:
     states = new_states()
     torch.manual_seed(rank)
     states["rng"] = bytecheckpoint.rng_state()
-    with RayCheckpointManager(states, every=4) as manager:
-        begin = manager.restore_latest() + 1
+    with CheckpointManager(states, every=4) as manager:
+        manager.restore_latest()
+        begin = manager.step + 1
         known = [Path(c.checkpoint.path).name for c in ray.train.get_all_reported_checkpoints()]
         for step in range(begin, config["steps"] + 1):
             loss, drawn = take_step(states, step, rank, ranks), torch.rand(1).item()

@@ -1,4 +1,4 @@
-"""`RayCheckpointManager` in workers without a cluster: what is reported to Ray, and when."""
+"""`CheckpointManager` in workers without a cluster: what is reported to Ray, and when."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from bytecheckpoint.errors import CheckpointError, UsageError
-from bytecheckpoint.manager import AtSteps, Preemption
+from bytecheckpoint.manager import AtSteps, Cadence, Preemption, SaveOptions
 from tests.integrations.ray.jobs import new_states, pretended_ray, take_step
 from tests.support.damage import damage, storage_file
 from tests.support.faulty_storage import Faults
@@ -21,9 +21,9 @@ from tests.support.worlds import on_ranks
 
 
 def manager_of(states: dict[str, Any], **options: Any) -> Any:
-    from bytecheckpoint.integrations.ray import RayCheckpointManager
+    from bytecheckpoint.integrations.ray import CheckpointManager
 
-    return RayCheckpointManager(states, **options)
+    return CheckpointManager(states, **options)
 
 
 def run(manager: Any, states: dict[str, Any], steps: range) -> None:
@@ -39,8 +39,9 @@ def run(manager: Any, states: dict[str, Any], steps: range) -> None:
 def test_all_ranks_report_together(tmp_path: Path, asynchronous: bool) -> None:
     states = new_states()
     with pretended_ray(tmp_path) as reports:
-        with manager_of(states, every=3, at_end=True, async_checkpoint=asynchronous) as manager:
-            assert manager.restore_latest() == 0
+        save_options = SaveOptions(async_checkpoint=asynchronous)
+        with manager_of(states, every=Cadence(3, at_end=True), save_options=save_options) as manager:
+            assert manager.restore_latest() is None
             run(manager, states, range(1, 41))
         assert reports.steps == [*range(3, 40, 3), 40]
         assert steps_in(tmp_path) == reports.steps
@@ -66,7 +67,7 @@ def test_a_failed_save_is_not_reported(tmp_path: Path) -> None:
     states = new_states()
     with pytest.MonkeyPatch.context() as patch, pretended_ray(tmp_path) as reports:
         Faults().install(patch).add("publish", OSError("no commit"), name="metadata.parquet", skip=1)
-        with manager_of(states, every=4, on_error="warn") as manager:
+        with manager_of(states, every=4, save_options=SaveOptions(on_error="warn")) as manager:
             run(manager, states, range(1, 13))
         assert reports.steps == steps_in(tmp_path) == [4, 12]
     with pytest.MonkeyPatch.context() as patch, pretended_ray(tmp_path / "other") as reports:
@@ -116,11 +117,11 @@ def test_restored_steps_that_ray_does_not_know(tmp_path: Path) -> None:
     paths = [str(tmp_path / f"step_{step:08d}") for step in (2, 4, 6, 8)]
     for known, wanted in (([], [2, 4, 6, 8]), (paths[1:2], [6, 8]), (paths[3:], []), (paths, [])):
         with pretended_ray(tmp_path, known) as reports, manager_of(new_states()) as manager:
-            assert manager.restore_latest() == 8
+            assert manager.restore_latest().step == 8
             assert reports.steps == wanted
             assert all("loss" in metrics for _, _, metrics in reports.found)
     with pretended_ray(tmp_path, paths[:1]) as reports, manager_of(new_states()) as manager:
-        assert manager.restore(6) == 6 and reports.steps == [4, 6]
+        assert manager.restore(6).step == 6 and reports.steps == [4, 6]
 
 
 @on_ranks(1)
@@ -132,7 +133,7 @@ def test_a_path_is_reported_once(tmp_path: Path) -> None:
     damage(storage_file(tmp_path / "step_00000008"), "flip")
     with pretended_ray(tmp_path, reports.known) as reports:
         with manager_of(states, every=4) as manager:
-            assert manager.restore_latest() == 4
+            assert manager.restore_latest().step == 4
             run(manager, states, range(5, 13))
         assert [(step, name) for step, name, _ in reports.found] == [(8, ""), (12, "step_00000012")]
     assert steps_in(tmp_path) == [4, 8, 12]
@@ -150,7 +151,7 @@ def test_steps_that_ray_has_deleted(tmp_path: Path) -> None:
     (tmp_path / "step_00000004" / "metadata.parquet").unlink()  # Ray was killed in the middle
     (tmp_path / "checkpoint_manager_snapshot.json").write_text("{}")
     with pretended_ray(tmp_path), manager_of(states) as manager:
-        assert manager.restore_latest() == 6
+        assert manager.restore_latest().step == 6
 
 
 @on_ranks(1)

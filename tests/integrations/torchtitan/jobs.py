@@ -41,7 +41,7 @@ def after(step: int, losses: dict[int, float]) -> dict[int, float]:
 def config_of(*, stock: bool = False, **options: Any) -> Any:
     """Return a configuration of a checkpoint manager, ours or torchtitan's own, that saves every four steps."""
     training = load_training()
-    kind = training.CheckpointManager if stock else training.BytecheckpointManager
+    kind = training.StockManager if stock else training.CheckpointManager
     return kind.Config(**{"enable": True, "interval": 4, **options})
 
 

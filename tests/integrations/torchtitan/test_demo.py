@@ -57,5 +57,5 @@ def test_the_configuration_of_the_demo() -> None:
 
     options = ["--module", "demo.torchtitan_llama", "--config", "llama3_debugmodel", "--checkpoint.interval", "7"]
     config = ConfigManager().parse_args(options)
-    assert isinstance(config.checkpoint, load_training().BytecheckpointManager.Config)
+    assert isinstance(config.checkpoint, load_training().CheckpointManager.Config)
     assert (config.checkpoint.interval, config.checkpoint.preemption_grace) == (7, 60.0)

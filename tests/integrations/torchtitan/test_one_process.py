@@ -1,4 +1,4 @@
-"""torchtitan with `BytecheckpointManager`, in one process: what each option does, and equal losses after kills."""
+"""torchtitan with `CheckpointManager`, in one process: what each option does, and equal losses after kills."""
 
 from __future__ import annotations
 

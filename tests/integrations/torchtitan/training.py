@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.checkpointer import CheckpointManager as StockManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
@@ -25,9 +25,9 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from bytecheckpoint.dataloader import SequenceSource, TokenBufferLoader
-from bytecheckpoint.integrations.torchtitan import BytecheckpointManager
+from bytecheckpoint.integrations.torchtitan import CheckpointManager
 
-__all__ = ["BytecheckpointManager", "CheckpointManager", "Losses", "OwnContainer", "StreamLoader", "make_config"]
+__all__ = ["CheckpointManager", "Losses", "OwnContainer", "StockManager", "StreamLoader", "make_config"]
 
 logger.setLevel(logging.ERROR)
 WORDS, LENGTH, WIDTH = 32, 8, 16

@@ -14,7 +14,7 @@ import torch
 import bytecheckpoint
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.integrations.transformers import attach
-from bytecheckpoint.manager import Latest, Preemption
+from bytecheckpoint.manager import Latest, Preemption, SaveOptions
 from tests.integrations.transformers.jobs import STEPS_PER_EPOCH, collected_warnings, die_at_commit, make, run, samples
 from tests.support.damage import damage, storage_file
 from tests.support.faulty_storage import Faults
@@ -237,7 +237,7 @@ def test_nothing_is_deleted_before_a_commit(tmp_path: Path) -> None:
 def test_a_failed_save_may_be_a_warning(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, collected_warnings() as warnings:
         Faults().install(patch).add("publish", OSError("no commit"), name="metadata.parquet", skip=1)
-        assert len(run(tmp_path, attached={"on_error": "warn"})) == 12
+        assert len(run(tmp_path, attached={"save_options": SaveOptions(on_error="warn")})) == 12
     assert steps_in(tmp_path) == [4, 12]
     assert any("the save of step 8 failed" in line for line in warnings)
 
@@ -347,8 +347,6 @@ def test_refusals(tmp_path: Path) -> None:
         attach(pushing)
     with pytest.raises(UsageError, match="hf_weights='all'"):
         attach(make(tmp_path)[0], hf_weights="all")
-    with pytest.raises(UsageError, match="unknown option 'kept'"):
-        attach(make(tmp_path)[0], kept=3)
 
     class Other:
         args = None

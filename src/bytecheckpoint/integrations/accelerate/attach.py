@@ -1,4 +1,4 @@
-"""`attach`: put a subclass of an accelerator's own class in its place.
+"""Attach an accelerator, by a monkey patch: the accelerator gets a subclass of its own class.
 
 Hooks of accelerate cannot save and load: they run after models of FSDP are written, and cannot stop the other files.
 """
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.integrations.accelerate.checkpoints import AcceleratorCheckpoints
 from bytecheckpoint.integrations.accelerate.loaders import refuse_copies
-from bytecheckpoint.integrations.attaching import check_has, manager_options, put_in_front
-from bytecheckpoint.manager import Latest
+from bytecheckpoint.integrations.attaching import check_has, retention_of_tool, subclass_in_place
+from bytecheckpoint.manager import Latest, LoadOptions, SaveOptions
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -21,7 +21,7 @@ else:
 
 __all__ = ["attach"]
 
-#: What this package uses of an Accelerator. Other versions may lack some of it.
+#: Attributes of an Accelerator that this package uses. Other versions may lack some of them.
 _USED = (
     "save_state", "load_state", "prepare_data_loader", "skip_first_batches", "end_training", "gradient_state",
     "project_configuration", "step", "_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects",
@@ -35,22 +35,28 @@ _UNSUPPORTED = {
 
 
 def attach(
-    accelerator: Any, root: str | os.PathLike[str] | None = None, *, keep: Any = None, **options: Any
+    accelerator: Any,
+    root: str | os.PathLike[str] | None = None,
+    *,
+    keep: Any = None,
+    save_options: SaveOptions | None = None,
+    load_options: LoadOptions | None = None,
 ) -> AcceleratorCheckpoints:
     """Let an accelerator save and load with this package; then call `save_state` and `load_state` as always.
 
-    A checkpoint holds what was prepared (models, optimizers, schedulers, the positions of data loaders), the gradient
+    A checkpoint holds all prepared objects (models, optimizers, schedulers, the positions of data loaders), the gradient
     scaler if there is one, the registered objects, the counters of the accelerator, and the random number generators.
-    `load_state()` loads the newest step that verifies, and returns its number; None if the run begins. A loop over a
-    prepared loader then goes on behind the last batch. `end_training` waits for the save in flight. All ranks call all
+    `load_state()` loads the newest step that verifies, and returns its number, or None if the run begins. A loop over a
+    prepared loader then continues behind the last batch. `end_training` waits for the save in flight. All ranks call all
     of these.
 
     Args:
-        accelerator: an `accelerate.Accelerator`; before the training loop.
+        accelerator: an `accelerate.Accelerator`, before its training loop.
         root: folder or URL of the run; by default `project_dir/checkpoints`, with automatic_checkpoint_naming.
-        keep: which steps to keep; as for `CheckpointManager`. By default what `total_limit` says.
-        **options: `async_checkpoint`, `on_error`, `grace` (by default 0: old steps are deleted at once), `save_options` and
-            `load_options` of `CheckpointManager`.
+        keep: steps to keep, as for `CheckpointManager`; by default `total_limit` steps. Unless it is a `Retention` that
+            says otherwise, old steps are deleted at once.
+        save_options: options of all saves.
+        load_options: options of all loads.
 
     Raises:
         UsageError: the accelerator is set up in a way that is not supported.
@@ -58,8 +64,9 @@ def attach(
     check_has(accelerator, _USED, "accelerate", "pass an accelerate.Accelerator, of version 1.10 or newer")
     if hasattr(accelerator, "bytecheckpoint"):
         raise UsageError("the accelerator is attached already: call attach once")
-    if (kind := accelerator.distributed_type.name) in _UNSUPPORTED:
-        raise UsageError(f"an Accelerator is not supported with {_UNSUPPORTED[kind]}")
+    unsupported = _UNSUPPORTED.get(accelerator.distributed_type.name)
+    if unsupported:
+        raise UsageError(f"an Accelerator is not supported with {unsupported}")
     if accelerator.gradient_state.in_dataloader:
         raise UsageError("a data loader is being iterated over, so its position is not known: attach before the loop")
     project = accelerator.project_configuration
@@ -67,18 +74,19 @@ def attach(
         if not project.automatic_checkpoint_naming or accelerator.project_dir is None:
             raise UsageError("attach needs a root=, or an Accelerator with project_dir and automatic_checkpoint_naming")
         root = os.path.join(accelerator.project_dir, "checkpoints")
-    if keep is None and project.total_limit is not None:
-        keep = Latest(project.total_limit)
-    # "overlap" is for saves that a rule wants: each `save_state` saves.
-    checkpoints = AcceleratorCheckpoints(accelerator, root, manager_options(options, but=["overlap"], keep=keep))
+    limit = None if project.total_limit is None else Latest(project.total_limit)
+    retention = retention_of_tool(keep, limit)
+    checkpoints = AcceleratorCheckpoints(
+        accelerator, root, retention, save_options or SaveOptions(), load_options or LoadOptions()
+    )
     refuse_copies(accelerator.gradient_state)
-    put_in_front(accelerator, _AttachedAccelerator)
+    subclass_in_place(accelerator, _AttachedAccelerator)
     accelerator.bytecheckpoint = checkpoints
     return checkpoints
 
 
 class _AttachedAccelerator(Accelerator):  # type: ignore[misc]
-    """What `attach` puts in front of an accelerator's class."""
+    """Methods that `attach` overrides in an accelerator."""
 
     bytecheckpoint: AcceleratorCheckpoints
 

@@ -1,4 +1,4 @@
-"""`AcceleratorCheckpoints`: an accelerator and the `CheckpointManager` of its training."""
+"""Save and load an accelerator through the `CheckpointManager` of its training."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import glob
 import os
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from bytecheckpoint.errors import UsageError
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.rng import rng_state
 from bytecheckpoint.handles import SaveHandle
 from bytecheckpoint.integrations.accelerate.loaders import track
 from bytecheckpoint.integrations.accelerate.position import LoaderPosition
-from bytecheckpoint.integrations.accelerate.state import AcceleratorState
-from bytecheckpoint.integrations.attaching import refuse_newer
-from bytecheckpoint.manager import CheckpointManager
+from bytecheckpoint.integrations.attaching import differences, refuse_newer
+from bytecheckpoint.manager import CheckpointManager, LoadOptions, Retention, SaveOptions
 from bytecheckpoint.manager.run_folder import step_folder
 from bytecheckpoint.saving import save
 from bytecheckpoint.storage import resolve
@@ -34,28 +33,39 @@ class AcceleratorCheckpoints:
     """The checkpoints of an accelerator. `attach` makes it, and it is `accelerator.bytecheckpoint`.
 
     Args:
-        accelerator: whose they are.
+        accelerator: accelerator of the run.
         root: folder or URL of the run.
-        options: of the manager.
+        retention: steps to keep.
+        save_options: options of all saves.
+        load_options: options of all loads.
 
     Attributes:
-        manager: of the run.
+        manager: manager of the run.
     """
 
-    def __init__(self, accelerator: Any, root: str | os.PathLike[str], options: Mapping[str, Any]) -> None:
-        self._accelerator, self._options = weakref.proxy(accelerator), dict(options)
+    def __init__(
+        self,
+        accelerator: Any,
+        root: str | os.PathLike[str],
+        retention: Retention,
+        save_options: SaveOptions,
+        load_options: LoadOptions,
+    ) -> None:
+        self._accelerator, self._save_options = weakref.proxy(accelerator), save_options
         self._states: dict[str, Any] = {}
-        self.manager = CheckpointManager(root, self._states, **options)
+        self.manager = CheckpointManager(
+            root, self._states, keep=retention, save_options=save_options, load_options=load_options
+        )
         self._last: int | None = None  # the step that was saved or restored last
         self._apart: SaveHandle | None = None
         self._collect()
 
     def follow(self, loader: Any) -> LoaderPosition:
-        """Return the position of a prepared loader, which is followed from now on."""
+        """Track a prepared loader; return its position."""
         return track(loader, self._accelerator)
 
     def _collect(self) -> None:
-        """Look up what the accelerator has prepared until now."""
+        """Collect the objects that the accelerator has prepared until now."""
         accelerator = self._accelerator
         models, optimizers = accelerator._models, [opt.optimizer for opt in accelerator._optimizers]
         self._states.clear()
@@ -78,18 +88,18 @@ class AcceleratorCheckpoints:
         if hooks:
             raise UsageError(
                 f"a hook was registered with register_{method}_pre_hook: it works on files that {method} of this package "
-                "does not have; remove it, and save what it writes by itself or as a registered object"
+                "does not have; remove it, and save its data by itself or as a registered object"
             )
 
     # --- names ----------------------------------------------------------------------------------------------------
 
     def _folder(self, path: str | os.PathLike[str] | None) -> str | None:
-        """Return the address of a folder; None for that of the run."""
+        """Return the address of a folder, or None for the folder of the run."""
         url = self.manager.root if path is None else resolve(os.path.expanduser(path)).url
         return None if url == self.manager.root else url
 
     def _number_of(self, folder: str) -> int | None:
-        """Return the number of a step of this run by the name of its folder; None for other folders."""
+        """Return the step number of a folder of this run, or None for other folders."""
         parent, _, name = folder.rpartition("/")
         found = _NUMBERED.fullmatch(name)
         return int(found[1]) if found and parent == self.manager.root else None
@@ -100,7 +110,7 @@ class AcceleratorCheckpoints:
 
     @staticmethod
     def is_of_accelerate(folder: str | os.PathLike[str] | None) -> bool:
-        """Return whether accelerate itself has saved a folder."""
+        """Return True for a folder that accelerate itself has saved."""
         if folder is None:
             return False
         return bool(glob.glob(os.path.join(glob.escape(os.path.expanduser(folder)), _OF_ACCELERATE)))
@@ -119,12 +129,12 @@ class AcceleratorCheckpoints:
         """Save in place of `Accelerator.save_state`. All ranks call it.
 
         Args:
-            output_dir: a folder of the run with a number at its end, which is the step; or any other folder, which gets one
-                checkpoint that no rule deletes. None, or the folder of the run: the next number of the run.
-            safe_serialization: means nothing here: nothing is pickled.
+            output_dir: folder of the run with the step number at its end, or any other folder for one checkpoint that no
+                rule deletes. None, or the folder of the run: the next number of the run.
+            safe_serialization: argument without effect: nothing is pickled.
             step: number of the step, in place of a folder.
-            metrics: for `Best`; as for `CheckpointManager.save`.
-            **unknown: refused.
+            metrics: numbers for `Best`, as for `CheckpointManager.save`.
+            **unknown: arguments that are refused.
 
         Returns:
             The path of the checkpoint. An asynchronous save is not committed yet.
@@ -147,13 +157,14 @@ class AcceleratorCheckpoints:
             raise UsageError(f"save_state({str(output_dir)!r}, step={step}): pass a folder or a number, not both")
         if folder is None:
             number = project.iteration if step is None else step
-        elif (found := self._number_of(folder)) is not None:
-            number = found
         else:
-            self._save_apart(folder)
-            return folder
+            found = self._number_of(folder)
+            if found is None:
+                self._save_apart(folder)
+                return folder
+            number = found
         if self._last is None:
-            remedy = "call load_state() to go on with it, attach the accelerator with another root, or remove the steps"
+            remedy = "call load_state() to continue it, attach the accelerator with another root, or remove the steps"
             refuse_newer(self.manager, number - 1, remedy)
         elif number < self._last:
             raise UsageError(
@@ -166,10 +177,9 @@ class AcceleratorCheckpoints:
         return step_folder(self.manager.root, number)
 
     def _save_apart(self, folder: str) -> None:
-        """Save a checkpoint that is no step of the run."""
+        """Save a checkpoint beside the steps of the run."""
         self._collect()
-        options = {name: self._options[name] for name in ("async_checkpoint",) if name in self._options}
-        self._apart = save(folder, self._states, **options, **self._options.get("save_options", {}))
+        self._apart = save(folder, self._states, **self._save_options.arguments())
         self._accelerator.project_configuration.iteration += 1
 
     # --- load -----------------------------------------------------------------------------------------------------
@@ -180,10 +190,10 @@ class AcceleratorCheckpoints:
         Args:
             input_dir: a checkpoint, of this run or another one, or one that accelerate itself has saved. None, or the
                 folder of the run: its newest step that verifies.
-            **unknown: `map_location` has no effect: tensors are loaded to where they lie. Others are refused.
+            **unknown: `map_location`, which has no effect because tensors are loaded in place. Others are refused.
 
         Returns:
-            The number of the step; None if the run has none yet, or if the checkpoint is not one of the run.
+            The number of the step, or None if the run has no step yet or the checkpoint is not one of the run.
 
         Raises:
             UsageError: the run has no step, but checkpoints of accelerate itself.
@@ -196,11 +206,11 @@ class AcceleratorCheckpoints:
         folder = self._folder(input_dir)
         number = None if folder is None else self._number_of(folder)
         if folder is None:
-            self.manager.restore_latest()
-            number = self.manager.restored.step if self.manager.restored else None
-            if number is None:
+            restored = self.manager.restore_latest()
+            if restored is None:
                 self._refuse_lost_beginning()
                 return None
+            number = restored.step
         elif number is not None:
             self.manager.restore(number)
         else:
@@ -216,7 +226,7 @@ class AcceleratorCheckpoints:
         pattern = os.path.join(glob.escape(self.manager.root), "*", _OF_ACCELERATE)
         if found := self.manager.ask_rank_0(lambda: sorted(glob.glob(pattern))):
             raise UsageError(
-                f"{self.manager.root} holds checkpoints of accelerate itself: go on from one by load_state("
+                f"{self.manager.root} holds checkpoints of accelerate itself: continue from one by load_state("
                 f"{os.path.dirname(found[-1])!r}), or attach the accelerator with another root"
             )
 
@@ -226,7 +236,7 @@ class AcceleratorCheckpoints:
         """Wait until the saves in flight are committed.
 
         Raises:
-            CheckpointError: one failed, and nobody has been told.
+            CheckpointError: a save failed, and its failure was not raised before.
         """
         if self._apart is not None:
             self._apart.result()
@@ -236,9 +246,68 @@ class AcceleratorCheckpoints:
         """Wait for the saves in flight and for deletions; `accelerator.end_training` calls it.
 
         Raises:
-            CheckpointError: a save failed, and nobody has been told.
+            CheckpointError: a save failed, and its failure was not raised before.
         """
         try:
             self.wait()
         finally:
             self.manager.close()
+
+
+class AcceleratorState:
+    """Counters of an accelerator and the numbers of its objects; implements `SupportsStreams`.
+
+    Args:
+        accelerator: accelerator of the run.
+    """
+
+    stream_count = 1
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return the counters, equal on all ranks; see `SupportsStreams`."""
+        accelerator = self._accelerator
+        return {
+            "optimizer_steps": accelerator.step // accelerator.gradient_accumulation_steps,
+            "objects": {
+                "models": len(accelerator._models),
+                "optimizers": len(accelerator._optimizers),
+                "schedulers": len(accelerator._schedulers),
+                "data loaders": len(accelerator._dataloaders),
+                "registered objects": len(accelerator._custom_objects),
+                "gradient scalers": int(accelerator.scaler is not None),
+            },
+            # By how many steps each schedule advances in an optimizer step.
+            "schedule_steps": [
+                1 if schedule.split_batches or not schedule.step_with_optimizer else accelerator.num_processes
+                for schedule in accelerator._schedulers
+            ],
+        }
+
+    def stream_states(self) -> dict[int, Any]:
+        """Return an empty stream of rank 0, which carries the shared state; see `SupportsStreams`."""
+        return {0: {}} if self._accelerator.is_main_process else {}
+
+    def choose_streams(self, shared: Any, saved: Sequence[int]) -> Sequence[int]:
+        """Refuse a checkpoint of other objects; see `SupportsStreams`."""
+        own = self.shared_state()
+        differing = differences(shared["objects"], own["objects"])
+        if differing:
+            raise IncompatibleCheckpointError(
+                f"the checkpoint is of {differing}: prepare and register the same before load_state, or load a part with "
+                "bytecheckpoint.load"
+            )
+        steps = own["schedule_steps"]
+        if steps != shared["schedule_steps"]:
+            raise IncompatibleCheckpointError(
+                f"a schedule advanced by {max(shared['schedule_steps'])} in an optimizer step, and would by {max(steps)} "
+                "now, since accelerate steps it once for each rank: the learning rates would be others. A run whose number "
+                "of ranks may change needs split_batches=True or step_scheduler_with_optimizer=False from its beginning"
+            )
+        return saved
+
+    def load_streams(self, shared: Any, states: Mapping[int, Any]) -> None:
+        """Set the counters; see `SupportsStreams`."""
+        self._accelerator.step = shared["optimizer_steps"] * self._accelerator.gradient_accumulation_steps

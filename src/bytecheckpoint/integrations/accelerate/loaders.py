@@ -1,4 +1,8 @@
-"""Data loaders that accelerate prepares, followed: what the program takes from them is counted."""
+"""Count the batches that the program takes from data loaders of accelerate.
+
+Loaders are monkey-patched: a loader gets a subclass of its own class, and the gradient state, which is notified of every
+iteration, refuses copies of such loaders.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ _tracked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def track(loader: Any, accelerator: Any) -> LoaderPosition:
-    """Return the position of a prepared loader, which is followed from now on.
+    """Track a prepared loader; return its position.
 
     Raises:
         UsageError: the loader is of another kind.
@@ -48,10 +52,10 @@ def track(loader: Any, accelerator: Any) -> LoaderPosition:
 
 
 def refuse_copies(gradient_state: Any) -> None:
-    """Have an error where the program iterates over a copy of a loader, whose position nobody knows.
+    """Refuse iterations over copies of tracked loaders, whose positions are not known. Monkey-patches the gradient state.
 
     Args:
-        gradient_state: of accelerate, which every loader that begins tells about it.
+        gradient_state: accelerate's gradient state, which every iteration notifies.
     """
     gradient_state._add_dataloader = _add_dataloader
 
@@ -68,7 +72,7 @@ def _add_dataloader(loader: Any) -> None:  # with a name of its own, because loa
 
 
 class _TrackedLoader(Loader):
-    """What `track` puts in front of a loader's class."""
+    """Methods that `track` overrides in a loader."""
 
     bytecheckpoint_position: LoaderPosition
 

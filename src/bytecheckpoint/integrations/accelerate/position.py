@@ -1,7 +1,7 @@
-"""Positions of the data loaders that accelerate prepares: accelerate itself saves none of loaders without a state.
+"""Save and restore positions of data loaders that accelerate prepares. Accelerate itself saves only loaders with a state.
 
-A position is the epoch, the batches that were taken, and the generators as they were when the epoch began. From these
-the order of the epoch is drawn again, and the batches that are done are skipped.
+A position is the epoch, the number of taken batches, and the states of the generators at the beginning of the epoch. The
+order of the epoch is drawn from them again, and the batches that are done are skipped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _States = Mapping[str, torch.Tensor]
 
 
 def _process_generators() -> dict[str, RandomSource]:
-    """Return the generators of the process from which an order may be drawn."""
+    """Return the generators of the process that may draw an order."""
     sources = process_sources()
     return {name: sources[name] for name in ("python", "numpy", "torch")}
 
@@ -43,13 +43,13 @@ def _set(sources: Mapping[str, RandomSource], states: _States) -> None:
 
 @dataclass(frozen=True)
 class _Resume:
-    """Where the next iteration begins.
+    """Position at which the next iteration begins.
 
     Attributes:
-        batches: of the epoch, which are done.
-        start: the generators when the epoch began.
-        after: those of the process, once the batches that are done are skipped.
-        state: of the loader, if its data set has one.
+        batches: number of batches of the epoch that are done.
+        start: generators at the beginning of the epoch.
+        after: generators of the process once the done batches are skipped.
+        state: state of the loader, if its data set has a state.
     """
 
     batches: int
@@ -59,17 +59,17 @@ class _Resume:
 
 
 class LoaderPosition:
-    """Where a prepared loader is; implements `SupportsStreams`, with a stream for each rank.
+    """Position of a prepared loader; implements `SupportsStreams`, with a stream for each rank.
 
     Args:
-        loader: of accelerate.
-        accelerator: a weak proxy of the one that has prepared it.
+        loader: data loader of accelerate.
+        accelerator: weak proxy of the accelerator that has prepared the loader.
 
     Attributes:
-        running: the program iterates over it.
+        running: True while the program iterates over the loader.
 
     Raises:
-        UsageError: it yields batches out of their order.
+        UsageError: the loader yields batches out of their order.
     """
 
     takes_all_streams = False
@@ -118,7 +118,7 @@ class LoaderPosition:
         """Iterate over the batches from the position on, and count them.
 
         Args:
-            whole: begins accelerate's own iteration.
+            whole: function that begins accelerate's own iteration.
         """
         sources = {**_process_generators(), **self._own_generators()}
         resume, self._resume = self._resume, None
@@ -126,7 +126,8 @@ class LoaderPosition:
             _set(sources, resume.start)
         self._start = _states_of(sources)
         self._number += 1
-        number, self._taken, self.running = self._number, resume.batches if resume else 0, True
+        number, self.running = self._number, True
+        self._taken = 0 if resume is None else resume.batches
         try:
             for batch in whole() if resume is None else self._resumed(resume, whole, sources):
                 if number == self._number:
@@ -136,12 +137,16 @@ class LoaderPosition:
             if number == self._number:
                 self._taken, self._left_in_training = 0, False
         finally:
-            self.running &= number != self._number
+            if number == self._number:
+                self.running = False
 
     def _resumed(
         self, resume: _Resume, whole: Callable[[], Iterator[Any]], sources: Mapping[str, RandomSource]
     ) -> Iterator[Any]:
-        """Iterate over what follows the batches that are done, without reading them where a sampler names them."""
+        """Iterate over the batches after the done ones, which are not read if a sampler names their samples.
+
+        Monkey-patches `__iter__` and the sampler of the loader below accelerate's, for one iteration.
+        """
         base, count = self._loader.base_dataloader, resume.batches
         name = "sampler" if base.batch_sampler is None else "batch_sampler"
         sampler = getattr(base, name)
@@ -177,7 +182,7 @@ class LoaderPosition:
         if by_reading:  # also because the last batch of an epoch may be filled up with the first ones
             if sum(1 for _ in itertools.islice(batches, count)) < count:
                 raise IncompatibleCheckpointError(
-                    f"the data ends before batch {count} of the epoch, where the run goes on"
+                    f"the data ends before batch {count} of the epoch, where the run continues"
                 )
             _set(sources, resume.after)
         return batches
@@ -186,25 +191,25 @@ class LoaderPosition:
         """Let the next iteration leave out the first batches.
 
         Raises:
-            UsageError: a checkpoint goes on at another batch.
+            UsageError: a checkpoint continues at another batch.
         """
         if self._resume is None:
             self._resume = _Resume(count, _states_of(self._own_generators()))
         elif count != self._resume.batches:
             raise UsageError(
-                f"the checkpoint goes on behind {self._resume.batches} batches of epoch {self._loader.iteration}, and "
-                f"skip_first_batches is to skip {count}: iterate over the loader itself, which goes on there"
+                f"the checkpoint continues behind {self._resume.batches} batches of epoch {self._loader.iteration}, and "
+                f"skip_first_batches is to skip {count}: iterate over the loader itself, which continues there"
             )
 
     def check_epoch(self, epoch: int) -> None:
-        """Refuse to leave the epoch in the middle of which a checkpoint goes on.
+        """Refuse another epoch than the one in the middle of which a checkpoint continues.
 
         Raises:
-            UsageError: it is another one.
+            UsageError: the epoch is another one.
         """
         if self._resume is not None and self._resume.batches and epoch != self._loader.iteration:
             raise UsageError(
-                f"the checkpoint goes on in epoch {self._loader.iteration}, and set_epoch({epoch}) would lose its "
+                f"the checkpoint continues in epoch {self._loader.iteration}, and set_epoch({epoch}) would lose its "
                 "position: begin the loop over epochs there: range(loader.iteration, ...)"
             )
 
@@ -216,13 +221,18 @@ class LoaderPosition:
         return int(self._accelerator.num_processes)
 
     def shared_state(self) -> dict[str, Any]:
-        """Return the position as all ranks have it; see `SupportsStreams`."""
+        """Return the part of the position that is equal on all ranks; see `SupportsStreams`."""
         loader, resume = self._loader, self._resume
-        batches = self._taken if self.running or self._left_in_training else 0
-        at_end = resume is None and batches > 0 and loader.end_of_dataloader
+        epoch, batches = loader.iteration, 0
+        if resume is not None:
+            batches = resume.batches
+        elif self.running or self._left_in_training:
+            batches = self._taken
+            if batches and loader.end_of_dataloader:
+                epoch, batches = epoch + 1, 0
         return {
-            "epoch": loader.iteration + at_end,
-            "batches": resume.batches if resume else 0 if at_end else batches,
+            "epoch": epoch,
+            "batches": batches,
             "samples": self._samples_in_batch(),
             "accumulation": self._accelerator.gradient_accumulation_steps,
             "ranks": self.stream_count,
@@ -242,15 +252,15 @@ class LoaderPosition:
         return {int(self._accelerator.process_index): {"generators": generators, "state": state}}
 
     def choose_streams(self, shared: Any, saved: Sequence[int]) -> Sequence[int]:
-        """Choose this rank's states, or those of rank 0 at another number of ranks; see `SupportsStreams`."""
+        """Return this rank's number, or that of rank 0 at another number of ranks; see `SupportsStreams`."""
         self._batches_from(shared)  # refuses
         return [int(self._accelerator.process_index) if shared["ranks"] == self.stream_count else saved[0]]
 
     def _batches_from(self, saved: Mapping[str, Any]) -> int:
-        """Return how many batches are done here, at the position of a checkpoint.
+        """Return the number of batches that are done, in batches of this loader.
 
         Raises:
-            IncompatibleCheckpointError: this loader cannot go on there.
+            IncompatibleCheckpointError: this loader cannot continue there.
         """
         own = self.shared_state()
         if saved["length"] != own["length"]:
@@ -266,14 +276,14 @@ class LoaderPosition:
                 f"the run was stopped behind {saved['batches']} batches of {saved['samples']} samples of an epoch"
                 + (", in states that belong to the ranks" if saved["stateful"] else "")
                 + f", which is no place between batches of {own['samples']} samples; keep the number of ranks and the "
-                "batch size, or go on from a step at the end of an epoch"
+                "batch size, or continue from a step at the end of an epoch"
             )
         return int(saved["samples"] * saved["batches"] // own["samples"])
 
     def load_streams(self, shared: Any, states: Mapping[int, Any]) -> list[str]:
-        """Let the next iteration go on there; see `SupportsStreams`."""
+        """Let the next iteration continue from a position; see `SupportsStreams`."""
         if self.running:
-            return ["the loader is being iterated over: that iteration goes on where it is"]
+            return ["the loader is being iterated over: that iteration continues where it is"]
         (state,) = states.values()
         self._loader.iteration = shared["epoch"]
         self._taken, self._left_in_training = 0, False
@@ -281,17 +291,19 @@ class LoaderPosition:
             self._seeded.initial_seed = shared["seed"]
         self._resume = _Resume(self._batches_from(shared), state["generators"], state=state["state"])
         before, now = ((s["samples"] or 0) * s["accumulation"] for s in (shared, self.shared_state()))
-        return [f"an optimizer step took {before} samples, and takes {now} now"] if before != now else []
+        if before == now:
+            return []
+        return [f"an optimizer step took {before} samples, and takes {now} now"]
 
     def note_generators(self) -> None:
-        """Take note of the generators with which the training goes on. Called when everything is loaded."""
+        """Note the generators with which the training continues. Called when everything is loaded."""
         if self._resume is not None and self._resume.batches:
             self._resume = replace(self._resume, after=_states_of(_process_generators()))
 
-    # --- what the loader is ---------------------------------------------------------------------------------------
+    # --- the loader -----------------------------------------------------------------------------------------------
 
     def _has_exact_state(self) -> bool:
-        """Return whether torchdata's state of the loader says more than the number of batches, and leaves nothing out."""
+        """Return True if torchdata's state of the loader is exact, and holds more than the number of batches."""
         loader = self._loader
         if self._dispatches or not loader.use_stateful_dataloader or not hasattr(loader.dataset, "state_dict"):
             return False
@@ -302,7 +314,7 @@ class LoaderPosition:
         return True
 
     def _samples_in_batch(self) -> int | None:
-        """Return how many samples all ranks take in a batch, of one order; None where each rank has an order of its own."""
+        """Return the number of samples in a batch of all ranks, or None if each rank has an order of its own."""
         from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 
         base, ranks = self._loader.base_dataloader, self._accelerator.num_processes
@@ -320,7 +332,7 @@ class LoaderPosition:
 
 
 class _SkipOnce(BatchSampler):
-    """A sampler without its first batches, at the first iteration: workers that stay keep it for all epochs."""
+    """Leaves out the first batches of a sampler, at its first iteration. Persistent workers keep it for all epochs."""
 
     def __init__(self, sampler: Any, count: int) -> None:
         self._sampler, self._count = sampler, count

@@ -1,22 +1,26 @@
-"""`ModelCheckpoint`: Lightning's own decides when to save and what is best; `CheckpointManager` saves and deletes."""
+"""Save and restore fits of Lightning, in the place of its own `ModelCheckpoint`.
+
+Lightning's own class decides when to save and which step is best; `CheckpointManager` saves and deletes.
+"""
 
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import signal
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.integrations.attaching import manager_options, refuse_newer
+from bytecheckpoint.integrations.attaching import refuse_newer, retention_of_tool
 from bytecheckpoint.integrations.lightning.package import pl
-from bytecheckpoint.integrations.lightning.rules import TopK, keep_rule, rankable
-from bytecheckpoint.integrations.lightning.steps import Newest, TrainerSteps
+from bytecheckpoint.integrations.lightning.steps import FitArguments, Newest, TrainerSteps
 from bytecheckpoint.integrations.lightning.strategy import checkpointed
-from bytecheckpoint.manager import Preemption, StepInfo
+from bytecheckpoint.manager import Best, KeepRule, Latest, LoadOptions, Preemption, SaveOptions, StepInfo
 from bytecheckpoint.manager.run_folder import RunFolder, step_folder
 from bytecheckpoint.storage import resolve
 
@@ -26,34 +30,36 @@ __all__ = ["ModelCheckpoint"]
 class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
     """Saves the steps of a run with this package, in the place of Lightning's own callback of this name.
 
-    A step holds the model, the optimizers, the random number generators of every rank, and what Lightning writes to its
-    files: loops, schedules, callbacks, hyperparameters. Its path is `dirpath/step_00000100`, by `trainer.global_step`.
-    `trainer.fit(ckpt_path=...)` takes "last" (the newest step that verifies; a new run if there is none), the path of a
-    step, or a file of Lightning's; `validate`, `test` and `predict` take "best" as well.
+    A step holds the model, the optimizers, the random number generators of every rank, and everything else that Lightning
+    writes to its files: loops, schedules, callbacks, hyperparameters. Its path is `dirpath/step_00000100`, by
+    `trainer.global_step`. `trainer.fit(ckpt_path=...)` takes "last" (the newest step that verifies; a new run if there is
+    none), the path of a step, or a file of Lightning's; `validate`, `test` and `predict` take "best" as well.
 
-    Arguments of Lightning's own mean what they mean there, but for these: `filename` and `save_on_exception` are refused,
-    `auto_insert_metric_name` and `enable_version_counter` are of no effect, and `save_last` saves whenever a save is due,
-    and not only the best; the newest step always stays. What is due in the middle of accumulated gradients is saved after
-    them, and what is due at the last batch of an epoch at its end. Steps are deleted after commits.
+    Arguments of Lightning's own class keep their meaning, with these exceptions: `filename` and `save_on_exception` are
+    refused, `auto_insert_metric_name` and `enable_version_counter` have no effect, and `save_last` saves at every save that
+    is due, not only at the best; the newest step always stays. A save that is due in the middle of accumulated gradients
+    follows after them, and one that is due at the last batch of an epoch at its end. Steps are deleted after commits.
 
     Args:
-        dirpath: folder or URL of the run, of any storage.
-        *arguments: further ones of Lightning's own, in its order.
-        preemption: what tells that the job is to stop. All ranks then save at the same step, and `fit` ends with
+        dirpath: folder or URL of the run, on any storage.
+        *arguments: further arguments of Lightning's own class, in its order.
+        preemption: notice that the job is about to stop. All ranks then save at the same step, and `fit` ends with
             Lightning's SIGTERMException. Lightning's own handling of these signals is switched off.
-        keep: which steps to keep; as for `CheckpointManager`. By default what `save_top_k` says.
-        skip_batches: in the middle of an epoch, go on behind the batches that are done, and refuse other data. False:
+        keep: steps to keep, as for `CheckpointManager`; by default those of `save_top_k`. Unless it is a `Retention` that
+            says otherwise, old steps are deleted at once.
+        skip_batches: True to continue behind the done batches in the middle of an epoch, and to refuse other data; False to
             begin with the first samples of the epoch, as Lightning does.
-        **options: those of Lightning's own (`monitor`, `mode`, `save_top_k`, `every_n_train_steps`, ...); and `overlap`,
-            `on_error`, `grace` (by default 0: old steps are deleted at once), `async_checkpoint`, `save_options` and
-            `load_options` of `CheckpointManager`.
+        overlap: reaction to a save that is due during the save before: "wait" for that one, "skip" the new one, or "fail".
+        save_options: options of all saves.
+        load_options: options of all loads.
+        **options: arguments of Lightning's own class (`monitor`, `mode`, `save_top_k`, `every_n_train_steps`, ...).
 
     Attributes:
-        preempted: the last fit ended early because the job is to stop.
-        steps: the states of the trainer; `steps.manager` is the manager of the last fit.
+        preempted: True if the last fit ended early because the job is to stop.
+        steps: states of the trainer; `steps.manager` is the manager of the last fit.
 
     Raises:
-        UsageError: an argument cannot be honoured; the message names it.
+        UsageError: an argument is not supported; the message names it.
     """
 
     def __init__(
@@ -63,17 +69,24 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         preemption: Preemption | None = None,
         keep: Any = None,
         skip_batches: bool = True,
+        overlap: str = "wait",
+        save_options: SaveOptions | None = None,
+        load_options: LoadOptions | None = None,
         **options: Any,
     ) -> None:
         stock = inspect.signature(pl.callbacks.ModelCheckpoint)
-        of_stock = {name: options.pop(name) for name in stock.parameters.keys() & options.keys()}
-        given = stock.bind(dirpath, *arguments, **of_stock).arguments
+        unknown = sorted(options.keys() - stock.parameters.keys())
+        if unknown:
+            raise UsageError(f"unknown argument {unknown[0]!r} of ModelCheckpoint")
+        given = stock.bind(dirpath, *arguments, **options).arguments
         if dirpath is None:
             raise UsageError(
                 "dirpath=None: Lightning would take another folder at each start; give the folder or URL of the run"
             )
-        if (name := given.get("filename")) is not None:
-            raise UsageError(f"filename={name!r}: steps are named step_00000100 and hold their metrics; leave it away")
+        if given.get("filename") is not None:
+            raise UsageError(
+                f"filename={given['filename']!r}: steps are named step_00000100 and hold their metrics; leave it away"
+            )
         if given.get("save_on_exception"):
             raise UsageError(
                 "save_on_exception=True: an exception may reach one rank alone. The newest step stands; for signals, pass "
@@ -82,9 +95,16 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         self._best = ""
         super().__init__(**{**given, "dirpath": None})
         self.dirpath = resolve(os.path.expanduser(dirpath)).url
-        self._preemption, self._skip_batches = preemption, skip_batches
-        keep = keep or keep_rule(self.monitor, self.save_top_k, self.mode)
-        self._options = manager_options(options, keep=keep, preemption=preemption)
+        self._arguments = FitArguments(
+            self.dirpath,
+            retention_of_tool(keep, _keep_rule(self.monitor, self.save_top_k, self.mode)),
+            preemption,
+            overlap,
+            save_options or SaveOptions(),
+            load_options or LoadOptions(),
+            self.save_weights_only,
+            skip_batches,
+        )
         self._trainer: Any = None
         self.steps: TrainerSteps | None = None
         self._wanted = self.preempted = False
@@ -95,7 +115,7 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
 
     @property
     def best_model_path(self) -> str:
-        """Path of the best step: during a fit of those that were saved, else of those that are committed; "" if none."""
+        """Path of the best step, or "": during a fit among the saved steps, otherwise among the committed ones."""
         if self._best or (self.steps is not None and self.steps.running):
             return self._best
         found = self._ranked(RunFolder(self.dirpath).steps())
@@ -108,10 +128,10 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
     def _ranked(self, steps: list[StepInfo]) -> list[StepInfo]:
         if self.monitor is None:
             return [info for info in reversed(steps) if not info.superseded]
-        return TopK(self.monitor, max(self.save_top_k, 1), self.mode).ranked(steps)
+        return _TopK(self.monitor, max(self.save_top_k, 1), self.mode).ranked(steps)
 
     def _learn_best(self, steps: list[StepInfo]) -> None:
-        """Take over what is committed: a step that was best may be lost, and one that is kept may be of another job."""
+        """Rank the committed steps: a step that was best may be lost, and another job may have saved some."""
         ranked = self._ranked(steps)
         self._best = ranked[0].path if ranked else ""
         if self.monitor is None:
@@ -124,7 +144,7 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
             self.kth_value = self.best_k_models[self.kth_best_model_path]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: what is committed says what is best."""
+        """Return nothing: the committed steps have their metrics."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -139,20 +159,19 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         """Let the strategy load steps."""
         if not isinstance(trainer, pl.Trainer):
             raise UsageError(f"the Trainer is of another package than {pl.__name__}: import only one of the two")
-        if others := [type(one).__name__ for one in trainer.checkpoint_callbacks if one is not self]:
+        others = [type(one).__name__ for one in trainer.checkpoint_callbacks if one is not self]
+        if others:
             raise UsageError(
                 f"the Trainer has a {others[0]} too: pass one ModelCheckpoint, and set keep= if it needs more"
             )
-        if uploads := [type(one).__name__ for one in trainer.loggers if getattr(one, "_log_model", False)]:
+        uploads = [type(one).__name__ for one in trainer.loggers if getattr(one, "_log_model", False)]
+        if uploads:
             raise UsageError(
                 f"{uploads[0]}(log_model=...) uploads files of Lightning's, which are not written: leave it away"
             )
         self._trainer = trainer
         trainer.strategy.__class__ = checkpointed(type(trainer.strategy))
-        trainer.strategy.bytecheckpoint = self.steps = TrainerSteps(
-            trainer, self.dirpath, self._options,
-            weights_only=self.save_weights_only, skip_batches=self._skip_batches, reach=self._reach,
-        )  # fmt: skip
+        trainer.strategy.bytecheckpoint = self.steps = TrainerSteps(trainer, self._arguments, self._reach)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Make the manager of the run."""
@@ -166,14 +185,15 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         assert self.steps is not None
         super().on_train_start(trainer, pl_module)
         manager = self.steps.manager
-        if manager.restored is None or manager.restored.step is None:
-            refuse_newer(manager, trainer.global_step, "pass ckpt_path='last' to go on with it, or another dirpath")
+        if manager.restored is None:
+            refuse_newer(manager, trainer.global_step, "pass ckpt_path='last' to continue it, or another dirpath")
         steps = manager.ask_rank_0(manager.steps, list[StepInfo])
-        # Not those that the run has just gone back behind.
+        # Without the steps behind the one that was restored.
         self._learn_best([info for info in steps if info.step <= trainer.global_step])
         self._last_global_step_saved = self._reached = trainer.global_step
         # Lightning's handlers would stop each rank by itself, and run a collective.
-        for number in () if self._preemption is None else self._preemption.signals:
+        preemption = self._arguments.preemption
+        for number in () if preemption is None else preemption.signals:
             own = trainer._signal_connector._original_handlers.pop(number, None)
             if own is not None:  # the manager's, which the manager takes away at the end
                 signal.signal(number, own)
@@ -238,7 +258,7 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         self._metrics = {}
         for name, value in self._monitor_candidates(trainer).items():
             if name not in ("epoch", "step") and value.numel() == 1:
-                self._metrics[name] = rankable(float(value), self.mode) if name == self.monitor else float(value)
+                self._metrics[name] = _rankable(float(value), self.mode) if name == self.monitor else float(value)
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
         """Do nothing: the manager deletes, after the next commit."""
@@ -246,7 +266,7 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
     # --- saves ----------------------------------------------------------------------------------------------------
 
     def _reach(self) -> None:
-        """Be at a place where the state of the training is complete.
+        """Save if that is due, at a place where the state of the training is complete.
 
         Raises:
             SIGTERMException: the job is to stop.
@@ -260,3 +280,27 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         self.preempted = self.steps.manager.preempted
         if self.preempted:
             raise pl.utilities.exceptions.SIGTERMException
+
+
+class _TopK(Best):
+    """Keep the best steps as Lightning ranks them: of equal values the older one, and no superseded steps."""
+
+    def ranked(self, steps: Sequence[StepInfo]) -> list[StepInfo]:
+        """Return the candidates, the best one first."""
+        sign = 1 if self.mode == "min" else -1
+        found = super().ranked([info for info in steps if not info.superseded])
+        return sorted(found, key=lambda info: (sign * info.metrics[self.metric], info.step))
+
+
+def _keep_rule(monitor: str | None, save_top_k: int, mode: str) -> KeepRule | None:
+    """Return the rule of `save_top_k`, or None to keep everything. The newest step always stays, as with `save_last`."""
+    if save_top_k == -1:
+        return None
+    return Latest(1) if monitor is None or save_top_k == 0 else _TopK(monitor, save_top_k, mode)
+
+
+def _rankable(value: float, mode: str) -> float:
+    """Return the value of a monitored metric as a finite number. Lightning ranks NaN last, and infinities as they are."""
+    if math.isnan(value):
+        value = math.inf if mode == "min" else -math.inf
+    return max(-sys.float_info.max, min(value, sys.float_info.max))

@@ -1,4 +1,4 @@
-"""`export_ckpt`: a step as one file of Lightning's."""
+"""Export a step as one file of Lightning's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bytecheckpoint.opening import open as open_checkpoint
 
 __all__ = ["export_ckpt"]
 
-#: Of no use without the optimizers, which such a file would hold under other names.
+#: Entries without use in a file that holds no optimizers.
 _LEFT_OUT = (POSITION, "callbacks", "loops", "lr_schedulers")
 
 
@@ -25,13 +25,13 @@ def export_ckpt(step: str | os.PathLike[str], file: str | os.PathLike[str]) -> N
 
     Args:
         step: path or URL of the step.
-        file: local path, of a name of your choice; `.ckpt` is usual. One that is there is replaced.
+        file: local path, usually with the ending `.ckpt`. An existing file is replaced.
 
     Raises:
         CheckpointError: the step cannot be read, or another tool has saved it.
     """
     state = LightningState()
-    with use(SingleProcess()):  # also where other ranks do something else
+    with use(SingleProcess()):  # although other ranks may do something else
         load(step, {"lightning": state})
     found: dict[str, Any] = {name: value for name, value in state.loaded.items() if name not in _LEFT_OUT}
     with open_checkpoint(step) as checkpoint:

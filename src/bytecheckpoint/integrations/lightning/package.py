@@ -1,4 +1,4 @@
-"""Lightning, under the name by which the program has imported it, or under which it is installed."""
+"""Import Lightning under the name that the program uses, or that is installed."""
 
 from __future__ import annotations
 

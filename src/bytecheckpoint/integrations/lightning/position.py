@@ -1,8 +1,8 @@
-"""Where a fit is in its data and its random numbers, and how Lightning's loops go on there.
+"""Save and restore the position of a fit in its data and its random numbers.
 
-Lightning's loops go on in the middle of an epoch, but take no data loader there that has no state of its own, and know
-nothing of random numbers. Their states are complete at two places, and steps are saved there only: when a batch that is
-not the last one of its epoch is done, with its validation; and when an epoch is done.
+Lightning's loops continue in the middle of an epoch, but they neither advance data loaders without a state of their own nor
+restore random numbers. Their states are complete at two places, and steps are saved only there: when a batch that is not
+the last one of its epoch is done, with its validation; and when an epoch is done.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bytecheckpoint.integrations.loaders import generators_of, length_of, sample
 
 __all__ = ["TrainingPosition"]
 
-#: Methods of Lightning's loops that are wrapped.
+#: Methods of Lightning's loops that are monkey-patched, because Lightning has no hooks at these places.
 _WRAPPED = {
     "fit_loop": ("_load_combined_loader_states", "on_advance_start", "on_advance_end"),
     "epoch_loop": ("on_advance_end", "_on_before_fetch"),
@@ -33,20 +33,20 @@ _FIXED = "that of the data set"
 
 
 class TrainingPosition:
-    """The position of a fit.
+    """Position of a fit.
 
     The order of an epoch is drawn when its iterator is made or when its first batch is fetched. So a checkpoint of the
-    middle of an epoch holds the generators of both moments, and a resume makes the iterator and draws from it anew.
+    middle of an epoch holds the generators of both moments, and a resume makes the iterator and draws from it again.
 
     Args:
-        trainer: that fits.
-        generators: of the process, which were loaded if a checkpoint was.
-        skip_batches: go on behind the batches of the epoch that are done. Otherwise, begin with its first ones.
-        reach: called at each place where the state is complete.
-        load_streams: loads `streams`.
+        trainer: trainer of the fit.
+        generators: generators of the process, with the states of a loaded checkpoint, if any.
+        reach: function to call at each place where the state is complete.
+        load_streams: function that loads `streams`.
+        skip_batches: True to continue behind the done batches of an epoch, False to begin with its first ones.
 
     Attributes:
-        streams: the data loaders that hold their position in streams, by the names of their states.
+        streams: data loaders that hold their position in streams, by the names of their states.
         cut: state of the loops when an epoch ended early, behind a batch that was not its last one.
     """
 
@@ -54,9 +54,10 @@ class TrainingPosition:
         self,
         trainer: Any,
         generators: DelayedGenerators,
-        skip_batches: bool,
         reach: Callable[[], object],
         load_streams: Callable[[], object],
+        *,
+        skip_batches: bool,
     ) -> None:
         self._fit, self._epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
@@ -65,12 +66,11 @@ class TrainingPosition:
         self._rng = rng_state()  # with those of the data loaders
         self.streams: dict[str, Any] = {}
         self.cut: Any = None
-        self._middle = False
-        self._data: list[Any] = []
+        self._middle, self._data = False, list[Any]()
         # Generators when the iterator of the epoch was "made", and first "fetched" from.
         self._begun: dict[str, Any] = {}
         self._resumed: Any = None  # the position of the checkpoint, until its epoch begins
-        self._skipped: Any = None  # the same, behind the batches that are done, until the next one is fetched
+        self._skipped: Any = None  # the same position, behind the done batches, until the next batch is fetched
         for owner, names in self._owners():
             check_has(owner, names, pl.__name__, "use 2.6")
         self._wrap()
@@ -97,7 +97,7 @@ class TrainingPosition:
             self._reach()
 
         def on_batch_done(fetcher: Any) -> None:
-            if self._epoch._skip_next_val:  # nothing was trained: the loop finds out that a validation is done
+            if self._epoch._skip_next_val:  # nothing was trained: the loop notices that a validation is done
                 self._epoch._skip_next_val = False
                 return
             after_batch(fetcher)
@@ -138,19 +138,19 @@ class TrainingPosition:
         }
 
     def resume(self, state: Any) -> None:
-        """Go on from a checkpoint; `state` is what the method `state` returned."""
+        """Continue from a checkpoint, whose `state` a call of the method `state` returned."""
         self._resumed = state
 
     def _restore_generators(self, state: Any) -> None:
         if state["ranks"] == self._ranks:
             self._rng.load_state_dict(state["generators"]["now"])
-        else:  # the data loaders' own ones draw no order then: that was refused
+        else:  # the generators of data loaders draw no order then: that was refused
             self._generators.restore()
 
     # --- the iterators of epochs ------------------------------------------------------------------------------------
 
     def _before_iteration(self) -> None:
-        """Be called when the data loaders are made, before they are iterated over for the first time.
+        """Track new data loaders, before they are iterated over for the first time.
 
         Raises:
             IncompatibleCheckpointError: the checkpoint is of the middle of an epoch of other data.
@@ -175,7 +175,7 @@ class TrainingPosition:
         if middle and self._skip:
             self._refuse_other_data(combined)
         if not middle:
-            # Lightning takes every run with max_steps for one that goes on in the middle of an epoch.
+            # Lightning takes every run with max_steps for one that continues in the middle of an epoch.
             pl.loops.loop._Loop.restarting.fset(self._fit, False)
         if self._skip and self._resumed["data"] == self._data:
             combined._load_state_dicts(states)
@@ -224,7 +224,7 @@ class TrainingPosition:
             self._skipped = resumed
 
     def before_fetch(self) -> None:
-        """Be called before a batch is fetched."""
+        """Note the generators before the first batch is fetched."""
         if "fetched" not in self._begun:
             self._begun["fetched"] = self._rng.state_dict()
 
@@ -250,7 +250,7 @@ def _holds_position(loader: Any) -> bool:
 
 
 def _describe(loader: Any, limit: Any, ranks: int) -> Any:
-    """Return what the position of a data loader depends on.
+    """Return the facts on which the position of a data loader depends.
 
     Raises:
         UsageError: Lightning would fetch one batch ahead of a loader that holds its position.

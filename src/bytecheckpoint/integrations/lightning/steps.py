@@ -1,10 +1,11 @@
-"""`TrainerSteps`: the states of a trainer, saved and loaded as the steps of a run."""
+"""Save and load the states of a trainer as steps of a run."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils._pytree import keystr, tree_flatten_with_path
@@ -15,22 +16,22 @@ from bytecheckpoint.integrations.generators import DelayedGenerators
 from bytecheckpoint.integrations.lightning.package import pl
 from bytecheckpoint.integrations.lightning.position import TrainingPosition
 from bytecheckpoint.integrations.lightning.strategy import states_of_model
-from bytecheckpoint.manager import CheckpointManager
+from bytecheckpoint.manager import Cadence, CheckpointManager, LoadOptions, Preemption, Retention, SaveOptions
 from bytecheckpoint.manager.run_folder import step_number
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import resolve
 
-__all__ = ["POSITION", "LightningState", "Newest", "TrainerSteps"]
+__all__ = ["POSITION", "FitArguments", "LightningState", "Newest", "TrainerSteps"]
 
-#: Under this name a state of Lightning's holds the `TrainingPosition`.
+#: Name of the `TrainingPosition` in the state that Lightning dumps.
 POSITION = "bytecheckpoint"
 
 
 class Newest(os.PathLike[str]):
-    """What "last" stands for: the newest step of a run that verifies.
+    """Path that stands for "last": the newest step of a run that verifies.
 
-    Lightning looks up the age of what a callback names, by fsspec, on each rank. So this is a path that is there
-    everywhere; in messages, it is the run.
+    Lightning looks up the age of the path that a callback returns, by fsspec, on each rank. So this is a path that exists
+    everywhere; messages show the run.
     """
 
     def __init__(self, root: str) -> None:
@@ -47,20 +48,20 @@ class Newest(os.PathLike[str]):
 
 
 class _Nothing(dict[str, Any]):
-    """What a load returns in a new run: Lightning restores nothing of what is false."""
+    """Result of a load in a new run. It is false, so that Lightning restores nothing."""
 
     def __bool__(self) -> bool:
         return False
 
 
 class LightningState:
-    """What Lightning writes to its files beside tensors, as one of the states of a save.
+    """State that Lightning writes to its files beside tensors, as one of the states of a save.
 
     Args:
-        dump: returns it.
+        dump: function that returns the state.
 
     Attributes:
-        loaded: that of the checkpoint.
+        loaded: state in the loaded checkpoint.
     """
 
     def __init__(self, dump: Callable[[], Mapping[str, Any]] = dict) -> None:
@@ -76,33 +77,51 @@ class LightningState:
         self.loaded = dict(state)
 
 
-class TrainerSteps:
-    """The steps of a trainer. The strategy that `checkpointed` makes loads by it.
-
-    Args:
-        trainer: whose they are.
-        root: folder or URL of the run.
-        options: of the manager.
-        weights_only: save neither optimizers nor random numbers.
-        skip_batches: see `TrainingPosition`.
-        reach: see `TrainingPosition`.
+@dataclass(frozen=True)
+class FitArguments:
+    """Arguments of the fits of a callback.
 
     Attributes:
-        manager: of a fit.
-        position: of a fit.
-        running: a fit runs.
-        dumping: the trainer's state is being put together for a save.
+        root: folder or URL of the run.
+        retention: steps to keep.
+        preemption: notice that the job is about to stop.
+        overlap: reaction to a save that is due during the save before.
+        save_options: options of all saves.
+        load_options: options of all loads.
+        weights_only: True to save neither optimizers nor random number generators.
+        skip_batches: True to continue behind the done batches of an epoch.
+    """
+
+    root: str
+    retention: Retention
+    preemption: Preemption | None
+    overlap: str
+    save_options: SaveOptions
+    load_options: LoadOptions
+    weights_only: bool
+    skip_batches: bool
+
+
+class TrainerSteps:
+    """Steps of a trainer. The strategy that `checkpointed` makes loads them.
+
+    Args:
+        trainer: trainer of the run.
+        arguments: arguments of the callback.
+        reach: function to call at each place where the state is complete.
+
+    Attributes:
+        manager: manager of a fit.
+        position: position of a fit.
+        running: True during a fit.
+        dumping: True while the trainer's state is collected for a save.
     """
 
     manager: CheckpointManager
     position: TrainingPosition
 
-    def __init__(
-        self, trainer: Any, root: str, options: Mapping[str, Any], *, weights_only: bool, skip_batches: bool,
-        reach: Callable[[], object],
-    ) -> None:  # fmt: skip
-        self._trainer, self._root, self._options = trainer, root, dict(options)
-        self._weights_only, self._skip, self._reach = weights_only, skip_batches, reach
+    def __init__(self, trainer: Any, arguments: FitArguments, reach: Callable[[], object]) -> None:
+        self._trainer, self._arguments, self._reach = trainer, arguments, reach
         self._states: dict[str, Any] = {}
         self._state = LightningState(self._dump)
         self._stack = contextlib.ExitStack()
@@ -116,13 +135,18 @@ class TrainerSteps:
         """Make the manager of a fit, whose model and optimizers are ready."""
         trainer, generators = self._trainer, DelayedGenerators()
         self._states |= self._model_states()
-        if not self._weights_only:
+        if not self._arguments.weights_only:
             mock = pl.core.optimizer._MockOptimizer
-            if optimizers := [one for one in trainer.optimizers if not isinstance(one, mock)]:
+            optimizers = [one for one in trainer.optimizers if not isinstance(one, mock)]
+            if optimizers:
                 self._states["optimizer"] = optimizers[0] if len(optimizers) == 1 else optimizers
             self._states["rng"] = generators
-        self.manager = self._stack.enter_context(self._new_manager(self._states, every=lambda _: self._asked))
-        self.position = TrainingPosition(trainer, generators, self._skip, self._reach, self._load_streams)
+        arguments = self._arguments
+        cadence = Cadence(lambda _: self._asked, overlap=arguments.overlap)
+        self.manager = self._stack.enter_context(self._new_manager(self._states, cadence, arguments.preemption))
+        self.position = TrainingPosition(
+            trainer, generators, self._reach, self._load_streams, skip_batches=arguments.skip_batches
+        )
         self._stack.callback(self.position.close)
         self.running = True
 
@@ -133,17 +157,27 @@ class TrainerSteps:
         stack.__exit__(error, None, None)
 
     def maybe_save(self, asked: bool, metrics: Mapping[str, float]) -> None:
-        """Save if that was asked for, or if the job is to stop."""
+        """Save if Lightning asks for it, or if the job is to stop."""
         self._asked = asked
-        if not self._weights_only:
+        if not self._arguments.weights_only:
             self._states |= self.position.streams
         self.manager.maybe_save(self._trainer.global_step, metrics)
 
-    def _new_manager(self, states: dict[str, Any], **more: Any) -> CheckpointManager:
-        load_options = dict(self._options.get("load_options") or {})
-        if not self._trainer.lightning_module.strict_loading:
-            load_options.setdefault("strict", {"model": False})
-        return CheckpointManager(self._root, states, **{**self._options, **more, "load_options": load_options})
+    def _new_manager(
+        self, states: dict[str, Any], cadence: Cadence | None = None, preemption: Preemption | None = None
+    ) -> CheckpointManager:
+        arguments, load_options = self._arguments, self._arguments.load_options
+        if load_options.strict is True and not self._trainer.lightning_module.strict_loading:
+            load_options = replace(load_options, strict={"model": False})
+        return CheckpointManager(
+            arguments.root,
+            states,
+            every=cadence,
+            keep=arguments.retention,
+            preemption=preemption,
+            save_options=arguments.save_options,
+            load_options=load_options,
+        )
 
     def _model_states(self) -> dict[str, Any]:
         return {"model": states_of_model(self._trainer.strategy), "lightning": self._state}
@@ -162,7 +196,7 @@ class TrainerSteps:
             )
         self.dumping = True
         try:
-            found = self._trainer._checkpoint_connector.dump_checkpoint(self._weights_only)
+            found = self._trainer._checkpoint_connector.dump_checkpoint(self._arguments.weights_only)
         finally:
             self.dumping = False
         self._trainer.strategy.refuse_edits("on_save_checkpoint", found.pop("state_dict"))
@@ -174,26 +208,26 @@ class TrainerSteps:
     # --- restore --------------------------------------------------------------------------------------------------
 
     def restores(self, path: Any) -> bool:
-        """Return whether a path is that of a step, and not of a file or folder that Lightning has written."""
+        """Return True for the path of a step, False for a file or folder of Lightning's."""
         if isinstance(path, Newest) or step_number(os.fspath(path)) is not None:
             return True
         return not os.path.isfile(path) and bool(resolve(path).version(CATALOG_NAME))
 
     def restore(self, path: Any) -> dict[str, Any]:
-        """Load a step; return what Lightning looks for in its own files.
+        """Load a step; return the content that Lightning expects in its own files.
 
         Raises:
             CheckpointNotFoundError: an evaluation wants a step, and there is none.
-            CheckpointError: as `load`.
+            CheckpointError: the load failed, as for `load`.
         """
         trainer = self._trainer
         if self.running:
             report = _load(self.manager, path)
         else:
-            with self._new_manager(self._model_states(), preemption=None) as manager:
+            with self._new_manager(self._model_states()) as manager:
                 report = _load(manager, path)
             if report is None:
-                raise CheckpointNotFoundError(f"{self._root} holds no committed step")
+                raise CheckpointNotFoundError(f"{self._arguments.root} holds no committed step")
         if report is None:
             trainer._checkpoint_connector._ckpt_path = None  # or Lightning says that it has restored something
             return _Nothing({"pytorch-lightning_version": pl.__version__})
@@ -209,12 +243,12 @@ class TrainerSteps:
 def _load(manager: CheckpointManager, path: Any) -> LoadReport | None:
     if not isinstance(path, Newest):
         return manager.restore_from(path)
-    manager.restore_latest()
-    return manager.restored.report if manager.restored else None
+    restored = manager.restore_latest()
+    return None if restored is None else restored.report
 
 
 def _checked(state: dict[str, Any]) -> dict[str, Any]:
-    """Refuse objects that would be stored by their own states, as those states are what Lightning would get back."""
+    """Refuse objects with a state_dict, because Lightning would get their states back in their place."""
     for path, leaf in tree_flatten_with_path(state)[0]:
         if hasattr(leaf, "state_dict"):
             raise UsageError(

@@ -1,7 +1,7 @@
-"""The strategy of a trainer, made to load the steps of a run; Lightning's own files load as before.
+"""Let the strategy of a trainer load steps of a run. Lightning's own files load as before.
 
-Lightning's `CheckpointIO` serves rank 0 only, and strategies that shard do not ask it. So the class of the strategy is
-replaced by a subclass of it.
+Lightning's `CheckpointIO` serves rank 0 only, and strategies that shard do not ask it. So the strategy is monkey-patched:
+its class is replaced by a subclass.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def checkpointed(kind: Any) -> Any:
     Raises:
         UsageError: the strategy is not supported.
     """
-    if unsupported := {one.__name__ for one in kind.__mro__} & {*_UNSUPPORTED}:
+    unsupported = {one.__name__ for one in kind.__mro__} & {*_UNSUPPORTED}
+    if unsupported:
         raise UsageError(
             f"strategy {min(unsupported)} is not supported: use DDPStrategy, ModelParallelStrategy or FSDPStrategy"
         )
@@ -78,14 +79,15 @@ def _subclass(kind: Any) -> Any:
             return {} if self.bytecheckpoint.dumping else super().optimizer_state(optimizer)
 
         def refuse_edits(self, hook: str, after: dict[str, Any]) -> None:
-            """Refuse that a hook has changed the weights of a checkpoint, which are not what is saved and loaded."""
+            """Refuse hooks that change the weights of a checkpoint, because the live weights are saved and loaded."""
             before, self.shown = self.shown, None
-            if changed := sorted(name for name in {**before, **after} if before.get(name) is not after.get(name)):
+            changed = sorted(name for name in {**before, **after} if before.get(name) is not after.get(name))
+            if changed:
                 raise UsageError(
                     f"{hook} of the module or of a callback has changed {changed[0]!r} in checkpoint['state_dict'] "
                     f"({len(changed)} entries in all), which is not supported: leave tensors out by "
-                    "save_options={'exclude': ['model/...']} and load_options of ModelCheckpoint, and change weights in "
-                    "configure_model"
+                    "save_options=SaveOptions(exclude=['model/...']) and load_options of ModelCheckpoint, and change "
+                    "weights in configure_model"
                 )
 
     Checkpointed.__name__, Checkpointed.__qualname__ = kind.__name__, kind.__qualname__

@@ -1,5 +1,5 @@
-"""Checkpoints for training functions of Ray Train: `RayCheckpointManager`."""
+"""Checkpoints for training functions of Ray Train: `CheckpointManager`."""
 
-from bytecheckpoint.integrations.ray.manager import RayCheckpointManager
+from bytecheckpoint.integrations.ray.manager import RayCheckpointManager as CheckpointManager
 
-__all__ = ["RayCheckpointManager"]
+__all__ = ["CheckpointManager"]

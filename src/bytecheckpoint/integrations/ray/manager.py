@@ -1,4 +1,4 @@
-"""`RayCheckpointManager`: a `CheckpointManager` in the workers of Ray Train (v2), which tells Ray of its commits."""
+"""Save a run in the workers of Ray Train (v2), and report its commits to Ray."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.handles import SaveHandle
-from bytecheckpoint.manager.boundary import Boundaries
-from bytecheckpoint.manager.manager import CheckpointManager
+from bytecheckpoint.manager import CheckpointManager, Restored, SaveOptions
+from bytecheckpoint.manager.boundary import Boundaries, Committed
 from bytecheckpoint.manager.rules import finite_metrics
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.settings import settings
@@ -18,9 +18,9 @@ from bytecheckpoint.world import world_of
 
 __all__ = ["RayCheckpointManager"]
 
-#: Kind of pyarrow's file system -> how the address of a path there begins.
+#: Type of pyarrow's file system -> scheme of its addresses.
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}
-#: Options of `CheckpointManager` -> why they are refused.
+#: Arguments of `CheckpointManager` that are refused -> reason.
 _NOT_FOR_RAY = {
     "keep": "which fails to restore a run whose reported steps are gone: let Ray delete, by "
     "RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=...))",
@@ -29,18 +29,16 @@ _NOT_FOR_RAY = {
 
 
 class RayCheckpointManager(CheckpointManager):
-    """Saves a training function's run into the run's folder of Ray, and reports each step to Ray after its commit.
+    """Saves the run of a training function into Ray's folder of the run, and reports each step to Ray after its commit.
 
     All workers make it in the training function, with the same arguments. Nothing is copied: ranks write to
-    `storage_path` themselves, and `ray.train.report` gets the path. Ray keeps as many steps as
-    `CheckpointConfig(num_to_keep=...)` says.
+    `storage_path` themselves, and `ray.train.report` gets the path. Ray keeps `CheckpointConfig(num_to_keep=...)` steps.
 
     Args:
-        states: as for `CheckpointManager`.
+        states: live objects, as for `CheckpointManager`.
         root: URL of the run's folder (`storage_path` and the name of the run), for file systems that Ray reaches in
             another way than this package.
-        async_checkpoint: as for `save`.
-        **options: those of `CheckpointManager` but for `keep` and `just_in_time`.
+        **options: arguments of `CheckpointManager` but for `keep` and `just_in_time`.
 
     Raises:
         UsageError: an argument is out of its range, or the URL of the run's folder is not known.
@@ -51,7 +49,6 @@ class RayCheckpointManager(CheckpointManager):
         states: MutableMapping[str, Any],
         *,
         root: str | None = None,
-        async_checkpoint: bool = True,
         **options: Any,
     ) -> None:
         for name, why in _NOT_FOR_RAY.items():
@@ -59,11 +56,9 @@ class RayCheckpointManager(CheckpointManager):
                 raise UsageError(f"{name}= is not for Ray, {why}")
         self._ray = _ray_train()
         storage = self._ray.get_context().get_storage()
-        super().__init__(
-            _address(storage) if root is None else root, states, async_checkpoint=async_checkpoint, **options
-        )
+        super().__init__(_address(storage) if root is None else root, states, **options)
         self._filesystem, self._ray_folder = storage.storage_filesystem, storage.experiment_fs_path
-        self._waits = not async_checkpoint
+        self._waits = not (options.get("save_options") or SaveOptions()).async_checkpoint
         self._unreported: dict[int, tuple[SaveHandle, dict[str, float]]] = {}
         self._known: set[str] | None = None  # paths that Ray knows
         self._boundary = 0
@@ -71,20 +66,20 @@ class RayCheckpointManager(CheckpointManager):
         self._commits = Boundaries(self._collective, tag, settings().timeout)
         self._stack.enter_context(self._commits)
 
-    def restore_latest(self) -> int:
-        """As `CheckpointManager.restore_latest`; reports steps of whose commits Ray has not heard."""
-        step = super().restore_latest()
+    def restore_latest(self) -> Restored | None:
+        """Restore as `CheckpointManager.restore_latest`, and report steps that Ray does not know."""
+        restored = super().restore_latest()
         self._report_restored()
-        return step
+        return restored
 
-    def restore(self, step: int) -> int:
-        """As `CheckpointManager.restore`; reports steps of whose commits Ray has not heard."""
-        super().restore(step)
+    def restore(self, step: int) -> Restored:
+        """Restore as `CheckpointManager.restore`, and report steps that Ray does not know."""
+        restored = super().restore(step)
         self._report_restored()
-        return step
+        return restored
 
     def pin(self, step: int) -> None:
-        """Refuse.
+        """Refuse pins, which Ray does not know.
 
         Raises:
             UsageError: always.
@@ -92,22 +87,23 @@ class RayCheckpointManager(CheckpointManager):
         raise UsageError("Ray deletes steps, and knows no pins: copy the step, or let CheckpointConfig keep more")
 
     def maybe_save(self, step: int, metrics: Mapping[str, Any] | None = None) -> SaveHandle | None:
-        """As `CheckpointManager.maybe_save`; reports what has been committed meanwhile."""
+        """Save as `CheckpointManager.maybe_save`, and report the steps that were committed meanwhile."""
         handle = super().maybe_save(step, metrics)
         self._report_commits()
         return handle
 
     def save(self, step: int, metrics: Mapping[str, Any] | None = None) -> SaveHandle | None:
-        """As `CheckpointManager.save`; reports what has been committed meanwhile."""
+        """Save as `CheckpointManager.save`, and report the steps that were committed meanwhile."""
         handle = super().save(step, metrics)
         self._report_commits()
         return handle
 
     def close(self) -> None:
-        """As `CheckpointManager.close`; reports what is committed then."""
+        """Close as `CheckpointManager.close`, and report the steps that are committed by then."""
         super().close()
         for step in sorted(self._unreported):
-            if Future.exception(self._unreported[step][0].committed) is None:
+            handle, _ = self._unreported[step]
+            if Future.exception(handle.committed) is None:
                 self._report_saved(step)
 
     def _save(self, step: int, metrics: Mapping[str, Any], *, overlap: str) -> SaveHandle | None:
@@ -121,12 +117,12 @@ class RayCheckpointManager(CheckpointManager):
     def _on_commit(self, step: int, done: Future[Any]) -> None:
         """Have all ranks report a step at one boundary. Runs in a thread of the save."""
         if Future.exception(done) is None:
-            self._commits.request(str(step))
+            self._commits.request(Committed(step))
 
     def _report_commits(self) -> None:
         """Report the steps that all ranks report at this boundary: `report` waits for all workers."""
         self._boundary += 1
-        found = {int(act) for act in self._commits.reach(self._boundary)}
+        found = {act.step for act in self._commits.reach(self._boundary) if isinstance(act, Committed)}
         if self._waits:
             found |= {step for step, (handle, _) in self._unreported.items() if handle.done()}
         for step in sorted(found & self._unreported.keys()):
@@ -138,11 +134,11 @@ class RayCheckpointManager(CheckpointManager):
         self._report(step, metrics)
 
     def _report_restored(self) -> None:
-        """Report the restored step, and those before it, as far as they are newer than all that Ray knows.
+        """Report the steps up to the restored one that are newer than all steps that Ray knows.
 
-        Nothing older: Ray takes what was reported last for the newest, and deletes the others first.
+        Older ones are left out: Ray takes the step that was reported last for the newest, and deletes the others first.
         """
-        if self.restored is None or self.restored.step is None:
+        if self.restored is None:
             return
         self._known_paths()  # of the same moment on all ranks
         restored = self.restored.step
@@ -150,7 +146,7 @@ class RayCheckpointManager(CheckpointManager):
             self._report(step, metrics)
 
     def _unknown(self, restored: int) -> list[tuple[int, Mapping[str, float]]]:
-        """Return the committed steps up to `restored` that are newer than all that Ray knows, with their metrics."""
+        """Return the committed steps up to `restored` that are newer than all steps that Ray knows, with their metrics."""
         steps = [info for info in self.steps() if info.step <= restored and not info.superseded]
         newest = max((info.step for info in steps if self._path(info.step) in self._known_paths()), default=-1)
         return [(info.step, info.metrics) for info in steps if info.step > newest]
@@ -186,7 +182,7 @@ def _ray_train() -> Any:
     """Return the module ray.train.
 
     Raises:
-        UsageError: it is not that of Ray Train v2.
+        UsageError: the module is not that of Ray Train v2.
     """
     import ray.train
 
@@ -201,7 +197,7 @@ def _address(storage: Any) -> str:
     """Return the address of the run's folder.
 
     Raises:
-        UsageError: it is not known.
+        UsageError: the address is not known.
     """
     kind = storage.storage_filesystem.type_name
     if storage.custom_fs_provided or kind not in _SCHEMES:

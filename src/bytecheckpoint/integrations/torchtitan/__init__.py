@@ -1,5 +1,5 @@
-"""Checkpoints for torchtitan's Trainer: `config.checkpoint = BytecheckpointManager.Config(enable=True)`."""
+"""Checkpoints for torchtitan's Trainer: `config.checkpoint = CheckpointManager.Config(enable=True)`."""
 
-from bytecheckpoint.integrations.torchtitan.manager import BytecheckpointManager
+from bytecheckpoint.integrations.torchtitan.manager import TorchtitanCheckpointManager as CheckpointManager
 
-__all__ = ["BytecheckpointManager"]
+__all__ = ["CheckpointManager"]

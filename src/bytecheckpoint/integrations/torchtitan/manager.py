@@ -1,51 +1,65 @@
-"""`BytecheckpointManager`: a checkpoint manager of torchtitan, which a `CheckpointManager` serves."""
+"""Save and restore a training of torchtitan, in the place of its own checkpoint manager."""
 
 from __future__ import annotations
 
 import glob
 import logging
+import re
 import sys
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed
+from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.checkpointer import BaseCheckpointManager, ModelWrapper
 from torchtitan.components.checkpointer import CheckpointManager as StockManager
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import filesystem
 
+from bytecheckpoint.dataloader import TorchdataLoader
+from bytecheckpoint.dataloader.hugging_face import check_exact
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.handles import SaveHandle
-from bytecheckpoint.integrations.torchtitan.folder import SEED, find_steps, is_stock_checkpoint
-from bytecheckpoint.integrations.torchtitan.states import begin_iteration, generators_of, loader_state, optimizers_of
-from bytecheckpoint.manager import CheckpointManager, Latest, Preemption
+from bytecheckpoint.integrations.generators import DelayedGenerators
+from bytecheckpoint.manager import Cadence, CheckpointManager, LoadOptions, Preemption, Retention, SaveOptions
+from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.saving import save
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.time_limits import with_time_limits
 
-__all__ = ["BytecheckpointManager"]
+__all__ = ["TorchtitanCheckpointManager"]
 
 _log = logging.getLogger("bytecheckpoint")
+#: Folder of the seed checkpoint inside of the run's.
+_SEED = "seed"
+#: Names that torchtitan's own manager gives its steps.
+_STOCK_STEP = re.compile(r"step-([0-9]+)")
+_DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
-class BytecheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
+class TorchtitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     """Saves and restores a training of torchtitan; `Config.build` makes it, as torchtitan's Trainer asks for it.
 
     A step holds the model, the optimizers, the schedule, the position of the data loader, the trainer's counters, and
     the random number generators.
 
     Args:
-        config: the options.
-        dataloader: of this rank, or None.
-        model_parts: the stages of this rank.
-        optimizers: of these.
-        lr_schedulers: of these.
+        config: options of the manager.
+        dataloader: data loader of this rank, or None.
+        model_parts: pipeline stages of this rank.
+        optimizers: optimizers of the stages.
+        lr_schedulers: schedulers of the stages.
         states: further states by name; "train_state" is the trainer.
-        sd_adapter: converts names for Hugging Face.
+        sd_adapter: converter of names for Hugging Face.
         base_folder: `dump_folder` of the job.
 
     Attributes:
-        manager: decides when to save and what to keep.
+        manager: manager of the run.
 
     Raises:
         UsageError: the training is set up in a way that is not supported.
@@ -53,22 +67,23 @@ class BytecheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
-        """Options of torchtitan, of which those of all its checkpoint managers have their meaning there."""
+        """Options of the manager. Those of torchtitan's own checkpoint managers keep their meaning."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
-        """Wait for the commit; for the copy of the state; or let it be copied behind the next forward and backward."""
+        """End of the wait: the commit, the copy of the state, or none: the copy is made behind the next forward and
+        backward."""
 
         overlap: Literal["wait", "skip", "fail"] = "wait"
-        """What to do when a save is due while the one before is being written."""
+        """Reaction to a save that is due during the save before."""
 
         on_error: Literal["raise", "warn"] = "raise"
-        """Whether the failure of a save ends the training."""
+        """Reaction to the failure of a save: end the training, or log it."""
 
         grace: float = 0.0
         """Seconds before the files of old steps are deleted, for jobs that read them."""
 
         preemption_grace: float = 0.0
-        """Seconds between SIGTERM and the end of the job; all ranks save in them, and training ends. 0: not handled."""
+        """Seconds between SIGTERM and the end of the job, in which all ranks save. 0: SIGTERM is not handled."""
 
         def __post_init__(self) -> None:
             BaseCheckpointManager.Config.__post_init__(self)
@@ -92,12 +107,13 @@ class BytecheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if not self.enable:
             return
         self._config, self._loader = config, dataloader
-        self._generators = generators_of(states.get("train_state"))
+        self._generators = _delayed_generators(states.get("train_state"))
         own = {
-            "model": model_parts, "optimizer": optimizers_of(optimizers), "lr_scheduler": lr_schedulers,
-            "dataloader": loader_state(dataloader), "rng": self._generators,
+            "model": model_parts, "optimizer": _optimizers_of(optimizers), "lr_scheduler": lr_schedulers,
+            "dataloader": _loader_state(dataloader), "rng": self._generators,
         }  # fmt: skip
-        if clash := own.keys() & states.keys():
+        clash = own.keys() & states.keys()
+        if clash:
             raise UsageError(f"a state is named {min(clash)!r}, which stands for another one here: rename it")
         self._states = {name: state for name, state in {**own, **states}.items() if state is not None}
         for name in config.exclude_from_loading:
@@ -120,16 +136,19 @@ class BytecheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
     def _new_manager(self, folder: str) -> CheckpointManager:
         config = self._config
-        background = {"staging": "background"} if config.async_mode == "async_with_pinned_mem" else {}
         return CheckpointManager(
-            folder, self._states, every=lambda _: self._due,
-            keep=Latest(config.keep_latest_k) if config.keep_latest_k else None,
+            folder,
+            self._states,
+            every=Cadence(lambda _: self._due, overlap=config.overlap),
+            keep=Retention(config.keep_latest_k or None, grace=config.grace),
             preemption=Preemption(grace=config.preemption_grace) if config.preemption_grace else None,
-            overlap=config.overlap, on_error=config.on_error, grace=config.grace,
-            async_checkpoint=config.async_mode != "disabled",
-            save_options=background,
-            load_options={"exclude": [glob.escape(name) for name in config.exclude_from_loading]},
-        )  # fmt: skip
+            save_options=SaveOptions(
+                async_checkpoint=config.async_mode != "disabled",
+                staging="background" if config.async_mode == "async_with_pinned_mem" else "blocking",
+                on_error=config.on_error,
+            ),
+            load_options=LoadOptions(exclude=[glob.escape(name) for name in config.exclude_from_loading]),
+        )
 
     # --- save -----------------------------------------------------------------------------------------------------
 
@@ -138,7 +157,7 @@ class BytecheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if config.load_only:
             return False
         if last_step and curr_step == 0:  # torchtitan has made a model only to save it
-            save(f"{self.manager.root}/{SEED}", {"model": self._states["model"]})
+            save(f"{self.manager.root}/{_SEED}", {"model": self._states["model"]})
             return True
         if last_step and config.last_save_model_only:
             self.manager.wait()
@@ -157,7 +176,7 @@ class BytecheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return True
 
     def _save_last_model(self, step: int) -> None:
-        """Save the model for others, beside the steps: it is none, since a training cannot go on from it."""
+        """Save the model for other programs, beside the steps, because a training cannot continue from it."""
         if self._config.last_save_in_hf:
             options = {"export_dtype": self._config.export_dtype, "last_save_in_hf": True}
             self._stock(self.manager.root, **options)._save_last_step(step)
@@ -184,7 +203,7 @@ class BytecheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
     @property
     def preempted(self) -> bool:
-        """Whether the training ends early because the job is to stop."""
+        """True if the training ends early because the job is to stop."""
         return self.enable and self.manager.preempted
 
     # --- load -----------------------------------------------------------------------------------------------------
@@ -193,16 +212,17 @@ class BytecheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         path = self._load_states(step)
         if path is None:
             return False
-        begin_iteration(self._loader)
+        _begin_iteration(self._loader)
         self._generators.restore()
-        for name in self._config.exclude_from_loading if torch.distributed.get_rank() == 0 else ():
-            _log.warning("%s: %s is not loaded (exclude_from_loading)", path, name)
+        if torch.distributed.get_rank() == 0:
+            for name in self._config.exclude_from_loading:
+                _log.warning("%s: %s is not loaded (exclude_from_loading)", path, name)
         return True
 
     def _load_states(self, step: int) -> str | None:
-        """Load what torchtitan would load: a step, else the seed, else what `initial_load_path` names; return its path."""
+        """Load a step, else the seed, else `initial_load_path`, as torchtitan does; return the path, or None."""
         manager = self.manager
-        own, stock, seed = manager.ask_rank_0(lambda: find_steps(manager, step))
+        own, stock, seed = manager.ask_rank_0(lambda: _find_steps(manager, step))
         if stock > own:
             self._stock(manager.root, load_only=True, **self._stock_exclusions()).load(stock)
             return f"{manager.root}/step-{stock}"
@@ -210,17 +230,17 @@ class BytecheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             manager.restore(step)
         elif step < 0:
             manager.restore_latest()
-        if manager.restored is not None and manager.restored.report is not None:
-            return manager.restored.report.path
+        if manager.restored is not None:
+            return manager.restored.path
         if step == 0 or seed:
-            return manager.restore_from(f"{manager.root}/{SEED}", only=["model"], exclude=[]).path
+            return manager.restore_from(f"{manager.root}/{_SEED}", only=["model"], exclude=[]).path
         return self._load_initial()
 
     def _load_initial(self) -> str | None:
         config, path = self._config, self._config.initial_load_path
         if path is None and not config.initial_load_in_hf:
             return None
-        if config.initial_load_in_hf or self.manager.ask_rank_0(lambda: is_stock_checkpoint(str(path))):
+        if config.initial_load_in_hf or self.manager.ask_rank_0(lambda: _is_stock_checkpoint(str(path))):
             self._load_with_stock()
         elif config.initial_load_model_only:  # perhaps saved with another export_dtype
             self.manager.restore_from(path, only=["model"], exclude=[], cast=True)
@@ -229,7 +249,7 @@ class BytecheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return path or ""
 
     def _load_with_stock(self) -> None:
-        """Load what torchtitan or Hugging Face have saved, by torchtitan's own code."""
+        """Load a checkpoint of torchtitan or Hugging Face by torchtitan's own code."""
         names = "initial_load_path", "initial_load_model_only", "initial_load_in_hf", "initial_load_in_hf_quantized"
         options = {name: getattr(self._config, name) for name in names}
         # It looks for steps in its folder first, and there shall be none.
@@ -244,6 +264,108 @@ class BytecheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
 
 def _end_when_preempted(trainer: Any, manager: CheckpointManager) -> None:
-    """Have a trainer leave its loop when the job is to stop. torchtitan asks only itself."""
-    go_on = trainer.should_continue_training
-    trainer.should_continue_training = lambda: go_on() and not manager.preempted
+    """Let a trainer leave its loop when the job is to stop. Monkey-patches it: torchtitan has no hook for this."""
+    continues = trainer.should_continue_training
+    trainer.should_continue_training = lambda: continues() and not manager.preempted
+
+
+# --- states ---
+
+
+def _optimizers_of(container: Any) -> list[Any]:
+    """Return the optimizers inside of torchtitan's container, which is an Optimizer without any state.
+
+    Raises:
+        UsageError: the container has a state of its own.
+    """
+    for method in ("state_dict", "load_state_dict"):
+        if getattr(type(container), method) is not getattr(OptimizersContainer, method):
+            raise UsageError(
+                f"a {type(container).__name__} has a {method} of its own, whose state would be lost: train with an "
+                "OptimizersContainer"
+            )
+    return list(container.optimizers)
+
+
+def _loader_state(loader: Any) -> Any:
+    """Return the state of a data loader, or None without one.
+
+    A loader with streams continues at any data-parallel degree, torchtitan's own at the same one. Others are saved per
+    rank.
+    """
+    if not isinstance(loader, ParallelAwareDataloader):
+        return loader
+    # torchtitan's data sets have that of Hugging Face inside.
+    try:
+        check_exact(
+            getattr(loader.dataset, "_data", None), "feed it by TokenBufferLoader or HuggingFaceLoader(replay=True)"
+        )
+    except UsageError as error:
+        _log.warning("a resumed run will not go on with exactly the next samples: %s", error)
+    return _LoaderOfRank(loader, rank=loader.dp_rank, ranks=loader.dp_world_size)
+
+
+def _begin_iteration(loader: Any) -> None:
+    """Let the next `iter(loader)` draw no random number. Called after a load, before generators are restored."""
+    if isinstance(loader, StatefulDataLoader):
+        loader.state_dict()  # makes the iterator, which draws a seed and is taken by the next `iter`
+
+
+class _LoaderOfRank(TorchdataLoader):
+    """State of the loader of one data-parallel rank, without the pickle in which torchtitan wraps it."""
+
+    def _divisible_sampler(self) -> None:
+        super()._divisible_sampler()  # which refuses loaders without an exact state
+
+    @property
+    def _wraps(self) -> bool:
+        return type(self.loader).state_dict is ParallelAwareDataloader.state_dict
+
+    def stream_states(self) -> Mapping[int, Any]:
+        """Return the state of this rank; see `SupportsStreams`."""
+        state = StatefulDataLoader.state_dict(self.loader) if self._wraps else self.loader.state_dict()
+        return {self._rank: state}
+
+    def load_streams(self, shared: Any, states: Mapping[int, Any]) -> None:
+        """Continue from the state of this rank; see `SupportsStreams`."""
+        load = StatefulDataLoader.load_state_dict if self._wraps else type(self.loader).load_state_dict
+        load(self.loader, states[self._rank])
+
+
+def _delayed_generators(trainer: Any) -> DelayedGenerators:
+    """Return the random number generators.
+
+    torchtitan seeds ranks alike but for the stages of a pipeline, and its DTensors need that.
+
+    Args:
+        trainer: trainer, whose `parallel_dims` decide the seeds of the ranks.
+    """
+    sizes = getattr(trainer, "parallel_dims", None)
+    return DelayedGenerators({name: getattr(sizes, name) for name in _DIMENSIONS if hasattr(sizes, name)})
+
+
+# --- the folder of the run ---
+
+
+def _find_steps(manager: CheckpointManager, step: int) -> tuple[int, int, bool]:
+    """Find a step, or the newest step if `step` is -1, in the folder of a run. Rank 0 calls it.
+
+    Returns:
+        Its number among the steps of `manager`, or -1; its number among those of torchtitan's own manager, or -1; and True
+        if there is a seed.
+    """
+    root = manager.root
+    own = {info.step for info in manager.steps()}
+    names = (_STOCK_STEP.fullmatch(name) for name in with_time_limits(resolve(root)).folders())
+    stock = {int(name[1]) for name in names if name and _is_stock_checkpoint(f"{root}/{name[0]}")}
+    newest, newest_stock = (max((n for n in found if step in (n, -1)), default=-1) for found in (own, stock))
+    return newest, newest_stock, _has(f"{root}/{_SEED}", CATALOG_NAME)
+
+
+def _is_stock_checkpoint(folder: str) -> bool:
+    """Return True for a folder of torchtitan's own manager (DCP)."""
+    return _has(folder, ".metadata")
+
+
+def _has(folder: str, name: str) -> bool:
+    return bool(with_time_limits(resolve(folder)).version(name))

@@ -1,4 +1,4 @@
-"""`attach`: put a subclass of a trainer's own class in its place.
+"""Attach a trainer, by a monkey patch: the trainer gets a subclass of its own class.
 
 A callback cannot save and load, because Trainer calls callbacks when its own files are written. So methods are overridden.
 """
@@ -11,10 +11,10 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.integrations.attaching import check_has, manager_options, put_in_front
-from bytecheckpoint.integrations.transformers.checkpoints import TrainerCheckpoints
+from bytecheckpoint.integrations.attaching import check_has, retention_of_tool, subclass_in_place
+from bytecheckpoint.integrations.transformers.checkpoints import RunArguments, TrainerCheckpoints
 from bytecheckpoint.integrations.transformers.rules import keep_rule
-from bytecheckpoint.manager import Preemption
+from bytecheckpoint.manager import Cadence, LoadOptions, Preemption, SaveOptions
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -38,7 +38,8 @@ def attach(
     preemption: Preemption | None = None,
     every: Any = None,
     keep: Any = None,
-    **options: Any,
+    save_options: SaveOptions | None = None,
+    load_options: LoadOptions | None = None,
 ) -> TrainerCheckpoints:
     """Let a trainer save and resume with this package; then call `trainer.train` as always.
 
@@ -50,13 +51,14 @@ def attach(
     Args:
         trainer: a `transformers.Trainer`, or an instance of a subclass such as `trl.SFTTrainer`.
         root: folder or URL of the run; by default `args.output_dir`.
-        hf_weights: "last": at the end of the training write what `trainer.save_model()` writes to `args.output_dir`.
-        preemption: what tells that the job is to stop. All ranks then save at the same step, and `train` returns. With
-            `args.enable_jit_checkpoint` SIGTERM tells it.
-        every: when to save beside the times that `args.save_strategy` says; as for `CheckpointManager`.
-        keep: which steps to keep; as for `CheckpointManager`. By default what `args.save_total_limit` says.
-        **options: `overlap`, `on_error`, `grace` (by default 0: old steps are deleted at once, as Trainer does),
-            `async_checkpoint`, `save_options` and `load_options` of `CheckpointManager`.
+        hf_weights: "last" to call `trainer.save_model()` at the end of the training, or None.
+        preemption: notice that the job is about to stop. All ranks then save at the same step, and `train` returns. With
+            `args.enable_jit_checkpoint`, SIGTERM is this notice by default.
+        every: further times of saves, as for `CheckpointManager`, beside those of `args.save_strategy`.
+        keep: steps to keep, as for `CheckpointManager`; by default those of `args.save_total_limit`. Unless it is a
+            `Retention` that says otherwise, old steps are deleted at once, as Trainer does.
+        save_options: options of all saves.
+        load_options: options of all loads.
 
     Raises:
         UsageError: the trainer is set up in a way that is not supported.
@@ -65,11 +67,16 @@ def attach(
     if trainer.args.enable_jit_checkpoint:
         _remove_jit_checkpoints(trainer)
         preemption = preemption or Preemption()
-    checkpoints = TrainerCheckpoints(
-        trainer, trainer.args.output_dir if root is None else root, hf_weights == "last",
-        manager_options(options, preemption=preemption, keep=keep or keep_rule(trainer.args)), every,
-    )  # fmt: skip
-    put_in_front(trainer, _CheckpointedTrainer)
+    arguments = RunArguments(
+        trainer.args.output_dir if root is None else root,
+        every if isinstance(every, Cadence) else Cadence(every),
+        retention_of_tool(keep, keep_rule(trainer.args)),
+        preemption,
+        save_options or SaveOptions(),
+        load_options or LoadOptions(),
+    )
+    checkpoints = TrainerCheckpoints(trainer, arguments, final_weights=hf_weights == "last")
+    subclass_in_place(trainer, _CheckpointedTrainer)
     trainer.bytecheckpoint = checkpoints
     return checkpoints
 
@@ -98,7 +105,7 @@ def _remove_jit_checkpoints(trainer: Any) -> None:
 
 
 class _CheckpointedTrainer(Trainer):  # type: ignore[misc]
-    """What `attach` puts in front of a trainer's class. Trainer's own methods say when these are called."""
+    """Methods that `attach` overrides in a trainer. Trainer's own methods document when they are called."""
 
     bytecheckpoint: TrainerCheckpoints
 
@@ -120,12 +127,12 @@ class _CheckpointedTrainer(Trainer):  # type: ignore[misc]
 
         counts = max_steps, num_update_steps_per_epoch, num_train_epochs
         position = super()._init_training_state(*counts, resume, trial)
-        # Earlier than Trainer does, because one load fills all: it says at which step the run goes on, too.
+        # Earlier than Trainer does, because one load fills all, the number of the step included.
         self._prepared = super()._prepare_for_training(max_steps, self._loader, resume)
-        self._goes_on = False
+        self._resumes = False
         found = self.bytecheckpoint.begin(num_update_steps_per_epoch if has_length(self._loader) else None)
         if found:
-            self._goes_on = True
+            self._resumes = True
             with tempfile.TemporaryDirectory() as folder:
                 with open(os.path.join(folder, "trainer_state.json"), "w", encoding="utf-8") as file:
                     file.write(found)
@@ -138,8 +145,8 @@ class _CheckpointedTrainer(Trainer):  # type: ignore[misc]
         return self._prepared
 
     def _run_epoch(self, **arguments: Any) -> Any:
-        if self._goes_on:
-            arguments["resume_from_checkpoint"] = self.bytecheckpoint  # not None, and handed to _load_rng_state
+        if self._resumes:
+            arguments["resume_from_checkpoint"] = self.bytecheckpoint  # not None, and passed to _load_rng_state
         return super()._run_epoch(**arguments)
 
     def _load_rng_state(self, checkpoint: Any) -> None:

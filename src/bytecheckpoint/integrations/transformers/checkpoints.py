@@ -1,4 +1,4 @@
-"""`TrainerCheckpoints`: a trainer and the `CheckpointManager` of its training."""
+"""Save and restore a trainer through the `CheckpointManager` of its training."""
 
 from __future__ import annotations
 
@@ -7,41 +7,66 @@ import glob
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from bytecheckpoint.errors import CheckpointNotFoundError
-from bytecheckpoint.integrations.attaching import refuse_newer
+from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
+from bytecheckpoint.integrations.attaching import differences, refuse_newer
 from bytecheckpoint.integrations.generators import DelayedGenerators
 from bytecheckpoint.integrations.transformers.rules import best_rule
-from bytecheckpoint.integrations.transformers.state import TrainerState, logged_metrics
-from bytecheckpoint.manager import CheckpointManager, StepInfo
+from bytecheckpoint.manager import (
+    Cadence,
+    CheckpointManager,
+    LoadOptions,
+    Preemption,
+    Retention,
+    SaveOptions,
+    StepInfo,
+)
 from bytecheckpoint.manager.run_folder import step_folder, step_number
 from bytecheckpoint.storage import resolve
 
-__all__ = ["TrainerCheckpoints"]
+__all__ = ["RunArguments", "TrainerCheckpoints"]
 
 _log = logging.getLogger("bytecheckpoint")
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    """Arguments of the manager of a training.
+
+    Attributes:
+        root: folder or URL of the run.
+        cadence: times of saves beside those of the trainer.
+        retention: steps to keep.
+        preemption: notice that the job is about to stop.
+        save_options: options of all saves.
+        load_options: options of all loads.
+    """
+
+    root: str | os.PathLike[str]
+    cadence: Cadence
+    retention: Retention
+    preemption: Preemption | None
+    save_options: SaveOptions
+    load_options: LoadOptions
 
 
 class TrainerCheckpoints:
     """The checkpoints of a trainer. `attach` makes it, and it is `trainer.bytecheckpoint`.
 
     Args:
-        trainer: whose they are.
-        root: folder or URL.
-        final_weights: write Hugging Face weights at the end.
-        options: of the manager.
-        every: further times at which to save.
+        trainer: trainer of the run.
+        arguments: arguments of the manager.
+        final_weights: True to write Hugging Face weights at the end.
 
     Attributes:
-        manager: of the training that runs, or of the last one; None before the first.
+        manager: manager of the current or last training; None before the first.
     """
 
-    def __init__(
-        self, trainer: Any, root: str | os.PathLike[str], final_weights: bool, options: Mapping[str, Any], every: Any
-    ) -> None:
-        self._trainer, self._root, self._options, self._every = trainer, root, dict(options), every
+    def __init__(self, trainer: Any, arguments: RunArguments, *, final_weights: bool) -> None:
+        self._trainer, self._arguments = trainer, arguments
         self.final_weights = final_weights
         self.manager: CheckpointManager | None = None
         self._resume: Any = None
@@ -53,7 +78,7 @@ class TrainerCheckpoints:
 
     @property
     def preempted(self) -> bool:
-        """Whether the last training ended early because the job is to stop."""
+        """True if the last training ended early because the job is to stop."""
         return self.manager is not None and self.manager.preempted
 
     # --- called by the trainer ------------------------------------------------------------------------------------
@@ -66,24 +91,22 @@ class TrainerCheckpoints:
             resume: `resume_from_checkpoint` of `train`.
 
         Yields:
-            What Trainer itself is to resume from, or None.
+            The folder from which Trainer itself resumes, or None.
         """
-        own = None if resume is None or resume is False else resume
-        stock = (
-            own if own not in (None, True, "auto") and os.path.isfile(os.path.join(own, "trainer_state.json")) else None
-        )
-        self._resume, self.manager = None if stock else own, None
+        wanted = None if resume is False else resume
+        of_trainer = wanted not in (None, True, "auto") and os.path.isfile(os.path.join(wanted, "trainer_state.json"))
+        self._resume, self.manager = None if of_trainer else wanted, None
         with contextlib.ExitStack() as self._stack:
-            yield stock
+            yield wanted if of_trainer else None
 
     def begin(self, steps_per_epoch: int | None) -> str:
-        """Make the manager of a training whose objects are ready, and restore them if that was asked for.
+        """Make the manager of a training whose objects are ready, and restore them if the user wants to resume.
 
         Args:
             steps_per_epoch: optimizer steps in an epoch; None for data without a length.
 
         Returns:
-            The state of the trainer to go on from, as JSON; "" in a new run.
+            The state of the trainer to continue from, as JSON; "" in a new run.
         """
         trainer = self._trainer
         state, self._generators = TrainerState(trainer, steps_per_epoch), DelayedGenerators()
@@ -101,37 +124,48 @@ class TrainerCheckpoints:
         if not self._restore(self.manager):
             return ""
         facts = json.loads(state.loaded)
-        if (best := facts["best_model_checkpoint"]) is not None:
+        best = facts["best_model_checkpoint"]
+        if best is not None:
             facts["best_model_checkpoint"] = f"{self.manager.root}/{os.path.basename(best)}"  # the run may have moved
         return json.dumps(facts)
 
     def _new_manager(self) -> CheckpointManager:
-        every = [lambda _: self._asked, *([] if self._every is None else [self._every])]
-        options = dict(self._options)
-        for name in ("save_options", "load_options"):
-            options[name] = {**self._selection(), **options.get(name, {})}
-        return CheckpointManager(self._root, self._states, every=every, **options)
+        arguments, frozen = self._arguments, self._frozen()
+        save_options, load_options = arguments.save_options, arguments.load_options
+        if frozen and save_options.exclude is None:
+            save_options = replace(save_options, exclude=frozen)
+        if frozen and load_options.exclude is None:
+            load_options = replace(load_options, exclude=frozen)
+        cadence = arguments.cadence
+        return CheckpointManager(
+            arguments.root,
+            self._states,
+            every=Cadence([lambda _: self._asked, cadence], at_end=cadence.at_end, overlap=cadence.overlap),
+            keep=arguments.retention,
+            preemption=arguments.preemption,
+            save_options=save_options,
+            load_options=load_options,
+        )
 
-    def _selection(self) -> dict[str, Any]:
-        """Leave out what a model with adapters does not train: it comes from the base model."""
+    def _frozen(self) -> list[str]:
+        """Return patterns of the parameters that a model with adapters does not train: the base model has them."""
         model = self._trainer.model
         if not getattr(model, "peft_config", None):
-            return {}
-        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-        return {"exclude": [f"model/{glob.escape(name)}" for name in frozen]} if frozen else {}
+            return []
+        return [f"model/{glob.escape(name)}" for name, one in model.named_parameters() if not one.requires_grad]
 
     def _refuse_newer(self, manager: CheckpointManager) -> None:
         step = None if self._resume is None else step_number(resolve(self._resume).url, manager.root)
-        remedy = "pass resume_from_checkpoint='auto' to go on with it, attach the trainer with another root"
+        remedy = "pass resume_from_checkpoint='auto' to continue it, attach the trainer with another root"
         refuse_newer(manager, step or 0, f"{remedy}, or remove the steps")
 
     def _restore(self, manager: CheckpointManager) -> bool:
-        """Restore what `resume_from_checkpoint` names; return False in a new run."""
+        """Restore the step that `resume_from_checkpoint` names; return False in a new run."""
         if self._resume is None:
             return False
         if self._resume not in ("auto", True):
             manager.restore_from(self._resume)
-        elif not manager.restore_latest():
+        elif manager.restore_latest() is None:
             if self._resume is True:
                 raise CheckpointNotFoundError(
                     f"{manager.root} holds no committed step: with resume_from_checkpoint='auto' a run begins there"
@@ -140,11 +174,11 @@ class TrainerCheckpoints:
         return True
 
     def restore_generators(self) -> None:
-        """Let the random number generators go on from the checkpoint. Trainer asks for it when it has skipped batches."""
+        """Restore the random number generators. Trainer calls it when it has skipped batches."""
         self._generators.restore()
 
     def save(self) -> None:
-        """Save, because the trainer wants it."""
+        """Save, because the trainer wants to."""
         assert self.manager is not None
         trainer, state = self._trainer, self._trainer.state
         trainer.store_flos()
@@ -153,7 +187,7 @@ class TrainerCheckpoints:
         self._reach(asked=True)
 
     def reach_boundary(self) -> None:
-        """Save if something else than the trainer wants it. Called after every step."""
+        """Save if a rule or the end of the job wants it. Called after every step."""
         if self._trainer.state.global_step != self._boundary:  # it has not been saved, and this is no end of an epoch
             self._reach(asked=False)
 
@@ -178,3 +212,69 @@ class TrainerCheckpoints:
             return
         manager.restore_from(best.path, only=["model"])
         self._trainer.state.best_model_checkpoint = best.path
+
+
+def logged_metrics(state: Any) -> dict[str, float]:
+    """Return the numbers that were logged at this step, evaluation included."""
+    found: dict[str, float] = {}
+    for entry in reversed(state.log_history):
+        if entry.get("step") != state.global_step:
+            break
+        found = {name: value for name, value in entry.items() if isinstance(value, int | float)} | found
+    found.pop("step", None)
+    return found
+
+
+class TrainerState:
+    """State of a trainer, as in trainer_state.json, with a description of its data; implements `SupportsStreams`.
+
+    Args:
+        trainer: trainer of the run.
+        steps_per_epoch: optimizer steps in an epoch; None for data without a length.
+
+    Attributes:
+        loaded: the state of the checkpoint, as JSON.
+    """
+
+    stream_count = 1
+
+    def __init__(self, trainer: Any, steps_per_epoch: int | None) -> None:
+        self._trainer = trainer
+        args = trainer.args
+        self._data = {
+            "samples per step": trainer.get_total_train_batch_size(args),
+            "steps per epoch": steps_per_epoch,
+            "data seed": args.seed if args.data_seed is None else args.data_seed,
+        }
+        self.loaded = ""
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return the facts that decide the order of the data; see `SupportsStreams`."""
+        return {"data": self._data}
+
+    def stream_states(self) -> dict[int, Any]:
+        """Return the state of rank 0, which counts for all ranks; see `SupportsStreams`."""
+        from transformers.trainer_callback import ExportableState
+
+        trainer = self._trainer
+        if not trainer.is_world_process_zero():
+            return {}
+        parts = [*trainer.callback_handler.callbacks, trainer.control]
+        parts = [part for part in parts if isinstance(part, ExportableState)]
+        state = replace(trainer.state, stateful_callbacks=parts)
+        return {0: {"trainer_state.json": json.dumps(asdict(state))}}
+
+    def choose_streams(self, shared: Any, saved: Sequence[int]) -> Sequence[int]:
+        """Refuse a checkpoint of other data; see `SupportsStreams`."""
+        differing = differences(shared["data"], self._data)
+        if differing and not self._trainer.args.ignore_data_skip:
+            raise IncompatibleCheckpointError(
+                f"the run would continue with other data than it began with ({differing}). Samples per step are "
+                "per_device_train_batch_size x gradient_accumulation_steps x ranks: keep their product. With "
+                "ignore_data_skip=True the run continues with the first samples of the epoch"
+            )
+        return saved
+
+    def load_streams(self, shared: Any, states: Mapping[int, Any]) -> None:
+        """Keep the state until Trainer asks for it; see `SupportsStreams`."""
+        self.loaded = states[0]["trainer_state.json"]

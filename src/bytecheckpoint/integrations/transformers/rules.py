@@ -1,4 +1,4 @@
-"""What the arguments of a trainer say about which steps to keep, as rules of `CheckpointManager`."""
+"""Turn the arguments of a trainer into rules for the steps to keep."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["best_rule", "keep_rule"]
 
 @dataclass(frozen=True)
 class _TotalLimit:
-    """Keep what `save_total_limit` keeps: the newest step, the best one, and others as far as the limit allows."""
+    """Keep the newest step, the best one, and others up to `save_total_limit`."""
 
     limit: int
     best: Best | None
@@ -29,13 +29,13 @@ class _TotalLimit:
 
 
 def keep_rule(args: Any) -> _TotalLimit | None:
-    """Return the rule of `save_total_limit`, None to keep everything."""
+    """Return the rule of `save_total_limit`, or None to keep everything."""
     limit = args.save_total_limit
     return _TotalLimit(limit, best_rule(args)) if limit is not None and limit > 0 else None
 
 
 def best_rule(args: Any) -> Best | None:
-    """Return the rule of `metric_for_best_model`, if it is set."""
+    """Return the rule of `metric_for_best_model`, or None."""
     metric = args.metric_for_best_model
     if metric is None:
         return None

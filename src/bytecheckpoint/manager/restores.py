@@ -1,0 +1,157 @@
+"""Load steps of a run on all ranks, and let the ranks agree on the step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from bytecheckpoint.collectives import Collective
+from bytecheckpoint.collectives.agreement import Agreement
+from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
+from bytecheckpoint.handles import LoadReport
+from bytecheckpoint.loading import load
+from bytecheckpoint.manager.run_folder import RunFolder, step_folder
+from bytecheckpoint.options import LoadOptions
+from bytecheckpoint.settings import settings
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Conversations", "Restored", "Restores"]
+
+_log = logging.getLogger("bytecheckpoint")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Result of a restore.
+
+    Attributes:
+        step: step that was loaded.
+        path: address of its checkpoint.
+        report: report of the load.
+        skipped: newer steps that could not be loaded, with the reasons.
+    """
+
+    step: int
+    path: str
+    report: LoadReport
+    skipped: Mapping[int, str] = field(default_factory=dict)
+
+
+class Conversations:
+    """Agreements of the ranks of a manager, one after the other.
+
+    Args:
+        collective: ranks of the run.
+        tag: name of the manager, never used twice in one world.
+    """
+
+    def __init__(self, collective: Collective, tag: str) -> None:
+        self.collective, self.tag, self._count = collective, tag, 0
+
+    def begin(self, timeout: float | None = None) -> Agreement:
+        """Return the next agreement; `timeout` is in seconds, by default as in the settings."""
+        self._count += 1
+        return Agreement(
+            self.collective, f"{self.tag}/{self._count}", settings().timeout if timeout is None else timeout
+        )
+
+    def ask_rank_0(self, look: Callable[[], _T], kind: Any = Any, timeout: float | None = None) -> _T:
+        """Return on all ranks the result of a function on rank 0; see `CheckpointManager.ask_rank_0`."""
+
+        def find() -> Any:
+            return look() if self.collective.rank == 0 else None
+
+        found: _T = self.begin(timeout).agree("rank 0", find, lambda answers: answers[0], decisions=kind)
+        return found
+
+
+class Restores:
+    """Loads steps and other checkpoints into the states of a run.
+
+    Args:
+        states: live objects, as for `load`.
+        options: options of the loads.
+        group: ranks that load together.
+        folder: folder of the run.
+        conversations: agreements of the ranks.
+
+    Attributes:
+        last: result of the last restore; None if nothing was restored.
+        count: number of steps that were loaded so far.
+    """
+
+    def __init__(
+        self,
+        states: MutableMapping[str, Any],
+        options: LoadOptions,
+        group: ProcessGroup | None,
+        folder: RunFolder,
+        conversations: Conversations,
+    ) -> None:
+        self._states, self._options, self._group = states, options, group
+        self._folder, self._conversations = folder, conversations
+        self._is_rank_0 = conversations.collective.rank == 0
+        self.last: Restored | None = None
+        self.count = 0
+
+    def load(self, path: str, only: Collection[str] | None = None, **arguments: Any) -> LoadReport:
+        """Load a checkpoint, or the states that `only` names, with arguments in place of the options."""
+        states = self._states if only is None else {name: self._states[name] for name in only}
+        report = load(path, states, **{"process_group": self._group, **self._options.arguments(), **arguments})
+        if self._is_rank_0:
+            for note in report.notes:
+                _log.warning("%s: %s", path, note)
+        return report
+
+    def load_step(self, step: int, skipped: Mapping[int, str] | None = None) -> Restored:
+        """Load a step of the run.
+
+        Args:
+            step: step number.
+            skipped: newer steps that could not be loaded, with the reasons.
+        """
+        path = step_folder(self._folder.url, step)
+        self.last = Restored(step, path, self.load(path), skipped or {})
+        self.count += 1
+        return self.last
+
+    def load_latest(self) -> Restored | None:
+        """Load the newest step that verifies; see `CheckpointManager.restore_latest`."""
+        url, skipped = self._folder.url, dict[int, str]()
+        # Another job may commit and delete steps meanwhile: list them again after each that is skipped.
+        while candidates := [step for step in self._agree_on_steps() if step not in skipped]:
+            step = candidates[-1]
+            try:
+                return self.load_step(step, skipped)
+            except (CorruptCheckpointError, CheckpointNotFoundError) as error:
+                skipped[step] = str(error)
+                if self._is_rank_0:
+                    _log.warning("step %d cannot be loaded, trying an older one: %s", step, error)
+        if skipped:
+            raise CorruptCheckpointError(
+                f"none of the {len(skipped)} steps in {url} can be loaded: "
+                + "; ".join(f"step {step}: {why}" for step, why in skipped.items())
+            )
+        if self._is_rank_0:
+            _log.info("%s holds no committed step: the run begins", url)
+        self.last = None
+        return None
+
+    def _agree_on_steps(self) -> list[int]:
+        """Return the committed steps that any rank sees, by age, because each machine has a hot tier of its own."""
+
+        def look() -> list[tuple[bool, int]]:
+            return self._folder.committed() if self._is_rank_0 or self._folder.machine_only else []
+
+        def join(seen: list[list[tuple[bool, int]]]) -> list[int]:
+            found = [entry for steps in seen for entry in steps]
+            current = {step for is_current, step in found if is_current}
+            return sorted({step for _, step in found}, key=lambda step: (step in current, step))
+
+        agreement = self._conversations.begin()
+        return agreement.agree("steps", look, join, reports=list[tuple[bool, int]], decisions=list[int])
