@@ -424,5 +424,5 @@ class InboxCollective(Collective):
         self, rank: int, tag: str, request: bytes, destination: NDArray[np.uint8], *, timeout: float
     ) -> None:
         if (provider := self._providers.get(tag)) is None:
-            raise CheckpointError(f"rank {self.rank} does not serve {tag!r} now")
+            raise CheckpointError(f"rank {self.rank}: {tag!r} is not served now")
         np.copyto(destination, provide(provider, request, destination.nbytes))

@@ -73,7 +73,8 @@ class StopSignal:
     def _send_to_all(self, failure: Failure) -> None:
         if not self._sent.acquire(blocking=False):
             return
-        others = [rank for rank in range(1, self._collective.world_size) if rank != failure.rank]
+        # Also the rank of the failure: it may have failed to serve another one, and not know.
+        others = range(1, self._collective.world_size)
         with contextlib.suppress(CheckpointError):
             self._collective.send_each(self._stop_tag, dict.fromkeys(others, failure.encode()))
 

@@ -21,12 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.multiprocessing  # lets connections carry tensors in shared memory
+from msgspec import structs
 
 from bytecheckpoint.dataloader.handover import ALIGN, StateReceiver, States, StateSender, share_states
 from bytecheckpoint.dataloader.recipe import Recipe
 from bytecheckpoint.dataloader.rows import Rows, shared_tensor
 from bytecheckpoint.dataloader.stream import Snapshot, Stream
-from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError, UsageError, error_from_report, error_report
+from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError, UsageError
+from bytecheckpoint.failures import Failure
 
 __all__ = ["LocalMaker", "Worker"]
 
@@ -148,7 +150,7 @@ class Worker:
         self._slots = [Rows.over(part, count, recipe.context_length) for part in memory]
         self._made: dict[int, bool] = {}  # number of a batch -> whether its slot holds it; False: a stream has ended
         self._states: dict[int, dict[int, Any]] = {}
-        self._failures: dict[int, dict[str, Any]] = {}  # number of a batch, or -1: the worker itself -> report
+        self._failures: dict[int, Failure] = {}  # by number of a batch; -1 for a failure of the worker itself
         self._asked: set[int] = set()
         self._receiver = StateReceiver()
         context: Any = multiprocessing.get_context(start_method)
@@ -238,7 +240,7 @@ class Worker:
                 self._failures[number] = value
 
     def _failure(self, number: int) -> Exception:
-        return error_from_report(self._failures[number], prefix=f"{self.name} failed: ")
+        return structs.replace(self._failures[number], stage=f"{self.name} failed").as_error()
 
     def _death(self) -> PeerLostError:
         self._process.join(5)
@@ -273,15 +275,15 @@ def _work(link: Connection, memory: torch.Tensor, arguments: tuple[Any, ...]) ->
         return
     except BaseException as error:  # noqa: BLE001  the loader raises it
         with contextlib.suppress(_LoaderGoneError):
-            _send(link, "failure", -1, _report(error))
+            _send(link, "failure", -1, _failure(error))
             while True:  # tensors that were sent live in this process until they are received
                 _receive(link, parent)
 
 
-def _report(error: BaseException) -> dict[str, Any]:
-    report = error_report(error)
-    report["message"] += f"\n{''.join(traceback.format_exception(error)[-6:])}"
-    return report
+def _failure(error: BaseException) -> Failure:
+    failure = Failure.of(error)
+    trace = "".join(traceback.format_exception(error)[-6:])
+    return structs.replace(failure, message=f"{failure.message}\n{trace}")
 
 
 def _serve(link: Connection, parent: int, slots: list[Rows], maker: LocalMaker) -> None:
@@ -313,7 +315,7 @@ def _serve(link: Connection, parent: int, slots: list[Rows], maker: LocalMaker) 
                 told = not maker.make(slots[number % len(slots)], number)
             except Exception as error:  # noqa: BLE001  the loader raises it for this batch; what is before can be saved
                 told = True
-                _send(link, "failure", number, _report(error))
+                _send(link, "failure", number, _failure(error))
             else:
                 _send(link, "rows", number, not told)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.workers import call_until_stopped
-from bytecheckpoint.errors import CheckpointError, error_from_report, error_report
+from bytecheckpoint.errors import CheckpointError
 
 __all__ = ["MachineReads"]
 
@@ -82,16 +82,9 @@ class MachineReads:
                 np.copyto(destination, found)
         elif len(destination):
             timeout = files.read_timeout()
-            fetch = functools.partial(self._fetch, reader, name, destination, timeout)
+            fetch = functools.partial(self._collective.fetch, reader, self._tag, name.encode(), destination, timeout=timeout)
             call_until_stopped(fetch, 2 * timeout, f"read {files.url}", files.stopped)
             self.bytes_received += len(destination)
-
-    def _fetch(self, reader: int, name: str, destination: NDArray[np.uint8], timeout: float) -> None:
-        try:
-            self._collective.fetch(reader, self._tag, name.encode(), destination, timeout=timeout)
-        except CheckpointError as error:
-            report = error_report(error)
-            raise error_from_report(report, prefix=f"rank {reader}, which reads it for this one: ") from error
 
     def _read_once(self, name: str) -> NDArray[np.uint8]:
         """Read a piece from storage, unless this rank has done so, for itself or for another."""

@@ -95,7 +95,7 @@ class Connections(Loop):
 
     def _connect_if_needed(self, peer: Peer) -> None:
         """Dial `peer` if this rank wants bytes of it, or has to tell it something; watch it if it has to dial."""
-        wants = peer.called is None and bool(peer.to_request or (peer.unreported and peer.caller is None))
+        wants = peer.called is None and bool(peer.to_request or (peer.unsent_failures and peer.caller is None))
         waits = peer.caller is None and bool(peer.offers)
         if self._deadline is not None or not (wants or waits):
             return

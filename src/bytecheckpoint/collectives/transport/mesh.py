@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import struct
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -31,7 +30,6 @@ from bytecheckpoint.collectives.transport.transfers import (
     Fetch,
     Operation,
     PeerLink,
-    Report,
     Transfer,
     pop_first,
 )
@@ -40,15 +38,15 @@ from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointTimeoutError,
     PeerLostError,
-    error_from_report,
-    error_report,
 )
+from bytecheckpoint.failures import Failure
 from bytecheckpoint.liveness import busy
 from bytecheckpoint.tracing.operation import count_retries
 
 __all__ = ["Mesh"]
 
 _WANT = struct.Struct("<QQ")  # number of the request, bytes expected
+_MISSING = "FileNotFoundError"  # name of the error in a failure whose message is the name of the missing file
 
 
 class Mesh(Connections):
@@ -88,7 +86,7 @@ class Mesh(Connections):
     def serve(self, tag: str, provider: DataProvider) -> Iterator[None]:
         """Serve data to other ranks, as `Collective.serve`."""
         self.check_process()
-        service = self._services[tag] = Service(provider, partial(self._answer, tag), self._refuse)
+        service = self._services[tag] = Service(provider, partial(self._answer, tag), partial(self._refuse, tag))
         try:
             yield
         finally:
@@ -104,10 +102,13 @@ class Mesh(Connections):
         if self._call_soon(partial(self._begin_answer, answer)):
             answer.over.wait()
 
-    def _refuse(self, request: Request, error: BaseException) -> None:
-        """Report to a rank that its fetch has failed."""
-        report = {"missing": str(error.filename or error)} if isinstance(error, FileNotFoundError) else None
-        self._send_refusal(request.link, request.number, report or error_report(error))
+    def _refuse(self, tag: str, request: Request, error: BaseException) -> None:
+        """Send a rank the failure of its fetch."""
+        if isinstance(error, FileNotFoundError):
+            failure = Failure(_MISSING, str(error.filename or error))
+        else:
+            failure = Failure.of(error, rank=self.rank, stage=f"serve {tag!r}")
+        self._send_refusal(request.link, request.number, failure)
 
     def _run(self, operation: Operation, timeout: float) -> None:
         self.check_process()
@@ -137,10 +138,10 @@ class Mesh(Connections):
         return PeerLostError(f"rank {self.rank}: {operation.title}: {reason}")
 
     def _not_served(self, tag: str) -> CheckpointError:
-        return CheckpointError(f"rank {self.rank} does not serve {tag!r} now")
+        return CheckpointError(f"rank {self.rank}: {tag!r} is not served now")
 
-    def _send_refusal(self, link: PeerLink, number: int, report: Report) -> None:
-        self._post(link, Kind.REFUSED, self.rank, link.rank, NUMBER.pack(number), json.dumps(report).encode())
+    def _send_refusal(self, link: PeerLink, number: int, failure: Failure) -> None:
+        self._post(link, Kind.REFUSED, self.rank, link.rank, NUMBER.pack(number), failure.encode())
 
     # Below: on the thread only.
 
@@ -153,8 +154,8 @@ class Mesh(Connections):
         if isinstance(operation, Exchange):
             for peer in peers:
                 peer.given_up_here.pop(operation.tag, None)
-                if (report := peer.given_up_there.pop(operation.tag, None)) is not None:
-                    self._fail_as(peer, operation, report)
+                if (failure := peer.given_up_there.pop(operation.tag, None)) is not None:
+                    self._fail(operation, failure.as_error())
                     return
         for transfer in list(operation.left):
             peer = self._peer(transfer.rank)
@@ -213,33 +214,28 @@ class Mesh(Connections):
             ),
         )
 
-    def _fail(self, operation: Operation, error: Exception, report: Report | None = None) -> None:
-        """Give up `operation` here, and report that to the ranks that wait for this one."""
+    def _fail(self, operation: Operation, error: Exception) -> None:
+        """Give up `operation` here, and send the failure to the ranks that wait for this one."""
         if operation.over.is_set():
             return
-        report = report or error_report(error)
+        failure = Failure.of(error, rank=self.rank)
         for transfer in operation.left:
             self._peer(transfer.rank).withdraw(transfer)
         if isinstance(operation, Answer) and self._peer(operation.link.rank).caller is operation.link:
-            self._send_refusal(operation.link, operation.number, report)
+            self._send_refusal(operation.link, operation.number, failure)
         if isinstance(operation, Exchange):
             for rank in {transfer.rank for transfer in operation.left}:
                 peer = self._peer(rank)
-                peer.give_up(operation.tag, report)
-                self._report_failures(peer)
+                peer.give_up(operation.tag, failure)
+                self._send_failures(peer)
         operation.fail(error)
 
-    def _report_failures(self, peer: Peer) -> None:
-        """Tell `peer` which exchanges were given up here; without a connection, do nothing yet."""
+    def _send_failures(self, peer: Peer) -> None:
+        """Send `peer` the failures of exchanges that were given up here; without a connection, do nothing yet."""
         for link in peer.links[:1]:
-            for tag, report in peer.unreported.items():
-                self._post(link, Kind.FAILED, self.rank, peer.rank, tag.encode(), json.dumps(report).encode())
+            for tag, failure in peer.unsent_failures.items():
+                self._post(link, Kind.FAILED, self.rank, peer.rank, tag.encode(), failure.encode())
                 peer.given_up_here[tag] = None
-
-    def _fail_as(self, peer: Peer, exchange: Operation, report: Report) -> None:
-        """Give up an exchange that `peer` has given up, and pass on the report of the first cause."""
-        prefix = f"rank {self.rank}: {exchange.title} was given up by rank {peer.rank}: "
-        self._fail(exchange, error_from_report(report, prefix=prefix), report)
 
     def _operations_with(self, peer: Peer) -> list[Operation]:
         return [each for each in self._operations if any(transfer.rank == peer.rank for transfer in each.left)]
@@ -261,7 +257,7 @@ class Mesh(Connections):
     # Connections and frames.
 
     def _on_connected(self, peer: Peer) -> None:
-        self._report_failures(peer)
+        self._send_failures(peer)
         if peer.called is not None:
             transfers = list(peer.to_request)
             peer.to_request.clear()
@@ -279,37 +275,33 @@ class Mesh(Connections):
             else:
                 link.early_requests.setdefault(tag.decode(), deque()).append((number, size))
         elif kind is Kind.FAILED:
-            self._on_failed(peer, tag.decode(), json.loads(bytes(payload)))
+            self._on_failed(peer, tag.decode(), Failure.decode(payload))
         elif kind is Kind.FETCH:
             number, size = _WANT.unpack_from(payload)
             self._on_fetch(tag.decode(), Request(link, number, size, bytes(payload[_WANT.size :])))
         elif kind is Kind.REFUSED:
-            self._on_refused(link, NUMBER.unpack(tag)[0], json.loads(bytes(payload)))
+            self._on_refused(link, NUMBER.unpack(tag)[0], Failure.decode(payload))
 
-    def _on_failed(self, peer: Peer, tag: str, report: Report) -> None:
+    def _on_failed(self, peer: Peer, tag: str, failure: Failure) -> None:
         if peer.caller is not None:
             peer.caller.early_requests.pop(tag, None)
         exchanges = [each for each in self._operations_with(peer) if isinstance(each, Exchange) and each.tag == tag]
         for exchange in exchanges:
-            self._fail_as(peer, exchange, report)
+            self._fail(exchange, failure.as_error())
         if not exchanges:
-            peer.on_given_up(tag, report)
+            peer.on_given_up(tag, failure)
 
     def _on_fetch(self, tag: str, request: Request) -> None:
         if (service := self._services.get(tag)) is None:
-            self._refuse(request, self._not_served(tag))
+            self._refuse(tag, request, self._not_served(tag))
         else:
             service.submit(request)
 
-    def _on_refused(self, link: PeerLink, number: int, report: Report) -> None:
+    def _on_refused(self, link: PeerLink, number: int, failure: Failure) -> None:
         if (transfer := link.arrays.requested(number)) is None:
             return
-        error: Exception
-        if "missing" in report:
-            error = FileNotFoundError(2, "no such file", report["missing"])
-        else:
-            prefix = f"rank {self.rank}: {transfer.operation.title} was refused by rank {link.rank}: "
-            error = error_from_report(report, prefix=prefix)
+        missing = failure.error == _MISSING
+        error = FileNotFoundError(2, "no such file", failure.message) if missing else failure.as_error()
         self._fail(transfer.operation, error)
 
     def _begin_answer(self, answer: Answer) -> None:
@@ -326,7 +318,7 @@ class Mesh(Connections):
 
     def _end_service(self, tag: str, service: Service) -> None:
         for request in service.close():
-            self._refuse(request, self._not_served(tag))
+            self._refuse(tag, request, self._not_served(tag))
         for operation in list(self._operations):
             if isinstance(operation, Answer) and operation.tag == tag:
                 self._fail(operation, self._not_served(tag))

@@ -6,7 +6,8 @@ import socket
 from collections import deque
 from typing import TypeVar
 
-from bytecheckpoint.collectives.transport.transfers import PeerLink, Report, Transfer
+from bytecheckpoint.collectives.transport.transfers import PeerLink, Transfer
+from bytecheckpoint.failures import Failure
 
 __all__ = ["Peer"]
 
@@ -38,9 +39,9 @@ class Peer:
         self.failure = ""
         self.offers: dict[str, deque[Transfer]] = {}  # by tag, outgoing, not requested by the other rank yet
         self.to_request: set[Transfer] = set()  # incoming, to be requested once there is a connection
-        # By tag, the reports of exchanges that one of the two ranks has given up before the other one.
-        self.given_up_here: dict[str, Report | None] = {}  # None: the other rank knows
-        self.given_up_there: dict[str, Report] = {}
+        # By tag, the failures of exchanges that one of the two ranks has given up before the other one.
+        self.given_up_here: dict[str, Failure | None] = {}  # None: the other rank knows
+        self.given_up_there: dict[str, Failure] = {}
 
     @property
     def links(self) -> list[PeerLink]:
@@ -55,20 +56,20 @@ class Peer:
             self.caller = None
 
     @property
-    def unreported(self) -> dict[str, Report]:
+    def unsent_failures(self) -> dict[str, Failure]:
         """The part of `given_up_here` that the other rank does not know."""
-        return {tag: report for tag, report in self.given_up_here.items() if report is not None}
+        return {tag: failure for tag, failure in self.given_up_here.items() if failure is not None}
 
-    def give_up(self, tag: str, report: Report) -> None:
+    def give_up(self, tag: str, failure: Failure) -> None:
         """Note that this rank has given up exchange `tag`."""
-        _remember(self.given_up_here, tag, report)
+        _remember(self.given_up_here, tag, failure)
 
-    def on_given_up(self, tag: str, report: Report) -> None:
+    def on_given_up(self, tag: str, failure: Failure) -> None:
         """Note that the other rank has given up exchange `tag`, which does not run here now."""
         if tag in self.given_up_here:
             del self.given_up_here[tag]
         else:
-            _remember(self.given_up_there, tag, report)
+            _remember(self.given_up_there, tag, failure)
 
     def withdraw(self, transfer: Transfer) -> None:
         """Move no more of an array: its memory is neither read nor written once this returns."""
@@ -82,8 +83,8 @@ class Peer:
             link.forget(transfer)
 
 
-def _remember(reports: dict[str, T], tag: str, report: T) -> None:
-    """Add a report, and drop the oldest beyond the limit."""
-    while len(reports) >= _REMEMBERED:
-        del reports[next(iter(reports))]
-    reports[tag] = report
+def _remember(failures: dict[str, T], tag: str, failure: T) -> None:
+    """Add a failure, and drop the oldest beyond the limit."""
+    while len(failures) >= _REMEMBERED:
+        del failures[next(iter(failures))]
+    failures[tag] = failure

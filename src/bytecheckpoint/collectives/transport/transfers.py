@@ -17,12 +17,10 @@ from bytecheckpoint.collectives.transport.link import Link
 from bytecheckpoint.collectives.transport.wire import FrameReader, Kind, Payload, header
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["NUMBER", "Answer", "Exchange", "Fetch", "Operation", "PeerLink", "Report", "Transfer", "pop_first"]
+__all__ = ["NUMBER", "Answer", "Exchange", "Fetch", "Operation", "PeerLink", "Transfer", "pop_first"]
 
 T = TypeVar("T")
 
-#: The report of an error, as `error_report` makes it.
-Report = dict[str, str]
 #: The tag of a DATA or REFUSED frame: the number of the request that it answers.
 NUMBER = struct.Struct("<Q")
 

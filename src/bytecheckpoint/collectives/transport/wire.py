@@ -35,9 +35,9 @@ class Kind(IntEnum):
     # Only on direct connections:
     WANT = 15  # request for the array of exchange `tag`; payload: number of the request, size expected
     DATA = 16  # next piece of an array; tag: number of the request
-    FAILED = 17  # this side has given up exchange `tag`; payload: the report of an error
+    FAILED = 17  # this side has given up exchange `tag`; payload: the failure
     FETCH = 18  # request for data that the other side serves under `tag`; payload: as WANT, then the request itself
-    REFUSED = 19  # answer to a fetch that failed; tag: number of the request; payload: the report of an error
+    REFUSED = 19  # answer to a fetch that failed; tag: number of the request; payload: the failure
 
 
 #: In place of a rank: whoever answers.
