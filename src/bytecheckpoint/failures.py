@@ -104,7 +104,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.msgpack.encode(self)
 
     @staticmethod
-    def decode(data: bytes | memoryview) -> Failure:
+    def decode(data: bytes | bytearray | memoryview) -> Failure:
         """Invert `encode`."""
         return _decoder.decode(data)
 

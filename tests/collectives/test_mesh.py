@@ -238,7 +238,7 @@ def test_the_first_cause_reaches_everybody_at_once(world: DataWorld) -> None:
     # Also those that begin later.
     with pytest.raises(CheckpointTimeoutError, match="not all bytes came from rank 1"):
         world.exchange(0, "late", {}, {1: got}, timeout=0.1)
-    with pytest.raises(CheckpointTimeoutError, match="^rank 0: "):
+    with pytest.raises(CheckpointTimeoutError, match=r"^rank 0: "):
         world.exchange(1, "late", {0: got}, {}, timeout=3600)
     assert time.monotonic() - started < 20
     world.pair("afterwards", 0, 1, 9)

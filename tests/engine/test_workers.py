@@ -6,7 +6,7 @@ from tests.support.processes import run_program
 
 _FORKS = """
 import os, sys, threading, torch
-from bytecheckpoint.engine.workers import Workers
+from bytecheckpoint.concurrency import Workers
 
 torch.set_num_threads(2)
 source, target = torch.ones(200_000), torch.zeros(200_000)

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bytecheckpoint.concurrency import Workers
 from bytecheckpoint.engine.buffers import block_sums, split_buffers
-from bytecheckpoint.engine.workers import Workers
 from bytecheckpoint.engine.writing import FilesWriter, FileTask
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.representation.checksums import block_sum

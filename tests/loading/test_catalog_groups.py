@@ -18,6 +18,7 @@ import bytecheckpoint
 from bytecheckpoint import CorruptCheckpointError, IncompatibleCheckpointError, StorageError
 from bytecheckpoint.cli.main import run as run_command
 from bytecheckpoint.collectives import Collective, ThreadWorld
+from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.engine.catalogs import CatalogHead, CatalogReader
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_groups import CatalogGroups
@@ -25,7 +26,6 @@ from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.objects.bucket import Bucket
 from bytecheckpoint.storage.objects.storage import ObjectStorage
-from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.tuning import tuned
 from tests.faults.ranks import outcomes
 from tests.support.large_catalogs import NAMES, RANKS, SHAPE, FarStorage, load, save, states

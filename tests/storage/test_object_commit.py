@@ -215,7 +215,7 @@ def test_a_store_with_broken_conditional_puts_is_refused(racy: str) -> None:
 @tuned(object_conflict_retry=1.0)
 def test_a_condition_refused_for_ever(storage: Storage, between: FaultProxy, path: str) -> None:
     between.add(asks("PUT", "metadata"), status=412, body=s3_error("PreconditionFailed"), times=-1)
-    says = rf"cannot publish {path}/metadata\.parquet: .*nothing has changed \(\d+ attempts"
+    says = rf"cannot publish {path}/metadata\.parquet: .*nothing has changed; save again \(\d+ attempts"
     with pytest.raises(StorageUnavailableError, match=says):
         storage.publish("metadata.parquet", b"new", expected="")
 

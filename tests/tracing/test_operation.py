@@ -15,12 +15,11 @@ import pytest
 import bytecheckpoint
 from bytecheckpoint import StorageUnavailableError
 from bytecheckpoint.collectives.transport.serving import Service
-from bytecheckpoint.engine.workers import Workers
+from bytecheckpoint.concurrency import Workers, parallel_map, wait_for_call
 from bytecheckpoint.liveness import is_unnoticed, unnoticed
+from bytecheckpoint.retries import RetryBudget
 from bytecheckpoint.storage import resolve
-from bytecheckpoint.storage.retry import Attempts
 from bytecheckpoint.storage.testing.wrappers import FaultRule, FaultyStorage, RetryingStorage
-from bytecheckpoint.storage.threads import parallel_map, wait_for_call
 from bytecheckpoint.tracing.operation import Operation, carried, count_retries, pause, retries_so_far
 from bytecheckpoint.world import SaveQueue
 from tests.faults.coded import states, step_of
@@ -104,10 +103,10 @@ def test_every_pool_knows_what_counts_as_no_activity(elsewhere: Callable[[Callab
 def test_pauses_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     operation = Operation("load", "/x")
     with operation.running(), caplog.at_level(logging.INFO):
-        attempts = Attempts(60.0)
+        attempts = RetryBudget(60.0)
         assert attempts.pause() and attempts.pause()
         pause(0.01)
-        assert not Attempts(0.0).pause()
+        assert not RetryBudget(0.0).pause()
         assert not caplog.records
         operation.end()
         Operation("load", "/y").end()
@@ -165,15 +164,15 @@ def test_pauses_grow_at_random_until_the_deadline(monkeypatch: pytest.MonkeyPatc
     """Ranks that failed together do not come back together."""
     pauses: list[list[float]] = [[] for _ in range(20)]
     for waited in pauses:
-        monkeypatch.setattr("bytecheckpoint.storage.retry.pause", waited.append)
-        attempts = Attempts(1000.0)
+        monkeypatch.setattr("bytecheckpoint.retries.pause", waited.append)
+        attempts = RetryBudget(1000.0)
         assert all(attempts.pause() for _ in range(8))
     for number, column in enumerate(zip(*pauses, strict=True)):
         longest = min(0.1 * 2**number, 3.0)
         assert all(longest / 2 <= seconds <= longest for seconds in column)
         assert len(set(column)) > 10
     monkeypatch.undo()
-    begun, attempts = time.monotonic(), Attempts(0.4)
+    begun, attempts = time.monotonic(), RetryBudget(0.4)
     while attempts.pause():
         pass
     assert 0.4 <= time.monotonic() - begun < 10.0 and attempts.exhausted

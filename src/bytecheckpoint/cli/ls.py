@@ -16,13 +16,13 @@ from bytecheckpoint.cli.format import (
     printable,
     size_text,
 )
+from bytecheckpoint.concurrency import call_with_timeout, parallel_map
 from bytecheckpoint.engine.catalogs import read_catalog, read_outline
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageUnavailableError
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, natural_order
 from bytecheckpoint.storage import Storage, resolve
-from bytecheckpoint.storage.threads import call_with_timeout, parallel_map
 from bytecheckpoint.tiers.storage import hot_part
 from bytecheckpoint.tuning import tuning
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from bytecheckpoint.concurrency import call_with_timeout, parallel_map
 from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -25,7 +26,6 @@ from bytecheckpoint.representation.catalog_groups import CatalogGroups
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import FileReader, Storage
 from bytecheckpoint.storage.base import call_timeout
-from bytecheckpoint.storage.threads import call_with_timeout, parallel_map
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["CatalogHead", "CatalogReader", "check_rank", "read_catalog", "read_outline"]

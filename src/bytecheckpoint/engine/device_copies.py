@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from bytecheckpoint.concurrency import CallTimeoutError, wait_for_call
 from bytecheckpoint.errors import CheckpointTimeoutError, UsageError
-from bytecheckpoint.storage.threads import CallTimeoutError, wait_for_call
 
 __all__ = ["DeviceCopies"]
 

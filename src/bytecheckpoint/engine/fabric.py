@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from bytecheckpoint.collectives import Collective
+from bytecheckpoint.concurrency import Workers
 from bytecheckpoint.engine.device_copies import DeviceCopies
-from bytecheckpoint.engine.workers import Workers
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
 from bytecheckpoint.liveness import busy
 from bytecheckpoint.settings import settings

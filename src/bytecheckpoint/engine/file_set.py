@@ -14,8 +14,8 @@ from typing import NoReturn
 
 import numpy as np
 
+from bytecheckpoint.concurrency import call_with_timeout
 from bytecheckpoint.engine.buffers import block_sums, split_buffers
-from bytecheckpoint.engine.workers import call_until_stopped
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, StorageError, StorageUnavailableError, listed
 from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.boxes import Int64s
@@ -24,7 +24,6 @@ from bytecheckpoint.representation.names import is_uri
 from bytecheckpoint.storage import FileReader, Storage, open_named, resolve
 from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.storage.optional import is_cached
-from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.storage.wrappers import wrapped_like
 from bytecheckpoint.tracing.operation import count_retries, span
 from bytecheckpoint.tuning import tuning
@@ -243,7 +242,7 @@ class FileSet:
         high = min(-(-(start + nbytes) // entry.block_bytes) * entry.block_bytes, entry.size - entry.data_offset)
         data = bytearray(high - low)
         read = functools.partial(self.fetch, file, low, high, [memoryview(data)])
-        call_until_stopped(read, self.read_timeout(), f"read {self.url}", self.stopped)
+        call_with_timeout(self.read_timeout(), read, f"cannot read {self.url}", stopped=self.stopped)
         return bytes(memoryview(data)[start - low : start - low + nbytes])
 
     def _damaged(self, file: int, block: int) -> CorruptCheckpointError:

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint.collectives import Collective
+from bytecheckpoint.concurrency import call_with_timeout
 from bytecheckpoint.engine.file_set import FileSet
-from bytecheckpoint.engine.workers import call_until_stopped
 from bytecheckpoint.errors import CheckpointError
 
 __all__ = ["MachineReads"]
@@ -82,8 +82,10 @@ class MachineReads:
                 np.copyto(destination, found)
         elif len(destination):
             timeout = files.read_timeout()
-            fetch = functools.partial(self._collective.fetch, reader, self._tag, name.encode(), destination, timeout=timeout)
-            call_until_stopped(fetch, 2 * timeout, f"read {files.url}", files.stopped)
+            fetch = functools.partial(
+                self._collective.fetch, reader, self._tag, name.encode(), destination, timeout=timeout
+            )
+            call_with_timeout(2 * timeout, fetch, f"cannot read {files.url}", stopped=files.stopped)
             self.bytes_received += len(destination)
 
     def _read_once(self, name: str) -> NDArray[np.uint8]:

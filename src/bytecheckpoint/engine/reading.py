@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from bytecheckpoint.concurrency import Workers, storage_result
 from bytecheckpoint.engine.device_copies import DeviceCopies
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.pinning import host_buffer
 from bytecheckpoint.engine.scatter import ScatterPlan
-from bytecheckpoint.engine.workers import Workers, storage_result
 from bytecheckpoint.errors import StorageUnavailableError
 from bytecheckpoint.tracing.operation import count
 from bytecheckpoint.tuning import tuning

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch._utils import _unflatten_dense_tensors
 
-from bytecheckpoint.storage.threads import parallel_map
+from bytecheckpoint.concurrency import parallel_map
 
 __all__ = ["copy_all", "dense", "dense_bytes", "flat_bytes", "movable", "same_bits", "views_at"]
 

@@ -17,12 +17,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from bytecheckpoint.concurrency import Workers, call_with_timeout, storage_result
 from bytecheckpoint.engine.buffers import block_sums, split_buffers
-from bytecheckpoint.engine.workers import Workers, storage_result
 from bytecheckpoint.errors import CheckpointError, StorageUnavailableError
 from bytecheckpoint.storage import FileWriter, NewFile, Storage
 from bytecheckpoint.storage.base import call_timeout
-from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.tracing.operation import count, span
 from bytecheckpoint.tuning import tuning
 

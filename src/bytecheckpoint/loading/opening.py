@@ -11,10 +11,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from bytecheckpoint.collectives import Collective
+from bytecheckpoint.concurrency import call_with_timeout
 from bytecheckpoint.engine.catalogs import CatalogReader
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.machine_reads import MachineReads
-from bytecheckpoint.engine.workers import call_until_stopped
 from bytecheckpoint.errors import CheckpointError, CheckpointReplacedError, IncompatibleCheckpointError
 from bytecheckpoint.failures import Failure
 from bytecheckpoint.loading.call import LoadArguments, LoadCall
@@ -130,7 +130,9 @@ class Opening:
             # In a thread of its own, so that the failure of another rank ends the wait.
             group = functools.partial(source.reader.group, int(number))
             timeout, stopped = 2 * source.files.read_timeout(), source.files.stopped
-            return np.frombuffer(call_until_stopped(group, timeout, f"read {source.files.url}", stopped), np.uint8)
+            return np.frombuffer(
+                call_with_timeout(timeout, group, f"cannot read {source.files.url}", stopped=stopped), np.uint8
+            )
 
         self.shared.begin(read, decided.servers(self._collective.rank))
         return source

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.engine.catalogs import read_catalog, read_outline
 from bytecheckpoint.engine.file_set import other_folders
 from bytecheckpoint.errors import (
@@ -25,7 +26,6 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.manager.rules import KeepRule, StepInfo
 from bytecheckpoint.representation.names import CATALOG_NAME, STEP_FOLDER
 from bytecheckpoint.storage import Storage, open_named, resolve
-from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tiers.cooldown import file_uri
 from bytecheckpoint.tiers.flush.lock import flush_lock

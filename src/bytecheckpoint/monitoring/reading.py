@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.errors import StorageError, StorageUnavailableError
 from bytecheckpoint.monitoring.alert import DATES_END, Alert
 from bytecheckpoint.monitoring.analysis.limits import LIMITS_PREFIX, StorageLimit
@@ -20,7 +21,6 @@ from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summari
 from bytecheckpoint.monitoring.sinks.files import ALERTS_PREFIX, METRICS_FOLDER, decode_table
 from bytecheckpoint.monitoring.table import KINDS, MESH_AXES, NULLABLE, SCHEMA, OperationRecord
 from bytecheckpoint.storage import Storage, resolve
-from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.storage.time_limits import with_time_limits
 
 __all__ = ["KEPT_ROWS", "RunMetrics", "RunReader", "read_run", "records_of"]

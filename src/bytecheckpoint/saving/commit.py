@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
+from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.errors import StorageConflictError, StorageError, StorageUnavailableError
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.optional import UnfinishedUpload, abort_uploads, unfinished_uploads
-from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.tracing.operation import pause
 from bytecheckpoint.tuning import tuning
 

@@ -30,11 +30,11 @@ from bytecheckpoint.errors import (
     StorageUnavailableError,
     UsageError,
 )
+from bytecheckpoint.retries import retry
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.base import UNENCODABLE, Capabilities, FileReader, FileStat, check_name, conflict_error
 from bytecheckpoint.storage.objects.errors import cleaned
 from bytecheckpoint.storage.posix.files import FULL_ERRNOS, TRANSIENT_ERRNOS, may_pass
-from bytecheckpoint.storage.retry import retry
 from bytecheckpoint.storage.uploading import Pieces, UploadingStorage
 from bytecheckpoint.tracing.operation import count_retries
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint.calls import SharedLock
-from bytecheckpoint.storage.threads import parallel_map
+from bytecheckpoint.concurrency import parallel_map
 
 __all__ = ["Connections", "RangeRequest", "RequestSizes", "read_in_parallel"]
 

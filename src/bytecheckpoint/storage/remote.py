@@ -11,10 +11,9 @@ from typing import ClassVar, Generic, TypeVar
 from bytecheckpoint.calls import SharedLock
 from bytecheckpoint.errors import CheckpointError, StorageError
 from bytecheckpoint.liveness import busy
+from bytecheckpoint.retries import RetryBudget, retry_classified
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.ranged import Connections
-from bytecheckpoint.storage.retry import Attempts
-from bytecheckpoint.tracing.operation import count_retries
 
 __all__ = ["BriefRetries", "ClientCache", "RemoteClient", "is_panic"]
 
@@ -74,7 +73,7 @@ class RemoteClient:
     def _retry(
         self,
         call: Callable[[], _T],
-        classify: Callable[[BaseException, int], tuple[Exception, Attempts | None]],
+        classify: Callable[[BaseException, int], tuple[Exception, RetryBudget | None]],
         *,
         at_least: int = 1,
     ) -> _T:
@@ -89,23 +88,25 @@ class RemoteClient:
         Raises:
             StorageError: from `classify`. A CheckpointError of `call` passes through.
         """
-        count = 0
-        while True:
-            count += 1
-            try:
-                with busy(settings().storage.timeout):
-                    return call()
-            except CheckpointError:
-                raise
-            except BaseException as error:  # noqa: BLE001  `classify` raises errors of other origin
-                typed, attempts = classify(error, count)
-                if attempts is None:
-                    raise typed from None
-                if not attempts.pause():
-                    if count >= at_least:
-                        self._failed_at = time.monotonic()
-                        raise typed from None
-                    count_retries()
+        budget: RetryBudget | None = None
+
+        def attempt() -> _T:
+            with busy(settings().storage.timeout):
+                return call()
+
+        def classify_error(error: BaseException, count: int) -> tuple[Exception, RetryBudget | None]:
+            nonlocal budget
+            if isinstance(error, CheckpointError):
+                raise error
+            typed, budget = classify(error, count)
+            return typed, budget
+
+        try:
+            return retry_classified(attempt, classify_error, at_least=at_least)
+        except BaseException:
+            if budget is not None and budget.exhausted:
+                self._failed_at = time.monotonic()
+            raise
 
 
 def is_panic(error: BaseException) -> bool:

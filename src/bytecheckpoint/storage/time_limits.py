@@ -10,10 +10,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from bytecheckpoint.concurrency import call_with_timeout
 from bytecheckpoint.errors import StorageUnavailableError
 from bytecheckpoint.storage.base import Storage, call_timeout
 from bytecheckpoint.storage.optional import CacheProbe, is_cached
-from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.storage.wrappers import Call, WrappedStorage
 
 __all__ = ["TimeLimitedStorage", "with_time_limits"]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
+from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.errors import (
     CheckpointError,
@@ -33,7 +34,6 @@ from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, is_
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.optional import copy_on_server
-from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.tiers.copying import commit, copy_if_missing, is_sound, own_files
 from bytecheckpoint.tiers.lease import LEASE_FILE, Lease, leased
 

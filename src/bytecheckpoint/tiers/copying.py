@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from bytecheckpoint.concurrency import call_with_timeout
 from bytecheckpoint.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -20,7 +21,6 @@ from bytecheckpoint.representation.checksums import block_sum, block_sums
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, is_uri
 from bytecheckpoint.storage import FileReader, NewFile, Storage
 from bytecheckpoint.storage.base import call_timeout
-from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.storage.uploading import UploadingStorage
 from bytecheckpoint.tracing.operation import span

@@ -10,11 +10,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from bytecheckpoint.concurrency import call_with_timeout
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError, StorageUnavailableError
 from bytecheckpoint.representation.catalog_file import decode_outline
 from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
 from bytecheckpoint.storage.base import FileReader, Storage
-from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.tiers.hot_folder import UNKNOWN, StepRecord, list_own_files
 from bytecheckpoint.tuning import tuning
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from bytecheckpoint.concurrency import call_with_timeout
 from bytecheckpoint.errors import (
     StorageConflictError,
     StorageError,
@@ -25,7 +26,6 @@ from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.base import Capabilities, FileReader, FileStat, FileWriter, NewFile, Storage, check_name
 from bytecheckpoint.storage.posix.storage import PosixStorage
-from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.storage.wrappers import unwrapped, wrapped_like
 from bytecheckpoint.tiers.copies import AnyCopy
 from bytecheckpoint.tiers.current_copy import ask_durable, hot_copy_counts, missing_files, open_durable_catalog

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bytecheckpoint.concurrency import call_with_timeout
 from bytecheckpoint.engine.tensor_bytes import flat_bytes
 from bytecheckpoint.errors import CheckpointError, StorageError, StorageFullError, UsageError
 from bytecheckpoint.opening import Checkpoint
@@ -23,7 +24,6 @@ from bytecheckpoint.storage import NewFile, Storage, resolve
 from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.storage.posix.files import fsync_directory
 from bytecheckpoint.storage.posix.storage import LocalStorage
-from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.storage.time_limits import TimeLimitedStorage, with_time_limits
 from bytecheckpoint.storage.wrappers import Call
 from bytecheckpoint.tiers.storage import tier_of

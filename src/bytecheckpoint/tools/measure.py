@@ -13,6 +13,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
+from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.errors import StorageError, UsageError
 from bytecheckpoint.monitoring.analysis.limits import LIMITS_PREFIX, StorageLimit
 from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER, remove_forgotten
@@ -20,7 +21,6 @@ from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.base import NewFile
 from bytecheckpoint.storage.optional import is_cached
-from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tiers.storage import PREFIX
 

@@ -12,6 +12,7 @@ import re
 import secrets
 from collections.abc import Callable, Collection
 
+from bytecheckpoint.concurrency import call_with_timeout, parallel_map
 from bytecheckpoint.engine.catalogs import read_outline
 from bytecheckpoint.engine.file_set import other_folders
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
@@ -19,7 +20,6 @@ from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.storage.posix.storage import PosixStorage
-from bytecheckpoint.storage.threads import call_with_timeout, parallel_map
 
 __all__ = ["TOMBSTONE", "finish_retirement", "is_link", "remove_if_empty", "retire", "tombstones", "users_in"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from bytecheckpoint.concurrency import call_with_timeout
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.errors import CheckpointError, StorageUnavailableError
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
-from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.tiers.names import INTERNAL_FILES
 from bytecheckpoint.tiers.storage import TierStorage
 from bytecheckpoint.tools.verify_files import Finding, Progress, VerifyReport, verify_catalog

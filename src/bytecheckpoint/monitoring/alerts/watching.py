@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from bytecheckpoint.concurrency import call_with_timeout
 from bytecheckpoint.errors import StorageFullError, UsageError
 from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.alerts.evaluation import Evaluation
@@ -19,7 +20,6 @@ from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.optional import check_room
 from bytecheckpoint.storage.posix.storage import PosixStorage
-from bytecheckpoint.storage.threads import call_with_timeout
 
 __all__ = ["Watcher"]
 

@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 import hdfs_native
 
 from bytecheckpoint.calls import SharedLock
+from bytecheckpoint.concurrency import CallTimeoutError, wait_for_call
 from bytecheckpoint.errors import StorageError
+from bytecheckpoint.retries import RetryBudget
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.hdfs.config import Address, Target, target_of
 from bytecheckpoint.storage.hdfs.errors import facts_of, storage_error
 from bytecheckpoint.storage.hdfs.rpc import concat, remaining_bytes
 from bytecheckpoint.storage.remote import BriefRetries, ClientCache, RemoteClient, is_panic
-from bytecheckpoint.storage.retry import Attempts
-from bytecheckpoint.storage.threads import CallTimeoutError, wait_for_call
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["Cluster", "call_client", "cluster_of"]
@@ -133,10 +133,10 @@ class Cluster(RemoteClient):
         """
         self.refuse_fork(self.name)
         seconds = min(settings().storage.timeout, self._retry_seconds(math.inf, brief))
-        in_contact = Attempts(seconds)
+        in_contact = RetryBudget(seconds)
         first_contact = tuning().hdfs_first_write if writes else tuning().hdfs_first_contact
-        without_contact = Attempts(min(seconds, first_contact))
-        no_room = Attempts(min(seconds, _NO_ROOM_SECONDS))
+        without_contact = RetryBudget(min(seconds, first_contact))
+        no_room = RetryBudget(min(seconds, _NO_ROOM_SECONDS))
         client = self.client
 
         def attempt() -> _T:
@@ -147,7 +147,7 @@ class Cluster(RemoteClient):
             self.answered = True
             return result
 
-        def classify(error: BaseException, count: int) -> tuple[Exception, Attempts | None]:
+        def classify(error: BaseException, count: int) -> tuple[Exception, RetryBudget | None]:
             if isinstance(error, FileExistsError) or not (isinstance(error, Exception) or is_panic(error)):
                 raise error
             facts = facts_of(error)

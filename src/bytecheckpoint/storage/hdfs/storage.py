@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.errors import StorageError, StorageUnavailableError
 from bytecheckpoint.storage.base import FileReader, FileStat, check_name, conflict_error
 from bytecheckpoint.storage.hdfs.cluster import Cluster, call_client, cluster_of
@@ -28,7 +29,6 @@ from bytecheckpoint.storage.hdfs.room import check_room
 from bytecheckpoint.storage.hdfs.upload import PART_MARK, Upload
 from bytecheckpoint.storage.optional import FolderProbe, RoomCheck
 from bytecheckpoint.storage.ranged import RangeRequest, RequestSizes, read_in_parallel
-from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.storage.uploading import Pieces, UploadingStorage
 from bytecheckpoint.tracing.operation import pause
 from bytecheckpoint.tuning import tuning

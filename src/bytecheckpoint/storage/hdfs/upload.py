@@ -20,12 +20,12 @@ from typing import Any
 
 import hdfs_native
 
+from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.errors import CheckpointError, StorageConflictError, StorageError
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.hdfs.cluster import Cluster, call_client
 from bytecheckpoint.storage.hdfs.errors import facts_of
 from bytecheckpoint.storage.hdfs.rpc import RemoteError
-from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.storage.uploading import Pieces
 from bytecheckpoint.tuning import tuning
 

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import obstore
 
 from bytecheckpoint.calls import SharedLock
+from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.errors import StorageError, StorageUnavailableError
+from bytecheckpoint.retries import RetryBudget
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.objects.config import environment, fingerprint, make_client, without_secrets
 from bytecheckpoint.storage.objects.errors import facts_of, no_credentials, storage_error
 from bytecheckpoint.storage.objects.uploads import Uploads
 from bytecheckpoint.storage.remote import BriefRetries, ClientCache, RemoteClient, is_panic
-from bytecheckpoint.storage.retry import Attempts
-from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.tracing.operation import count_retries
 from bytecheckpoint.tuning import tuning
 
@@ -105,7 +105,7 @@ class Bucket(RemoteClient):
         if self._no_answer is not None and self._no_answer[0] > called_at:
             # While this thread waited for the lock, another one got no answer: this one does not try again.
             raise storage_error(self._no_answer[1], action, label) from None
-        attempts = Attempts(self.seconds if self.known else min(self.seconds, tuning().object_first_contact))
+        attempts = RetryBudget(self.seconds if self.known else min(self.seconds, tuning().object_first_contact))
         client = self._single if self.known else self._first
         last: list[BaseException] = []
 
@@ -122,7 +122,7 @@ class Bucket(RemoteClient):
                     raise
                 # The store answers: the operation that follows knows how long to retry.
 
-        def classify(error: BaseException, count: int) -> tuple[Exception, Attempts | None]:
+        def classify(error: BaseException, count: int) -> tuple[Exception, RetryBudget | None]:
             if not _of_client(error):
                 raise error
             facts = facts_of(error)
@@ -171,10 +171,10 @@ class Bucket(RemoteClient):
         self.check(action, label)
         client = self._client if many_requests else self._single
         seconds = self._retry_seconds(self.seconds, brief)
-        attempts: Attempts | None = None
+        attempts: RetryBudget | None = None
         client_retries = 0
 
-        def classify(error: BaseException, count: int) -> tuple[Exception, Attempts | None]:
+        def classify(error: BaseException, count: int) -> tuple[Exception, RetryBudget | None]:
             nonlocal attempts, client_retries
             if not _of_client(error) or (conditional and isinstance(error, REFUSED)):
                 raise error
@@ -185,7 +185,7 @@ class Bucket(RemoteClient):
             if not isinstance(found, StorageUnavailableError):
                 return found, None
             if attempts is None:
-                attempts = Attempts(seconds - facts.elapsed)  # part of the time went into the client's own retries
+                attempts = RetryBudget(seconds - facts.elapsed)  # part of the time went into the client's own retries
             return found, attempts
 
         return self._retry(lambda: call(client), classify)

@@ -20,11 +20,11 @@ import msgspec
 import obstore
 
 from bytecheckpoint.errors import StorageError, StorageUnavailableError
+from bytecheckpoint.retries import retry
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.base import Storage, conflict_error
 from bytecheckpoint.storage.objects.bucket import REFUSED, Bucket
 from bytecheckpoint.storage.objects.errors import facts_of
-from bytecheckpoint.storage.retry import Attempts
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["Commits", "publish_exclusively", "require_commits"]
@@ -229,22 +229,24 @@ def publish_exclusively(bucket: Bucket, key: str, label: str, data: bytes, expec
     def put(client: Any) -> None:
         obstore.put(client, key, data, mode=mode, use_multipart=False)
 
-    attempts = Attempts(min(bucket.seconds, tuning().object_conflict_retry))
-    while True:
-        attempts.count += 1
+    def attempt() -> None:
         try:
             bucket.run("publish", label, put, conditional=True)
             return
         except (*REFUSED, FileNotFoundError):
             pass
-        if storage.version(name) != expected:
-            if _holds(storage, name, data):
-                return
-            raise conflict_error(label)
-        if not attempts.pause():
-            raise StorageUnavailableError(
-                f"cannot publish {label}: its condition is refused, although nothing has changed ({attempts}); save again"
+        if storage.version(name) == expected:
+            raise _RefusedError(
+                f"cannot publish {label}: its condition is refused, although nothing has changed; save again"
             )
+        if not _holds(storage, name, data):
+            raise conflict_error(label)
+
+    retry(attempt, min(bucket.seconds, tuning().object_conflict_retry), lambda error: isinstance(error, _RefusedError))
+
+
+class _RefusedError(StorageUnavailableError):
+    """A store refuses a condition that holds."""
 
 
 def _holds(storage: Storage, name: str, data: bytes) -> bool:

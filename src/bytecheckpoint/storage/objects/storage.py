@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import obstore
 
+from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.errors import StorageError, UsageError
 from bytecheckpoint.storage.base import (
     UNENCODABLE,
@@ -25,7 +26,6 @@ from bytecheckpoint.storage.objects.config import SCHEMES
 from bytecheckpoint.storage.objects.errors import facts_of
 from bytecheckpoint.storage.optional import ServerCopy, UnfinishedUpload, UploadCleanup
 from bytecheckpoint.storage.ranged import RangeRequest, RequestSizes, read_in_parallel
-from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.storage.uploading import Pieces, UploadingStorage
 from bytecheckpoint.tracing.operation import count_retries, pause
 

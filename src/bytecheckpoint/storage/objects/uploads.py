@@ -20,13 +20,13 @@ from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 from xml.etree import ElementTree
 
+from bytecheckpoint.concurrency import call_with_timeout, parallel_map
 from bytecheckpoint.errors import StorageError
+from bytecheckpoint.retries import retry
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.objects.aws import s3_access, sdk_credentials
 from bytecheckpoint.storage.objects.errors import failed_request, storage_error
 from bytecheckpoint.storage.optional import UnfinishedUpload
-from bytecheckpoint.storage.retry import retry
-from bytecheckpoint.storage.threads import call_with_timeout, parallel_map
 
 __all__ = ["Uploads"]
 

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
+from bytecheckpoint.concurrency import call_with_timeout
 from bytecheckpoint.errors import StorageError, StorageUnavailableError
+from bytecheckpoint.retries import retry
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.base import (
     Capabilities,
@@ -38,8 +40,6 @@ from bytecheckpoint.storage.posix.mounts import is_in_memory, mounted, network_m
 from bytecheckpoint.storage.posix.open_files import Reader, Writer
 from bytecheckpoint.storage.posix.publish import publish
 from bytecheckpoint.storage.remote import BriefRetries
-from bytecheckpoint.storage.retry import retry
-from bytecheckpoint.storage.threads import call_with_timeout
 
 __all__ = ["LocalStorage", "PosixStorage"]
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from bytecheckpoint.retries import retry
 from bytecheckpoint.storage.base import Storage
-from bytecheckpoint.storage.retry import retry
 from bytecheckpoint.storage.testing.fault_rule import FaultRule
 from bytecheckpoint.storage.wrappers import Call, WrappedStorage
 

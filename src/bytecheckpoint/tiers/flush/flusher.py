@@ -11,7 +11,7 @@ import msgspec
 
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.agreement import Agreement
-from bytecheckpoint.engine.workers import Workers
+from bytecheckpoint.concurrency import Workers
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, StorageError, listed
 from bytecheckpoint.handles import SaveHandle, SaveReport
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of

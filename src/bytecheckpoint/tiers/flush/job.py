@@ -10,11 +10,11 @@ from functools import partial
 import msgspec
 
 from bytecheckpoint.collectives.agreement import Agreement
+from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.errors import CorruptCheckpointError, StorageError
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.storage import Storage
-from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.tiers.copying import commit, copy_if_missing, is_sound, own_files
 from bytecheckpoint.tiers.flush.lock import expected_version, flush_lock
 from bytecheckpoint.tiers.hot_folder import HotStep

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from bytecheckpoint.concurrency import call_with_timeout
 from bytecheckpoint.errors import StorageUnavailableError, UsageError
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.posix.mounts import _recent_mounts, is_in_memory
-from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.tuning import tuned
 from tests.support.mounts import small_tmpfs
 from tests.support.processes import run_program, wait_until
@@ -91,7 +91,7 @@ def test_a_thread_that_hangs_is_not_given_another_call() -> None:
 def test_at_the_end_of_a_program_and_after_a_fork() -> None:
     program = """
 import atexit, os
-from bytecheckpoint.storage.threads import call_with_timeout
+from bytecheckpoint.concurrency import call_with_timeout
 assert call_with_timeout(5, lambda: 1) == 1
 child = os.fork()
 assert call_with_timeout(5, lambda: 2) == 2
