@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from bytecheckpoint.calls import refusal
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Strict
 from bytecheckpoint.frameworks.selection import Selection
@@ -31,14 +30,14 @@ __all__ = [
 
 
 def settings_with_timeout(timeout: float | None) -> tuple[Settings, UsageError | None]:
-    """Return the settings in force with this timeout, and the error that the call must raise on all ranks, if any.
+    """Return the settings in force with this timeout, and the error of a wrong timeout, which is then left out.
 
-    That is the refusal of an inner call, or the error of a wrong timeout, which is then left out.
+    The call must raise that error on all ranks.
     """
     if timeout is None:
-        return settings(), refusal()
+        return settings(), None
     try:
-        return replace(settings(), timeout=timeout), refusal()
+        return replace(settings(), timeout=timeout), None
     except UsageError as error:
         return settings(), UsageError(str(error).replace("settings.timeout", "timeout"))
 

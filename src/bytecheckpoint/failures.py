@@ -66,6 +66,9 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
         if not isinstance(error, CheckpointError):
             return cls("CheckpointError", _encodable(f"{type(error).__name__}: {error}"), "{}", rank, stage)
         if isinstance(error.failure, Failure):
+            if error.failure.rank < 0:  # of a helper process, which does not know its rank
+                stage = error.failure.stage or stage
+                error.failure = msgspec.structs.replace(error.failure, rank=rank, stage=stage)
             return error.failure
         known = next(c for c in type(error).__mro__ if _CLASSES.get(c.__name__) is c)
         fields = {name: getattr(error, name) for name in _FIELDS[known.__name__]}

@@ -11,10 +11,11 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from bytecheckpoint.calls import one_at_a_time, refusal
+from bytecheckpoint.calls import one_at_a_time
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, UsageError
+from bytecheckpoint.failures import Failure
 from bytecheckpoint.frameworks.coordinates import mesh_coordinates
 from bytecheckpoint.handles import SaveHandle
 from bytecheckpoint.liveness import seconds_busy, seconds_idle
@@ -31,60 +32,48 @@ _log = logging.getLogger("bytecheckpoint")
 
 
 class SaveQueue:
-    """The saves of one rank: their numbers, the threads of their background halves, the failures nobody has seen."""
+    """The saves of one rank: numbers, threads of background halves, and failures that no caller has received."""
 
     def __init__(self) -> None:
         self._call_lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._number_lock = threading.Lock()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-save")
         self._coordination = ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-coordinate")
         self._last: Future[None] | None = None
         self._failures: list[tuple[SaveHandle, CheckpointError]] = []
 
     @contextlib.contextmanager
-    def calling(self, timeout: float) -> Iterator[CheckpointError | None]:
-        """Keep other threads' calls away while the foreground half of one runs in the `with` block.
+    def exclusively(self, timeout: float) -> Iterator[None]:
+        """Wait for the foreground halves of other threads' saves, and keep further ones away in the `with` block.
 
         Args:
-            timeout: seconds without progress of the call that runs, after which this one gives up.
+            timeout: seconds without progress of the call that runs, after which this one fails.
 
-        Yields:
-            None, or the error that this call must raise once it has a number.
+        Raises:
+            CheckpointTimeoutError: the other thread's call makes no progress. This call takes no number.
         """
-        if (refused := refusal()) is not None:  # the call that runs may wait for this thread
-            yield refused
-            return
-        while not (held := self._call_lock.acquire(timeout=timeout)):
+        while not self._call_lock.acquire(timeout=timeout):
             if seconds_busy() < 0 and seconds_idle() > timeout:
-                break
-        try:
-            yield (
-                None
-                if held
-                else CheckpointTimeoutError(
-                    f"a save or prepare of another thread has gone no further for {timeout:g} s; look for what it waits for"
+                raise CheckpointTimeoutError(
+                    f"a save or prepare of another thread has made no progress for {timeout:g} s; find out why it waits"
                 )
-            )
+        try:
+            yield
         finally:
-            if held:
-                self._call_lock.release()
+            self._call_lock.release()
 
-    def take_number(self, begin: Callable[[int], Callable[[], None] | None]) -> None:
-        """Give the next save its number.
+    def next_number(self) -> int:
+        """Return the number of the next save, inside of `exclusively`."""
+        return next(self._numbers)
 
-        Args:
-            begin: gets the number; returns the save's coordinator, which runs after those of earlier saves. None on other
-                ranks than rank 0.
+    def coordinate(self, work: Callable[[], None]) -> None:
+        """Run the coordinator of one save, after those of earlier saves.
 
         Raises:
             UsageError: the interpreter ends.
-            CheckpointError: the coordinator can have no thread.
+            CheckpointError: no thread can be started.
         """
-        with self._number_lock:
-            coordinator = begin(next(self._numbers))
-            if coordinator is not None:
-                _submit(self._coordination, coordinator)
+        _submit(self._coordination, work)
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run the background half of one save, after those of earlier saves."""
@@ -103,17 +92,15 @@ class SaveQueue:
             last.exception()
 
     def keep_failure(self, handle: SaveHandle, failure: CheckpointError) -> None:
-        """Keep the failure of a background half. The next save raises it if nobody has got it from `handle`."""
+        """Keep the failure of a background half. The next save raises it if no caller has received it from `handle`."""
         self._failures.append((handle, failure))
 
     def raise_failure(self) -> None:
-        """Raise the newest failure of an earlier background half that nobody has seen; forget all of them."""
+        """Raise the newest failure of an earlier background half that no caller has received; forget all of them."""
         failures, self._failures = self._failures, []
         unseen = [failure for handle, failure in failures if not handle.failure_retrieved]
         if unseen:
-            error = type(unseen[-1])(f"an earlier asynchronous save failed: {unseen[-1]}")
-            error.repeats = "here"
-            raise error from unseen[-1]
+            raise Failure.of(unseen[-1]).as_repeated() from unseen[-1]
 
     def close(self) -> None:
         """End the threads, after the saves in flight."""
@@ -175,9 +162,7 @@ class World:
 
     def release_memory(self) -> None:
         """Give the staging memory back and end the helper process, after the saves in flight."""
-        with self.saves.calling(settings().timeout) as stuck:  # no save begins meanwhile
-            if stuck is not None:
-                raise stuck
+        with self.saves.exclusively(settings().timeout):
             self.saves.drain()
             self.resources.release()
             self.note_prepared({})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from pathlib import Path
 
@@ -10,10 +9,11 @@ import pytest
 
 import bytecheckpoint
 from bytecheckpoint.engine.helper import HelperProcess
+from bytecheckpoint.engine.image_writer import HelperWriter, WriteJob
 from bytecheckpoint.engine.pool import StagingPool
-from bytecheckpoint.engine.save_job import _HelperWriter
 from bytecheckpoint.engine.writing import FileTask
 from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.failures import Cancellation, Failure
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tuning import tuned
 
@@ -39,13 +39,16 @@ def test_a_call_fails_when_the_helper_has_closed_its_channel_but_does_not_end(
     assert not helper.alive
 
 
-def helper_writer(helper: HelperProcess, folder: Path, nbytes: int) -> _HelperWriter:
-    """A writer of a file with a header of 8 bytes and a data section of `nbytes`."""
-    tasks, settings = [FileTask("x", 8, nbytes, 1 << 20)], bytecheckpoint.settings()
-    return _HelperWriter(lambda: helper, resolve(folder), tasks, settings, StagingPool(), False)
+STOPPED = Failure("CheckpointError", "no space", rank=1)
 
 
-def call_until_it_fails(writer: _HelperWriter) -> None:
+def helper_writer(helper: HelperProcess, folder: Path, nbytes: int, cancel: Cancellation) -> HelperWriter:
+    """Return a writer of a file with a header of 8 bytes and a data section of `nbytes`."""
+    job = WriteJob([FileTask("x", 8, nbytes, 1 << 20)], resolve(folder), bytecheckpoint.settings(), cancel)
+    return HelperWriter(job, lambda: helper, StagingPool(), stable=False)
+
+
+def call_until_it_fails(writer: HelperWriter) -> None:
     """A stop takes another way than the calls, which may overtake it."""
     while True:
         writer.sums()
@@ -54,14 +57,15 @@ def call_until_it_fails(writer: _HelperWriter) -> None:
 def test_a_job_is_stopped_and_the_next_one_is_not(tmp_path: Path) -> None:
     bytecheckpoint.configure(direct_io="off")
     helper = HelperProcess()
-    writer = helper_writer(helper, tmp_path, 1 << 20)
+    cancel = Cancellation()
+    writer = helper_writer(helper, tmp_path, 1 << 20, cancel)
     writer.open()
-    writer.stop(CheckpointError("another rank failed"))
+    cancel.set(STOPPED)
     with pytest.raises(CheckpointError, match="another rank failed"):
         call_until_it_fails(writer)
     writer.abort()
     assert list(tmp_path.iterdir()) == []
-    writer = helper_writer(helper, tmp_path, 0)
+    writer = helper_writer(helper, tmp_path, 0, Cancellation())
     writer.open()
     writer.sums()
     writer.finish([b"8 bytes."])
@@ -71,9 +75,10 @@ def test_a_job_is_stopped_and_the_next_one_is_not(tmp_path: Path) -> None:
 
 def test_a_stop_may_come_before_its_job(tmp_path: Path) -> None:
     helper = HelperProcess()
-    writer = helper_writer(helper, tmp_path, 1 << 20)
-    writer.stop(CheckpointError("another rank failed"))
-    with contextlib.suppress(CheckpointError):
+    cancel = Cancellation()
+    writer = helper_writer(helper, tmp_path, 1 << 20, cancel)
+    cancel.set(STOPPED)
+    with pytest.raises(CheckpointError, match="rank 1: no space"):
         writer.open()
     with pytest.raises(CheckpointError):
         call_until_it_fails(writer)

@@ -145,7 +145,7 @@ def test_dcp_async_save_restages_from_scratch(path: Path) -> None:
     for step in range(1, 5):
         handle = bytecheckpoint.save(path, states(step=step), async_checkpoint=True)
         plans.append(handle.result(20).plan_cached)
-        pool = world_of(current()).resources.pool
+        pool = world_of(current()).resources.pools.shared
         pools.append((pool.generation, pool.tensor().data_ptr()))
     assert plans[1:] == [True, True, True]
     assert len(set(pools[1:])) == 1, "the pool's pages are touched once"

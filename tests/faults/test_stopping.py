@@ -89,7 +89,7 @@ def test_what_cannot_be_removed_is_named(
     faults.add("write", rank=0, error=StorageUnavailableError("no such store"), times=-1)
     faults.add("delete", error=StorageUnavailableError("not allowed"), times=-1)
     save(world, tmp_path / "s", 2)
-    assert "what a failed save has written may stay (model/rank-00001." in caplog.text and "not allowed" in caplog.text
+    assert "files of a failed save may stay (model/rank-00001." in caplog.text and "not allowed" in caplog.text
 
 
 def test_nothing_of_failed_calls_is_kept(tmp_path: Path, world: ThreadWorld, faults: Faults) -> None:

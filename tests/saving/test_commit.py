@@ -102,7 +102,7 @@ def test_ranks_that_do_not_share_the_path(
             monkeypatch.setattr(storage, "list", lambda: raise_error(StorageError("permission denied")))
         return storage
 
-    monkeypatch.setattr("bytecheckpoint.saving.resolve_storage", by_rank)
+    monkeypatch.setattr("bytecheckpoint.saving.request.resolve_storage", by_rank)
     got = world.run(run, timeout=60)
     for raised in got:
         assert type(raised) is StorageError, got

@@ -140,7 +140,7 @@ def test_nothing_is_compared_when_the_caller_says_so(tmp_path: Path) -> None:
 def test_ranks_compare_alike(tmp_path: Path) -> None:
     def one(collective: Collective) -> None:
         bytecheckpoint.save(
-            tmp_path / "s", {"model": model()}, check_replicas=[None, True][collective.rank], timeout=20
+            tmp_path / "s", {"model": model()}, check_replicas=["sampled", "full"][collective.rank], timeout=20
         )
 
     for error in outcomes(ThreadWorld(2), one):

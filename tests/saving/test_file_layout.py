@@ -9,9 +9,9 @@ from bytecheckpoint.planning.local_table import describe
 from bytecheckpoint.representation.catalog import VALUES_SLOT
 from bytecheckpoint.representation.names import new_generation
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
+from bytecheckpoint.saving.capture import CapturedState, content_digest, signature
 from bytecheckpoint.saving.file_layout import FileOrigin, lay_out_rows, lay_out_values
 from bytecheckpoint.saving.messages import escaped, unescaped
-from bytecheckpoint.saving.state import CapturedState, content_digest, signature
 
 ORIGIN = FileOrigin(rank=3, world_size=4, generation=new_generation("world", 1))
 
@@ -25,16 +25,15 @@ def shard(name: str, data: torch.Tensor, state: str = "model", *, by_content: bo
 def test_shards_and_values_are_told_apart() -> None:
     own = shard("rng", torch.ones(3), "extra_states", by_content=True)
     states = [LiveState("model", [shard("w", torch.ones(2))]), LiveState("extra_states", [own], tree=b"tree")]
-    state = CapturedState(states)
+    state = CapturedState.of(states)
     assert [s.key.fqn for s in state.shards] == ["w"]
     assert [v.key for v in state.values] == [own.key, TensorKey("extra_states", "", VALUES_SLOT)]
     assert [v.nbytes for v in state.values] == [12, 4]
     record = state.values[0].record((1, 64))
     assert (record.file, record.offset, record.nbytes, record.shape) == (1, 64, 12, (3,))
     assert state.values[0].record().file == -1
-    assert state.described() is state.described() and state.live
     state.release()
-    assert not state.shards and not state.live
+    assert not state.shards and not state.values
 
 
 def test_a_digest_knows_dtype_shape_and_bytes() -> None:
@@ -67,7 +66,7 @@ def test_each_state_has_a_file_and_data_sections_are_aligned() -> None:
 def test_values_stand_largest_elements_first_and_know_their_places() -> None:
     tensors = [torch.ones(3, dtype=torch.uint8), torch.ones(2, dtype=torch.float64), torch.ones(1)]
     owned = [shard(str(i), t, "extra_states", by_content=True) for i, t in enumerate(tensors)]
-    values = CapturedState([LiveState("extra_states", owned)]).values
+    values = CapturedState.of([LiveState("extra_states", owned)]).values
     files, places = lay_out_values(values, ORIGIN, first=7, position=8192, part=1)
     assert [(f.state, f.part, f.values, f.image.start) for f in files] == [("extra_states", 1, True, 8192)]
     assert files[0].image.shards == [8, 9, 7]

@@ -12,7 +12,7 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.collectives import SingleProcess, use
-from bytecheckpoint.engine import save_resources
+from bytecheckpoint.engine import staging_pools
 from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.world import world_of
 from tests.support.layouts import coded
@@ -27,7 +27,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             super().__init__(shared=shared)
             made.append(weakref.ref(self) if not shared else self)
 
-    monkeypatch.setattr(save_resources, "StagingPool", Recorded)
+    monkeypatch.setattr(staging_pools, "StagingPool", Recorded)
     return made
 
 
@@ -53,7 +53,7 @@ def test_the_quick_pool_is_used_once(tmp_path: Path, pools: list[Any], fails: bo
         del handle
         gc.collect()
         assert (left := quick[0]()) is None or not left.capacity, "the memory of the first save is still held"
-        assert world.resources.pool.capacity >= 700 * 1024 * 4, "the next save would have to touch its pages"
+        assert world.resources.pools.shared.capacity >= 700 * 1024 * 4, "the next save would have to touch its pages"
         state["w"] += 1
         bytecheckpoint.save(tmp_path / "second", {"model": state}, async_checkpoint=True).result(60)
         assert len([p for p in pools if isinstance(p, weakref.ref)]) == 1

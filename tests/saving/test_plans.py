@@ -17,7 +17,7 @@ from bytecheckpoint.planning.save_plan import plan_save
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 from bytecheckpoint.saving import copies
 from bytecheckpoint.saving.copies import check_copies
-from bytecheckpoint.saving.messages import WriteReport
+from bytecheckpoint.saving.messages import RankChecks, WriteReport
 from bytecheckpoint.saving.plans import GlobalPlan, check_arguments, check_reports, plan_around
 from bytecheckpoint.world import world_of
 from tests.support.layouts import Declared
@@ -74,12 +74,9 @@ def test_reports_belong_to_one_plan_and_one_path() -> None:
 def test_copies_that_differ_are_named() -> None:
     tables = [table("a", "b"), table("a", "b"), table("b", "c"), table("c")]
 
-    def check(*digests: tuple[int, ...], argument: bool | None = None) -> None:
-        reports = {
-            rank: WriteReport("url", "p", [], [], check_replicas=argument, digests=np.array(found, np.uint64).tobytes())
-            for rank, found in enumerate(digests)
-        }
-        check_copies(reports, tables)
+    def check(*digests: tuple[int, ...]) -> None:
+        checks = {r: RankChecks(digests=np.array(found, np.uint64).tobytes()) for r, found in enumerate(digests)}
+        check_copies(checks, tables)
 
     check((1, 2), (1, 2), (2, 3), (3,))
     check((1, 2), (), (2, 3), (3,))  # rank 1 has been compared before

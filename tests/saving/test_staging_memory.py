@@ -55,7 +55,7 @@ with open(f"{sys.argv[1]}/data", "wb") as file:
 for _ in range(2):
     bytecheckpoint.save(f"{sys.argv[1]}/step", {"model": state}, async_checkpoint=True).result(120)
 world = world_of(current())
-assert world.resources.pool.capacity >= 48 << 20, world.resources.pool.capacity
+assert world.resources.pools.shared.capacity >= 48 << 20, world.resources.pools.shared.capacity
 """
 
 
@@ -99,7 +99,7 @@ def test_release_memory_waits_for_saves_and_frees_what_they_used(tmp_path: Path,
         helper = resources.running_helper
         assert helper is not None
         assert wait_until(lambda: not running(helper.pid), 10)
-        assert resources.pool.capacity == 0
+        assert resources.pools.shared.capacity == 0
         assert mapped_pools() <= before, "something keeps the memory of the pool"
         bytecheckpoint.release_memory()
         state["w"] += 1
@@ -115,7 +115,7 @@ def test_the_pool_shrinks_when_saves_need_much_less(tmp_path: Path) -> None:
     collective = SingleProcess()
     large, small = {"w": torch.arange(1 << 20)}, {"w": torch.arange(1 << 17)}
     with use(collective):
-        pool = world_of(collective).resources.pool
+        pool = world_of(collective).resources.pools.shared
 
         def save(state: dict[str, torch.Tensor]) -> None:
             bytecheckpoint.save(tmp_path / "step", {"model": state}, async_checkpoint=True).result(60)
@@ -145,7 +145,7 @@ def test_ranks_learn_how_many_share_their_machine(tmp_path: Path) -> None:
             size = extra if collective.rank == 3 else 1
             state = {f"w{collective.rank}": torch.zeros(size)}
             bytecheckpoint.save(tmp_path / "step", {"model": state}).result(60)
-            seen.append(world_of(collective).resources.local_ranks)
+            seen.append(world_of(collective).resources.pools.local_ranks)
         return seen
 
     world = ThreadWorld(4)

@@ -14,8 +14,8 @@ import bytecheckpoint
 from bytecheckpoint.collectives import Collective, SingleProcess, use
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.engine.writing import FilesWriter
-from bytecheckpoint.saving import state as saving_state
-from bytecheckpoint.saving.state import content_digest
+from bytecheckpoint.saving import capture
+from bytecheckpoint.saving.capture import content_digest
 from bytecheckpoint.world import world_of
 from tests.support.settings import using
 from tests.support.variants import crossed
@@ -49,7 +49,7 @@ class _Digests:
 @pytest.fixture
 def digests(monkeypatch: pytest.MonkeyPatch) -> _Digests:
     stand_in = _Digests()
-    monkeypatch.setattr(saving_state, "content_digest", stand_in)
+    monkeypatch.setattr(capture, "content_digest", stand_in)
     return stand_in
 
 
@@ -94,7 +94,7 @@ def test_the_callers_of_several_ranks_hash_for_a_new_plan_only(tmp_path: Path, d
     def save(collective: Collective) -> int:
         _step(collective, tmp_path / "step", _tensor(0), staging).result(60)
         world_of(collective).saves.drain()
-        return world_of(collective).resources.pool.capacity
+        return world_of(collective).resources.pools.shared.capacity
 
     world = ThreadWorld(2)
     world.run(save)

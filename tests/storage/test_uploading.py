@@ -188,16 +188,16 @@ def test_a_synchronous_save_needs_no_spool_where_memory_has_room(tmp_path: Path)
     """... and keeps none of it."""
     state = {"w": torch.randn(40, 1 << 18), "small": torch.arange(1000), "view": torch.randn(300, 200).T}
     url = f"fsspec+file://{tmp_path}/run/step"
-    pool = world_of(current()).resources.pool.capacity
+    pool = world_of(current()).resources.pools.shared.capacity
     bytecheckpoint.configure(spool_dir=str(tmp_path / "absent"), staging_bytes=100 << 20)
     bytecheckpoint.save(url, {"model": state})
-    assert world_of(current()).resources.pool.capacity == pool
+    assert world_of(current()).resources.pools.shared.capacity == pool
     loaded = {key: torch.zeros_like(value) for key, value in state.items()}
     bytecheckpoint.load(url, {"model": loaded})
     assert all(torch.equal(loaded[key], state[key]) for key in state)
 
     bytecheckpoint.configure(staging_bytes=20 << 20)
-    world_of(current()).resources.pool.release()
+    world_of(current()).resources.pools.shared.release()
     with pytest.raises(bytecheckpoint.StorageError, match=r"the spool of .*setting spool_dir"):
         bytecheckpoint.save(url, {"model": state})
     bytecheckpoint.configure(spool_dir=str(tmp_path))

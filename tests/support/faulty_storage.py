@@ -27,7 +27,7 @@ __all__ = ["Faults"]
 _T = TypeVar("_T")
 
 #: The names under which modules call `resolve`.
-_USERS = ("saving.resolve_storage", "loading.resolve_storage", "opening.resolve")
+_USERS = ("saving.request.resolve_storage", "loading.resolve_storage", "opening.resolve")
 
 
 @dataclass

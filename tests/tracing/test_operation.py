@@ -57,7 +57,7 @@ def by_background(count: Callable[..., Any]) -> None:
 
 def by_coordination(count: Callable[..., Any]) -> None:
     queue = SaveQueue()
-    queue.take_number(lambda _: count)
+    queue.coordinate(count)
     queue.close()
 
 

@@ -159,20 +159,6 @@ class Agreement:
         result: _Decision = _decode(decision.payload, decisions)
         return result
 
-    def leave(self, step: str, error: CheckpointError) -> None:
-        """Fail a step on all ranks without waiting for any, and take no part in the steps that follow.
-
-        Args:
-            step: as for `agree`.
-            error: why this rank cannot take part.
-        """
-        failure = Failure.of(error, rank=self.rank)
-        self.collective.leave_gather_scatter(
-            f"{self.tag}/{step}",
-            msgspec.msgpack.encode(RankReport(failure)),
-            msgspec.msgpack.encode(Decision(failure)),
-        )
-
     def _failure(self, error: BaseException) -> Failure:
         """Return what the others hear of an error of this rank: that, or the failure of another rank that led to it."""
         failure = Failure.of(error, rank=self.rank)

@@ -316,22 +316,6 @@ class Collective(ABC):
             return data.tobytes()
         return message[1:]
 
-    def leave_gather_scatter(self, tag: str, payload: bytes, answer: bytes) -> None:
-        """Take part in a `gather_scatter` of the other ranks without waiting for any.
-
-        Args:
-            tag: names the operation.
-            payload: of this rank.
-            answer: for each rank, if this is rank 0.
-
-        Raises:
-            PeerLostError: as `send`.
-        """
-        if self.rank == 0:
-            self.broadcast(f"{tag}/down", _ANSWER + answer, timeout=0)
-        else:
-            self.send(0, f"{tag}/up", payload)
-
     def _relays(self, nbytes: int) -> bool:
         """Whether ranks relay an answer for all. Rank 0 alone would take long to send a long answer to many ranks."""
         return nbytes > tuning().relay_bytes and self.world_size > tuning().relay_fan_out

@@ -1,4 +1,4 @@
-"""The helper process that writes the files of asynchronous saves.
+"""Write the files of asynchronous saves in a helper process.
 
 A thread of the training process would take the interpreter lock after every chunk and slow an interpreter-bound
 training loop (docs/decisions/0004). The helper maps the same staging memory, so only small messages pass between the two
@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -29,7 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint.engine.writing import FilesWriter, FileTask, StagedChunk
-from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, UsageError, error_from_report, error_report
+from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, UsageError
+from bytecheckpoint.failures import Cancellation, Failure
 from bytecheckpoint.liveness import busy
 from bytecheckpoint.representation.names import escape, unescape
 from bytecheckpoint.settings import configure
@@ -41,6 +41,8 @@ from bytecheckpoint.tuning import tuning
 __all__ = ["HelperProcess"]
 
 _LENGTH = struct.Struct("<Q")
+#: The failure of a job that the training process stops. The training process knows the rank and the reason.
+_STOPPED = Failure("CheckpointError", "another rank failed")
 
 
 class _Channel:
@@ -84,7 +86,7 @@ _NICENESS = 5
 
 
 class HelperProcess:
-    """The training process's side of the helper. Serves one save at a time; calls raise the error that the helper met.
+    """The training process's side of the helper. It serves one save at a time, and its calls raise the helper's errors.
 
     Raises:
         OSError: this process may not make a socket pair or start another process.
@@ -133,7 +135,7 @@ class HelperProcess:
 
         Raises:
             CheckpointTimeoutError: no answer in time; the helper is stopped.
-            CheckpointError: the helper died or closed its channel, or the error that it met.
+            CheckpointError: the helper died or closed its channel, or its own error.
         """
         with self._lock:
             try:
@@ -164,8 +166,8 @@ class HelperProcess:
                 ) from None
             raise CheckpointError(f"the writer process died during {record['op']!r} (exit status {code})")
         absorb(answer.pop("measured"))
-        if "error" in answer:
-            raise error_from_report(answer)
+        if "failure" in answer:
+            raise Failure.decode(answer["failure"]).as_error()
         return answer
 
     def answers(self, *, timeout: float) -> bool:
@@ -225,10 +227,11 @@ class _Server:
 
     def __init__(self, channel: _Channel) -> None:
         self._channel = channel
-        self._job = self._stopped_job = 0
+        self._job = 0
+        self._cancel = Cancellation()  # of that job
+        self._choosing = threading.Lock()  # held while these two change
         self._pool: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._writer: FilesWriter | None = None
-        self._batches: list[list[Future[None]]] = []
         self._operation = Operation("save", "")  # the save whose requests these are
         self._answering = threading.Lock()
         self._at_work = False
@@ -250,7 +253,7 @@ class _Server:
                 with operation.running():
                     answer = getattr(self, "do_" + op)(fds=fds, **record)
             except BaseException as error:  # noqa: BLE001  raised in the training process
-                answer = dict(error_report(error))
+                answer = {"failure": Failure.of(error).encode()}
             with self._answering:
                 self._at_work = False
                 answer["measured"] = operation.take()
@@ -258,10 +261,10 @@ class _Server:
                     self._channel.send(answer)
                 except OSError:
                     break
-        # The training process is gone, so nobody finishes the save.
+        # The training process is gone, so this save cannot finish.
         self.do_abort()
 
-    def tell_progress(self) -> None:
+    def report_progress(self) -> None:
         """Send what was measured so far about once a second, while a request takes long. Runs on a thread of its own."""
         while True:
             time.sleep(tuning().progress_interval)
@@ -297,31 +300,39 @@ class _Server:
         fds: list[int],
     ) -> dict[str, Any]:
         self.do_abort()
-        self._job = job
-        self._batches = []
         current = configure(**settings)
         files = [msgspec.convert(t, FileTask) for t in tasks]
-        direct, threads = current.storage.direct_io != "off", current.storage.write_threads
-        self._writer = FilesWriter(resolve(unescape(url)), files, direct=direct, threads=threads, stable=stable)
-        if job == self._stopped_job:
-            self._writer.stop(_stopped())
+        self._writer = FilesWriter(
+            resolve(unescape(url)),
+            files,
+            direct=current.storage.direct_io != "off",
+            threads=current.storage.write_threads,
+            stable=stable,
+            pool=memoryview(self._pool),
+            cancel=self._token(job),
+        )
         self._writer.open()
         return {}
 
     def stop_jobs(self, sock: socket.socket) -> None:
-        """Stop the jobs whose numbers come from `sock`. Runs on a thread of its own."""
+        """Cancel the jobs whose numbers come from `sock`. Runs on a thread of its own."""
         while len(data := sock.recv(_LENGTH.size)) == _LENGTH.size:
-            self._stopped_job = _LENGTH.unpack(data)[0]
-            writer = self._writer
-            if writer is not None and self._job == self._stopped_job:
-                writer.stop(_stopped())
+            self._token(_LENGTH.unpack(data)[0]).set(_STOPPED)
+
+    def _token(self, job: int) -> Cancellation:
+        """Return the token of a job. Its stop may come before it begins, or after the next job has begun."""
+        with self._choosing:
+            if job < self._job:
+                return Cancellation()  # that job has ended
+            if job > self._job:
+                self._job, self._cancel = job, Cancellation()
+            return self._cancel
 
     def do_write(self, *, chunks: list[list[int]], fds: list[int]) -> dict[str, Any]:
-        self._batches.append(self._opened().write_staged([StagedChunk(*c) for c in chunks], memoryview(self._pool)))
-        return {"batch": len(self._batches) - 1}
+        return {"batch": self._opened().write_staged([StagedChunk(*c) for c in chunks])}
 
     def do_wait(self, *, batch: int, fds: list[int]) -> dict[str, Any]:
-        self._opened().wait(self._batches[batch])
+        self._opened().wait(batch)
         return {}
 
     def do_sums(self, *, fds: list[int]) -> dict[str, Any]:
@@ -344,10 +355,6 @@ class _Server:
         return self._writer
 
 
-def _stopped() -> CheckpointError:
-    return CheckpointError("another rank failed")  # the training process knows more
-
-
 def _end_with(parent: int) -> None:
     """End this process soon after its parent."""
     # Children that the training process forked hold copies of its end of the socket, so its death may not close it.
@@ -367,7 +374,7 @@ def main() -> None:
     channel, stops = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:])
     server = _Server(_Channel(channel))
     try_start(threading.Thread(target=server.stop_jobs, args=(stops,), daemon=True))
-    try_start(threading.Thread(target=server.tell_progress, daemon=True))
+    try_start(threading.Thread(target=server.report_progress, daemon=True))
     server.serve()
 
 

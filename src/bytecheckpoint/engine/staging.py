@@ -143,9 +143,10 @@ class Image:
                 for runs, start in part.runs:
                     runs.copy_bytes(0, runs.nbytes, pool[start : start + runs.nbytes])
 
-    def staged(self, tensor: torch.Tensor, file: int, offset: int, pool: torch.Tensor) -> torch.Tensor:
-        """Return the copy of `tensor` that `stage` has made in `pool`, at byte `offset` of the data section of `file`."""
-        (copy,) = views_at(pool, [movable(tensor)], [self.files[file].start + offset])
+    @staticmethod
+    def staged(tensor: torch.Tensor, at: int, pool: torch.Tensor) -> torch.Tensor:
+        """Return the copy of `tensor` that `stage` has made at byte `at` of `pool`."""
+        (copy,) = views_at(pool, [movable(tensor)], [at])
         return copy.view(tensor.dtype)
 
     def _parts(self, file: ImageFile) -> _Parts:

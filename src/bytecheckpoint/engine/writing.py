@@ -1,4 +1,4 @@
-"""Writing storage files: threads compute checksums and write several chunks at the same time, in one pass.
+"""Write storage files: threads compute checksums and write several chunks at the same time, in one pass.
 
 This module runs in the training process for synchronous saves and in the helper process for asynchronous ones. So it
 must not import torch, nor anything that does.
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,7 +18,8 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.concurrency import Workers, call_with_timeout, storage_result
 from bytecheckpoint.engine.buffers import block_sums, split_buffers
-from bytecheckpoint.errors import CheckpointError, StorageUnavailableError
+from bytecheckpoint.errors import StorageUnavailableError
+from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.storage import FileWriter, NewFile, Storage
 from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.tracing.operation import count, span
@@ -70,79 +70,78 @@ class _OpenFile:
 
 
 class FilesWriter:
-    """Writes the files of one rank's part of one save.
+    """Writes the files of one rank's part of one save, on threads of this process.
 
-    The calls come in this order: `open`, `write` any number of times, `sums`, `finish`. `stop` may come at any time from
-    another thread, and `abort` at any time.
+    The calls come in this order: `open`; `write`, `submit` or `write_staged` any number of times; `sums`; `finish`. `abort`
+    may come at any time.
 
     Args:
-        storage: receives the files.
-        tasks: the files.
-        direct: bypass the page cache where the storage can. Then buffers must be aligned to 4096 bytes, and chunks
-            that do not end their file must have lengths that are multiples of 4096.
-        threads: chunks written at the same time.
-        stable: the buffers given to `write` keep their contents until `finish` or `abort` has returned. Then a storage
-            that takes whole files need not copy them.
+        storage: storage that receives the files.
+        tasks: files to write.
+        direct: whether to bypass the page cache where the storage can. Then buffers must be aligned to 4096 bytes, and
+            chunks that do not end their file must have lengths that are multiples of 4096.
+        threads: number of chunks written at the same time.
+        stable: whether the buffers given to `write` keep their contents until `finish` or `abort` has returned. Then a
+            storage that takes whole files need not copy them.
+        pool: bytes of the staging pool, for `write_staged`.
+        cancel: token of the save. A failure of another rank ends all calls, also those that wait for the storage.
     """
 
     def __init__(
-        self, storage: Storage, tasks: Sequence[FileTask], *, direct: bool, threads: int, stable: bool = False
+        self,
+        storage: Storage,
+        tasks: Sequence[FileTask],
+        *,
+        direct: bool,
+        threads: int,
+        stable: bool = False,
+        pool: memoryview | None = None,
+        cancel: Cancellation | None = None,
     ) -> None:
         self._storage = storage
         self._tasks = tasks
         self._request = functools.partial(NewFile, direct=direct, stable=stable)
-        self._created: dict[int, _OpenFile] = {}
-        self._files: list[_OpenFile] = []
-        self._failed: BaseException | None = None
-        self._timed_out = False
-        self._stopped: CheckpointError | None = None
-        self._awaited: Future[None] | None = None
-        self._pending: list[Future[None]] = []
-        self._lock = threading.Lock()
+        self._pool = memoryview(b"") if pool is None else pool
+        self._cancel = cancel or Cancellation()
+        self._files: dict[int, _OpenFile] = {}
+        self._pending: list[Future[None]] = []  # calls that nobody has waited for
+        self._batches: list[list[Future[None]]] = []
+        self._skipping = self._timed_out = False
         # Not `call_with_timeout` per chunk: that takes a tenth more processor time, here and in reading.py.
         self._workers = Workers(threads, "bytecheckpoint-write")
 
     def open(self) -> None:
-        """Create the files."""
+        """Create the files, unless the save is cancelled."""
         tasks = self._tasks
 
         def create(number: int) -> None:
             task = tasks[number]
             request = self._request(task.name, task.data_offset + task.data_bytes)
             with span("create", subject=task.name):
-                self._created[number] = _OpenFile(task, self._storage.create(request))
+                self._files[number] = _OpenFile(task, self._storage.create(request))
 
+        self._cancel.on_set(lambda _: self._interrupt())
         try:
+            self._cancel.raise_if_set()
             if self._storage.capabilities.in_memory:
                 for number in range(len(tasks)):
                     create(number)
             else:
-                self.wait([self._workers.submit(create, number) for number in range(len(tasks))])
+                self._wait([self._workers.submit(create, number) for number in range(len(tasks))])
         except BaseException:
             self.abort()
             raise
-        self._files = [self._created[number] for number in range(len(tasks))]
-
-    def stop(self, error: CheckpointError) -> None:
-        """Make calls in progress and to come raise `error`, also those that wait for the storage; return at once."""
-        self._stopped = error
-        self._failed = self._failed or error
-        for entry in list(self._created.values()):
-            entry.writer.interrupt()
-        if (awaited := self._awaited) is not None:
-            with contextlib.suppress(InvalidStateError):  # it has ended
-                awaited.set_exception(error)
+        self._files = {number: self._files[number] for number in range(len(tasks))}  # in the order of the tasks
 
     @property
     def direct(self) -> bool:
         """Whether some file bypasses the page cache."""
-        return any(f.writer.direct for f in self._files)
+        return any(f.writer.direct for f in self._files.values())
 
     def submit(self, function: Any, *args: Any) -> Future[None]:
         """Run `function(*args)` on a writer thread; `sums` raises its failure."""
         future: Future[None] = self._workers.submit(function, *args)
-        with self._lock:
-            self._pending.append(future)
+        self._pending.append(future)
         return future
 
     def write(self, file: int, start: int, buffers: Sequence[memoryview], padded: memoryview | None = None) -> None:
@@ -154,7 +153,7 @@ class FilesWriter:
             buffers: the bytes, one buffer after the other. Their total is a multiple of the block length, or ends the file.
             padded: the single buffer extended to a multiple of 4096 bytes, for the unaligned end of a direct file.
         """
-        if self._failed is not None:
+        if self._skipping:
             return
         entry = self._files[file]
         task = entry.task
@@ -174,53 +173,52 @@ class FilesWriter:
                         entry.sums[block] = value
                         block += 1
                     entry.writer.write_at(task.data_offset + start + position, part)
-        except BaseException as error:
-            self._failed = self._failed or error
+        except BaseException:
+            self._skipping = True
             raise
 
-    def write_staged(self, chunks: Sequence[StagedChunk], pool: memoryview) -> list[Future[None]]:
-        """Write chunks of the staging pool on the writer threads."""
+    def write_staged(self, chunks: Sequence[StagedChunk]) -> int:
+        """Write chunks of the staging pool on the writer threads; return the number of the batch, for `wait`."""
         futures = []
         for file, start, at, nbytes in chunks:
-            padded = pool[at : at + -(-nbytes // 4096) * 4096]
+            padded = self._pool[at : at + -(-nbytes // 4096) * 4096]
             futures.append(self.submit(self.write, file, start, [padded[:nbytes]], padded))
-        return futures
+        self._batches.append(futures)
+        return len(self._batches) - 1
 
-    def wait(self, futures: Sequence[Future[None]], nbytes: int = 0) -> None:
-        """Wait for submitted calls in this order, and raise the first failure.
-
-        Args:
-            futures: of `submit`.
-            nbytes: bytes that one call may have to move, beyond a chunk.
+    def wait(self, batch: int) -> None:
+        """Wait until the chunks of a batch are written, and raise the first failure.
 
         Raises:
             StorageUnavailableError: a call did not end within the storage's time limit.
         """
+        self._wait(self._batches[batch])
+
+    def _wait(self, futures: Sequence[Future[None]], nbytes: int = 0) -> None:
+        """Wait for calls in this order, as `wait` does.
+
+        Args:
+            futures: results of the calls.
+            nbytes: bytes that one call may have to move, beyond a chunk.
+        """
         seconds = call_timeout(self._storage, nbytes)
         for future in futures:
-            self._awaited = future
-            if self._stopped is not None:
-                raise self._stopped
+            self._cancel.raise_if_set()
             try:
-                storage_result(future, seconds, f"write {self._storage.url}")
-            except StorageUnavailableError as error:
+                storage_result(future, seconds, f"write {self._storage.url}", self._cancel.future)
+            except StorageUnavailableError:
                 if not future.done():
-                    self._timed_out = True
-                    self._failed = self._failed or error
+                    self._timed_out = self._skipping = True
                 raise
 
     def sums(self) -> list[NDArray[np.uint64]]:
         """Wait for all writes, and return the block sums of each file; raise the first failure."""
-        while True:
-            with self._lock:
-                pending, self._pending = self._pending, []
-            if not pending:
-                break
+        while pending := self._pending:
+            self._pending = []
             count("queued chunks", len(pending))
-            self.wait(pending)
-        if self._failed is not None:
-            raise self._failed
-        return [f.sums for f in self._files]
+            self._wait(pending)
+        self._cancel.raise_if_set()
+        return [f.sums for f in self._files.values()]
 
     def finish(self, headers: Sequence[bytes]) -> None:
         """Write each file's header, and make the files and their names durable.
@@ -228,16 +226,15 @@ class FilesWriter:
         Args:
             headers: one per file, exactly `data_offset` bytes long.
         """
-        pairs = zip(self._files, headers, strict=True)
+        pairs = zip(self._files.values(), headers, strict=True)
         futures = [self._workers.submit(self._finish_one, entry, header) for entry, header in pairs]
-        self.wait(futures, sum(f.task.data_bytes for f in self._files))
-        if self._files:
+        self._wait(futures, sum(task.data_bytes for task in self._tasks))
+        if self._tasks:
             with span("sync"):
-                self._storage.sync([f.task.name for f in self._files])
+                self._storage.sync([task.name for task in self._tasks])
         self._workers.shutdown()
         # From now on a catalog may name the files: `abort` must not remove them any more.
         self._files.clear()
-        self._created.clear()
 
     @staticmethod
     def _finish_one(entry: _OpenFile, header: bytes) -> None:
@@ -246,23 +243,27 @@ class FilesWriter:
             entry.writer.write_at(0, [_aligned_copy(header) if entry.writer.direct else memoryview(header)])
             entry.writer.finish(entry.task.data_offset + entry.task.data_bytes)
 
+    def _interrupt(self) -> None:
+        """Skip the writes that have not begun, and interrupt the others."""
+        self._skipping = True
+        for entry in list(self._files.values()):
+            entry.writer.interrupt()
+
     def abort(self) -> None:
         """Stop, and remove every file that was created; never raise.
 
         Where the storage does not answer, a thread removes the files when it does.
         """
-        self._failed = self._failed or CheckpointError("aborted")
-        for entry in list(self._created.values()):
-            entry.writer.interrupt()
+        self._interrupt()
         seconds = 0.0 if self._timed_out else call_timeout(self._storage)
-        if self._stopped is not None:
+        if self._cancel.failure is not None:
             seconds = min(seconds, tuning().stopped_calls)
         with contextlib.suppress(StorageUnavailableError):
             call_with_timeout(seconds, self._remove_files)
 
     def _remove_files(self) -> None:
         self._workers.shutdown(cancel=True)  # no file may be closed while a thread is using it
-        for entry in self._created.values():
+        for entry in self._files.values():
             entry.writer.abort()
 
 

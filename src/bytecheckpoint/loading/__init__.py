@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,21 +19,19 @@ from bytecheckpoint.arguments import (
     check_strict,
     settings_with_timeout,
 )
-from bytecheckpoint.calls import one_at_a_time, refusal
-from bytecheckpoint.collectives import Collective, current
-from bytecheckpoint.collectives.agreement import Agreement
-from bytecheckpoint.errors import CheckpointError, UsageError
+from bytecheckpoint.calls import one_at_a_time
+from bytecheckpoint.collectives import current
+from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.frameworks.registry import resolve as resolve_framework
 from bytecheckpoint.frameworks.wrappers import unwrap_states
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.loading.call import LoadArguments, LoadCall
-from bytecheckpoint.loading.session import FIRST_STEP, load_states
+from bytecheckpoint.loading.session import load_states
 from bytecheckpoint.saving import prepare_next
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage import resolve as resolve_storage
-from bytecheckpoint.tiers.machines import FIRST_STEP as TIER_FIRST_STEP
 from bytecheckpoint.tiers.restore import choose_copy
-from bytecheckpoint.tiers.storage import TierStorage, tier_of
+from bytecheckpoint.tiers.storage import TierStorage
 from bytecheckpoint.tracing.operation import Operation
 from bytecheckpoint.world import world_of
 
@@ -120,8 +118,6 @@ def load(
     number = world.next_load_number()
     operation.number = number
     collective.begin_call(f"load/{number}")
-    if (refused := refusal()) is not None:
-        _leave(path, collective, f"load/{number}.0", refused)
     attempts = itertools.count()
     copies = contextlib.ExitStack()  # hot copies that this rank serves to the others
     copies.callback(operation.end)
@@ -172,12 +168,3 @@ def load(
             raise
         world.collector.report(operation, report)
         return report
-
-
-def _leave(path: str | os.PathLike[str] | Storage, collective: Collective, tag: str, refused: UsageError) -> NoReturn:
-    """Fail a load that is refused on this rank on all ranks, and wait for none: perhaps the others do not make it."""
-    with contextlib.suppress(CheckpointError):
-        if tier_of(resolve_storage(path)) is not None:
-            Agreement(collective, f"{tag}/tier", 0.0).leave(TIER_FIRST_STEP, refused)
-    Agreement(collective, tag, 0.0).leave(FIRST_STEP, refused)
-    raise refused

@@ -1,112 +1,97 @@
-"""One rank's connection to the coordinator during one save."""
+"""Take part in one save as one rank: send messages to the coordinator, and end the save when a rank fails."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-
 from bytecheckpoint.collectives import Collective
+from bytecheckpoint.collectives.stop import StopSignal
 from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.failures import Cancellation, Failure
 from bytecheckpoint.saving.messages import (
     NEXT_STEP,
-    Failure,
-    PlanRequest,
     RankMessage,
     Reply,
+    SaveFailed,
     SaveStep,
     decode,
     encode,
-    failed_tag,
     reply_tag,
-    stop_tag,
     tag,
 )
 
-__all__ = ["CoordinatorChannel"]
+__all__ = ["FOREGROUND_CALL", "CoordinatorChannel"]
 
-_log = logging.getLogger("bytecheckpoint")
+#: Stage before the plan, in which a save checks its arguments and captures the caller's objects.
+FOREGROUND_CALL = "call"
 
 
 class CoordinatorChannel:
-    """Sends a rank's messages to the coordinator and waits for the replies.
+    """One rank's messages in one save.
 
     Args:
-        collective: the ranks of the save.
-        number: number of the save.
+        collective: ranks of the save.
+        number: save number, the same on all ranks.
+        timeout: seconds to wait for a reply.
 
     Attributes:
-        expected: the step of the message that the coordinator expects from this rank; None while this rank waits for a
-            reply, and at the end.
-        undecided: this rank has sent a message and had no reply, so the save may be committed or not.
-        stopped: what another rank failed with while this one was at work.
-        on_stop: called with that, on the transport's thread; must return at once.
+        number: save number.
+        stop: broadcast of a failure to all ranks; its `cancel` is this rank's token of the save.
+        commit_unknown: whether this rank has sent a message and had no reply, so the save may be committed or not.
     """
 
-    def __init__(self, collective: Collective, number: int) -> None:
-        self.expected: SaveStep | None = SaveStep.FIRST
-        self.undecided = False
-        self.stopped: CheckpointError | None = None
-        self.on_stop: Callable[[CheckpointError], None] = lambda _: None
+    def __init__(self, collective: Collective, number: int, timeout: float) -> None:
+        self.number = number
+        self.stop = StopSignal(collective, f"save/{number}", Cancellation())
+        self.commit_unknown = False
         self._collective = collective
-        self._number = number
-        self._asked: SaveStep | None = None  # the step of a message that has no reply yet
-        self._end_watch = collective.watch(stop_tag(number), self._stop)
+        self._timeout = timeout
+        self._step = SaveStep.FIRST  # of the next message
+        self.stop.__enter__()
 
-    def _stop(self, payload: bytes) -> None:
-        failure = decode(payload)
-        assert isinstance(failure, Failure)
-        self.stopped = failure.as_error()
-        self.on_stop(self.stopped)
-
-    def close(self) -> None:
-        """End the part of this rank in the save."""
-        self._end_watch()
-        self.on_stop = lambda _: None
-        if self.stopped is not None:
-            for step in SaveStep:
-                self._collective.forget(reply_tag(self._number, step))
-
-    def ask(self, message: RankMessage, timeout: float) -> Reply:
-        """Send the message of the expected step and wait for the reply.
-
-        Args:
-            message: what to send.
-            timeout: seconds to wait.
+    def ask(self, message: RankMessage) -> Reply:
+        """Send the message of the next step, and return the coordinator's reply.
 
         Raises:
-            CheckpointError: what another rank or the coordinator failed with.
+            CheckpointError: failure of another rank or of the coordinator.
             CheckpointTimeoutError, PeerLostError: no reply came.
         """
-        step = self.expected
-        assert step is not None, "the coordinator expects no message"
-        self.undecided = True
-        self.expected, self._asked = None, step  # first, as an interrupt may come at any moment
-        self._collective.send(0, tag(self._number, step), encode(message))
-        reply: Reply | Failure = decode(self._collective.recv(0, reply_tag(self._number, step), timeout=timeout))
-        self.undecided = isinstance(reply, Failure) and reply.undecided
-        ends_with_plan = isinstance(message, PlanRequest) and message.dry
-        self.expected = None if ends_with_plan else NEXT_STEP.get(type(reply))
-        self._asked = None
-        if isinstance(reply, Failure):
-            raise reply.as_error()
+        number, step = self.number, self._step
+        self.commit_unknown = True  # first, as an interrupt may come at any moment
+        self._collective.send(0, tag(number, step), encode(message))
+        reply: Reply = decode(self._collective.recv(0, reply_tag(number, step), timeout=self._timeout))
+        self.commit_unknown = isinstance(reply, SaveFailed) and reply.commit_unknown
+        if isinstance(reply, SaveFailed):
+            self.stop.cancel.set(reply.failure)
+            raise reply.failure.as_error()
+        self._step = NEXT_STEP.get(type(reply), step)
         return reply
 
-    def fail(self, stage: str, error: BaseException) -> bool:
-        """Report that this rank cannot go on, if the coordinator expects a message from it or will after its reply.
+    def fail(self, stage: str, error: BaseException) -> BaseException:
+        """End the save on all ranks, unless another failure has ended it already.
 
         Args:
-            stage: what this rank was doing.
-            error: the reason.
+            stage: work of this rank that failed.
+            error: its error.
 
         Returns:
-            Whether the coordinator expected a message. If not, the failure came from the coordinator or from the wait.
-            The coordinator is interrupted if it waits for other ranks.
+            The error to raise on this rank: that of the rank that failed first, or `error`, with this rank and the stage in
+            its message unless it comes from the caller's own objects or arguments.
         """
-        if (self.expected is None and self._asked is None) or self.stopped is not None:
-            return False
-        failure = Failure.of(self._collective.rank, stage, error)
-        try:
-            self._collective.send(0, failed_tag(self._number), encode(failure))
-        except CheckpointError as lost:
-            _log.warning("save %d: the failure cannot be reported to the coordinator: %s", self._number, lost)
-        return self.expected is not None
+        first = self.stop.cancel.failure
+        if not isinstance(error, CheckpointError):
+            self.stop.fail(Failure.of(error, rank=self._collective.rank, stage=stage))
+            return error
+        if first is not None:
+            return first.as_error()
+        carried = error.failure
+        sent = isinstance(carried, Failure) and carried.rank >= 0  # by another rank, or by an earlier save
+        failure = Failure.of(error, rank=self._collective.rank, stage=stage)
+        self.stop.fail(failure)
+        return error if sent or stage == FOREGROUND_CALL else failure.as_error()
+
+    def close(self) -> None:
+        """End this rank's part in the save."""
+        failed = self.stop.cancel.failure is not None
+        self.stop.__exit__(CheckpointError if failed else None)
+        if failed:
+            for step in SaveStep:
+                self._collective.forget(reply_tag(self.number, step))

@@ -1,60 +1,64 @@
-"""Rank 0's part of a save: plan for all ranks, wait until all files are durable, commit, reply to every rank.
+"""Coordinate a save on rank 0: plan for all ranks, wait until all files are durable, commit, reply to every rank.
 
-It runs on a thread of its own and talks to its own rank by the same messages as to the others, so there is one
-protocol (docs/architecture.md, "A save"). Whatever happens here ends in a reply to every rank that waits.
+The coordinator runs on a thread of its own and exchanges the same messages with its own rank as with the others, so there
+is one protocol (docs/architecture.md, "A save"). It ends with a reply to every rank that waits.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from msgspec import structs
 from numpy.typing import NDArray
 
-from bytecheckpoint.collectives import Collective, InterruptedWaitError
+from bytecheckpoint._version import __version__
+from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.base import names_of_ranks
+from bytecheckpoint.collectives.stop import StopSignal
 from bytecheckpoint.engine.save_resources import PlanCache
 from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.failures import Failure
 from bytecheckpoint.planning.local_table import LocalTable
 from bytecheckpoint.representation.catalog_file import encode as encode_catalog
-from bytecheckpoint.representation.names import CATALOG_NAME
-from bytecheckpoint.saving.call import SaveTask
+from bytecheckpoint.representation.names import CATALOG_NAME, new_generation
 from bytecheckpoint.saving.catalog import build_catalog
 from bytecheckpoint.saving.commit import may_have_committed, remove_stale_files, stale_files, stale_uploads
 from bytecheckpoint.saving.messages import (
     NEXT_STEP,
     CommitResult,
     DescribeRequest,
-    Failure,
     PlanDescription,
     PlanRequest,
     PlanResponse,
     Reply,
     RewriteRequest,
+    SaveFailed,
     SaveStep,
     ValuesRequest,
     WriteReport,
     decode,
     encode,
-    failed_tag,
     reply_tag,
-    stop_tag,
     tag,
 )
 from bytecheckpoint.saving.plans import GlobalPlan, check_arguments, check_calls, check_reports, plan_around
+from bytecheckpoint.saving.request import SaveRequest
 from bytecheckpoint.saving.values import assign_values, unwritten_values
 from bytecheckpoint.tracing.operation import span
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "refuse_save"]
 
 _log = logging.getLogger("bytecheckpoint")
-#: Replies that are sent at a time: to some tens of machines.
+#: Replies that are encoded and sent at a time: to some tens of machines.
 _REPLIES = 256
 
 
@@ -68,70 +72,90 @@ def _shared(message: Any, known: dict[bytes, bytes]) -> Any:
     return structs.replace(message, table=structs.replace(table, tensors=tensors, ndims=ndims, repeats=repeats))
 
 
-class _StepFailedError(Exception):
-    """Ends a save with `failure`, which every waiting rank gets unchanged."""
+def refuse_save(collective: Collective, number: int, failure: Failure) -> None:
+    """Fail a save on the other ranks, as rank 0, in place of a coordinator.
 
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.error["message"])
-        self.failure = failure
+    Args:
+        collective: ranks of the save.
+        number: save number.
+        failure: failure of rank 0.
+    """
+    others = range(1, collective.world_size)
+    with contextlib.suppress(CheckpointError):  # a rank that is gone needs no reply
+        reply = encode(SaveFailed(failure))
+        collective.send_each(reply_tag(number, SaveStep.FIRST), dict.fromkeys(others, reply))
+    for step in SaveStep:
+        collective.forget(tag(number, step))
 
 
 class Coordinator:
     """Coordinates one save of all ranks.
 
     Args:
-        collective: the ranks.
-        plans: the plans of this world's earlier saves, by name.
-        task: the save.
+        collective: ranks of the save.
+        number: save number.
+        plans: plans of this world's earlier saves, by name.
+        request: arguments of rank 0's save.
+        stop: rank 0's broadcast of a failure. A failure of any rank ends the wait for messages.
     """
 
-    def __init__(self, collective: Collective, plans: PlanCache[str, GlobalPlan], task: SaveTask) -> None:
+    def __init__(
+        self,
+        collective: Collective,
+        number: int,
+        plans: PlanCache[str, GlobalPlan],
+        request: SaveRequest,
+        stop: StopSignal,
+    ) -> None:
         self._collective = collective
+        self._number = number
         self._plans = plans
-        self._task = task
+        self._request = request
+        self._stop = stop
+        self._info = _info(request, collective.world_size)
         #: The step of the next reply to each rank. A rank to which no reply is due is not in it.
         self._due: dict[int, SaveStep] = dict.fromkeys(range(collective.world_size), SaveStep.FIRST)
 
     def run(self) -> None:
         """Run the save to its end. Never raises: every waiting rank gets the failure as its reply."""
         try:
-            self._run()
-        except _StepFailedError as error:
-            self._fail(error.failure)
+            reports, plan = self._collect_reports()
         except BaseException as error:  # noqa: BLE001  every rank gets it
-            self._fail(Failure.of(0, "coordination", error))
-        finally:
-            self._collective.forget(failed_tag(self._task.number))
+            failure = Failure.of(error, rank=0, stage="coordination")
+            self._stop.fail(failure)  # ranks that still write get no reply soon
+            self._fail(SaveFailed(failure))
+            return
+        if reports:
+            self._commit(reports, plan)
 
-    def refuse(self, error: CheckpointError) -> None:
-        """Fail the save on the other ranks, in place of `run`."""
-        del self._due[0]  # this rank raises the error
-        self._fail(Failure.of(0, "coordination", error))
-        self._collective.forget(failed_tag(self._task.number))
-
-    def _fail(self, failure: Failure) -> None:
-        """Reply to every rank with `failure`, and stop those that still write. The next save plans anew."""
+    def _fail(self, reply: SaveFailed) -> None:
+        """Reply to every rank with a failure. The next save plans anew."""
         self._plans.clear()
-        with contextlib.suppress(CheckpointError):  # the reply says so
-            self._collective.send_each(stop_tag(self._task.number), dict.fromkeys(self._due, encode(failure)))
-        self._reply_to_all(failure)
+        self._reply_to_all(reply)
         for step in SaveStep:
-            self._collective.forget(tag(self._task.number, step))
+            self._collective.forget(tag(self._number, step))
 
-    def _run(self) -> None:
+    def _collect_reports(self) -> tuple[dict[int, WriteReport], GlobalPlan]:
+        """Plan, and wait until all ranks have written.
+
+        Returns:
+            Reports of all ranks, none for a preparation, and the plan that they follow.
+        """
         first = self._collect(self._due, SaveStep.FIRST)
         requests: dict[int, PlanRequest] = {r: m for r, m in first.items() if isinstance(m, PlanRequest)}
         reports: dict[int, WriteReport] = {r: m for r, m in first.items() if isinstance(m, WriteReport)}
         check_calls(first)
         plan, replies = self._plan(requests, reports)
-        self._reply(replies)
         if requests and all(r.dry for r in requests.values()):
-            return  # `prepare` ends with the plan
+            self._stop.settle()  # `prepare` ends with the plan
+            self._reply(replies)
+            return {}, plan
+        self._reply(replies)
         reports.update(self._collect(replies, SaveStep.REPORT))
         check_reports(reports, plan)
         self._complete_values(reports)
-        self._commit(reports, plan)
-        self._reply_to_all(CommitResult())
+        self._stop.settle()
+        return reports, plan
 
     # --- messages -------------------------------------------------------------------------------------------------
 
@@ -140,16 +164,8 @@ class Coordinator:
         order = sorted(ranks)
         if not order:
             return {}
-        number = self._task.number
-        try:
-            received = self._collective.collect(
-                order, tag(number, step), timeout=self._task.timeout, unless=failed_tag(number)
-            )
-        except InterruptedWaitError as interrupted:
-            failure = decode(interrupted.payload)
-            assert isinstance(failure, Failure)
-            self._due.pop(failure.rank, None)  # it waits for no reply
-            raise _StepFailedError(failure) from None
+        timeout = self._request.settings.timeout
+        received = self._collective.collect(order, tag(self._number, step), timeout=timeout, cancel=self._stop.cancel)
         known: dict[bytes, bytes] = {}
         messages: dict[int, Any] = {}
         for place, rank in enumerate(order):
@@ -157,11 +173,11 @@ class Coordinator:
             received[place] = b""  # else all messages would be held twice
         return messages
 
-    def _reply_to_all(self, reply: Reply | Failure) -> None:
+    def _reply_to_all(self, reply: Reply) -> None:
         """Send one reply to all ranks to which one is due."""
         self._reply(dict.fromkeys(self._due, reply))
 
-    def _reply(self, replies: Mapping[int, Reply | Failure]) -> None:
+    def _reply(self, replies: Mapping[int, Reply]) -> None:
         """Send the replies that are due to ranks."""
         left = iter(replies.items())
         while part := dict(itertools.islice(left, _REPLIES)):  # encoded ones of all ranks would take much memory
@@ -173,10 +189,10 @@ class Coordinator:
                     self._due[rank] = NEXT_STEP[type(reply)]
             for step, payloads in by_step.items():
                 try:
-                    self._collective.send_each(reply_tag(self._task.number, step), payloads)
+                    self._collective.send_each(reply_tag(self._number, step), payloads)
                 except CheckpointError as error:
                     ranks = names_of_ranks(payloads)
-                    _log.warning("save %d: no reply can be sent to %s: %s", self._task.number, ranks, error)
+                    _log.warning("save %d: no reply can be sent to %s: %s", self._number, ranks, error)
 
     # --- plan -----------------------------------------------------------------------------------------------------
 
@@ -186,8 +202,8 @@ class Coordinator:
         """Find or make the plan that this save follows.
 
         Args:
-            requests: of the ranks that asked for a plan.
-            reports: of the ranks that have written by a cached plan.
+            requests: requests of the ranks that asked for a plan.
+            reports: reports of the ranks that have written by a cached plan.
 
         Returns:
             The plan, and replies to the ranks that asked for one or must write anew.
@@ -228,7 +244,7 @@ class Coordinator:
         """Make a plan in which the ranks keep the rows that they wrote (`fixed`), if possible; return as `_plan` does."""
         with span("make plan"):
             columns, rewrite_reason = plan_around(tables, fixed)
-        name = f"{self._collective.world_id}-{self._task.number}"
+        name = f"{self._collective.world_id}-{self._number}"
         values = {rank: request.values for rank, request in requests.items()}
         if rewrite_reason:
             values |= {rank: report.values for rank, report in reports.items()}
@@ -255,21 +271,38 @@ class Coordinator:
         reports.update(self._collect(unwritten, SaveStep.VALUES))
 
     def _commit(self, reports: Mapping[int, WriteReport], plan: GlobalPlan) -> None:
-        """Check that all files are there, publish the catalog, remove the files that it replaces."""
-        task = self._task
-        storage = task.storage
-        assert storage is not None
-        with span("make catalog"):
-            catalog = build_catalog(plan.columns, reports, task.generation, {**task.info, "layout": task.layout})
-        # Listed before the commit: files that appear later belong to a save that begins later.
-        stale = stale_files(storage, {f.name: f.size for f in catalog.files}, task.replaces)
-        uploads = stale_uploads(storage)
-        data = encode_catalog(catalog)
+        """Commit, and reply to every rank; all of them wait for it."""
+        data = b""
         try:
+            facts = reports[0].commit
+            assert facts is not None, "rank 0 reports them"
+            storage, replaces = self._request.storage, facts.replaces
+            with span("make catalog"):
+                generation = new_generation(self._collective.world_id, self._number)
+                info = {**self._info, "layout": json.loads(facts.layout)}
+                catalog = build_catalog(plan.columns, reports, generation, info)
+            # Listed before the commit: files that appear later belong to a save that begins later.
+            stale = stale_files(storage, {f.name: f.size for f in catalog.files}, replaces)
+            uploads = stale_uploads(storage)
+            data = encode_catalog(catalog)
             with span("publish", len(data), CATALOG_NAME):
-                storage.publish(CATALOG_NAME, data, expected=task.replaces)
-        except BaseException as error:
-            undecided = may_have_committed(storage, data, error)
-            raise _StepFailedError(Failure.of(0, "commit", error, undecided=undecided)) from error
+                storage.publish(CATALOG_NAME, data, expected=replaces)
+        except BaseException as error:  # noqa: BLE001  every rank gets it
+            unknown = bool(data) and may_have_committed(self._request.storage, data, error)
+            failure = Failure.of(error, rank=0, stage="commit" if data else "coordination")
+            self._fail(SaveFailed(failure, commit_unknown=unknown))
+            return
         with span("remove replaced"):
             remove_stale_files(storage, stale, uploads)
+        self._reply_to_all(CommitResult())
+
+
+def _info(request: SaveRequest, world_size: int) -> dict[str, Any]:
+    """Collect the facts in the catalog about the save as a whole."""
+    return {
+        "created": time.time(),
+        "world_size": world_size,
+        "framework": request.states.framework.name,
+        "versions": {"bytecheckpoint": __version__, "torch": str(torch.__version__)},
+        "metadata": dict(request.metadata or {}),
+    }

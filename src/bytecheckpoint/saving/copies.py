@@ -17,8 +17,8 @@ from bytecheckpoint.planning.local_table import LocalTable, all_rows
 from bytecheckpoint.planning.replicas import differing_rows, group_equal
 from bytecheckpoint.representation.names import unescape
 from bytecheckpoint.representation.shards import Fragments, LiveShard, TensorKey, each_box
-from bytecheckpoint.saving.messages import WriteReport
-from bytecheckpoint.saving.state import content_digest
+from bytecheckpoint.saving.capture import content_digest
+from bytecheckpoint.saving.messages import RankChecks
 
 __all__ = ["check_copies", "full_digests", "sampled_digests"]
 
@@ -78,7 +78,7 @@ def _is_compared(shard: LiveShard, count: int) -> bool:
 
 
 def _sample(data: torch.Tensor) -> torch.Tensor:
-    """Return some elements of `data`, by their places in row-major order, whatever its strides are."""
+    """Return some elements of `data`, by their places in row-major order, for any strides."""
     step = data.numel() // _SAMPLES | 1  # odd: else all may be of one column
     if data.is_contiguous():
         return data.view(-1)[::step]
@@ -86,23 +86,23 @@ def _sample(data: torch.Tensor) -> torch.Tensor:
     return data[tuple(torch.from_numpy(place).to(data.device) for place in places)]
 
 
-def check_copies(reports: Mapping[int, WriteReport], tables: Sequence[LocalTable], *, replicated: bool = True) -> None:
+def check_copies(checks: Mapping[int, RankChecks], tables: Sequence[LocalTable], *, replicated: bool = True) -> None:
     """Refuse a save in which the copies of a box differ between ranks.
 
     Args:
-        reports: of all ranks.
-        tables: the shards of each rank.
-        replicated: some boxes have copies; else nothing is compared, which for thousands of ranks takes long.
+        checks: facts of all ranks.
+        tables: shards of each rank.
+        replicated: whether some boxes have copies; else nothing is compared, which for thousands of ranks takes long.
 
     Raises:
         UsageError: ranks compare differently.
         IncompatibleCheckpointError: copies differ; the message names the tensors, and the ranks of the first one.
     """
-    if len({report.check_replicas for report in reports.values()}) > 1:
+    if len({found.check_replicas for found in checks.values()}) > 1:
         raise UsageError("check_replicas differs between ranks; give all the same")
     if not replicated:
         return
-    digests = {rank: np.frombuffer(report.digests, np.uint64) for rank, report in sorted(reports.items())}
+    digests = {rank: np.frombuffer(found.digests, np.uint64) for rank, found in sorted(checks.items())}
     digests = {rank: found for rank, found in digests.items() if found.any()}
     if len(digests) < 2:
         return
@@ -121,5 +121,5 @@ def check_copies(reports: Mapping[int, WriteReport], tables: Sequence[LocalTable
     raise IncompatibleCheckpointError(
         f"{names[0]} is replicated, but its copies differ between {' and '.join(map(names_of_ranks, holders[:3]))}"
         + (f", and so do those of {listed(others, 3)}" if others else "")
-        + ". Keep replicas equal, describe shards as shards (DTensor, SupportsShards), or save with check_replicas=False"
+        + ". Keep replicas equal, describe shards as shards (DTensor, SupportsShards), or save with check_replicas='off'"
     )

@@ -1,25 +1,23 @@
-"""Lay out one rank's storage files: which shards and values go where in which file."""
+"""Lay out one rank's storage files: places of shards and values in files and in the image."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
-from bytecheckpoint.engine.staging import ImageFile, KnownTargets
-from bytecheckpoint.planning.local_table import LocalTable
+from bytecheckpoint.engine.staging import ImageFile
 from bytecheckpoint.planning.save_plan import file_bounds
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.checksums import block_bytes
 from bytecheckpoint.representation.header_writer import HeaderTemplate, build_header
 from bytecheckpoint.representation.names import file_stem, storage_file_name, values_file_name
-from bytecheckpoint.representation.shards import LiveShard, TensorKey
+from bytecheckpoint.representation.shards import LiveShard
 from bytecheckpoint.representation.storage_file import StoredEntry, StoredFragments
-from bytecheckpoint.saving.state import Value
+from bytecheckpoint.saving.capture import Value
 
-__all__ = ["FileOrigin", "LocalPlan", "PlannedFile", "end_of", "lay_out_rows", "lay_out_values", "place_values"]
+__all__ = ["FileOrigin", "PlannedFile", "end_of", "lay_out_rows", "lay_out_values", "place_values"]
 
 _ALIGN = 4096
 
@@ -31,7 +29,7 @@ class FileOrigin:
     Attributes:
         rank: the rank that writes them.
         world_size: number of ranks.
-        generation: of the save.
+        generation: generation of the save, which no other save has.
     """
 
     rank: int
@@ -44,16 +42,16 @@ class FileOrigin:
         return name(state, self.rank, self.generation, part)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PlannedFile:
     """One storage file of one rank, before it is written.
 
     Attributes:
-        state: the state that it holds.
+        state: name of the state that it holds.
         part: part number; files of values are counted separately.
-        values: it holds values, not planned shards.
-        header: the header without generation and sums.
-        image: the place of the data section in the image, with the tensors' places.
+        values: whether it holds values, not planned shards.
+        header: header without generation and sums.
+        image: place of the data section in the image, with the tensors' places.
     """
 
     state: str
@@ -63,53 +61,18 @@ class PlannedFile:
     image: ImageFile
 
 
-@dataclass(slots=True)
-class LocalPlan:
-    """One rank's part of a global plan. It holds for all saves of shards with the same table.
-
-    Attributes:
-        name: of the global plan.
-        rows: numbers of the boxes that this rank writes, in file order, int64.
-        sources: where the elements of the image's tensors are: number of a shard, and the first and end of its boxes.
-        files: its files, with places in the image.
-        write_values: keys of the values that it writes; other ranks write the others.
-        known_values: keys of all values of that save. A value that is not among them is written.
-        table: the shards that the plan was made for.
-        replicas: pairs of shards of this rank that are one box of one tensor.
-        layout: how the objects are distributed, on rank 0.
-        targets: places of the shards in the staging pool.
-        compared: a save by this plan was committed, so copies on other ranks were compared.
-        nbytes: bytes of the tensors that all ranks write.
-        spared: bytes of this rank's shards that others write, because they hold the same.
-    """
-
-    name: str
-    rows: Int64s
-    sources: list[tuple[int, int, int]]
-    files: list[PlannedFile]
-    write_values: set[TensorKey]
-    known_values: set[TensorKey]
-    table: LocalTable
-    replicas: list[tuple[int, int]] = field(default_factory=list)
-    layout: dict[str, Any] | None = None
-    targets: KnownTargets = field(default_factory=KnownTargets)
-    compared: bool = False
-    nbytes: int = 0
-    spared: int = 0
-
-
 def lay_out_rows(
     shards: Sequence[LiveShard], rows: Int64s, origin: FileOrigin
 ) -> tuple[list[PlannedFile], list[tuple[int, int, int]]]:
     """Lay out the files of one rank's part of a plan.
 
     Args:
-        shards: the rank's shards.
+        shards: shards of the rank.
         rows: numbers of their boxes, in the order of the plan.
-        origin: of the files. Each header gets the generation of its own save when it is rendered.
+        origin: origin of the files. Each header gets the generation of its own save when it is rendered.
 
     Returns:
-        The files, and the `LocalPlan.sources` of what they hold.
+        The files, and the sources of their tensors (`RankImage.sources`).
     """
     files: list[PlannedFile] = []
     sources: list[tuple[int, int, int]] = []
@@ -190,10 +153,10 @@ def lay_out_values(
     """Lay out the files of the values that one rank writes in one save.
 
     Args:
-        values: what to write.
-        origin: of the files.
-        first: index of the first of them among the image's tensors.
-        position: byte of the image where they begin; a multiple of 4096.
+        values: values to write.
+        origin: origin of the files.
+        first: index of the first value among the image's tensors.
+        position: byte of the image where the values begin; a multiple of 4096.
         part: part number of the files.
         siblings: `names.file_stem` of the rank's other files.
 

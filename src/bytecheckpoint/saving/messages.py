@@ -1,6 +1,6 @@
-"""The messages of a save (docs/architecture.md, "A save"). Plain records in msgpack; nothing is pickled.
+"""Define the messages of a save (docs/architecture.md, "A save"): plain records in msgpack; nothing is pickled.
 
-A rank sends a message to the coordinator and gets one reply to it. What the reply asks for decides the rank's next step.
+A rank sends a message to the coordinator and gets one reply. The type of the reply decides the rank's next step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from bytecheckpoint.errors import CheckpointError, PeerLostError, error_from_report, error_report
+from bytecheckpoint.errors import PeerLostError
+from bytecheckpoint.failures import Failure
 from bytecheckpoint.frameworks.selection import SelectionReport
 from bytecheckpoint.planning.local_table import LocalTable
 from bytecheckpoint.representation.names import escape, unescape
@@ -19,17 +20,19 @@ from bytecheckpoint.representation.shards import TensorKey
 __all__ = [
     "MIXED_PLANS",
     "NEXT_STEP",
+    "CommitFacts",
     "CommitResult",
     "DescribeRequest",
-    "Failure",
     "FileRecord",
     "Key",
     "PlanDescription",
     "PlanRequest",
     "PlanResponse",
+    "RankChecks",
     "RankMessage",
     "Reply",
     "RewriteRequest",
+    "SaveFailed",
     "SaveStep",
     "ValueRecord",
     "ValuesRequest",
@@ -37,9 +40,7 @@ __all__ = [
     "decode",
     "encode",
     "escaped",
-    "failed_tag",
     "reply_tag",
-    "stop_tag",
     "tag",
     "unescaped",
 ]
@@ -49,7 +50,7 @@ MIXED_PLANS = (
     "out a save; the next save plans anew"
 )
 
-#: An escaped (state, FQN, slot).
+#: Escaped name of a state, FQN and slot.
 Key = tuple[str, str, str]
 
 
@@ -70,17 +71,17 @@ class ValueRecord(msgspec.Struct, frozen=True, array_like=True):
     """A value that may differ between ranks.
 
     Attributes:
-        key: (state, fqn, slot).
-        digest: xxh3-128 of dtype, shape and bytes.
-        dtype: torch's dtype name.
-        shape: its shape.
-        merged: ranks' values complement each other (optimizer and module trees), so each distinct one is stored once.
-            Otherwise each rank's own value is stored, unless all are equal.
-        file: index of the file that holds it among the reporting rank's files, -1 when this rank did not write it.
+        key: name of its state, FQN and slot.
+        digest: xxh3-128 of dtype, shape and bytes; b"" in a world of one rank, which compares nothing.
+        dtype: name of its dtype in torch.
+        shape: shape of a tensor.
+        merged: whether the values of ranks complement each other (optimizer and module trees), so each distinct one is
+            stored once. Otherwise each rank's own value is stored, unless all are equal.
+        file: index of the file that holds it among the reporting rank's files, -1 if this rank did not write it.
         offset: byte offset in that file's data section.
-        nbytes: its length.
-        parts: for a part of a state, and for the tree beside the parts, the number of the state's parts: ranks that hold
-            it must hold the same, and together they must hold all parts. 0 for any other value.
+        nbytes: length in bytes.
+        parts: number of the parts of its state, if it is one of them or the tree beside them, else 0. Ranks that hold a
+            part must hold the same, and together they must hold all parts.
     """
 
     key: Key
@@ -95,7 +96,19 @@ class ValueRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FileRecord(msgspec.Struct, frozen=True, array_like=True):
-    """A finished, durable storage file, as the catalog will describe it (`StorageFile`); `sums` are its block sums."""
+    """A finished, durable storage file, with the fields of `StorageFile` in the catalog.
+
+    Attributes:
+        name: name in the checkpoint.
+        state: escaped name of the state that it holds.
+        part: part number; files of values are counted separately.
+        values: whether it holds values.
+        size: length in bytes.
+        data_offset: byte at which its data section begins.
+        header_sum: checksum of the header.
+        block_bytes: length of a checksum block.
+        sums: checksums of the blocks, uint64 as bytes.
+    """
 
     name: str
     state: str
@@ -108,48 +121,19 @@ class FileRecord(msgspec.Struct, frozen=True, array_like=True):
     sums: bytes
 
 
-class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """Tells that a rank, or the coordinator, cannot go on.
-
-    Attributes:
-        rank: the rank that failed.
-        stage: what it was doing.
-        error: from `error_report`.
-        undecided: the catalog of this save may be in place all the same, so nobody removes the files that it names.
-        repeats: the rank raised the failure of an earlier save.
-    """
-
-    rank: int
-    stage: str
-    error: dict[str, str]
-    undecided: bool = False
-    repeats: bool = False
-
-    @staticmethod
-    def of(rank: int, stage: str, error: BaseException, *, undecided: bool = False) -> Failure:
-        """Describe `error`, which was raised on `rank` in `stage`."""
-        return Failure(rank, stage, error_report(error), undecided, bool(getattr(error, "repeats", "")))
-
-    def as_error(self) -> CheckpointError:
-        """Make the error that the receiving rank raises."""
-        error = error_from_report(self.error, prefix=f"rank {self.rank}, {self.stage}: ")
-        error.repeats = "elsewhere" if self.repeats else ""
-        return error
-
-
 # --- from a rank to the coordinator ---------------------------------------------------------------------------------
 
 
 class PlanRequest(msgspec.Struct, frozen=True, tag="plan-request"):
-    """Asks for a plan; describes what a rank without a cached plan holds.
+    """Asks for a plan, and describes the shards and values of a rank without a cached plan.
 
     Attributes:
-        url: where the checkpoint goes.
-        table: the rank's shards.
-        values: its values.
-        dry: only plan (`prepare`); the rank sends no report.
-        host: equal for ranks of one machine (`Collective.host`).
-        selection: what the rank saves of its states.
+        url: escaped URL of the checkpoint.
+        table: shards of the rank.
+        values: values of the rank.
+        dry: whether the rank only plans (`prepare`) and sends no report.
+        host: name of the machine, equal for ranks that share it (`Collective.host`).
+        selection: selected part of the rank's states.
     """
 
     url: str
@@ -164,7 +148,7 @@ class PlanDescription(msgspec.Struct, frozen=True, tag="plan-description"):
     """Describes a rank's shards, and which of them it has written by a plan that the coordinator does not remember.
 
     Attributes:
-        table: the rank's shards.
+        table: shards of the rank.
         rows: int64 indexes of the shards that it wrote, in file order, as bytes.
     """
 
@@ -172,43 +156,67 @@ class PlanDescription(msgspec.Struct, frozen=True, tag="plan-description"):
     rows: bytes
 
 
+class RankChecks(msgspec.Struct, frozen=True):
+    """Facts of one rank that the coordinator compares with those of the other ranks before the commit.
+
+    Attributes:
+        steps: training steps that the rank's states belong to, by escaped name.
+        optimizer_steps: float64 of `steps_of_shards` as bytes.
+        check_replicas: argument of the save.
+        digests: uint64 digests of the rank's boxes as bytes (`copies`); none if nothing is compared.
+    """
+
+    steps: dict[str, int] = {}
+    optimizer_steps: bytes = b""
+    check_replicas: str = "sampled"
+    digests: bytes = b""
+
+
+class CommitFacts(msgspec.Struct, frozen=True):
+    """Facts that only rank 0 reports, for the commit.
+
+    Attributes:
+        replaces: version of the catalog that was there before rank 0 wrote its first byte, "" for none.
+        layout: JSON that describes how the objects are distributed.
+    """
+
+    replaces: str = ""
+    layout: bytes = b"{}"
+
+
 class WriteReport(msgspec.Struct, frozen=True, tag="write-report"):
     """Reports that a rank's files are durable.
 
     Attributes:
-        url: where the checkpoint goes.
-        plan: the name of the global plan that the rank followed.
-        files: the files that it wrote.
+        url: escaped URL of the checkpoint.
+        plan: name of the global plan that the rank followed.
+        files: files that it wrote.
         values: all its values, written or not.
-        steps: training steps that its states belong to, by name.
-        optimizer_steps: float64 of `steps_of_shards` as bytes.
-        selection: what the rank saved of its states.
-        check_replicas: the argument of the save.
-        digests: uint64 of `copies`, one for each of the rank's shards, as bytes; none where nothing is compared.
+        selection: selected part of the rank's states.
+        checks: facts that all ranks compare.
+        commit: facts for the commit, from rank 0.
     """
 
     url: str
     plan: str
     files: list[FileRecord]
     values: list[ValueRecord]
-    steps: dict[str, int] = {}
-    optimizer_steps: bytes = b""
     selection: SelectionReport = SelectionReport()
-    check_replicas: bool | None = None
-    digests: bytes = b""
+    checks: RankChecks = RankChecks()
+    commit: CommitFacts | None = None
 
 
 # --- from the coordinator to a rank ---------------------------------------------------------------------------------
 
 
 class PlanResponse(msgspec.Struct, frozen=True, tag="plan-response"):
-    """Gives a rank its part of a new plan. The rank writes that and reports.
+    """Gives a rank its part of a new plan. The rank writes that part and reports.
 
     Attributes:
-        plan: the name of the global plan.
+        plan: name of the global plan.
         rows: int64 indexes of the shards that the rank writes, in file order, as bytes.
         values: keys of the values that the rank writes.
-        local_ranks: how many ranks of the world are on the rank's machine; 0 if not all ranks asked for a plan.
+        local_ranks: number of the world's ranks on the rank's machine; 0 if not all ranks asked for a plan.
         nbytes: bytes of the tensors that all ranks write.
     """
 
@@ -227,8 +235,8 @@ class RewriteRequest(msgspec.Struct, frozen=True, tag="rewrite-request"):
     """Asks a rank to remove its files, to write by another plan and to report again.
 
     Attributes:
-        plan: what the rank writes now.
-        reason: why the removed files are of no use.
+        plan: part of the new plan.
+        reason: cause for which the removed files are of no use.
     """
 
     plan: PlanResponse
@@ -246,11 +254,23 @@ class ValuesRequest(msgspec.Struct, frozen=True, tag="values-request"):
 
 
 class CommitResult(msgspec.Struct, frozen=True, tag="commit-result"):
-    """Tells a rank that the checkpoint is committed; the save is over."""
+    """Reports to a rank that the checkpoint is committed; the save is over."""
+
+
+class SaveFailed(msgspec.Struct, frozen=True, tag="save-failed"):
+    """Reports to a rank that the save has failed; the save is over.
+
+    Attributes:
+        failure: the failure.
+        commit_unknown: whether the catalog of this save may be in place all the same, so no rank may remove its files.
+    """
+
+    failure: Failure
+    commit_unknown: bool = False
 
 
 RankMessage = PlanRequest | PlanDescription | WriteReport
-Reply = PlanResponse | DescribeRequest | RewriteRequest | ValuesRequest | CommitResult
+Reply = PlanResponse | DescribeRequest | RewriteRequest | ValuesRequest | CommitResult | SaveFailed
 #: The step that each reply asks a rank for.
 NEXT_STEP: dict[type[Any], SaveStep] = {
     PlanResponse: SaveStep.REPORT,
@@ -258,7 +278,7 @@ NEXT_STEP: dict[type[Any], SaveStep] = {
     RewriteRequest: SaveStep.REPORT,
     ValuesRequest: SaveStep.VALUES,
 }
-_decoder = msgspec.msgpack.Decoder(RankMessage | Reply | Failure)
+_decoder = msgspec.msgpack.Decoder(RankMessage | Reply)
 
 
 def tag(number: int, step: SaveStep) -> str:
@@ -271,17 +291,7 @@ def reply_tag(number: int, step: SaveStep) -> str:
     return f"save/{number}/{step}/reply"
 
 
-def failed_tag(number: int) -> str:
-    """Name the message by which a rank that fails in save `number` interrupts the coordinator's wait for others."""
-    return f"save/{number}/failed"
-
-
-def stop_tag(number: int) -> str:
-    """Name the message by which the coordinator interrupts ranks that still write."""
-    return f"save/{number}/stop"
-
-
-def encode(message: RankMessage | Reply | Failure) -> bytes:
+def encode(message: RankMessage | Reply) -> bytes:
     """Encode a message for another rank."""
     return msgspec.msgpack.encode(message)
 

@@ -29,8 +29,8 @@ class GlobalPlan:
     Attributes:
         name: identity of the plan.
         columns: rows and files of all ranks.
-        tables: the shards of each rank.
-        expected: the plan name that each rank reports when it follows this plan.
+        tables: shards of each rank.
+        expected: plan name that each rank reports when it follows this plan.
     """
 
     name: str
@@ -100,13 +100,12 @@ def check_reports(reports: Mapping[int, WriteReport], plan: GlobalPlan) -> None:
     for rank, report in reports.items():
         if report.plan != plan.expected[rank]:
             raise IncompatibleCheckpointError(f"rank {rank} followed another save plan; the next save plans anew")
-    optimizer_steps = {rank: np.frombuffer(report.optimizer_steps, np.float64) for rank, report in reports.items()}
+    checks = {rank: report.checks for rank, report in reports.items()}
+    optimizer_steps = {rank: np.frombuffer(found.optimizer_steps, np.float64) for rank, found in checks.items()}
     # Where the optimizers show one step, other counters that differ are meant to.
     if not check_optimizer_steps(optimizer_steps, plan.tables):
-        check_steps(
-            {rank: {unescape(name): step for name, step in report.steps.items()} for rank, report in reports.items()}
-        )
+        check_steps({r: {unescape(name): step for name, step in found.steps.items()} for r, found in checks.items()})
     check_parts({rank: report.values for rank, report in reports.items()})
     rows = sum(len(table.ndims) for table in plan.tables) // np.dtype(np.int32).itemsize
     # After the steps, which may be the reason.
-    check_copies(reports, plan.tables, replicated=rows > len(plan.columns.boxes))
+    check_copies(checks, plan.tables, replicated=rows > len(plan.columns.boxes))

@@ -2,236 +2,460 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 
+from bytecheckpoint.engine.device_copies import DeviceCopies
+from bytecheckpoint.engine.image_writer import (
+    HelperWriter,
+    ImageWriter,
+    WriteJob,
+    slot_bytes,
+    stage_image,
+    stream_image,
+)
 from bytecheckpoint.engine.pool import StagingPool
-from bytecheckpoint.engine.save_job import SaveJob
+from bytecheckpoint.engine.runs import Runs
 from bytecheckpoint.engine.save_resources import SaveResources
-from bytecheckpoint.engine.staging import Image
-from bytecheckpoint.engine.writing import StagedChunk
+from bytecheckpoint.engine.staging import Image, KnownTargets
+from bytecheckpoint.engine.writing import FileTask, StagedChunk
+from bytecheckpoint.errors import CheckpointError, listed
+from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.liveness import busy
-from bytecheckpoint.representation.names import CATALOG_NAME
-from bytecheckpoint.saving.call import SaveCall, SaveTask
-from bytecheckpoint.saving.files import FileBatch, RankFiles
+from bytecheckpoint.representation.names import CATALOG_NAME, escape, file_stem
+from bytecheckpoint.representation.shards import LiveShard, TensorKey
+from bytecheckpoint.saving.capture import Value, hash_all
+from bytecheckpoint.saving.file_layout import FileOrigin, PlannedFile, end_of, lay_out_values, place_values
 from bytecheckpoint.saving.messages import FileRecord
-from bytecheckpoint.saving.planner import RankPlanner
-from bytecheckpoint.saving.spare_values import SpareValues
-from bytecheckpoint.saving.state import Value
+from bytecheckpoint.saving.rank_plan import AgreedPlan
+from bytecheckpoint.saving.request import SaveRequest
 from bytecheckpoint.storage.optional import check_room
 from bytecheckpoint.tracing.operation import Operation, span
 
-__all__ = ["RankWriter"]
+__all__ = ["Places", "RankWriter", "StagedFiles", "WrittenFiles"]
 
+_log = logging.getLogger("bytecheckpoint")
 #: Bytes per second that staging copies at least, unless a device hangs.
 _SLOWEST_COPY = 64 << 20
 
+#: Places of the values that a rank writes: number of the file among the rank's files, and byte offset in its data section.
+Places = Mapping[TensorKey, tuple[int, int]]
 
-@dataclass(slots=True)
-class _Staged:
-    """The bytes that an asynchronous save has copied.
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Files that are written together.
 
     Attributes:
-        batch: the files to write.
-        pool: holds the chunks that are still to be written.
-        chunks: those chunks.
-        nbytes: bytes that a pool needs to hold all of them.
-        values: the values among what was copied.
+        files: the files.
+        image: live tensors of their data sections.
+        places: places of the values among them.
     """
 
-    batch: FileBatch
-    pool: StagingPool
-    chunks: list[StagedChunk]
-    nbytes: int
+    files: list[PlannedFile]
+    image: Image
+    places: Places
+
+
+@dataclass(frozen=True, slots=True)
+class StagedFiles:
+    """The files of one save on one rank, ready to be written.
+
+    Attributes:
+        files: the files.
+        places: places of the values that this rank writes.
+        values: all values of this rank; staged copies, unless the live tensors are written.
+        pool: staging pool that holds the bytes; None where they are written from the live tensors.
+        chunks: chunks in the pool that are not written yet.
+        image: live tensors that are written; None where the pool holds the bytes.
+        opened: writer whose files are created already, if any, and the version of the catalog that the commit replaces.
+        pool_bytes: bytes that a pool needs to hold all chunks.
+    """
+
+    files: list[PlannedFile]
+    places: Places
     values: Sequence[Value]
+    pool: StagingPool | None = None
+    chunks: Sequence[StagedChunk] = ()
+    image: Image | None = None
+    opened: tuple[ImageWriter, str] | None = None
+    pool_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFiles:
+    """The durable files of one save on one rank.
+
+    Attributes:
+        records: descriptions of the files, for the catalog.
+        places: places of the values that this rank has written.
+        values: all values of this rank, hashed; those that it has not written hold their bytes.
+        replaces: on rank 0, version of the catalog that was there before the first byte was written, "" for none.
+    """
+
+    records: list[FileRecord]
+    places: Places
+    values: Sequence[Value]
+    replaces: str
+
+    @property
+    def nbytes(self) -> int:
+        """Total length of the files, headers included."""
+        return sum(record.size for record in self.records)
 
 
 class RankWriter:
-    """Stages and writes this rank's planned files, and further values that the coordinator asks for.
+    """Stages and writes this rank's files: the planned ones first, further values if the coordinator asks for them.
 
     Args:
-        planner: has this rank's plan.
-        files: this rank's files.
-        resources: staging pool, helper process.
-        call: the arguments of the save.
-        task: on rank 0, gets the version of the catalog that the commit replaces; None elsewhere.
-        operation: this rank's part of the save.
+        origin: origin of the files.
+        request: arguments of the save.
+        resources: staging pools and helper process.
+        cancel: token of the save.
+        operation: measurements of the save.
     """
 
     def __init__(
         self,
-        planner: RankPlanner,
-        files: RankFiles,
+        origin: FileOrigin,
+        request: SaveRequest,
         resources: SaveResources,
-        call: SaveCall,
-        task: SaveTask | None,
+        cancel: Cancellation,
         operation: Operation,
     ) -> None:
-        self._files = files
-        self._planner = planner
+        self._origin = origin
+        self._storage = request.storage
+        self._settings = request.settings
         self._resources = resources
-        self._call = call
-        self._task = task
+        self._cancel = cancel
         self._operation = operation
-        self._staged: _Staged | None = None
+        self._files: list[PlannedFile] = []
+        self._writers: list[ImageWriter] = []
 
-    def prepare(self) -> None:
-        """Touch the pages of the staging pool that `stage` needs; write nothing."""
-        image = self._planned_batch().image
-        nbytes = max(image.nbytes, self._spare_values(image).image.nbytes)
-        self._files.release()
-        self._resources.note_need(nbytes)
-        self._resources.reserve(nbytes, self._call.settings, touch=True, device=self._device)
+    def prewarm(self, agreed: AgreedPlan) -> None:
+        """Touch the pages of the staging pool that `copy` needs; write nothing."""
+        batch = self._planned_batch(agreed)
+        self._files = []  # none of them is written
+        nbytes = max(batch.image.nbytes, self._spare_image(agreed, batch).nbytes)
+        pools = self._resources.pools
+        pools.note_need(nbytes)
+        pools.prewarm(nbytes, self._settings, touch=True, device=_device(agreed.captured.copies))
 
-    def write_through(self) -> list[FileRecord]:
-        """Write the planned files while the caller waits."""
+    def stage_live(self, agreed: AgreedPlan) -> StagedFiles:
+        """Stage the planned files of a caller who waits until they are written."""
         self._operation.phase = "write"
-        self._check_target()
-        batch = self._planned_batch()
-        # A storage that takes whole files gets them from memory, if there is room, else from a spool file.
-        whole_files = self._call.storage.capabilities.whole_files
-        pool = (
-            self._resources.whole_pool(batch.image.nbytes, self._call.settings, self._device) if whole_files else None
-        )
-        self._resources.note_need(batch.job.slot_bytes() if pool is None else batch.image.nbytes)
+        batch = self._planned_batch(agreed)
+        image, values = batch.image, agreed.captured.values
+        pools, pool = self._resources.pools, None
+        if self._storage.capabilities.whole_files:
+            # Such a storage gets the files from memory, if they fit there, else from a spool file.
+            pool = pools.acquire_whole(image.nbytes, self._settings, _device(image.copies))
         if pool is None:
-            records = self._stream(batch, self._resources.pool)
-            self._resources.fit_pool()
-            return records
-        try:
-            batch.job.create_files(pool, None)
-            return self._finish(batch, batch.job.write_staged(batch.job.stage(pool)))
-        finally:
-            self._give_back(pool)
+            pools.note_need(slot_bytes(image.files, self._settings))
+            return StagedFiles(batch.files, batch.places, values, image=image)
+        pools.note_need(image.nbytes)
+        opened = self._open(self._job(batch.files), agreed.plan.nbytes, pool, stable=True)
+        chunks = stage_image(image, pool, self._settings.storage.chunk_bytes)
+        return StagedFiles(batch.files, batch.places, values, pool, chunks, opened=opened)
 
-    def stage(self) -> None:
-        """Copy the planned files into the staging pool, and let go of the live tensors."""
+    def copy(self, agreed: AgreedPlan) -> StagedFiles:
+        """Copy everything into a staging pool, so that the caller may change the live tensors."""
         self._operation.phase = "stage"
-        batch = self._planned_batch()
-        image = batch.image
-        values = self._planner.values_to_write()
-        spare = self._spare_values(image)
-        nbytes = max(image.nbytes, spare.image.nbytes)
-        settings = self._call.settings
-        self._resources.note_need(nbytes)
-        device = self._device
+        batch = self._planned_batch(agreed)
+        image, settings = batch.image, self._settings
+        values = {value.key: value for value in agreed.captured.values}
+        spare = self._spare_image(agreed, batch)
+        nbytes = max(image.nbytes, spare.nbytes)
+        pools, device = self._resources.pools, _device(image.copies)
+        pools.note_need(nbytes)
         with span("reserve", nbytes):
-            pool = self._resources.whole_pool(nbytes, settings, device)
-            if pool is None:
-                pool = self._resources.staging_pool(image.nbytes, settings, device)
+            pool = pools.acquire_whole(nbytes, settings, device) or pools.acquire(image.nbytes, settings, device)
         self._operation.count("staging pool", nbytes=pool.capacity)
-        if pool.capacity < image.nbytes:
-            self._resources.warn_of_small_pool(image.nbytes, settings)
-            self._create_files(batch.job, pool)
-            with self._planner.state.copies.queued():
-                for value in values:
-                    value.hash()  # no copy stays that could be hashed later
-                    value.release()
-        with busy(settings.timeout + nbytes / _SLOWEST_COPY):
-            with span("copy", image.nbytes):
-                chunks = batch.job.stage(pool)
-            self._staged = _Staged(batch, pool, chunks, nbytes, values)
-        if pool.capacity >= image.nbytes:
-            for value in values:
-                file, offset = self._files.place_of(value)
-                value.data = image.staged(value.data, file, offset, pool.tensor())
-        spare.stage(pool)
-        image.tensors = []
+        opened = None
+        fits = pool.capacity >= image.nbytes
+        if not fits:
+            opened = self._open(self._job(batch.files), agreed.plan.nbytes, pool, by_helper=True)
+            # No copy stays that could be hashed later.
+            for value in hash_all((values[key] for key in batch.places), image.copies):
+                values[value.key] = value.without_data()
+        with busy(settings.timeout + nbytes / _SLOWEST_COPY), span("copy", image.nbytes):
+            chunks = stage_image(image, pool, settings.storage.chunk_bytes, opened[0] if opened else None)
+        if fits:
+            for key, (file, offset) in batch.places.items():
+                data = image.staged(values[key].data, batch.files[file].image.start + offset, pool.tensor())
+                values[key] = replace(values[key], data=data)
+        values |= self._copy_spare(values, batch.places, spare, pool)
         self._operation.mark("stage")
+        return StagedFiles(
+            batch.files, batch.places, [*values.values()], pool, chunks, opened=opened, pool_bytes=nbytes
+        )
 
-    def write_staged(self) -> list[FileRecord]:
-        """Write what `stage` has copied."""
-        staged = self._staged
-        assert staged is not None
-        if staged.pool is self._resources.pool:
-            records = self._write_staged(staged)
-            self._resources.fit_pool()
-            return records
-        try:
-            with self._resources.warming_up(staged.nbytes, self._call.settings):
-                return self._write_staged(staged)
-        finally:
-            self._give_back(staged.pool)
+    def write(self, staged: StagedFiles, agreed: AgreedPlan) -> WrittenFiles:
+        """Write staged files and make them durable."""
+        self._operation.phase = "write"
+        if staged.image is not None:
+            return self._stream(staged, staged.image, agreed)
+        pool = staged.pool
+        assert pool is not None
+        with self._using(pool, agreed, staged.pool_bytes):
+            writer, replaces = staged.opened or self._open(
+                self._job(staged.files), agreed.plan.nbytes, pool, stable=True, by_helper=True
+            )
+            writer.write_staged(staged.chunks)
+            values = []
+            for value in hash_all(staged.values, agreed.captured.copies):
+                # Other saves use the pool later; the values that this rank has not written are kept until the commit.
+                values.append(value.without_data() if value.key in staged.places else value)
+            records = self._finish(staged.files, writer, writer.sums())
+        return WrittenFiles(records, staged.places, values, replaces)
 
-    def rewrite(self) -> list[FileRecord]:
+    def write_anew(self, agreed: AgreedPlan) -> WrittenFiles:
         """Remove the written files, and write those of another plan from the live tensors."""
-        self._files.start_again()
-        return self._stream(self._planned_batch(), self._resources.pool)
+        self.abort()
+        self._storage.delete([self._name(f) for f in self._files])
+        self._files = []
+        batch = self._planned_batch(agreed)
+        staged = StagedFiles(batch.files, batch.places, agreed.captured.values, image=batch.image)
+        return self._stream(staged, batch.image, agreed)
 
-    def write_values(self, values: Sequence[Value]) -> list[FileRecord]:
-        """Write further values, beside the planned files."""
-        batch = self._files.add_values(values)
-        if self._staged is None:
-            return self._stream(batch, self._resources.pool)
-        pool = StagingPool(shared=False)  # the values lie in the pool that they were staged into
+    def write_values(
+        self, keys: Collection[TensorKey], written: WrittenFiles, copies: DeviceCopies, *, live: bool
+    ) -> WrittenFiles:
+        """Write further values, beside the planned files.
+
+        Args:
+            keys: keys of the values.
+            written: files that are written already.
+            copies: copies from the devices.
+            live: whether the values are in live memory; else they are staged copies.
+
+        Returns:
+            All written files.
+        """
+        values = [value for value in written.values if value.key in keys]
+        batch = self._batch([], [], KnownTargets(), values, copies)
+        # Staged copies lie in the shared pool, which must not be written to.
+        pool = self._resources.pools.shared if live else StagingPool(shared=False)
         try:
-            return self._stream(batch, pool)
+            records = self._stream_files(batch.files, batch.image, pool)
         finally:
-            pool.release()
+            if not live:
+                pool.release()
+        return replace(written, records=[*written.records, *records], places={**written.places, **batch.places})
 
-    @property
-    def _device(self) -> torch.device | None:
-        """A device that copies into the pool."""
-        devices = self._planner.state.copies.devices
-        return devices[0] if devices else None
+    def abort(self) -> None:
+        """End unfinished writes and remove their files."""
+        for writer in self._writers:
+            writer.abort()
+        self._writers = []
 
-    # --- parts of these -------------------------------------------------------------------------------------------
+    def discard(self) -> None:
+        """Remove all files after a failure; never raise for the storage."""
+        self.abort()
+        names = [self._name(f) for f in self._files]
+        if not names:
+            return
+        try:
+            self._storage.delete(names)
+        except (CheckpointError, OSError) as error:
+            _log.warning(
+                "%s: files of a failed save may stay (%s): %s; the next save there, or `bytecheckpoint gc`, removes them",
+                self._storage.url,
+                listed(names, 3),
+                error,
+            )
 
-    def _planned_batch(self) -> FileBatch:
-        planner = self._planner
-        batch = self._files.add_planned(planner.plan, planner.state.shards, planner.values_to_write())
+    # --- files and images -----------------------------------------------------------------------------------------
+
+    def _name(self, file: PlannedFile) -> str:
+        return self._origin.file_name(file.state, file.part, values=file.values)
+
+    def _planned_batch(self, agreed: AgreedPlan) -> _Batch:
+        plan, captured = agreed.plan.image, agreed.captured
+        tensors = [_source(captured.shards[number], first, end) for number, first, end in plan.sources]
+        values = agreed.plan.values.to_write(captured.values)
+        batch = self._batch(plan.files, tensors, plan.targets, values, captured.copies)
         self._operation.planned_bytes = sum(file.nbytes for file in batch.image.files)
         return batch
 
-    def _spare_values(self, image: Image) -> SpareValues:
-        """Collect the values that this rank does not write, to be staged behind `image`."""
-        others = [v for v in self._planner.state.values if self._files.place_of(v)[0] < 0]
-        return SpareValues(others, image.nbytes, self._planner.state.copies)
+    def _batch(
+        self,
+        files: list[PlannedFile],
+        tensors: Sequence[torch.Tensor | Runs],
+        targets: KnownTargets,
+        values: Sequence[Value],
+        copies: DeviceCopies,
+    ) -> _Batch:
+        """Lay out planned files, and behind them files of values."""
+        value_files, found = lay_out_values(
+            values,
+            self._origin,
+            first=len(tensors),
+            position=end_of(files[-1].image) if files else 0,
+            part=1 if self._files else 0,
+            siblings=[file_stem(self._name(f)) for f in (*self._files, *files)],
+        )
+        base = len(self._files) + len(files)
+        places = {v.key: (base + f, offset) for v, (f, offset) in zip(values, found, strict=True)}
+        files = [*files, *value_files]
+        self._files += files
+        image = Image([*tensors, *(v.data for v in values)], [f.image for f in files], copies, targets)
+        return _Batch(files, image, places)
 
-    def _check_target(self) -> None:
-        """On rank 0, before the first byte: note the catalog's version, and check that it may be replaced and all fits."""
-        if self._task is not None:
-            storage = self._call.storage
-            self._task.replaces = storage.version(CATALOG_NAME)
-            storage.check_publish(CATALOG_NAME, self._task.replaces)
-            check_room(storage, self._planner.plan.nbytes)
+    def _spare_image(self, agreed: AgreedPlan, batch: _Batch) -> Image:
+        """Place the values that this rank does not write behind the image of its files.
 
-    def _create_files(self, job: SaveJob, pool: StagingPool) -> None:
-        self._check_target()
-        by_helper = pool.shared and self._resources.start_helper(self._call.settings)
-        job.create_files(pool, self._resources.helper if by_helper else None)
+        Copies of other ranks stand for them. The coordinator asks for a value that no longer equals such a copy.
+        """
+        copies = agreed.captured.copies
+        values = _spare_values(agreed.captured.values, batch.places)
+        if not values:
+            return Image([], [], copies)
+        return Image([value.data for value in values], [place_values(values, batch.image.nbytes)], copies)
 
-    def _write_staged(self, staged: _Staged) -> list[FileRecord]:
-        self._operation.phase = "write"
-        job = staged.batch.job
-        if not job.opened:
-            self._create_files(job, staged.pool)
+    def _copy_spare(
+        self, values: Mapping[TensorKey, Value], places: Places, image: Image, pool: StagingPool
+    ) -> dict[TensorKey, Value]:
+        """Copy the values that this rank does not write into `pool`, or into new memory if they do not fit there."""
+        spare = _spare_values(values.values(), places)
+        if not spare:
+            return {}
+        if pool.capacity < image.nbytes:
+            with image.copies.queued():
+                return {value.key: replace(value, data=value.data.to("cpu", copy=True)) for value in spare}
+        image.stage(pool.tensor(), pool.generation)
+        (section,) = image.files
+        return {
+            value.key: replace(value, data=image.staged(value.data, section.start + start, pool.tensor()))
+            for value, start in zip(spare, section.starts.tolist(), strict=True)
+        }
 
-        def hash_values() -> None:
-            for value in staged.values:
-                value.hash()
-                value.release()  # other saves use the pool later
+    # --- writing --------------------------------------------------------------------------------------------------
 
-        return self._finish(staged.batch, job.write_staged(staged.chunks, hash_values))
+    def _check_target(self, nbytes: int) -> str:
+        """On rank 0, check that the catalog may be replaced and that `nbytes` fit; return the catalog's version."""
+        if self._origin.rank != 0:
+            return ""
+        replaces = self._storage.version(CATALOG_NAME)
+        self._storage.check_publish(CATALOG_NAME, replaces)
+        check_room(self._storage, nbytes)
+        return replaces
 
-    def _stream(self, batch: FileBatch, pool: StagingPool) -> list[FileRecord]:
-        """Write a batch through a few small buffers of `pool`."""
-        # The pool's pages are touched already; touching new ones would cost more than copying into them.
-        pool.reserve(batch.job.slot_bytes(), touch=False, device=self._device)
-        return self._finish(batch, batch.job.write_through(pool))
+    def _job(self, files: Sequence[PlannedFile]) -> WriteJob:
+        tasks = [
+            FileTask(self._name(f), f.header.data_offset, f.header.data_length, f.header.block_bytes) for f in files
+        ]
+        return WriteJob(tasks, self._storage, self._settings, self._cancel)
 
-    def _finish(self, batch: FileBatch, sums: list[NDArray[np.uint64]]) -> list[FileRecord]:
+    def _open(
+        self, job: WriteJob, nbytes: int, pool: StagingPool, *, stable: bool = False, by_helper: bool = False
+    ) -> tuple[ImageWriter, str]:
+        """Create the files, so that a full or read-only storage shows early.
+
+        Args:
+            job: files to write.
+            nbytes: bytes of the tensors that all ranks write.
+            pool: staging pool that is written from.
+            stable: whether the pool holds the whole image until the save ends.
+            by_helper: whether the helper process writes, where it can.
+
+        Returns:
+            The writer, and the version of the catalog that the commit replaces.
+        """
+        replaces = self._check_target(nbytes)
+        by_helper = by_helper and pool.shared and self._storage.capabilities.shared
+        writer: ImageWriter
+        if by_helper and self._resources.start_helper(self._settings):
+            writer = HelperWriter(job, self._resources.helper, pool, stable=stable)
+        else:
+            writer = job.on_threads(pool, stable=stable)
+        self._writers.append(writer)
+        writer.open()
+        return writer, replaces
+
+    def _stream(self, staged: StagedFiles, image: Image, agreed: AgreedPlan) -> WrittenFiles:
+        """Write planned files from the live tensors."""
+        replaces = self._check_target(agreed.plan.nbytes)
+        records = self._stream_files(staged.files, image, self._resources.pools.shared)
+        self._resources.pools.resize()
+        return WrittenFiles(records, staged.places, hash_all(staged.values, image.copies), replaces)
+
+    def _stream_files(self, files: Sequence[PlannedFile], image: Image, pool: StagingPool) -> list[FileRecord]:
+        """Write files through a few small buffers of `pool`."""
+        # The shared pool's pages are touched already; touching new ones would cost more than copying into them.
+        pool.reserve(slot_bytes(image.files, self._settings), touch=False, device=_device(image.copies))
+        writer = self._job(files).on_threads()
+        self._writers.append(writer)
+        writer.open()
+        return self._finish(files, writer, stream_image(image, pool, writer, self._settings))
+
+    @contextlib.contextmanager
+    def _using(self, pool: StagingPool, agreed: AgreedPlan, nbytes: int) -> Iterator[None]:
+        """Give the pool back when the body has written its chunks."""
+        pools = self._resources.pools
+        if pool is pools.shared:
+            yield
+            pools.resize()
+            return
+        warm = self._resources.warming_up(nbytes, self._settings) if nbytes else contextlib.nullcontext()
+        try:
+            with warm:
+                yield
+        finally:
+            pools.release(pool)
+            agreed.plan.forget_targets()
+
+    def _finish(
+        self, files: Sequence[PlannedFile], writer: ImageWriter, sums: Sequence[NDArray[np.uint64]]
+    ) -> list[FileRecord]:
+        """Write the headers, make the files durable and describe them.
+
+        Args:
+            files: files whose data sections are written.
+            writer: writer of the files.
+            sums: block sums of each file.
+        """
         self._operation.mark("write")
         self._operation.phase = "finish"
-        records = self._files.finish(batch, sums)
+        count = len(self._files)
+        headers = [f.header.render(s, self._origin.generation, count) for f, s in zip(files, sums, strict=True)]
+        writer.finish(headers)
+        records = [
+            FileRecord(
+                name=self._name(file),
+                state=escape(file.state),
+                part=file.part,
+                values=file.values,
+                size=file.header.data_offset + file.header.data_length,
+                data_offset=file.header.data_offset,
+                header_sum=xxhash.xxh3_64_intdigest(header),
+                block_bytes=file.header.block_bytes,
+                sums=file_sums.tobytes(),
+            )
+            for file, header, file_sums in zip(files, headers, sums, strict=True)
+        ]
         self._operation.mark("finish")
         return records
 
-    def _give_back(self, pool: StagingPool) -> None:
-        """Free `pool`, and the plan's views of it, if it was made for this save only."""
-        if self._resources.give_back(pool):
-            self._planner.plan.targets.forget()
+
+def _source(shard: LiveShard, first: int, end: int) -> torch.Tensor | Runs:
+    """Return the elements of boxes `first` to `end` of a shard."""
+    found = shard.fragments
+    return shard.data if found is None else Runs(shard.data, found.places[first:end], found.counts[first:end])
+
+
+def _spare_values(values: Collection[Value], places: Places) -> list[Value]:
+    """Return the values that have no place in a file, larger elements first: each lies at a multiple of its size."""
+    return sorted((v for v in values if v.key not in places), key=lambda value: -value.data.element_size())
+
+
+def _device(copies: DeviceCopies) -> torch.device | None:
+    """Return a device that copies into the pool."""
+    return copies.devices[0] if copies.devices else None

@@ -6,9 +6,8 @@ import logging
 
 import pytest
 
-from bytecheckpoint.engine import save_resources
 from bytecheckpoint.engine.memory import FreeMemory
-from bytecheckpoint.engine.save_resources import SaveResources
+from bytecheckpoint.engine.staging_pools import StagingPools
 from bytecheckpoint.settings import Settings
 
 _NAMES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
@@ -19,14 +18,17 @@ _CHUNK = 1 << 20
 def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in _NAMES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(save_resources, "free_memory", lambda: FreeMemory(96 << 20, "/sys/fs/cgroup/job"))
 
 
-def _reserved(resources: SaveResources) -> int:
+def _pools() -> StagingPools:
+    return StagingPools(lambda: FreeMemory(96 << 20, "/sys/fs/cgroup/job"))
+
+
+def _reserved(pools: StagingPools) -> int:
     """Return how large the pool gets for an image that is larger than the machine."""
-    resources.reserve(1 << 40, Settings().with_changes(chunk_bytes=_CHUNK))
-    capacity = resources.pool.capacity
-    resources.release()
+    pools.prewarm(1 << 40, Settings().with_changes(chunk_bytes=_CHUNK))
+    capacity = pools.shared.capacity
+    pools.clear()
     return capacity >> 20
 
 
@@ -49,33 +51,33 @@ def test_ranks_of_a_machine_share_its_memory(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    resources = SaveResources()
-    resources.local_ranks = local_ranks
-    assert _reserved(resources) == 48 // ranks
+    pools = _pools()
+    pools.local_ranks = local_ranks
+    assert _reserved(pools) == 48 // ranks
 
 
 def test_a_pool_shrinks_after_several_saves_that_need_much_less() -> None:
-    resources = SaveResources()
-    resources.reserve(16 << 20, Settings())
-    resources.note_need(16 << 20)
+    pools = _pools()
+    pools.prewarm(16 << 20, Settings())
+    pools.note_need(16 << 20)
     for _ in range(7):
-        resources.note_need(2 << 20)
-        resources.fit_pool()
-    assert resources.pool.capacity == 16 << 20, "one of the last saves needed all of it"
-    resources.note_need(3 << 20)
-    resources.fit_pool()
-    assert resources.pool.capacity == 3 << 20
-    resources.release()
+        pools.note_need(2 << 20)
+        pools.resize()
+    assert pools.shared.capacity == 16 << 20, "one of the last saves needed all of it"
+    pools.note_need(3 << 20)
+    pools.resize()
+    assert pools.shared.capacity == 3 << 20
+    pools.clear()
 
 
 def test_a_pool_that_saves_nearly_fill_stays() -> None:
-    resources = SaveResources()
-    resources.reserve(16 << 20, Settings())
+    pools = _pools()
+    pools.prewarm(16 << 20, Settings())
     for _ in range(20):
-        resources.note_need(9 << 20)
-        resources.fit_pool()
-    assert resources.pool.capacity == 16 << 20
-    resources.release()
+        pools.note_need(9 << 20)
+        pools.resize()
+    assert pools.shared.capacity == 16 << 20
+    pools.clear()
 
 
 @pytest.mark.parametrize(
@@ -86,10 +88,12 @@ def test_a_pool_that_saves_nearly_fill_stays() -> None:
     ],
 )
 def test_a_small_pool_is_explained_once(caplog: pytest.LogCaptureFixture, settings: Settings, reason: str) -> None:
-    resources = SaveResources()
+    pools = _pools()
     with caplog.at_level(logging.WARNING, "bytecheckpoint"):
-        resources.warn_of_small_pool(500 << 20, settings)
-        resources.warn_of_small_pool(500 << 20, settings)
+        for _ in range(2):
+            assert pools.acquire_whole(500 << 20, settings, None) is None
+            pools.acquire(500 << 20, settings, None)
+        pools.clear()
     (record,) = caplog.records
     assert "500.0 MiB" in record.getMessage()
     assert reason in record.getMessage()

@@ -1,9 +1,9 @@
-"""The captured state of one rank: shards that (key, box) identifies, and values that are compared by content."""
+"""Capture one rank's states: shards that (key, box) identifies, and values that are compared by content."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -22,17 +22,23 @@ from bytecheckpoint.representation.catalog import VALUES_SLOT
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
 from bytecheckpoint.saving.messages import ValueRecord, escaped
 
-__all__ = ["CapturedState", "Value", "content_digest", "signature"]
+__all__ = ["CapturedState", "Value", "content_digest", "hash_all", "signature"]
 
-_PIECE = 32 << 20
+#: Bytes that are hashed at a time.
+_HASH_BYTES = 32 << 20
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Value:
     """A value that is compared by content: a tree of plain values, or a tensor that may differ between ranks.
 
-    `data` is contiguous: live memory on any device until the value is staged, a copy after that. The other fields are
-    those of `ValueRecord`; `digest` is b"" until `hash` is called.
+    Attributes:
+        key: its key.
+        data: contiguous tensor: live memory on any device when captured, a copy on the host when staged.
+        dtype: name of its dtype in torch.
+        merged: whether the values of ranks complement each other (see `ValueRecord`).
+        digest: hash of dtype, shape and bytes; b"" until `hashed`.
+        parts: number of the parts of its state (see `ValueRecord`).
     """
 
     key: TensorKey
@@ -47,22 +53,22 @@ class Value:
         """Length in bytes."""
         return self.data.numel() * self.data.element_size()
 
-    def hash(self) -> None:
-        """Hash the content, once."""
-        if not self.digest:
-            self.digest = content_digest(self.data, self.dtype)
+    def hashed(self) -> Value:
+        """Return the value with its digest."""
+        return self if self.digest else replace(self, digest=content_digest(self.data, self.dtype))
 
-    def release(self) -> None:
-        """Let go of the content, and keep its hash, if it has one, and its shape."""
+    def without_data(self) -> Value:
+        """Return the value without its content, in the same shape."""
         # One element, shown in the same shape. A meta tensor would import torch's compiler: seconds, and while the
         # interpreter ends after Ctrl-C the classes that it makes reset the exit status of the program.
-        self.data = torch.empty([1] * self.data.ndim, dtype=self.data.dtype).expand(self.data.shape)
+        data = torch.empty([1] * self.data.ndim, dtype=self.data.dtype).expand(self.data.shape)
+        return replace(self, data=data)
 
     def record(self, place: tuple[int, int] = (-1, 0)) -> ValueRecord:
         """Describe the value for the coordinator.
 
         Args:
-            place: its file among the rank's files, -1 for none, and its byte offset in the file's data section.
+            place: number of its file among the rank's files, -1 for none, and its byte offset in the file's data section.
         """
         shape = tuple(self.data.shape)
         return ValueRecord(
@@ -70,69 +76,83 @@ class Value:
         )
 
 
-class CapturedState:
-    """One rank's shards and values in one save. Construct it in the caller's thread, for the sake of `copies`.
+def hash_all(values: Iterable[Value], copies: DeviceCopies) -> list[Value]:
+    """Hash the values that have no digest yet.
 
     Args:
-        states: what the adapter captured, of what is selected.
-        selection: what is selected.
-        timeout: of `DeviceCopies`.
+        values: values on the host or on devices.
+        copies: copies from the devices.
+    """
+    with copies.queued():
+        return [value.hashed() for value in values]
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedState:
+    """The live objects of one rank in one save.
 
     Attributes:
         shards: live tensors by key and box; empty after `release`.
-        values: values, with data of their own or views of live memory.
-        copies: copies shards from devices, after the work that the caller had queued when it saved.
-        live: the caller waits, so the live tensors still hold what is saved.
-        selection: as given.
+        values: values, with data of their own or views of live memory; empty after `release`.
+        copies: copies tensors from devices, after the work that the caller had queued when it saved.
+        layouts: functions that describe how the objects of each state are distributed, as data for JSON; empty after
+            `release`.
+        selection: selected part of the states.
+        steps: training steps that the caller's objects show, by name.
     """
 
-    def __init__(
-        self, states: Sequence[LiveState], selection: SelectionReport | None = None, timeout: float | None = None
-    ) -> None:
-        self.selection = selection or SelectionReport()
-        self.shards: list[LiveShard] = []
-        self.values: list[Value] = []
-        self.live = True
-        self._table: tuple[LocalTable, bytes] | None = None
-        self._layouts = {state.name: state.layout for state in states}
+    shards: list[LiveShard]
+    values: list[Value]
+    copies: DeviceCopies
+    layouts: dict[str, Callable[[], Any]]
+    selection: SelectionReport
+    steps: Mapping[str, int]
+
+    @classmethod
+    def of(
+        cls,
+        states: Sequence[LiveState],
+        selection: SelectionReport | None = None,
+        steps: Mapping[str, int] | None = None,
+        timeout: float | None = None,
+    ) -> CapturedState:
+        """Sort what an adapter has captured. Call it in the caller's thread, for the sake of `copies`.
+
+        Args:
+            states: selected live states.
+            selection: selected part of the states.
+            steps: training steps that the caller's objects show, by name.
+            timeout: seconds that the work may take which the caller had queued on devices; None: without limit.
+        """
+        shards: list[LiveShard] = []
+        values: list[Value] = []
         for state in states:
             for shard in state.shards:
                 if is_lazy_view(shard.data):
                     shard.data = shard.data.resolve_conj().resolve_neg()
                 if shard.by_content:
-                    self.values.append(_value_of_shard(shard))
+                    values.append(_value_of_shard(shard))
                 else:
-                    self.shards.append(shard)
+                    shards.append(shard)
             if state.tree is not None:
-                self.values.append(_value_of_tree(state, "", state.tree, merged=state.merged))
+                values.append(_value_of_tree(state, "", state.tree, merged=state.merged))
             for part in state.parts:
-                self.values.append(_value_of_tree(state, part.name, part.tree, merged=True))
-                self.values += (_value_of_shard(shard, merged=True, parts=state.part_count) for shard in part.shards)
-        tensors = [*(shard.data for shard in self.shards), *(value.data for value in self.values)]
-        self.copies = DeviceCopies({tensor.device for tensor in tensors}, to_host=True, timeout=timeout)
+                values.append(_value_of_tree(state, part.name, part.tree, merged=True))
+                values += (_value_of_shard(shard, merged=True, parts=state.part_count) for shard in part.shards)
+        devices = {tensor.device for tensor in (*(s.data for s in shards), *(v.data for v in values))}
+        copies = DeviceCopies(devices, to_host=True, timeout=timeout)
+        layouts = {state.name: state.layout for state in states}
+        return cls(shards, values, copies, layouts, selection or SelectionReport(), steps or {})
 
-    def described(self) -> tuple[LocalTable, bytes]:
-        """Describe the shards: return their table and its signature, made once."""
-        if self._table is None:
-            with gc_paused():
-                table = describe(self.shards)
-            self._table = table, signature(table, self.selection)
-        return self._table
-
-    def layouts(self) -> dict[str, Any]:
-        """Describe how the objects of each state are distributed, as data for JSON."""
-        return {state: layout() for state, layout in self._layouts.items()}
+    def describe(self) -> tuple[LocalTable, bytes]:
+        """Return the table of the shards, and its signature, which is the key of the plan cache."""
+        with gc_paused():
+            table = describe(self.shards)
+        return table, signature(table, self.selection)
 
     def hash_values(self) -> None:
-        """Hash the content of every value that is not hashed yet."""
-        with self.copies.queued():
-            for value in self.values:
-                value.hash()
-
-    def release_values(self) -> None:
-        """Let go of the content of all values, which may lie in the staging pool."""
-        for value in self.values:
-            value.release()
+        """Hash the values now, before the caller changes them."""
+        self.values[:] = hash_all(self.values, self.copies)
 
     def check_replicas(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Check that pairs of boxes, which are one box of one tensor, have one content.
@@ -158,11 +178,10 @@ class CapturedState:
                     )
 
     def release(self) -> None:
-        """Let go of the live tensors, which the caller changes from now on."""
-        self.live = False
-        self.shards = []
-        self._layouts = {}
-        self._table = None
+        """Drop the live tensors, which the caller may change from now on."""
+        self.shards.clear()
+        self.values.clear()
+        self.layouts.clear()
 
 
 def _value_of_tree(state: LiveState, name: str, tree: bytes, *, merged: bool) -> Value:
@@ -180,9 +199,9 @@ def _contiguous(data: torch.Tensor) -> torch.Tensor:
 
 
 def content_digest(data: torch.Tensor, dtype: str) -> bytes:
-    """Hash a tensor's dtype, shape and bytes. Those of an accelerator pass through host memory in pieces."""
+    """Hash a tensor's dtype, shape and bytes. Bytes of an accelerator pass through host memory in pieces."""
     digest = xxhash.xxh3_128(f"{dtype}{tuple(data.shape)}".encode())
-    for piece in flat_bytes(_contiguous(data)).split(_PIECE):
+    for piece in flat_bytes(_contiguous(data)).split(_HASH_BYTES):
         digest.update(piece.cpu().numpy())
     return digest.digest()
 

@@ -1,0 +1,254 @@
+"""Run the steps of a save: those for which the caller waits in its thread, the others on the thread for saves."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.failures import Failure
+from bytecheckpoint.handles import SaveFuture, SaveHandle, SaveReport, fail_handle
+from bytecheckpoint.saving.capture import CapturedState
+from bytecheckpoint.saving.channel import FOREGROUND_CALL, CoordinatorChannel
+from bytecheckpoint.saving.coordinator import Coordinator, refuse_save
+from bytecheckpoint.saving.request import SaveMode, SaveRequest
+from bytecheckpoint.saving.save_steps import Save, StagedSave
+from bytecheckpoint.settings import Settings
+from bytecheckpoint.tiers.storage import tier_of
+from bytecheckpoint.tracing.operation import Operation
+from bytecheckpoint.world import World
+
+__all__ = ["run_prepare", "run_save"]
+
+_log = logging.getLogger("bytecheckpoint")
+
+
+def run_save(
+    world: World, request: SaveRequest | Exception, settings: Settings, operation: Operation, handle: SaveHandle
+) -> None:
+    """Save, or start a save that continues in the background.
+
+    Args:
+        world: world of the ranks.
+        request: arguments of the save, or the error of wrong ones, which fails the save on all ranks.
+        settings: settings in force at the call.
+        operation: measurements of the save.
+        handle: handle whose futures are set.
+    """
+    try:
+        if isinstance(request, SaveRequest) and (tier := tier_of(request.storage)) is not None:
+            world.flusher.expect(handle, tier.url, settings)
+        with _begin(world, request, settings, operation) as run:
+            run.start(handle)
+    except BaseException as error:
+        fail_handle(handle, error)
+        raise
+    if run.request.mode is SaveMode.SYNCHRONOUS and (failure := handle.restorable.exception()) is not None:
+        raise failure
+
+
+def run_prepare(
+    world: World, request: SaveRequest | Exception, settings: Settings, operation: Operation
+) -> Future[None]:
+    """Plan the next save and touch the staging pool, in the background.
+
+    Args:
+        world: world of the ranks.
+        request: arguments of the next save, or the error of wrong ones, which fails the preparation on all ranks.
+        settings: settings in force at the call.
+        operation: measurements of the preparation.
+
+    Returns:
+        A future, done when the plan and the pool are ready.
+    """
+    done = SaveFuture[None]()
+    with _begin(world, request, settings, operation) as run:
+        captured = run.capture()
+        if world.collective.world_size > 1:
+            captured.hash_values()  # the caller may change them while the coordinator plans
+
+        def prepare() -> None:
+            try:
+                world.resources.start_helper(settings)
+                run.save.prewarm(run.save.agree_plan(captured, dry=True))
+            except BaseException as error:  # noqa: BLE001  kept for the owner of the future
+                cause = run.fail(error)
+                _log.warning("prepare failed, the first save will plan for itself: %s", cause)
+                done.set_exception(cause)
+            else:
+                run.channel.close()
+                done.set_result(None)
+
+        world.note_prepared(run.request.states.objects)
+        world.saves.submit(prepare)
+    return done
+
+
+@contextlib.contextmanager
+def _begin(
+    world: World, request: SaveRequest | Exception, settings: Settings, operation: Operation
+) -> Iterator[_SaveRun]:
+    """Take the next number and run the body, the foreground half of the save. Its failure ends the save on all ranks.
+
+    A save takes its number on every rank, also if its arguments are wrong. Messages carry the number, so ranks that fail at
+    different places still refer to the same save.
+    """
+    collective, saves = world.collective, world.saves
+    with saves.exclusively(settings.timeout):
+        number = operation.number = saves.next_number()
+        collective.begin_call(f"save/{number}")
+        channel = CoordinatorChannel(collective, number, settings.timeout)
+        try:
+            if isinstance(request, Exception):
+                raise request
+            if collective.rank == 0:
+                plans = world.resources.global_plans
+                saves.coordinate(Coordinator(collective, number, plans, request, channel.stop).run)
+        except BaseException as error:
+            channel.fail(FOREGROUND_CALL, error)
+            if collective.rank == 0 and channel.stop.cancel.failure is not None:
+                world.resources.global_plans.clear()
+                refuse_save(collective, number, channel.stop.cancel.failure)
+            _forget_plans(world)
+            channel.close()
+            raise
+        run = _SaveRun(world, request, channel, operation)
+        try:
+            yield run
+        except BaseException as error:
+            cause = run.fail(error)
+            if cause is not error:
+                raise cause from error
+            raise
+
+
+class _SaveRun:
+    """One save between its number and its end.
+
+    Args:
+        world: world of the ranks.
+        request: arguments of the save.
+        channel: this rank's messages in the save.
+        operation: measurements of the save.
+
+    Attributes:
+        request: arguments of the save.
+        channel: this rank's messages in the save.
+        save: steps of the save.
+    """
+
+    def __init__(self, world: World, request: SaveRequest, channel: CoordinatorChannel, operation: Operation) -> None:
+        self.request = request
+        self.channel = channel
+        self.save = Save(world.collective, world.resources, request, channel, operation)
+        self._world = world
+        self._operation = operation
+
+    def capture(self) -> CapturedState:
+        """Capture the caller's objects."""
+        self._world.note_layout(self.request.states.objects)
+        return self.save.capture()
+
+    def start(self, handle: SaveHandle) -> None:
+        """Run the steps for which the caller waits, and leave the others to the thread for saves."""
+        world, operation, mode = self._world, self._operation, self.request.mode
+        if mode is not SaveMode.BACKGROUND:
+            world.saves.drain()
+        operation.mark("wait")
+        # Before the failure of an earlier save is raised: hooks of modules may communicate, so every rank must run them,
+        # also one that knows of the failure before the others do.
+        captured = self.capture()
+        world.saves.raise_failure()
+        handle.path = operation.path = self.request.storage.url
+        operation.mark("capture")
+        if mode is SaveMode.BACKGROUND:
+            self._submit(handle, partial(self._stage_in_background, handle, captured))
+            return
+        staged = [self._stage(handle, captured)]
+        world.note_prepared(self.request.states.objects)
+        if mode is SaveMode.SYNCHRONOUS:
+            self._report_commit(handle, self._finish(handle, staged.pop))
+        else:
+            self._submit(handle, staged.pop)
+
+    def _stage_in_background(self, handle: SaveHandle, captured: CapturedState) -> StagedSave:
+        self._world.saves.raise_failure()
+        self._operation.mark("wait")
+        return self._stage(handle, captured)
+
+    def _stage(self, handle: SaveHandle, captured: CapturedState) -> StagedSave:
+        staged = self.save.stage(self.save.agree_plan(captured))
+        if self.request.mode is not SaveMode.SYNCHRONOUS:
+            handle.staged.set_result(None)
+        return staged
+
+    def _finish(self, handle: SaveHandle, staged: Callable[[], StagedSave]) -> SaveReport:
+        """Write and commit.
+
+        Args:
+            handle: handle of the save.
+            staged: function that returns the staged save. No other reference to it may keep the staging memory alive.
+        """
+        written = self.save.write(staged())
+        if self.request.mode is SaveMode.SYNCHRONOUS:
+            handle.staged.set_result(None)
+        return self.save.commit(written)
+
+    def _submit(self, handle: SaveHandle, staged: Callable[[], StagedSave]) -> None:
+        """Write and commit after earlier saves; keep a failure for `result()` and the next save."""
+        blocking_seconds = self._operation.seconds()
+
+        def run() -> None:
+            try:
+                report = self._finish(handle, staged)
+                self._report_commit(handle, replace(report, blocking_seconds=blocking_seconds))
+            except BaseException as error:  # noqa: BLE001  kept for result() and the next save
+                cause = self.fail(error)
+                rank, stage = self._world.collective.rank, self._operation.phase
+                failure = (
+                    cause
+                    if isinstance(cause, CheckpointError)
+                    else Failure.of(cause, rank=rank, stage=stage).as_error()
+                )
+                _log.error("asynchronous save to %s failed: %s", handle.path, failure)
+                # Else ranks that never ask their handles would fail one save after the other, in turn.
+                if failure.repeats != "elsewhere" or getattr(error, "repeats", "") == "here":
+                    self._world.saves.keep_failure(handle, failure)
+                fail_handle(handle, failure)
+
+        self._world.saves.submit(run)
+
+    def _report_commit(self, handle: SaveHandle, report: SaveReport) -> None:
+        """Report the commit to the caller, or hand the step to the flusher if the path is a tier."""
+        self.channel.close()
+        tier = tier_of(self.request.storage)
+        if tier is not None:
+            keep_failure = partial(self._world.saves.keep_failure, handle)
+            self._world.flusher.take(
+                self.channel.number, tier, handle, report, self.request.settings, self._operation, keep_failure
+            )
+            return
+        handle.restorable.set_result(None)
+        handle.committed.set_result(report)
+
+    def fail(self, error: BaseException) -> BaseException:
+        """End the save on all ranks, and remove the files of this rank.
+
+        Returns:
+            The error to raise: that of another rank, if that made this one stop.
+        """
+        cause = self.channel.fail(self._operation.phase, error)
+        _forget_plans(self._world)
+        self.save.discard()
+        self.channel.close()
+        return cause
+
+
+def _forget_plans(world: World) -> None:
+    """Let the next save plan anew, after a failure."""
+    world.resources.plans.clear()
+    world.note_prepared({})

@@ -1,0 +1,270 @@
+"""Save on one rank in five steps: capture, agree on a plan, stage, write, commit. Each returns the next one's input."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+from bytecheckpoint.collectives import Collective
+from bytecheckpoint.engine.save_resources import SaveResources
+from bytecheckpoint.errors import IncompatibleCheckpointError
+from bytecheckpoint.frameworks.selected_states import select_states
+from bytecheckpoint.handles import SaveReport
+from bytecheckpoint.representation.names import escape, new_generation
+from bytecheckpoint.saving.capture import CapturedState
+from bytecheckpoint.saving.channel import CoordinatorChannel
+from bytecheckpoint.saving.copies import full_digests, sampled_digests
+from bytecheckpoint.saving.file_layout import FileOrigin
+from bytecheckpoint.saving.messages import (
+    MIXED_PLANS,
+    CommitFacts,
+    CommitResult,
+    DescribeRequest,
+    PlanDescription,
+    PlanRequest,
+    PlanResponse,
+    RankChecks,
+    Reply,
+    RewriteRequest,
+    ValuesRequest,
+    WriteReport,
+    unescaped,
+)
+from bytecheckpoint.saving.rank_plan import AgreedPlan, make_rank_plan
+from bytecheckpoint.saving.request import SaveMode, SaveRequest
+from bytecheckpoint.saving.steps import steps_of_objects, steps_of_shards
+from bytecheckpoint.saving.writer import RankWriter, StagedFiles, WrittenFiles
+from bytecheckpoint.tracing.operation import Operation, retries_so_far
+
+__all__ = ["Save", "StagedSave", "WrittenSave"]
+
+
+@dataclass(frozen=True, slots=True)
+class StagedSave:
+    """A save whose bytes are staged.
+
+    Attributes:
+        agreed: plan of the save.
+        checks: facts that the coordinator compares between ranks.
+        files: staged files.
+    """
+
+    agreed: AgreedPlan
+    checks: RankChecks
+    files: StagedFiles
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenSave:
+    """A save whose files are durable.
+
+    Attributes:
+        agreed: plan of the save.
+        checks: facts that the coordinator compares between ranks.
+        files: written files.
+    """
+
+    agreed: AgreedPlan
+    checks: RankChecks
+    files: WrittenFiles
+
+
+class Save:
+    """One save on one rank. The caller decides which thread runs which step.
+
+    Args:
+        collective: ranks of the save.
+        resources: staging pools, helper process and cached plans of this rank.
+        request: arguments of the save.
+        channel: this rank's messages in the save.
+        operation: measurements of the save.
+    """
+
+    def __init__(
+        self,
+        collective: Collective,
+        resources: SaveResources,
+        request: SaveRequest,
+        channel: CoordinatorChannel,
+        operation: Operation,
+    ) -> None:
+        generation = new_generation(collective.world_id, channel.number)
+        self._collective = collective
+        self._resources = resources
+        self._request = request
+        self._channel = channel
+        self._operation = operation
+        self._origin = FileOrigin(collective.rank, collective.world_size, generation)
+        self._writer = RankWriter(self._origin, request, resources, channel.stop.cancel, operation)
+
+    # --- the steps ------------------------------------------------------------------------------------------------
+
+    def capture(self) -> CapturedState:
+        """Read the caller's objects. Run it in the caller's thread."""
+        request, states = self._request, self._request.states
+        live = select_states(states.framework.capture(states.objects, names=states.names), states.selection)
+        # Now: in a background save the caller's counters continue.
+        steps = steps_of_objects(states.objects) if request.step is None else {"step=": request.step}
+        self._operation.step = next(iter(steps.values()), None)
+        return CapturedState.of(live, states.selection.report(), steps, request.settings.timeout)
+
+    def agree_plan(self, captured: CapturedState, *, dry: bool = False) -> AgreedPlan:
+        """Take the plan from the cache, or ask the coordinator for one.
+
+        Args:
+            captured: live objects.
+            dry: whether to ask in any case, and only plan (`prepare`).
+
+        Raises:
+            IncompatibleCheckpointError: replicas on this rank differ.
+        """
+        self._operation.phase = "plan"
+        table, key = captured.describe()
+        plan = None if dry else self._resources.plans.get(key)
+        if plan is not None:
+            agreed = AgreedPlan(captured, key, plan, cached=True)
+        else:
+            layout = self._layout(captured) if self._origin.rank == 0 else b""
+            if self._origin.world_size > 1:
+                captured.hash_values()  # the coordinator compares them between ranks
+            values = [value.record() for value in captured.values]
+            selection = self._request.states.selection.report(look_for_similar=True)
+            request = PlanRequest(self._url, table, values, dry, self._collective.host, selection)
+            response = self._channel.ask(request)
+            assert isinstance(response, PlanResponse), response
+            plan = make_rank_plan(captured, table, layout, self._origin, response)
+            agreed = self._adopt(AgreedPlan(captured, key, plan, cached=False), response)
+        if not dry:
+            captured.check_replicas(agreed.plan.replicas)
+            self._operation.count("left to others", nbytes=agreed.plan.spared)
+            self._operation.count("cached plan", int(agreed.cached))
+            self._operation.mark("plan")
+        return agreed
+
+    def stage(self, agreed: AgreedPlan) -> StagedSave:
+        """Copy the planned bytes, unless the caller waits until they are written."""
+        if self._live:
+            return StagedSave(agreed, self._read_checks(agreed), self._writer.stage_live(agreed))
+        files = self._writer.copy(agreed)
+        checks = self._read_checks(agreed)
+        agreed.captured.release()
+        return StagedSave(agreed, checks, files)
+
+    def write(self, staged: StagedSave) -> WrittenSave:
+        """Write the staged bytes to durable files."""
+        files = self._writer.write(staged.files, staged.agreed)
+        return WrittenSave(staged.agreed, staged.checks, files)
+
+    def commit(self, written: WrittenSave) -> SaveReport:
+        """Report the files, and answer the coordinator's requests until it has committed.
+
+        Returns:
+            The report of this rank. `blocking_seconds` is the whole time, as in a synchronous save.
+        """
+        self._operation.phase = "commit"
+        reply = self._report(written)
+        while not isinstance(reply, CommitResult):
+            plan = written.agreed.plan
+            if isinstance(reply, DescribeRequest):
+                reply = self._channel.ask(PlanDescription(plan.table, plan.image.rows.tobytes()))
+                continue
+            written = self._correct(written, reply)
+            reply = self._report(written)
+        self._operation.mark("commit")
+        self._resources.plans.add(written.agreed.key, replace(written.agreed.plan, compared=True))
+        total = self._operation.seconds()
+        return SaveReport(
+            path=self._request.storage.url,
+            bytes_written=written.files.nbytes,
+            blocking_seconds=total,
+            total_seconds=total,
+            phases=self._operation.seconds_by_phase(),
+            plan_cached=written.agreed.cached,
+            generation=self._origin.generation,
+            **retries_so_far(),
+        )
+
+    def prewarm(self, agreed: AgreedPlan) -> None:
+        """Touch the staging memory that a save by this plan needs, in place of the further steps."""
+        self._writer.prewarm(agreed)
+
+    def discard(self) -> None:
+        """Remove the files of this rank after a failure, unless a commit may still name them."""
+        if self._channel.commit_unknown:
+            self._writer.abort()
+        else:
+            self._writer.discard()
+
+    # --- parts of these -------------------------------------------------------------------------------------------
+
+    @property
+    def _live(self) -> bool:
+        """Whether the caller waits, so the live tensors keep their contents until the commit."""
+        return self._request.mode is SaveMode.SYNCHRONOUS
+
+    @property
+    def _url(self) -> str:
+        return escape(self._request.storage.url)
+
+    def _layout(self, captured: CapturedState) -> bytes:
+        """Describe how the objects are distributed, as JSON for the catalog."""
+        layouts = {state: layout() for state, layout in captured.layouts.items()}
+        return json.dumps({"framework": self._request.states.framework.name, "kinds": layouts}).encode()
+
+    def _adopt(self, agreed: AgreedPlan, response: PlanResponse) -> AgreedPlan:
+        """Cache a new plan."""
+        self._resources.plans.add(agreed.key, agreed.plan)
+        self._resources.pools.local_ranks = response.local_ranks or self._resources.pools.local_ranks
+        return agreed
+
+    def _read_checks(self, agreed: AgreedPlan) -> RankChecks:
+        """Read optimizer steps and replica digests from the live tensors, before training changes them."""
+        captured, extent = agreed.captured, self._request.check_replicas
+        optimizer_steps = digests = b""
+        with captured.copies.queued():
+            if self._request.step is None:
+                optimizer_steps = steps_of_shards(captured.shards).tobytes()
+            if self._origin.world_size > 1 and extent == "full":
+                digests = full_digests(captured.shards).tobytes()
+            elif self._origin.world_size > 1 and extent == "sampled" and not agreed.plan.compared:
+                digests = sampled_digests(captured.shards).tobytes()
+        steps = {escape(name): step for name, step in captured.steps.items()}
+        return RankChecks(steps, optimizer_steps, extent, digests)
+
+    def _report(self, written: WrittenSave) -> Reply:
+        """Report the written files to the coordinator."""
+        agreed, files = written.agreed, written.files
+        facts = CommitFacts(files.replaces, agreed.plan.layout) if self._origin.rank == 0 else None
+        return self._channel.ask(
+            WriteReport(
+                self._url,
+                agreed.plan.name,
+                files.records,
+                [value.record(files.places.get(value.key, (-1, 0))) for value in files.values],
+                agreed.captured.selection,
+                written.checks,
+                facts,
+            )
+        )
+
+    def _correct(self, written: WrittenSave, request: Reply) -> WrittenSave:
+        """Write again, or write more, as the coordinator requests.
+
+        Raises:
+            IncompatibleCheckpointError: the save staged only the bytes that the cached plan named, and the caller has
+                changed the others since.
+        """
+        agreed, captured = written.agreed, written.agreed.captured
+        if isinstance(request, RewriteRequest):
+            # The cached plan no longer fits the states of the other ranks.
+            if not self._live:
+                raise IncompatibleCheckpointError(f"{MIXED_PLANS}: {request.reason}")
+            plan = make_rank_plan(captured, agreed.plan.table, agreed.plan.layout, self._origin, request.plan)
+            agreed = self._adopt(AgreedPlan(captured, agreed.key, plan, cached=False), request.plan)
+            return replace(written, agreed=agreed, files=self._writer.write_anew(agreed))
+        assert isinstance(request, ValuesRequest), request
+        keys = frozenset(unescaped(key) for key in request.keys)
+        files = self._writer.write_values(keys, written.files, captured.copies, live=self._live)
+        values = replace(agreed.plan.values, written=agreed.plan.values.written | keys)
+        agreed = replace(agreed, plan=replace(agreed.plan, values=values))
+        return replace(written, agreed=agreed, files=files)
