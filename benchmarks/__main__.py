@@ -10,17 +10,15 @@ import json
 import os
 import platform
 import shutil
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.bench import Options
 from benchmarks.measure import Result
+from benchmarks.world import run_world
 
 __all__ = ["main"]
 
@@ -54,7 +52,7 @@ def main() -> int:
         )
         results, status = [], 0
         for size in arguments.worlds:
-            found, failed = _run_world(size, options, arguments.timeout)
+            found, failed = run_world(size, options, arguments.timeout)
             results += found
             status |= failed
     about = _about(options) | {"seconds": round(time.perf_counter() - begin, 1), "command": " ".join(sys.argv[1:])}
@@ -88,36 +86,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=3600, metavar="S", help="seconds for one world")
     parser.add_argument("--report", action="store_true", help="only print the results in --out")
     return parser.parse_args()
-
-
-def _run_world(size: int, options: Options, timeout: float) -> tuple[list[Result], int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(_HERE.parent), environment.get("PYTHONPATH", "")]).rstrip(
-        os.pathsep
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "results.json"
-        command = [sys.executable, "-m", "benchmarks.world"]
-        tail = [str(size), str(port), json.dumps(asdict(options)), str(out)]
-        ranks = [subprocess.Popen([*command, str(rank), *tail], env=environment) for rank in range(size)]
-        end = time.monotonic() + timeout
-        status = 0
-        while any(r.poll() is None for r in ranks):
-            # When one rank dies, the others wait for it until their timeouts.
-            if time.monotonic() > end or any(r.poll() for r in ranks):
-                time.sleep(1)
-                for rank in ranks:
-                    rank.kill()
-            time.sleep(0.05)
-        for number, rank in enumerate(ranks):
-            if rank.wait():
-                print(f"  rank {number} of {size} ended with status {rank.returncode}", file=sys.stderr)
-                status = 1
-        found = json.loads(out.read_text()) if out.exists() else []
-        return [Result(**r) for r in found], status
 
 
 def _about(options: Options) -> dict[str, Any]:

@@ -1,20 +1,57 @@
-"""One rank of a world: `python -m benchmarks.world RANK SIZE PORT OPTIONS RESULTS`, started by `python -m benchmarks`."""
+"""A world of ranks that measure together, each a process: `python -m benchmarks.world RANK SIZE PORT OPTIONS RESULTS`."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import logging
+import os
 import resource
+import socket
+import subprocess
 import sys
+import tempfile
+import time
 import traceback
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.bench import Bench, Options
-from benchmarks.measure import World
+from benchmarks.measure import Result, World
 
-__all__ = ["run_cases"]
+__all__ = ["run_cases", "run_world"]
+
+
+def run_world(size: int, options: Options, timeout: float) -> tuple[list[Result], int]:
+    """Run the cases of `options` in a world of `size` processes; return the results, and 1 if a process failed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent.parent), environment.get("PYTHONPATH", "")]
+    ).rstrip(os.pathsep)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "results.json"
+        command = [sys.executable, "-m", "benchmarks.world"]
+        tail = [str(size), str(port), json.dumps(asdict(options)), str(out)]
+        ranks = [subprocess.Popen([*command, str(rank), *tail], env=environment) for rank in range(size)]
+        end = time.monotonic() + timeout
+        status = 0
+        while any(r.poll() is None for r in ranks):
+            # When one rank dies, the others wait for it until their timeouts.
+            if time.monotonic() > end or any(r.poll() for r in ranks):
+                time.sleep(1)
+                for rank in ranks:
+                    rank.kill()
+            time.sleep(0.05)
+        for number, rank in enumerate(ranks):
+            if rank.wait():
+                print(f"  rank {number} of {size} ended with status {rank.returncode}", file=sys.stderr)
+                status = 1
+        found = json.loads(out.read_text()) if out.exists() else []
+        return [Result(**r) for r in found], status
 
 
 def run_cases(bench: Bench) -> None:
@@ -22,7 +59,8 @@ def run_cases(bench: Bench) -> None:
     from benchmarks.cases import CASES
 
     for name, case in CASES.items():
-        if (bench.options.only and name not in bench.options.only) or bench.world.size not in case.worlds:
+        chosen = name in bench.options.only if bench.options.only else not case.only_by_name
+        if not chosen or bench.world.size not in case.worlds:
             continue
         for place in case.places:
             if place not in bench.options.places:
@@ -66,8 +104,6 @@ def main() -> None:
     if failed:
         sys.stdout.flush()
         sys.stderr.flush()
-        import os
-
         os._exit(1)  # without waiting for ranks that are in a collective call
     for peer in bench.peers:
         peer.close()

@@ -9,6 +9,7 @@ from benchmarks.bench import Bench
 from benchmarks.cases.cuts import cuts
 from benchmarks.cases.ddp import ddp_load
 from benchmarks.cases.fresh_process import first_calls
+from benchmarks.cases.guarded import guarded
 from benchmarks.cases.interference import interference
 from benchmarks.cases.irregular import irregular
 from benchmarks.cases.loader_speed import loader_speed
@@ -32,11 +33,13 @@ class Case:
         run: the case.
         worlds: numbers of ranks.
         places: file systems.
+        only_by_name: whether the case runs only if `--only` names it.
     """
 
     run: Callable[[Bench], None]
     worlds: tuple[int, ...] = (1,)
     places: tuple[str, ...] = ("tmpfs",)
+    only_by_name: bool = False
 
 
 CASES: dict[str, Case] = {
@@ -53,6 +56,7 @@ CASES: dict[str, Case] = {
     "loader-state": Case(loader_state),
     "loader-upload": Case(loader_upload, (4,), ("tmpfs", "disk")),
     "planning": Case(planning),
+    "guard": Case(guarded, (1, 2), only_by_name=True),
     # Last, since it makes torch treat the CPU as a CUDA device.
     "megatron": Case(megatron, (1, 2, 4)),
 }
