@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.engine.device_copies import DeviceCopies
 from bytecheckpoint.engine.runs import Runs
-from bytecheckpoint.engine.tensor_bytes import copy_all, dense_bytes, flat_bytes, movable, views_at
+from bytecheckpoint.engine.tensor_bytes import copy_all, dense_bytes, flat_bytes, gather, movable, views_at
 
 __all__ = ["Chunk", "Image", "ImageFile", "KnownTargets", "chunks_of"]
 
@@ -114,13 +114,11 @@ class Image:
 
     def large(self) -> dict[int, memoryview]:
         """Return the memory of the tensors that can be written without a copy, by index."""
+        numbers = [file.shards[place] for file in self.files for place in np.flatnonzero(file.sizes >= _LARGE_BYTES)]
         return {
-            index: memoryview(flat_bytes(tensor).numpy())
-            for index, tensor in enumerate(self.tensors)
-            if not isinstance(tensor, Runs)
-            and tensor.nbytes >= _LARGE_BYTES
-            and tensor.device.type == "cpu"
-            and tensor.is_contiguous()
+            number: memoryview(flat_bytes(tensor).numpy())
+            for number, tensor in zip(numbers, map(self.tensors.__getitem__, numbers), strict=True)
+            if not isinstance(tensor, Runs) and tensor.device.type == "cpu" and tensor.is_contiguous()
         }
 
     @property
@@ -192,31 +190,35 @@ class Image:
         stop = chunk.start + chunk.nbytes
         first = int(np.searchsorted(file.starts + file.sizes, chunk.start, "right"))
         last = int(np.searchsorted(file.starts, stop, "left"))
+        starts, sizes = file.starts[first:last], file.sizes[first:last]
+        numbers = file.shards[first:last]
+        # Most are small tensors that lie in the chunk as a whole: they are gathered together.
+        inside = (starts >= chunk.start) & (starts + sizes <= stop) & (sizes > 0) & (sizes < _LARGE_BYTES)
+        whole: list[torch.Tensor] = []
+        for place in np.flatnonzero(inside).tolist():
+            tensor = self.tensors[numbers[place]]
+            if isinstance(tensor, Runs):
+                inside[place] = False
+            else:
+                whole.append(movable(tensor))
+        whole_starts = (starts[inside] - chunk.start).tolist()
         slot_view = memoryview(slot.numpy())
         buffers: list[memoryview] = []
         covered = 0  # bytes of the chunk that `buffers` cover
-        whole: list[torch.Tensor] = []
-        whole_starts: list[int] = []
-        for index in range(first, last):
-            begin, size = int(file.starts[index]), int(file.sizes[index])
+        for place in np.flatnonzero(~inside & (sizes > 0)).tolist():
+            begin, size = int(starts[place]), int(sizes[place])
             low, high = max(begin, chunk.start), min(begin + size, stop)
-            if low >= high:
-                continue
             at = low - chunk.start
-            memory = large.get(file.shards[index]) if high - low >= _LARGE_BYTES else None
+            memory = large.get(numbers[place]) if high - low >= _LARGE_BYTES else None
             if memory is not None:
                 if at > covered:
                     buffers.append(slot_view[covered:at])
                 buffers.append(memory[low - begin : high - begin])
                 covered = at + high - low
                 continue
-            tensor = self.tensors[file.shards[index]]
+            tensor = self.tensors[numbers[place]]
             if isinstance(tensor, Runs):
                 tensor.copy_bytes(low - begin, high - begin, slot[at : at + high - low])
-                continue
-            if high - low == size and size < _LARGE_BYTES:
-                whole.append(movable(tensor))
-                whole_starts.append(at)
                 continue
             piece = dense_bytes(tensor, low - begin, high - begin)
             if piece.device.type == "cpu":
@@ -225,7 +227,7 @@ class Image:
                 slot[at : at + high - low].copy_(piece, non_blocking=True)
         if whole:
             with self.filling if len(whole) > _MANY_TENSORS else contextlib.nullcontext():
-                copy_all(views_at(slot, whole, whole_starts), whole)
+                gather(slot, whole, whole_starts)
         if chunk.nbytes > covered:
             buffers.append(slot_view[covered : chunk.nbytes])
         return buffers

@@ -64,9 +64,10 @@ def steps_of_objects(states: Mapping[str, object]) -> dict[str, int]:
 
 def _nested(state_name: str, state: object) -> Iterator[tuple[str, object, tuple[str, ...]]]:
     if isinstance(state, Mapping):
-        yield from (
-            (f"{state_name}/{name}", inner, _OF_SCHEDULERS) for name, inner in state.items() if isinstance(name, str)
-        )
+        for name, inner in state.items():
+            # A tensor has no step, and would make a `__dict__` when asked for it.
+            if not isinstance(inner, torch.Tensor) and isinstance(name, str):
+                yield f"{state_name}/{name}", inner, _OF_SCHEDULERS
 
 
 def _values_of(holder: object) -> Mapping[str, object]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from bytecheckpoint.errors import UsageError
 
@@ -15,8 +16,7 @@ MAX_DEPTH = 100
 """Largest number of nested containers; real states have about ten."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRef:
+class TensorRef(msgspec.Struct, frozen=True):  # made by the ten thousand, in a fifth of the time of a dataclass
     """A reference to a tensor that is stored elsewhere, under `name`; `decode(..., on_tensor=TensorRef)` makes them."""
 
     name: str
