@@ -17,7 +17,7 @@ TESTED := cli,s3-profiles,fsspec,hdfs,prometheus,otlp,monitor,dev
 SEED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types imports format check test test-all test-shuffled servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-ray test-metrics-sinks test-integrations-all test-elastic soak demo demo-short demo-trainer bench bench-short bench-storage bench-storage-short bench-frameworks docs lock vendor clean
+.PHONY: help venv lint types imports format check test test-all test-shuffled servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-ray test-metrics-sinks test-integrations-all test-elastic soak demo demo-short demo-trainer bench bench-guard bench-short bench-storage bench-storage-short bench-frameworks docs lock vendor clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-21s %s\n", $$1, $$2}'
@@ -197,6 +197,9 @@ bench-storage-short: venv ## bench-storage with small files and few threads
 bench-frameworks: ## saving Megatron-Core's distributed optimizer, against its own formats (.venv-frameworks)
 	VENV=.venv-frameworks PYTHON=3.12 EXTRAS=$(TESTED),bench PINNED=constraints-frameworks.txt ./scripts/bootstrap.sh
 	$(WITH_FRAMEWORKS) -m benchmarks --only megatron
+
+bench-guard: venv ## core time in ratios to peers, held against benchmarks/guard.json
+	$(PY) -m benchmarks.guard
 
 bench-short: venv ## bench on small states, once each, with one and two ranks
 	$(PY) -m benchmarks --short --worlds 1 2

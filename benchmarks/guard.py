@@ -18,9 +18,9 @@ from benchmarks.bench import Options
 from benchmarks.measure import Result
 from benchmarks.world import run_world
 
-__all__ = ["Comparison", "compare", "main", "measure_until_clear", "ratios"]
+__all__ = ["REFERENCES", "Comparison", "compare", "main", "measure_until_clear", "ratios"]
 
-_REFERENCES = Path(__file__).with_name("guard.json")
+REFERENCES = Path(__file__).with_name("guard.json")
 _WORLDS = (1, 2)
 _TRIES = 3
 _TOLERANCE = 1.25
@@ -102,13 +102,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             places={"tmpfs": folder},
             only=("guard",),
         )
-        references: dict[str, float] = {} if given.update else json.loads(_REFERENCES.read_text())
+        references: dict[str, float] = {} if given.update else json.loads(REFERENCES.read_text())
         comparisons = measure_until_clear(lambda: _measure(options), references)
     print(table(comparisons))
     if given.update:
-        _REFERENCES.write_text(
-            json.dumps({c.name: round(c.measured[-1] or 0, 3) for c in comparisons}, indent=1) + "\n"
-        )
+        REFERENCES.write_text(json.dumps({c.name: round(c.measured[-1] or 0, 3) for c in comparisons}, indent=1) + "\n")
         return 0
     return int(any(c.verdict in ("slower", "missing") for c in comparisons))
 

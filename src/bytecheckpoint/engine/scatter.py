@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
@@ -24,8 +25,7 @@ _DIRECT_BYTES = 256 << 10
 _MANY_COPIES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(msgspec.Struct, frozen=True):
     """The destination of one wanted box.
 
     Attributes:

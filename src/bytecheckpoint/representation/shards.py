@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
@@ -55,8 +56,7 @@ class Fragments:
         return len(self.places)
 
 
-@dataclass(slots=True)
-class LiveShard:
+class LiveShard(msgspec.Struct):
     """One box of one tensor in the memory of a rank, or many boxes of it: its fragments.
 
     Fragments cost no objects of their own. Every shard counts as as many rows as it has boxes.
@@ -106,7 +106,7 @@ class LiveShard:
             return self
         lengths = tuple(found.lengths[number].tolist())
         place, count = int(found.places[number]), int(found.counts[number])
-        return replace(
+        return msgspec.structs.replace(
             self,
             offsets=tuple(found.offsets[number].tolist()),
             lengths=lengths,

@@ -54,7 +54,8 @@ def tensor_name(path: tuple[object, ...], taken: Container[str]) -> str:
 
     Two paths may give one name: {"a": {"b": t}, "a.b": u} has two tensors called "a.b", and the second becomes "a.b#2".
     """
-    return unique_name(key_of_path(path) or "value", taken)
+    name = key_of_path(path) or "value"
+    return unique_name(name, taken) if name in taken else name
 
 
 def encode_value(state_name: str, value: object, shards: list[LiveShard], *, by_content: bool = True) -> bytes:
@@ -68,8 +69,8 @@ def encode_value(state_name: str, value: object, shards: list[LiveShard], *, by_
     def add(path: tuple[object, ...], tensor: Any) -> str:
         name = tensor_name(path, taken)
         taken[name] = tensor
-        plain = isinstance(tensor, torch.Tensor) and not is_dtensor(tensor) and not lists_own_shards(type(tensor))
-        add_shards(shards, TensorKey(state_name, name), tensor, by_content=by_content and plain)
+        compared = by_content and _is_plain(tensor)
+        add_shards(shards, TensorKey(state_name, name), tensor, by_content=compared)
         return name
 
     tree = TensorExtractor(add).extract(value)
@@ -80,13 +81,18 @@ def encode_value(state_name: str, value: object, shards: list[LiveShard], *, by_
         raise (error if str(error).startswith(state_name) else UsageError(f"{state_name}/{error}")) from None
 
 
+def _is_plain(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and not is_dtensor(tensor) and not lists_own_shards(type(tensor))
+
+
 def capture_object(state_name: str, value: object) -> LiveState:
     """Describe the shards and the tree of a nested value, or of an object with a state_dict."""
     by_name = state_name in STATES_BY_NAME
     state = LiveState(state_name, merged=by_name)
     state.tree = encode_value(state_name, value, state.shards, by_content=not by_name)
-    for shard in state.shards:
-        shard.must_be_equal = state_name == "optimizer"  # flat state of FSDP1, say, is not
+    if state_name == "optimizer":
+        for shard in state.shards:
+            shard.must_be_equal = True  # flat state of FSDP1, say, is not
     return state
 
 

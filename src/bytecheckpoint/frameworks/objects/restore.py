@@ -98,7 +98,7 @@ def _merge_dicts(first: Any, second: Any) -> Any:
 def _load_named(state_name: str, live: Any, saved: SavedStates, destination: Destination) -> None:
     """Plan the load of a state_dict-like value: request its own tensors, which stay the same objects."""
     taken: dict[str, Any] = {}
-    filled: dict[object, SavedTensor] = {}  # by memory: a state_dict shows a tied weight as two tensors
+    filled = _FilledMemory()
     wanted = destination.wanted
 
     def request(path: tuple[object, ...], tensor: Any) -> str:
@@ -109,8 +109,8 @@ def _load_named(state_name: str, live: Any, saved: SavedStates, destination: Des
             destination.missing.append(str(TensorKey(state_name, name)))
             return name
         destination.recognized.add(found.key)
-        earlier = filled.setdefault(_memory(tensor), found)
-        if earlier.key != found.key:
+        earlier = filled.first_in_memory_of(tensor, found)
+        if earlier is not found and earlier.key != found.key:
             destination.tied.append((earlier, found))
             return name
         first = len(wanted)
@@ -133,6 +133,27 @@ def _load_named(state_name: str, live: Any, saved: SavedStates, destination: Des
     own = saved.tree(state_name)
     value = None if own is None else decode(own, on_tensor=skip_tensor, on_unregistered=HeldClasses(live))
     destination.finish.append(lambda: _install_plain(value, live, extractor.state_dicts))
+
+
+class _FilledMemory:
+    """The tensors that a load fills, by their memory: a state_dict shows a tied weight as two tensors."""
+
+    def __init__(self) -> None:
+        self._by_address: dict[int, tuple[Any, SavedTensor]] = {}
+        self._by_memory: dict[object, SavedTensor] = {}
+
+    def first_in_memory_of(self, tensor: Any, found: SavedTensor) -> SavedTensor:
+        """Return what is loaded into the memory of `tensor`: of several calls with the same memory, the first `found`."""
+        cls: type = type(tensor)
+        if not lists_own_shards(cls):
+            # Most tensors are alone at their address, and then nothing else of their memory needs to be looked at.
+            local = local_tensor(tensor)
+            address = local.data_ptr() if local.layout is torch.strided else 0
+            first, of_first = self._by_address.setdefault(address, (tensor, found))
+            if of_first is found:
+                return found
+            self._by_memory.setdefault(_memory(first), of_first)
+        return self._by_memory.setdefault(_memory(tensor), found)
 
 
 def _memory(tensor: Any) -> object:

@@ -49,7 +49,7 @@ def make_writable(shard: LiveShard) -> Callable[[], None] | None:
         alias = alias.conj() if live.is_conj() else alias
         live = torch._neg_view(alias) if live.is_neg() else alias
         shard.data = live
-    expanded = _is_expanded(live)
+    expanded = not live.is_contiguous() and _is_expanded(live)
     if not (expanded or is_lazy_view(live)):
         return None
     loaded = torch.empty(live.shape, dtype=live.dtype, device=live.device)

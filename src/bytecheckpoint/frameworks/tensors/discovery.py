@@ -6,7 +6,7 @@ import torch
 
 from bytecheckpoint.frameworks.base import SupportsShards
 from bytecheckpoint.frameworks.tensors.declared import add_declared_shards
-from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor, local_tensor
+from bytecheckpoint.frameworks.tensors.dtensors import PLAIN_TYPES, is_dtensor, local_tensor
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_name
 from bytecheckpoint.frameworks.tensors.plain import check_storable, lists_own_shards, origin_of, plain_shard
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
@@ -36,6 +36,10 @@ def add_shards(
     Raises:
         UsageError: the tensor has no bytes to store (meta), or has a form that is not supported; names the key.
     """
+    if type(value) in PLAIN_TYPES and like is None:  # nearly all tensors
+        assert isinstance(value, torch.Tensor)
+        out.append(plain_shard(key, value, aliases, by_content))
+        return
     if lists_own_shards(type(value)) or (is_dtensor(value) and lists_own_shards(type(value._local_tensor))):
         add_declared_shards(out, key, value, aliases, by_content)
         return

@@ -108,10 +108,10 @@ def _type_fault(cls: type) -> str:
 def _has_unusual_form(tensor: torch.Tensor) -> bool:
     return (
         tensor.layout is not torch.strided
-        or tensor.is_meta
         or tensor.is_quantized
         or tensor.is_nested
-        or _is_freed(tensor)
+        # The address of an element that is not the first one may be that of memory that was freed.
+        or ((tensor.storage_offset() > 0 or not tensor.data_ptr()) and (tensor.is_meta or _is_freed(tensor)))
     )
 
 

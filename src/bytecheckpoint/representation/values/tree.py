@@ -30,6 +30,8 @@ def key_of_path(path: tuple[object, ...]) -> str:
     >>> key_of_path(("layers", 0, (1, 2)))
     'layers.0.(1, 2)'
     """
+    if len(path) == 1 and type(path[0]) is str:  # nearly all tensors
+        return path[0]
     return ".".join(step if type(step) is str else _step_text(step) for step in path)
 
 
