@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 import bytecheckpoint
 from bytecheckpoint.collectives import ThreadWorld
-from bytecheckpoint.collectives.process_group import StoreCollective
+from bytecheckpoint.collectives.store_collective import StoreCollective
 from bytecheckpoint.collectives.transport.hub import Hub
 from bytecheckpoint.collectives.transport.link import Link
 from bytecheckpoint.collectives.transport.wire import Kind

@@ -42,7 +42,7 @@ class _Sockets:
     """This package's sockets."""
 
     def __init__(self, rank: int, size: int, address: str) -> None:
-        from bytecheckpoint.collectives.process_group import StoreCollective
+        from bytecheckpoint.collectives.store_collective import StoreCollective
 
         self._store = _store(address)
         self._collective = StoreCollective(self._store, rank, size, timeout=_SECONDS, host="one")

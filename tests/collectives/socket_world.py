@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch.distributed as dist
 
 from bytecheckpoint.collectives import ThreadWorld
-from bytecheckpoint.collectives.process_group import StoreCollective
+from bytecheckpoint.collectives.store_collective import StoreCollective
 from bytecheckpoint.settings import settings
 from bytecheckpoint.tuning import tuned
 

@@ -17,7 +17,7 @@ import bytecheckpoint
 from bytecheckpoint import CheckpointError, CheckpointTimeoutError, PeerLostError, UsageError
 from bytecheckpoint.collectives import current
 from bytecheckpoint.collectives.base import host_id
-from bytecheckpoint.collectives.invitation import KEY
+from bytecheckpoint.collectives.rendezvous import KEY
 from tests.support.certificates import certificates
 from tests.support.worlds import on_ranks
 
@@ -31,7 +31,7 @@ def test_a_rank_that_makes_no_call() -> None:
         if rank != absent:
             says = (
                 r"ranks .2. of 3 did not connect to port \d+ within [\d.]{1,4} s; every rank makes this call|"
-                "not every rank connected|rank 0 has not told|rank 0 went away"
+                "not every rank connected|rank 0 has not published|rank 0 went away"
             )
             with pytest.raises((CheckpointTimeoutError, PeerLostError), match=says):
                 current(group, timeout=2.0)
@@ -77,10 +77,10 @@ def test_what_an_earlier_group_left_in_the_store(listening: bool) -> None:
 
 
 WRONG = {
-    "address": "rank 2 cannot join the others: setting listen_address is '192.0.2.1': not of this machine",
+    "address": "rank 2, connect: setting listen_address is '192.0.2.1': not of this machine",
     "TLS": "rank 2 uses TLS, and rank 0 does not",
     "TLS on rank 0": r"rank [12] does not use TLS, and rank 0 does:",
-    "authority": "rank 2 cannot join the others",
+    "authority": "rank 2, connect: ",
 }
 
 
@@ -141,7 +141,7 @@ def test_a_rank_of_another_version(odd: int, monkeypatch: pytest.MonkeyPatch) ->
     begun = time.monotonic()
     with monkeypatch.context() as patch:
         if dist.get_rank() == odd:
-            patch.setattr("bytecheckpoint.collectives.process_group.__version__", "9.9")
+            patch.setattr("bytecheckpoint.collectives.store_collective.__version__", "9.9")
             patch.setattr("bytecheckpoint.collectives.transport.star.PLACES", None)
         with pytest.raises(UsageError, match=r"rank [12] runs bytecheckpoint .* and rank 0 .*: install one version"):
             current(group, timeout=80.0)

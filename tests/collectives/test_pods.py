@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import bytecheckpoint
 from bytecheckpoint.collectives import current
-from bytecheckpoint.collectives.process_group import StoreCollective
+from bytecheckpoint.collectives.store_collective import StoreCollective
 from tests.support.memory import as_on_disk
 from tests.support.namespaces import lacks, machines
 from tests.support.pods import Pod, run_in_pods

@@ -15,7 +15,7 @@ import torch.distributed.tensor.parallel
 import torch.nn.parallel
 import torch.profiler  # noqa: F401
 
-import bytecheckpoint.collectives.process_group
+import bytecheckpoint.collectives.store_collective
 import bytecheckpoint.loading
 import bytecheckpoint.opening
 import bytecheckpoint.saving

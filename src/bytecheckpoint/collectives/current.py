@@ -115,7 +115,7 @@ def current(process_group: ProcessGroup | None = None, *, timeout: float = 300.0
             return _single(state)
         if (existing := state.by_group.get(group)) is not None:
             return existing
-        from bytecheckpoint.collectives.process_group import collective_of_group
+        from bytecheckpoint.collectives.store_collective import collective_of_group
 
         _drop_destroyed(state)
         state.by_group[group] = new = collective_of_group(group, timeout=timeout)

@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -19,11 +18,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from bytecheckpoint.collectives import Collective, SingleProcess
 from bytecheckpoint.collectives.base import names_of_ranks
-from bytecheckpoint.collectives.process_group import StoreCollective
+from bytecheckpoint.collectives.store_collective import StoreCollective
 from bytecheckpoint.collectives.transport.sockets import local_addresses
+from bytecheckpoint.concurrency import wait_for_call
 from bytecheckpoint.errors import CheckpointError, PeerLostError
 from bytecheckpoint.settings import settings
-from bytecheckpoint.threads import start
 
 __all__ = ["Survivors"]
 
@@ -123,18 +122,9 @@ class Survivors:
         Raises:
             PeerLostError: the ranks cannot reach each other.
         """
-        done: Future[dict[int, int]] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(self._agree(value))
-            except Exception as error:  # noqa: BLE001  raised below
-                done.set_exception(error)
-
-        # On another thread: torch's store waits for ever for a server that hangs.
-        start(threading.Thread(target=run, name="bytecheckpoint-survivors", daemon=True))
         try:
-            return done.result(3 * _PATIENCE)
+            # On another thread: torch's store waits for ever for a server that hangs.
+            return wait_for_call(lambda: self._agree(value), 3 * _PATIENCE)
         except CheckpointError:
             raise
         except Exception as error:

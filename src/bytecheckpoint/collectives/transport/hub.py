@@ -18,6 +18,7 @@ from bytecheckpoint.collectives.transport.sockets import listen, listen_beside, 
 from bytecheckpoint.collectives.transport.star import PLACE, Star
 from bytecheckpoint.collectives.transport.wire import ANYBODY, Kind, Payload
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
+from bytecheckpoint.failures import Failure
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["Hub"]
@@ -72,22 +73,22 @@ class Hub(Star):
             )
         self._start_thread()
 
-    def wait_ready(self, timeout: float, refusal: Callable[[], CheckpointError | None] = lambda: None) -> None:
+    def wait_ready(self, timeout: float, failure: Callable[[], Failure | None] = lambda: None) -> None:
         """Wait until every rank is connected.
 
         Args:
             timeout: seconds.
-            refusal: returns why a rank cannot connect, once one has said so; called now and then.
+            failure: function that returns the failure of a rank that cannot connect, if there is one; called now and then.
 
         Raises:
-            CheckpointError: what `refusal` returns.
+            CheckpointError: failure of a rank that cannot connect.
             CheckpointTimeoutError: the named ranks are not connected.
             PeerLostError: the messages have ended.
         """
         deadline = time.monotonic() + timeout
         while not (connected := self.ready.wait(max(0.0, min(_LOOK, deadline - time.monotonic())))):
-            if (error := refusal()) is not None:
-                self._call_soon(partial(self._refuse, error))
+            if (found := failure()) is not None:
+                self._call_soon(partial(self._refuse, found.as_error()))
             elif time.monotonic() > deadline:
                 break
         if self._refusal is not None:

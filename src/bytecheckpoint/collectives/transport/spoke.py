@@ -54,7 +54,7 @@ class Spoke(Star):
         timeout: float,
         *,
         beside: str = "",
-        outdated: Callable[[], bool] = lambda: False,
+        superseded: Callable[[], bool] = lambda: False,
     ) -> None:
         """Join the world, and wait until every rank has joined.
 
@@ -64,7 +64,7 @@ class Spoke(Star):
             timeout: seconds.
             beside: in a tree, the name under which the ranks of one machine find each other. The first one there passes on
                 the messages of the others.
-            outdated: returns whether rank 0 listens elsewhere by now; asked while nobody answers.
+            superseded: function that returns whether rank 0 listens elsewhere by now; called while nobody answers.
 
         Raises:
             PeerLostError: rank 0 cannot be reached, or went away.
@@ -75,7 +75,7 @@ class Spoke(Star):
         try:
             sock = self._dial_beside(beside, deadline) if beside else None
             if sock is None:
-                sock, self.hub_address = self._dial(addresses, port, deadline, outdated)
+                sock, self.hub_address = self._dial(addresses, port, deadline, superseded)
             self._greet(sock)
         except BaseException:
             self._release()
@@ -94,7 +94,7 @@ class Spoke(Star):
             self._moved = None
             self.ready.clear()
             try:
-                sock, _ = self._dial([place.host or self.hub_address], place.messages, deadline, outdated)
+                sock, _ = self._dial([place.host or self.hub_address], place.messages, deadline, superseded)
             except PeerLostError:
                 self.leave()
                 raise
@@ -128,7 +128,7 @@ class Spoke(Star):
             time.sleep(0.01)
 
     def _dial(
-        self, hosts: list[str], port: int, deadline: float, outdated: Callable[[], bool]
+        self, hosts: list[str], port: int, deadline: float, superseded: Callable[[], bool]
     ) -> tuple[socket.socket, str]:
         failure: OSError | None = None
         while True:
@@ -140,7 +140,7 @@ class Spoke(Star):
                     return sock, remote_end(sock)
                 except OSError as error:
                     failure = error
-            if time.monotonic() + 0.2 > deadline or outdated():
+            if time.monotonic() + 0.2 > deadline or superseded():
                 raise PeerLostError(f"rank {self.rank}: cannot reach rank 0 at {hosts} port {port}: {failure}")
             pause(0.2)
 

@@ -1,4 +1,4 @@
-"""The collective of ranks that share a store of torch.distributed: those of a process group, or of what is left of one."""
+"""The collective of ranks that share a key-value store of torch.distributed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from bytecheckpoint._version import __version__
 from bytecheckpoint.collectives.base import DataProvider, new_world_id
 from bytecheckpoint.collectives.inbox import Inbox, InboxCollective
-from bytecheckpoint.collectives.invitation import Invitation
+from bytecheckpoint.collectives.rendezvous import Rendezvous
 from bytecheckpoint.collectives.transport.hub import Hub
 from bytecheckpoint.collectives.transport.loop import Loop
 from bytecheckpoint.collectives.transport.mesh import Mesh
@@ -32,10 +32,8 @@ from bytecheckpoint.errors import (
     CheckpointTimeoutError,
     PeerLostError,
     UsageError,
-    error_from_report,
-    error_report,
 )
-from bytecheckpoint.failures import Cancellation
+from bytecheckpoint.failures import Cancellation, Failure
 from bytecheckpoint.settings import settings
 from bytecheckpoint.tuning import tuning
 
@@ -43,20 +41,20 @@ __all__ = ["StoreCollective", "collective_of_group"]
 
 
 class StoreCollective(InboxCollective):
-    """The collective of ranks that share a key-value store, over TCP connections of its own.
+    """Communicate over TCP connections of its own, between ranks that share a key-value store.
 
-    Construction is a collective operation of all these ranks, in the foreground: the store tells every rank where rank 0
-    listens. It is not used after that. So the world of a process group outlives `destroy_process_group()`, and nothing ever
-    touches the training's communicators.
+    Construction is a collective operation of all these ranks, in the foreground: rank 0 publishes in the store where it
+    listens. The store is not used after that. So the world of a process group outlives `destroy_process_group()`, and
+    nothing ever touches the training's communicators.
 
     Args:
-        store: of torch.distributed, in which these ranks alone use the keys of `Invitation`.
-        rank: of this process.
+        store: key-value store of torch.distributed, in which these ranks alone use the keys of `Rendezvous`.
+        rank: rank of this process.
         world_size: number of ranks, more than one.
-        heard: what this process has heard from the store before; extended.
+        group: process group of exactly these ranks; None for ranks that have none.
         timeout: seconds for construction.
         linger: most seconds by which the end of the program is delayed to deliver the last messages.
-        host: as of `Collective`; by default this machine.
+        host: name of the machine, as in `Collective`; "" for this one.
 
     Raises:
         CheckpointTimeoutError, PeerLostError: not every rank could be reached.
@@ -68,7 +66,7 @@ class StoreCollective(InboxCollective):
         rank: int,
         world_size: int,
         *,
-        heard: list[str] | None = None,
+        group: dist.ProcessGroup | None = None,
         timeout: float = 300.0,
         linger: float = 10.0,
         host: str = "",
@@ -76,6 +74,7 @@ class StoreCollective(InboxCollective):
         super().__init__(rank, world_size, "")
         self.host = host or self.host
         self._linger = linger
+        self._group = weakref.ref(group) if group is not None else None
         self._loops: list[Loop] = []
         self._finalizer = weakref.finalize(self, _leave, self._loops)
         # At the end of the program `leave_all` does this, later than finalizers would.
@@ -83,11 +82,15 @@ class StoreCollective(InboxCollective):
         self._mesh: Mesh | None = None  # started by the first exchange
         self._mesh_lock = threading.Lock()
         deadline = time.monotonic() + timeout
-        invitation = Invitation(store, rank, [] if heard is None else heard, deadline)
-        self._star: Star = (self._host_star if self.rank == 0 else self._join_star)(invitation, deadline)
+        received = _received.setdefault(group, []) if group is not None else []
+        rendezvous = Rendezvous(store, rank, received, deadline)
+        self._star: Star = (self._host_star if self.rank == 0 else self._join_star)(rendezvous, deadline)
 
-    def _host_star(self, invitation: Invitation, deadline: float) -> Hub:
-        """Listen as rank 0, tell the other ranks the address, and wait until they have connected."""
+    def process_group(self) -> dist.ProcessGroup | None:  # noqa: D102 (inherited)
+        return self._group() if self._group is not None else None
+
+    def _host_star(self, rendezvous: Rendezvous, deadline: float) -> Hub:
+        """Listen as rank 0, publish the address, and wait until the other ranks have connected."""
         secret = secrets.token_bytes(32)
         self.world_id = new_world_id()
         tree = _prefers_tree(self.world_size)
@@ -95,12 +98,12 @@ class StoreCollective(InboxCollective):
             hosts = local_addresses(os.environ.get("MASTER_ADDR"))
             hub = Hub(self.world_size, self.inbox, secret, self._linger, self._name_beside() if tree else "")
         except Exception as error:
-            invitation.send({"refused": error_report(error)})
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"rank 0: cannot listen for the other ranks: {error!r}") from error
+            own = error if isinstance(error, CheckpointError) else CheckpointError(f"cannot listen: {error!r}")
+            failure = Failure.of(own, rank=0, stage="connect")
+            rendezvous.publish({"failure": failure})
+            raise failure.as_error() from error
         self._loops.append(hub)
-        invitation.send(
+        rendezvous.publish(
             {
                 "world": self.world_id,
                 "version": __version__,
@@ -113,69 +116,63 @@ class StoreCollective(InboxCollective):
             }
         )
         try:
-            hub.wait_ready(deadline - time.monotonic(), invitation.refusal)
-        except CheckpointTimeoutError as error:
-            invitation.refuse(error)
-            invitation.remove()  # a rank that has made no call may join the next attempt
+            hub.wait_ready(deadline - time.monotonic(), rendezvous.failure)
+        except BaseException as error:
+            found = rendezvous.publish_failure(error) if isinstance(error, CheckpointError) else None
+            if found is None or isinstance(error, CheckpointTimeoutError):
+                rendezvous.remove()  # a rank that has made no call may join the next attempt
+            else:
+                rendezvous.replace_by_failure(found)
             raise
-        except CheckpointError as error:
-            invitation.refuse(error)
-            invitation.withdraw(error)
-            raise
-        except BaseException:
-            invitation.remove()
-            raise
-        invitation.remove()
+        rendezvous.remove()
         return hub
 
-    def _join_star(self, invitation: Invitation, deadline: float) -> Spoke:
+    def _join_star(self, rendezvous: Rendezvous, deadline: float) -> Spoke:
         """Connect to rank 0, and wait until all ranks have connected.
 
-        The store may still hold what rank 0 of an earlier group told, which was killed, or could not remove it: then nobody
-        listens there, and this rank 0 tells something else.
+        The store may still hold the message of rank 0 of an earlier group, which was killed, or could not remove it. Then
+        nobody listens there, and this rank 0 publishes another one.
         """
         while True:
-            told = invitation.receive()
-            if "refused" in told:
-                raise error_from_report(told["refused"])
+            message = rendezvous.receive()
             try:
-                self._loops.append(spoke := self._connect(told, invitation, deadline))
+                self._loops.append(spoke := self._connect(message, rendezvous, deadline))
             except CheckpointError as error:
-                if isinstance(error, PeerLostError) and invitation.becomes_outdated():
+                if isinstance(error, PeerLostError) and rendezvous.wait_until_superseded():
                     self.inbox = Inbox(self.rank)
                     continue
-                invitation.refuse(error)
+                rendezvous.publish_failure(error)
                 raise
             return spoke
 
-    def _connect(self, told: dict[str, Any], invitation: Invitation, deadline: float) -> Spoke:
-        """Connect to rank 0 where it has `told` that it listens."""
-        # First: other versions may tell other things.
-        if (version := told.get("version", "of another version")) != __version__:
+    def _connect(self, message: dict[str, Any], rendezvous: Rendezvous, deadline: float) -> Spoke:
+        """Connect to rank 0 at the address in its `message`."""
+        # First: messages of other versions may have other items.
+        if (version := message.get("version", "of another version")) != __version__:
             versions = f"rank {self.rank} runs bytecheckpoint {__version__} and rank 0 {version}"
             raise UsageError(f"{versions}: install one version on all machines")
-        self.world_id, own = told["world"], bool(settings().transport.tls_certificate)
-        if told["tls"] is not own:
+        self.world_id, own = message["world"], bool(settings().transport.tls_certificate)
+        if message["tls"] is not own:
             difference = "uses TLS, and rank 0 does not" if own else "does not use TLS, and rank 0 does"
             raise UsageError(
                 f"rank {self.rank} {difference}: set tls_certificate, tls_key and tls_authority on all ranks, or on none"
             )
-        same_host = told["host"] == self.host
+        same_host = message["host"] == self.host
         # Some machines resolve their own name to 127.0.1.1, which leads nowhere from another machine.
-        hosts = [h for h in told["hosts"] if same_host or not is_loopback(h)]
+        hosts = [h for h in message["hosts"] if same_host or not is_loopback(h)]
         hosts += ["localhost"] if same_host else []
         try:
-            spoke = Spoke(self.rank, self.world_size, self.inbox, bytes.fromhex(told["secret"]), self._linger)
+            spoke = Spoke(self.rank, self.world_size, self.inbox, bytes.fromhex(message["secret"]), self._linger)
         except CheckpointError:
             raise
         except Exception as error:  # every one: rank 0 has to know
             raise CheckpointError(f"rank {self.rank}: cannot listen for the other ranks: {error!r}") from error
         spoke.connect(
             hosts,
-            told["port"],
+            message["port"],
             deadline - time.monotonic(),
-            beside=self._name_beside() if told["tree"] else "",
-            outdated=invitation.outdated,
+            beside=self._name_beside() if message["tree"] else "",
+            superseded=rendezvous.superseded,
         )
         return spoke
 
@@ -268,12 +265,9 @@ def _prefers_tree(world_size: int) -> bool:
 
 def collective_of_group(group: dist.ProcessGroup, *, timeout: float) -> StoreCollective:
     """Return a new collective of the ranks of a process group; see `StoreCollective`."""
-    store, rank = group.get_group_store(), dist.get_rank(group)
-    heard = _heard.setdefault(group, [])
-    new = StoreCollective(store, rank, dist.get_world_size(group), heard=heard, timeout=timeout)
-    new.process_group = weakref.ref(group)  # type: ignore[method-assign]
-    return new
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    return StoreCollective(group.get_group_store(), rank, world_size, group=group, timeout=timeout)
 
 
-#: The messages that this process has had from each group, by their nonces.
-_heard: weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]] = weakref.WeakKeyDictionary()
+#: Nonces of the messages that this process has received in each group.
+_received: weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]] = weakref.WeakKeyDictionary()
