@@ -15,7 +15,7 @@ import numpy as np
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Strict
-from bytecheckpoint.frameworks.selection import Selection
+from bytecheckpoint.frameworks.selection import NameSelection
 from bytecheckpoint.settings import Settings, settings
 
 __all__ = [
@@ -80,7 +80,7 @@ def check_strict(strict: object) -> Strict:
     return bool(strict)
 
 
-def check_selection(include: object, exclude: object) -> Selection:
+def check_selection(include: object, exclude: object) -> NameSelection:
     """Return the selection of `include` and `exclude`, unless they are no sequences of patterns."""
     for argument, patterns in (("include", include), ("exclude", exclude)):
         if patterns is None:
@@ -90,7 +90,7 @@ def check_selection(include: object, exclude: object) -> Selection:
     included = None if include is None else _patterns("include", include)
     if included == []:
         raise UsageError("include=[] selects nothing: leave it out, or give patterns, such as ['model/*']")
-    return Selection(included, [] if exclude is None else _patterns("exclude", exclude))
+    return NameSelection(included, [] if exclude is None else _patterns("exclude", exclude))
 
 
 def _patterns(argument: str, patterns: Any) -> list[str]:

@@ -110,7 +110,7 @@ class MemoryCheckpoint:
         own = self.tree(state)
         yield from ([] if own is None else [own]) + [t for t in self.trees(state) if t != own]
 
-    def parts(self, state: str) -> list[SavedTensor]:
+    def streams(self, state: str) -> list[SavedTensor]:
         return []
 
     def find_by_content(self, state: str, fqn: str) -> SavedTensor | None:

@@ -104,7 +104,7 @@ class SavedStates(Protocol):
         the others. A caller that stops when it has found everything reads few trees.
         """
 
-    def parts(self, state: str) -> list[SavedTensor]:
+    def streams(self, state: str) -> list[SavedTensor]:
         """Return the trees of the parts of `state`; a part's name is the FQN of its key."""
 
     def find_by_content(self, state: str, fqn: str) -> SavedTensor | None:
@@ -131,7 +131,7 @@ class Destination:
         notes: remarks for the user (parameters left without state, settings that keep their live value).
         mismatches: saved state that belongs to other objects than those here, a sentence for each, which begins with the
             state. A strict load refuses it, before it reads or before it installs. `checks` may add some.
-        tied: pairs of saved tensors that are one tensor here. The load fills it from the first (see `tied.py`).
+        tied: pairs of saved tensors that are one tensor here. The load fills it from the first (see `native.py`).
         left_out: key of a tensor -> what the load leaves out of it, since the live one is smaller: "36 of the 132 rows of
             model/w".
     """

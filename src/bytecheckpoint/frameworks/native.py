@@ -16,19 +16,35 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from bytecheckpoint.frameworks.base import Destination, SavedStates, Strict, SupportsStreams, UserNames, is_strict
-from bytecheckpoint.frameworks.load_hooks import run_load_hooks
-from bytecheckpoint.frameworks.modules import as_modules, capture_modules, load_modules, scan_modules
+from bytecheckpoint.frameworks.base import (
+    Destination,
+    SavedStates,
+    SavedTensor,
+    Strict,
+    SupportsStreams,
+    UserNames,
+    is_strict,
+)
+from bytecheckpoint.frameworks.modules import (
+    ModuleScan,
+    OwnTensors,
+    as_modules,
+    capture_modules,
+    load_modules,
+    scan_modules,
+)
 from bytecheckpoint.frameworks.objects.capture import capture_object
 from bytecheckpoint.frameworks.objects.restore import load_object
 from bytecheckpoint.frameworks.objects.streams import capture_streams, load_streams, refuse_streams
 from bytecheckpoint.frameworks.optimizers.capture import capture_optimizers
+from bytecheckpoint.frameworks.optimizers.master_weights import MASTER
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames, as_optimizers
 from bytecheckpoint.frameworks.optimizers.restore import load_optimizers
+from bytecheckpoint.frameworks.tensors.allocation import is_writable
 from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor
-from bytecheckpoint.frameworks.tied import compare_tied
+from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
 from bytecheckpoint.garbage_collection import gc_paused
-from bytecheckpoint.representation.shards import LiveState
+from bytecheckpoint.representation.shards import LiveShard, LiveState, each_box
 
 __all__ = ["NativeFramework", "Scan", "describe_layout"]
 
@@ -101,7 +117,7 @@ class NativeFramework:
                 else:
                     refuse_streams(state_name, value, saved)
                     load_object(state_name, states, saved, destination)
-            compare_tied(destination)
+            _compare_tied(destination)
         return destination
 
     def _layout(self, state_name: str, type_name: str, scan: Scan) -> dict[str, Any]:
@@ -142,7 +158,7 @@ class NativeFramework:
         before = len(destination.wanted)
         load_modules(state_name, scan.modules[state_name], saved, destination)
         if len(destination.wanted) > before:
-            destination.finish.append(partial(run_load_hooks, scan.modules[state_name]))
+            destination.finish.append(partial(_run_load_hooks, scan.modules[state_name]))
 
     def _load_optimizers(
         self,
@@ -169,3 +185,85 @@ def describe_layout(tensor: torch.Tensor) -> str:
     dim_names = mesh.mesh_dim_names or [f"dim{i}" for i in range(mesh.ndim)]
     extents = ", ".join(f"{name}={size}" for name, size in zip(dim_names, mesh.shape, strict=True))
     return f"({', '.join(map(repr, tensor.placements))}) on ({extents})"
+
+
+def _run_load_hooks(scan: ModuleScan) -> None:
+    """Have modules with such hooks load what they hold already.
+
+    Hooks are post-hooks of load_state_dict, and methods `_load_from_state_dict` that are not torch's.
+    """
+    for scanned in scan.modules:
+        prefixes: list[str] = []
+        for prefix, module in scanned.owners.items():
+            if _has_load_hooks(module) and not prefix.startswith(tuple(prefixes)):
+                prefixes.append(prefix)
+        own = OwnTensors(scanned) if prefixes else ()
+        entries = {key: value.detach() for key, value in scanned.entries.items() if value in own and is_writable(value)}
+        for prefix in prefixes:
+            inside = {key.removeprefix(prefix): value for key, value in entries.items() if key.startswith(prefix)}
+            scanned.owners[prefix].load_state_dict(inside, strict=False)
+
+
+def _has_load_hooks(module: nn.Module) -> bool:
+    method = type(module)._load_from_state_dict
+    return bool(module._load_state_dict_post_hooks) or not getattr(method, "__module__", "").startswith("torch.")
+
+
+_PIECE = 32 << 20  # elements that are compared at a time
+
+
+def _compare_tied(destination: Destination) -> None:
+    """Request the other copies of tied tensors, to compare them with what the load has filled. Call it once, at the end.
+
+    Stages of a pipeline save a tied weight twice, with equal content. Weights with different content were not tied, and one
+    of them would be lost: `Destination.mismatches` gets their names.
+    """
+    for found, other in destination.tied:
+        if (found.dtype, found.global_shape) != (other.dtype, other.global_shape):
+            destination.mismatches.append(_message(found, other))
+            continue
+        pairs = []
+        for shard in _filled(destination.wanted, found):
+            first = shard if shard.key == found.key else _buffer(shard, found)
+            pairs.append((first.data, (second := _buffer(shard, other)).data))
+            destination.wanted += [second] if first is shard else [first, second]
+        if pairs:
+            destination.checks.append(partial(_compare, destination, found, other, pairs))
+
+
+def _filled(wanted: list[LiveShard], found: SavedTensor) -> list[LiveShard]:
+    """Return the wanted boxes of a tensor, or those of its master weight if the load fills the tensor from that."""
+    own = [shard for shard in wanted if shard.key == found.key]
+    if not own:
+        own = [
+            shard
+            for shard in wanted
+            if shard.key.slot == MASTER and shard.key.fqn == found.key.fqn and shard.global_shape == found.global_shape
+        ]
+    return list({(shard.offsets, shard.lengths): shard for shard in each_box(own)}.values())
+
+
+def _buffer(shard: LiveShard, saved: SavedTensor) -> LiveShard:
+    """Return the same box of another tensor, with memory of its own."""
+    dtype = shard.dtype if shard.key.slot != MASTER else saved.dtype
+    data = torch.empty(shard.lengths, dtype=dtype_named(dtype), device="cpu")
+    return LiveShard(saved.key, dtype, shard.global_shape, shard.offsets, shard.lengths, data, converts=shard.converts)
+
+
+def _compare(
+    destination: Destination, found: SavedTensor, other: SavedTensor, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    if not all(_same_bits(first, second) for first, second in pairs):
+        destination.mismatches.append(_message(found, other))
+
+
+def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    first, second = first.detach().reshape(-1), second.reshape(-1)
+    return all(
+        torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(first.split(_PIECE), second.split(_PIECE), strict=True)
+    )
+
+
+def _message(found: SavedTensor, other: SavedTensor) -> str:
+    return f"{found.key} and {other.key} are one tensor here, and differ in the checkpoint: {other.key} would be lost"

@@ -8,7 +8,7 @@ from typing import Any
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Destination, Framework, Strict
-from bytecheckpoint.frameworks.selection import Selection
+from bytecheckpoint.frameworks.selection import NameSelection
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.names import escape
 from bytecheckpoint.representation.similar_names import SimilarNames
@@ -35,7 +35,7 @@ class LoadArguments:
     framework: Framework
     states: MutableMapping[str, object]
     strict: Strict
-    selection: Selection
+    selection: NameSelection
     rename: Callable[[str], str] | None
 
     def state_of(self, name: str) -> str:

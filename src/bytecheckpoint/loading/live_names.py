@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.objects.capture import STATES_BY_NAME
-from bytecheckpoint.frameworks.selection import Selection
+from bytecheckpoint.frameworks.selection import NameSelection
 from bytecheckpoint.representation.catalog import VALUES_SLOT
 from bytecheckpoint.representation.shards import TensorKey
 
@@ -27,7 +27,7 @@ class LiveNames:
     """
 
     def __init__(
-        self, selection: Selection, rename: Callable[[str], str] | None = None, states: Collection[str] = ()
+        self, selection: NameSelection, rename: Callable[[str], str] | None = None, states: Collection[str] = ()
     ) -> None:
         self.selection = selection
         self.skipped: set[tuple[str, str]] = set()

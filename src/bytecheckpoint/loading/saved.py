@@ -8,7 +8,7 @@ import numpy as np
 
 from bytecheckpoint.frameworks.base import SavedTensor
 from bytecheckpoint.frameworks.objects.capture import STATES_BY_NAME
-from bytecheckpoint.frameworks.selection import Selection
+from bytecheckpoint.frameworks.selection import NameSelection
 from bytecheckpoint.lazy import lazy
 from bytecheckpoint.loading.live_names import LiveNames
 from bytecheckpoint.loading.trees import Trees
@@ -47,7 +47,7 @@ class SavedView:
         self._catalog = catalog
         self._reader = trees
         self._rank = rank
-        self._live = live or LiveNames(Selection())
+        self._live = live or LiveNames(NameSelection())
         self.rows = trees.rows
         self.from_rank_0: list[str] = []
         self._trees: dict[str, list[bytes]] = {}
@@ -138,7 +138,7 @@ class SavedView:
             dict.fromkeys(k for k in keys if k.slot != VALUES_SLOT and (not selection.active or selection.takes_any(k)))
         )
 
-    def parts(self, state: str) -> list[SavedTensor]:  # noqa: D102 (protocol)
+    def streams(self, state: str) -> list[SavedTensor]:  # noqa: D102 (protocol)
         catalog = self._catalog
         of_state = catalog.of_state(state)
         trees = of_state[catalog.slot.codes[of_state] == catalog.slot.code_of(VALUES_SLOT)]

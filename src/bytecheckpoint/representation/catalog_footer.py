@@ -45,7 +45,7 @@ _Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Sum = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
 
-class _Files(msgspec.Struct):
+class _FileColumns(msgspec.Struct):
     """The table of files by columns; one value stands for a column of equal values."""
 
     count: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -61,14 +61,14 @@ class _Files(msgspec.Struct):
 
 
 #: Names of the columns in `StorageFile` and in the footer.
-_FILE_COLUMNS = list(zip(_Files.__struct_fields__, _Files.__struct_encode_fields__, strict=True))[1:]
+_FILE_COLUMNS = list(zip(_FileColumns.__struct_fields__, _FileColumns.__struct_encode_fields__, strict=True))[1:]
 
 
 class Footer(msgspec.Struct):
     """The package's own part of the Parquet footer."""
 
     version: int
-    files: _Files
+    files: _FileColumns
     sums: dict[str, str]
     aliases: dict[str, dict[str, str]]
     info: dict[str, Any]

@@ -15,7 +15,7 @@ from bytecheckpoint.representation.boxes import BoxTable, Int64s
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Fragments", "LivePart", "LiveShard", "LiveState", "TensorKey", "boxes_of", "each_box"]
+__all__ = ["Fragments", "LiveShard", "LiveState", "LiveStream", "TensorKey", "boxes_of", "each_box"]
 
 
 class TensorKey(NamedTuple):
@@ -144,7 +144,7 @@ def boxes_of(shards: Sequence[LiveShard], tensors: Sequence[int]) -> BoxTable:
 
 
 @dataclass(slots=True)
-class LivePart:
+class LiveStream:
     """A part of a state that any rank may hold, and that another rank may load: a stream of a data loader.
 
     Attributes:
@@ -173,9 +173,9 @@ class LiveState:
             it where a save makes a new plan, perhaps in another thread than the caller's. It reads only what the
             capture found: a second scan would run the hooks of modules on rank 0 alone, and those may communicate.
         entries: True when the tree is a dict of FQN -> value whose items are independent of each other (extra states).
-        parts: those of this rank. Each is stored once; ranks that hold the same part, or the tree beside the parts, must
-            hold it with the same content.
-        part_count: number of the parts of all ranks; 0 for a state without parts.
+        streams: streams of this rank. Each is stored once; ranks that hold the same stream, or the tree beside the
+            streams, must hold it with the same content.
+        stream_count: number of streams of all ranks; 0 for a state without streams.
     """
 
     name: str
@@ -184,5 +184,5 @@ class LiveState:
     merged: bool = False
     layout: Callable[[], dict[str, Any]] = dict
     entries: bool = False
-    parts: list[LivePart] = field(default_factory=list)
-    part_count: int = 0
+    streams: list[LiveStream] = field(default_factory=list)
+    stream_count: int = 0

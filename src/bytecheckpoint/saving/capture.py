@@ -136,9 +136,9 @@ class CapturedState:
                     shards.append(shard)
             if state.tree is not None:
                 values.append(_value_of_tree(state, "", state.tree, merged=state.merged))
-            for part in state.parts:
+            for part in state.streams:
                 values.append(_value_of_tree(state, part.name, part.tree, merged=True))
-                values += (_value_of_shard(shard, merged=True, parts=state.part_count) for shard in part.shards)
+                values += (_value_of_shard(shard, merged=True, parts=state.stream_count) for shard in part.shards)
         devices = {tensor.device for tensor in (*(s.data for s in shards), *(v.data for v in values))}
         copies = DeviceCopies(devices, to_host=True, timeout=timeout)
         layouts = {state.name: state.layout for state in states}
@@ -186,7 +186,7 @@ class CapturedState:
 
 def _value_of_tree(state: LiveState, name: str, tree: bytes, *, merged: bool) -> Value:
     data = torch.frombuffer(bytearray(tree), dtype=torch.uint8)
-    return Value(TensorKey(state.name, name, VALUES_SLOT), data, "uint8", merged, parts=state.part_count)
+    return Value(TensorKey(state.name, name, VALUES_SLOT), data, "uint8", merged, parts=state.stream_count)
 
 
 def _value_of_shard(shard: LiveShard, *, merged: bool = False, parts: int = 0) -> Value:

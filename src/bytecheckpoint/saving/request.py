@@ -14,7 +14,7 @@ from bytecheckpoint.arguments import check_flags, check_selection, check_states
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Framework
 from bytecheckpoint.frameworks.registry import resolve as resolve_framework
-from bytecheckpoint.frameworks.selection import Selection
+from bytecheckpoint.frameworks.selection import NameSelection
 from bytecheckpoint.frameworks.wrappers import unwrap_states
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
@@ -52,7 +52,7 @@ class RequestedStates:
     framework: Framework
     objects: Mapping[str, object]
     names: Mapping[Any, Any] | None
-    selection: Selection
+    selection: NameSelection
 
     @classmethod
     def of(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.errors import IncompatibleCheckpointError
-from bytecheckpoint.frameworks.selected_states import select_states
+from bytecheckpoint.frameworks.selection import select_states
 from bytecheckpoint.handles import SaveReport
 from bytecheckpoint.representation.names import escape, new_generation
 from bytecheckpoint.saving.capture import CapturedState

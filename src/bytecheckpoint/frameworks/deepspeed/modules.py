@@ -2,11 +2,12 @@
 
 A parameter that neither ZeRO nor AutoTP splits is an ordinary one. Stage 3 leaves its parameters empty: the module has
 their names, this rank's partitions have their elements. Under AutoTP a parameter is this rank's part of it, and what ZeRO
-partitions is that part. Any parameter may have a master weight, of which this rank holds a fragment.
+partitions is that part. Any parameter may have a master weight, of which this rank holds a range.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,18 +18,18 @@ from torch import nn
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Destination, ParameterName, SavedStates, SavedTensor
-from bytecheckpoint.frameworks.deepspeed.experts import number_experts
+from bytecheckpoint.frameworks.deepspeed.detection import imported
 from bytecheckpoint.frameworks.deepspeed.partitions import (
-    Fragment,
+    HeldRange,
     drop_secondary_partition,
     full_shape,
     gathered_weight,
     is_zero3_param,
     master_fragment,
     masters_match_weights,
-    weight_fragment,
+    weight_range,
 )
-from bytecheckpoint.frameworks.deepspeed.tensor_parallel import TensorPart, find_tensor_parts
+from bytecheckpoint.frameworks.deepspeed.tensor_parallel import AutoTPShard, find_autotp_shards
 from bytecheckpoint.frameworks.modules import (
     ModuleScan,
     capture_modules,
@@ -41,6 +42,7 @@ from bytecheckpoint.frameworks.optimizers.master_weights import choose_saved_wei
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_name
 from bytecheckpoint.frameworks.tensors.flat_ranges import FlatRange, flat_range_shards
+from bytecheckpoint.frameworks.wrappers import walk_modules
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
 
 __all__ = ["ZeroModules", "capture_zero_modules", "load_zero_modules", "scan_zero_modules"]
@@ -56,7 +58,7 @@ class _Weight:
     fqn: str
     aliases: tuple[str, ...]
     parameter: torch.Tensor
-    part: TensorPart | None
+    part: AutoTPShard | None
 
 
 @dataclass(slots=True)
@@ -75,7 +77,7 @@ class ZeroModules:
     split: list[_Weight]
     modules: Sequence[nn.Module]
     parameters: dict[int, ParameterName]
-    parts: dict[int, TensorPart]
+    parts: dict[int, AutoTPShard]
 
     def layouts(self) -> Iterator[str]:
         """Describe the layout of each tensor."""
@@ -92,9 +94,9 @@ def scan_zero_modules(state_name: str, modules: Sequence[nn.Module]) -> ZeroModu
         UsageError: two modules use one FQN for different tensors; or AutoTP or AutoEP has split a
             layer in a way that is not known.
     """
-    parts = find_tensor_parts(state_name, modules)
+    parts = find_autotp_shards(state_name, modules)
     scan = scan_modules(state_name, modules)
-    number_experts(scan)
+    _number_experts(scan)
     whole: list[Any] = []
     split: list[_Weight] = []
     for tensor in scan.tensors:
@@ -117,7 +119,7 @@ def capture_zero_modules(state_name: str, scan: ZeroModules) -> LiveState:
     for weight in scan.split:
         key = TensorKey(state_name, weight.fqn)
         if is_zero3_param(weight.parameter):
-            ranges += _flat_ranges(key, weight, weight_fragment(str(key), weight.parameter))
+            ranges += _flat_ranges(key, weight, weight_range(str(key), weight.parameter))
         else:
             state.shards += _shards(key, weight, weight.parameter)
     state.shards += flat_range_shards(ranges)
@@ -133,13 +135,13 @@ def _shards(key: TensorKey, weight: _Weight, data: torch.Tensor) -> list[LiveSha
     return shards
 
 
-def _flat_ranges(key: TensorKey, weight: _Weight, fragment: Fragment) -> list[FlatRange]:
-    """Return the fragment as a flat range; none if it is empty and the parameter is not."""
+def _flat_ranges(key: TensorKey, weight: _Weight, held: HeldRange) -> list[FlatRange]:
+    """Return the range as a flat range; none if it is empty and the parameter is not."""
     part = weight.part
     shape = full_shape(weight.parameter) if part is None else part.shape
-    if not fragment.count and 0 not in shape:
+    if not held.count and 0 not in shape:
         return []
-    flat_range = FlatRange(key, shape, fragment.start, fragment.data, fragment.offset, fragment.count)
+    flat_range = FlatRange(key, shape, held.start, held.data, held.offset, held.count)
     flat_range.aliases, flat_range.requires_grad = weight.aliases, weight.parameter.requires_grad
     if part is not None:
         flat_range.box = part.box
@@ -153,7 +155,7 @@ def load_zero_modules(
     destination: Destination,
     *,
     master_state: str | None,
-    masters: Mapping[int, Fragment],
+    masters: Mapping[int, HeldRange],
 ) -> None:
     """Plan the load of a scanned state, in place.
 
@@ -170,7 +172,7 @@ def load_zero_modules(
         UsageError: a partition is not in memory, or the parameter's link to its master weights is wrong; names it.
     """
     without_master: list[Any] = []
-    weights: list[tuple[_Weight, Fragment | None]] = []
+    weights: list[tuple[_Weight, HeldRange | None]] = []
     for tensor in scan.whole.tensors:
         weight = _Weight(tensor.fqn, tensor.aliases, tensor.value, None)
         master = _master_of(state_name, weight, masters)
@@ -186,7 +188,7 @@ def load_zero_modules(
     load.finish()
 
 
-def _master_of(state_name: str, weight: _Weight, masters: Mapping[int, Fragment]) -> Fragment | None:
+def _master_of(state_name: str, weight: _Weight, masters: Mapping[int, HeldRange]) -> HeldRange | None:
     """Return this rank's master weights of a parameter; None: it has none.
 
     Raises:
@@ -218,7 +220,7 @@ class _WeightLoad:
         self._ranges: dict[bool, list[FlatRange]] = {False: [], True: []}  # by whether the load converts the dtype
         self._inexact_masters: list[str] = []
 
-    def add(self, weight: _Weight, master: Fragment | None) -> None:
+    def add(self, weight: _Weight, master: HeldRange | None) -> None:
         """Request what this rank holds of one parameter: its elements, all or a partition, and its master weights."""
         found = find_saved_parameter(self._state_name, (weight.fqn, weight.aliases), self._saved, self._destination)
         if found is None:
@@ -231,27 +233,27 @@ class _WeightLoad:
         source = found if found.dtype == low else exact
         # The engine rounds master weights to weights after every step; the load may round in the same way.
         converts = high != low and exact.dtype in _EXACT_IN_FLOAT32 and high == "float32"
-        fragment = None
+        held = None
         if is_zero3_param(parameter):
-            fragment = weight_fragment(str(found.key), parameter)
-            self._want(weight, source, fragment, converts)
+            held = weight_range(str(found.key), parameter)
+            self._want(weight, source, held, converts)
             if (gathered := gathered_weight(parameter)) is not None:
                 self._want_whole(weight, source, gathered, converts)
             self._destination.finish.append(partial(drop_secondary_partition, parameter))
         else:
             self._want_whole(weight, source, parameter, converts)
-        if master is None or (fragment is not None and _is_same_memory(fragment, master)):
+        if master is None or (held is not None and _is_same_memory(held, master)):
             return
         self._want(weight, exact, master, converts)
         if converts and exact.dtype != high:
             self._inexact_masters.append(weight.fqn)
 
-    def _want(self, weight: _Weight, source: SavedTensor, fragment: Fragment, converts: bool) -> None:
-        if fragment.data.ndim != 1:
-            self._want_whole(weight, source, fragment.data, converts)
+    def _want(self, weight: _Weight, source: SavedTensor, held: HeldRange, converts: bool) -> None:
+        if held.data.ndim != 1:
+            self._want_whole(weight, source, held.data, converts)
             return
-        converts = converts and source.dtype != dtype_name(fragment.data.dtype)
-        self._ranges[converts] += _flat_ranges(source.key, weight, fragment)
+        converts = converts and source.dtype != dtype_name(held.data.dtype)
+        self._ranges[converts] += _flat_ranges(source.key, weight, held)
 
     def _want_whole(self, weight: _Weight, source: SavedTensor, target: torch.Tensor, converts: bool) -> None:
         shards = _shards(source.key, weight, target)
@@ -273,9 +275,50 @@ class _WeightLoad:
             )
 
 
-def _is_same_memory(weight: Fragment, master: Fragment) -> bool:
+def _is_same_memory(weight: HeldRange, master: HeldRange) -> bool:
     """Return whether the master weights are the weights (stage 3 in full precision)."""
     if weight.data.dtype != master.data.dtype:
         return False
     size = weight.data.element_size()
     return weight.data.data_ptr() + weight.offset * size == master.data.data_ptr() + master.offset * size
+
+
+_LIST = "deepspeed_experts."
+_EXPERT = re.compile(r"deepspeed_experts\.(\d+)")
+
+
+def _number_experts(scan: ModuleScan) -> None:
+    """Rename the parameters of experts in `scan`: local expert numbers become numbers within the layer."""
+    offsets = {prefix: offset for chunk in scan.modules for prefix, offset in _expert_offsets(chunk.module) if offset}
+    if not offsets:
+        return
+
+    def renamed(name: str) -> str:
+        return _EXPERT.sub(lambda m: f"{_LIST}{int(m[1]) + offsets.get(name[: m.start(1)], 0)}", name)
+
+    for tensor in scan.tensors:
+        tensor.fqn = renamed(tensor.fqn)
+        tensor.aliases = tuple(map(renamed, tensor.aliases))
+    scan.values = {renamed(name): value for name, value in scan.values.items()}
+    scan.setters = {renamed(name): owner for name, owner in scan.setters.items()}
+    scan.parameters = {
+        key: (renamed(fqn), tuple(map(renamed, aliases))) for key, (fqn, aliases) in scan.parameters.items()
+    }
+
+
+def _expert_offsets(module: nn.Module) -> list[tuple[str, int]]:
+    """Return (prefix of the list of experts, number of this rank's first expert) for each layer."""
+    experts_class = imported("moe.experts", "Experts")
+    if experts_class is None:
+        return []
+    return [
+        (bare + _LIST, _expert_parallel_rank(owner) * int(owner.num_local_experts))
+        for _, bare, owner in walk_modules(module)
+        if isinstance(owner, experts_class)
+    ]
+
+
+def _expert_parallel_rank(experts: Any) -> int:
+    group = next((p.group_name for p in experts.parameters()), None)
+    groups = imported("utils.groups", "_get_expert_parallel_group_dict")()
+    return int(imported("utils.groups", "_get_expert_parallel_rank")(group)) if group in groups else 0

@@ -18,15 +18,16 @@ from bytecheckpoint.frameworks.base import Destination, ParameterName, SavedStat
 from bytecheckpoint.frameworks.deepspeed.detection import is_wrapped_optimizer
 from bytecheckpoint.frameworks.deepspeed.partitions import (
     FlatPartition,
-    Fragment,
+    HeldRange,
+    check_masters,
+    check_tiling,
     flat_partitions,
     full_shape,
     has_unfused_masters,
     is_pipeline_replica,
     link_hp_state,
 )
-from bytecheckpoint.frameworks.deepspeed.structure import check_masters, check_tiling
-from bytecheckpoint.frameworks.deepspeed.tensor_parallel import TensorPart
+from bytecheckpoint.frameworks.deepspeed.tensor_parallel import AutoTPShard
 from bytecheckpoint.frameworks.optimizers.flat_capture import capture_flat_tensors
 from bytecheckpoint.frameworks.optimizers.flat_restore import load_flat_tensors
 from bytecheckpoint.frameworks.optimizers.flat_tensors import ErrorAdvice, FlatOptimizerTensor
@@ -99,7 +100,7 @@ class _SplitTensor(_ZeroTensor):
         _ZeroTensor.install(self, fits)
 
 
-def steps_parts(state_name: str, optimizers: Sequence[Any] | None, parts: Mapping[int, TensorPart]) -> bool:
+def steps_parts(state_name: str, optimizers: Sequence[Any] | None, parts: Mapping[int, AutoTPShard]) -> bool:
     """Return whether `optimizers` are one torch optimizer of parameters that AutoTP splits.
 
     Raises:
@@ -134,14 +135,14 @@ class EngineOptimizer:
         UsageError: the optimizer has a parameter that is in no module of the states, or is built as no known version.
     """
 
-    def __init__(self, state_name: str, value: Any, names: ParameterNames, parts: Mapping[int, TensorPart]) -> None:
+    def __init__(self, state_name: str, value: Any, names: ParameterNames, parts: Mapping[int, AutoTPShard]) -> None:
         self.state_name = state_name
         self.wrapper: Any = value if is_wrapped_optimizer(value) else None
         plain = as_optimizers(state_name, value)
         self.base: Optimizer = value.optimizer if plain is None else plain[0]
         self.names = names
         self.parts = parts
-        self.masters: dict[int, Fragment] = {}
+        self.masters: dict[int, HeldRange] = {}
         self.partitions: list[FlatPartition] = []
         wrapper = self.wrapper
         if wrapper is None:
@@ -149,7 +150,7 @@ class EngineOptimizer:
         if has_unfused_masters(wrapper):
             for weight, master in self._weights_and_masters():
                 self._name_of(weight)
-                self.masters[id(weight)] = Fragment(master.detach(), 0, 0, master.numel())
+                self.masters[id(weight)] = HeldRange(master.detach(), 0, 0, master.numel())
             return
         try:
             self.partitions = flat_partitions(state_name, wrapper)
@@ -160,9 +161,9 @@ class EngineOptimizer:
             ) from error
         check_tiling(state_name, wrapper, self.partitions)
         for partition in self.partitions:
-            for parameter, fragment in partition.fragments:
+            for parameter, held in partition.ranges:
                 self._name_of(parameter)
-                self.masters[id(parameter)] = replace(fragment, data=fragment.data.detach())
+                self.masters[id(parameter)] = replace(held, data=held.data.detach())
 
     def _weights_and_masters(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (parameter, its master weight), where each parameter has its own."""
@@ -179,7 +180,7 @@ class EngineOptimizer:
             )
         return found
 
-    def parameter_range(self, parameter: torch.Tensor, fragment: Fragment) -> ParameterRange:
+    def parameter_range(self, parameter: torch.Tensor, held: HeldRange) -> ParameterRange:
         """Describe this rank's elements of one parameter in a flat tensor."""
         fqn, aliases = self._name_of(parameter)
         part = self.parts.get(id(parameter))
@@ -187,10 +188,10 @@ class EngineOptimizer:
             fqn=fqn,
             aliases=list(aliases),
             shape=full_shape(parameter) if part is None else part.shape,
-            start=fragment.start,
-            offset=fragment.offset,
-            count=fragment.count,
-            owned=fragment.count > 0 and not is_pipeline_replica(parameter),
+            start=held.start,
+            offset=held.offset,
+            count=held.count,
+            owned=held.count > 0 and not is_pipeline_replica(parameter),
             box=WHOLE_TENSOR if part is None else part.box,
             requires_grad=parameter.requires_grad,
         )
@@ -212,7 +213,7 @@ class EngineOptimizer:
         by_id: dict[int, ParameterName] = {}
         flat_tensors: list[FlatOptimizerTensor] = []
         for number, partition in enumerate(self.partitions):
-            ranges = [self.parameter_range(parameter, fragment) for parameter, fragment in partition.fragments]
+            ranges = [self.parameter_range(parameter, held) for parameter, held in partition.ranges]
             flat_tensor = _ZeroTensor(
                 optimizer=partition.optimizer,
                 view=view,
@@ -260,7 +261,7 @@ class EngineOptimizer:
         self, view: Optimizer, weight: torch.Tensor, tensor: torch.Tensor, *, has_master: bool
     ) -> FlatOptimizerTensor:
         count = tensor.numel()
-        original = self.parameter_range(weight, Fragment(tensor.detach(), 0, 0, count))
+        original = self.parameter_range(weight, HeldRange(tensor.detach(), 0, 0, count))
         found = _SplitTensor(
             optimizer=self.base,
             view=view,
@@ -302,8 +303,8 @@ def capture_engine_optimizer(optimizer: EngineOptimizer) -> LiveState:
     state = capture_flat_tensors(optimizer.state_name, [view], names, flat_tensors)
     masters: list[FlatRange] = []
     for partition in optimizer.partitions:
-        for parameter, fragment in partition.fragments:
-            original = optimizer.parameter_range(parameter, fragment)
+        for parameter, held in partition.ranges:
+            original = optimizer.parameter_range(parameter, held)
             # The master weights of a model in full precision are its weights, which are saved already.
             if original.owned and partition.data.dtype != parameter.dtype:
                 key = TensorKey(optimizer.state_name, original.fqn, MASTER)

@@ -1,7 +1,7 @@
 """ZeRO's partitions: which elements of which parameter this rank holds, and in which tensor.
 
 Stages 1 and 2 flatten the parameters of a group into one tensor, cut it into equal partitions, and keep the master
-weights of one partition on each rank; each parameter knows its fragment (`_hp_mapping`). Stage 3 partitions each
+weights of one partition on each rank; each parameter knows its range (`_hp_mapping`). Stage 3 partitions each
 parameter by itself, row-major, and joins the partitions of a sub-group. So no rank needs to gather anything to know what
 it holds. Only this module reads the attributes that say so.
 """
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,9 @@ from bytecheckpoint.frameworks.deepspeed.detection import imported
 
 __all__ = [
     "FlatPartition",
-    "Fragment",
+    "HeldRange",
+    "check_masters",
+    "check_tiling",
     "drop_secondary_partition",
     "flat_partitions",
     "full_shape",
@@ -33,13 +36,13 @@ __all__ = [
     "link_hp_state",
     "master_fragment",
     "masters_match_weights",
-    "weight_fragment",
+    "weight_range",
     "zero3_optimizer_of",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Fragment:
+class HeldRange:
     """Consecutive elements of a parameter on this rank, in row-major order; a `FlatRange` once it has a key.
 
     Attributes:
@@ -63,13 +66,13 @@ class FlatPartition:
         data: the tensor; the optimizer's state is under it.
         optimizer: the optimizer that steps it; with partial offload some sub-groups have another one than the rest.
         group: index of its param group.
-        fragments: each parameter behind it, with its elements in the tensor.
+        ranges: each parameter behind it, with its elements in the tensor.
     """
 
     data: torch.Tensor
     optimizer: Optimizer
     group: int
-    fragments: list[tuple[torch.Tensor, Fragment]]
+    ranges: list[tuple[torch.Tensor, HeldRange]]
 
 
 def is_zero3_param(parameter: torch.Tensor) -> bool:
@@ -88,7 +91,7 @@ def is_pipeline_replica(parameter: torch.Tensor) -> bool:
     return bool(vars(parameter).get("ds_pipe_replicated", False))
 
 
-def weight_fragment(where: str, parameter: Any) -> Fragment:
+def weight_range(where: str, parameter: Any) -> HeldRange:
     """Return this rank's partition of a stage 3 parameter, gathered or not.
 
     Raises:
@@ -101,7 +104,7 @@ def weight_fragment(where: str, parameter: Any) -> Fragment:
         raise UsageError(
             f"{where} is not in memory (ZeRO keeps it on NVMe), which is not supported: offload to the CPU, or not at all"
         )
-    return Fragment(partition.detach().view(-1), *_zero3_range(parameter, int(partition.ds_numel)))
+    return HeldRange(partition.detach().view(-1), *_zero3_range(parameter, int(partition.ds_numel)))
 
 
 def _zero3_range(parameter: Any, size: int) -> tuple[int, int, int]:
@@ -125,7 +128,7 @@ def drop_secondary_partition(parameter: Any) -> None:
         parameter.ds_secondary_tensor = None
 
 
-def master_fragment(parameter: Any) -> Fragment | None:
+def master_fragment(parameter: Any) -> HeldRange | None:
     """Return the master weights of `parameter` that this rank steps, by the parameter's own links; None: no such link.
 
     See `masters_match_weights` for how far the links can be trusted.
@@ -138,18 +141,18 @@ def master_fragment(parameter: Any) -> Fragment | None:
             return None
         sub_group, offset, size = place
         start, _, count = _zero3_range(parameter, size)
-        return Fragment(wrapper.fp32_partitioned_groups_flat[sub_group].detach(), start, offset, count)
+        return HeldRange(wrapper.fp32_partitioned_groups_flat[sub_group].detach(), start, offset, count)
     mapping = attributes.get("_hp_mapping")
     if mapping is None:
         return None
     lp_address = mapping.lp_fragment_address
-    return Fragment(mapping.hp_fragment.detach(), lp_address.start, 0, lp_address.numel)
+    return HeldRange(mapping.hp_fragment.detach(), lp_address.start, 0, lp_address.numel)
 
 
-def masters_match_weights(parameter: torch.Tensor, master: Fragment) -> bool:
+def masters_match_weights(parameter: torch.Tensor, master: HeldRange) -> bool:
     """Return whether `master`, rounded, equals the weights of `parameter`, which this rank holds whole.
 
-    DeepSpeed links wrong fragments in some settings (round-robin gradients); these have other values.
+    DeepSpeed links wrong ranges in some settings (round-robin gradients); these have other values.
     """
     low = parameter.detach().reshape(-1)[master.start : master.start + master.count]
     high = master.data[master.offset : master.offset + master.count].to(low.dtype)
@@ -221,7 +224,7 @@ def _offsets_in_order(group: Sequence[torch.Tensor]) -> dict[int, int]:
 
 def _fragments(
     flat: torch.Tensor, group: Sequence[torch.Tensor], offsets: Mapping[int, int], partition_start: int
-) -> list[tuple[torch.Tensor, Fragment]]:
+) -> list[tuple[torch.Tensor, HeldRange]]:
     """Return each parameter of the group with its elements in the partition `flat`.
 
     Args:
@@ -230,15 +233,15 @@ def _fragments(
         offsets: id of a parameter -> its offset in the flattened group.
         partition_start: offset of the partition in the flattened group.
     """
-    fragments = []
+    ranges = []
     for parameter in group:
         offset = offsets[id(parameter)]
         low = max(offset, partition_start)
         high = min(offset + parameter.numel(), partition_start + flat.numel())
         found = low < high
         start_offset_count = (low - offset, low - partition_start, high - low) if found else (0, 0, 0)
-        fragments.append((parameter, Fragment(flat, *start_offset_count)))
-    return fragments
+        ranges.append((parameter, HeldRange(flat, *start_offset_count)))
+    return ranges
 
 
 def link_hp_state(wrapper: Any, partitions: Sequence[FlatPartition]) -> None:
@@ -256,11 +259,11 @@ def _sub_groups(state_name: str, wrapper: Any) -> Iterator[FlatPartition]:
     """Yield the partitions of stage 3, one per sub-group."""
     devices = getattr(wrapper, "subgroup_to_device", {})
     for number, (flat, group) in enumerate(zip(wrapper.fp32_partitioned_groups_flat, wrapper.fp16_groups, strict=True)):
-        offset, fragments = 0, []
+        offset, ranges = 0, []
         for parameter in group:
             size = int(parameter.ds_tensor.ds_numel)
             start, _, count = _zero3_range(parameter, size)
-            fragments.append((parameter, Fragment(flat, start, offset if count else 0, count)))
+            ranges.append((parameter, HeldRange(flat, start, offset if count else 0, count)))
             offset += size
         if offset != flat.numel():
             raise UsageError(
@@ -270,7 +273,7 @@ def _sub_groups(state_name: str, wrapper: Any) -> Iterator[FlatPartition]:
             )
         # With partial offload a share of the sub-groups stays on the accelerator, stepped by torch's AdamW.
         optimizer = wrapper.optimizer if devices.get(number, "cpu") == "cpu" else wrapper.backup_optimizer
-        yield FlatPartition(flat, optimizer, int(wrapper.sub_group_to_group_id[number]), fragments)
+        yield FlatPartition(flat, optimizer, int(wrapper.sub_group_to_group_id[number]), ranges)
 
 
 def _param_group_index(state_name: str, base: Optimizer, flat: torch.Tensor) -> int:
@@ -282,3 +285,89 @@ def _param_group_index(state_name: str, base: Optimizer, flat: torch.Tensor) -> 
             "instead of one: not supported (the optimizer's groups were changed, or DeepSpeed steps another tensor)"
         )
     return found[0]
+
+
+_LARGEST_GAP = 15  # elements: `parameter_alignment` lets parameters begin at multiples of 16 bytes
+_SAMPLED = 16  # parameters of each flat tensor
+
+_sampled: WeakSet[Any] = WeakSet()  # optimizers whose master weights were compared
+
+
+def check_tiling(state_name: str, wrapper: Any, partitions: Sequence[FlatPartition]) -> None:
+    """Check that the parameters follow each other in each flat tensor, without overlaps and without gaps.
+
+    Raises:
+        UsageError: they do not; names the flat tensor and the parameter's number in it.
+    """
+    seen: set[int] = set()
+    for number, partition in enumerate(partitions):
+        size, end = partition.data.numel(), 0
+        where = f"{state_name}: flat tensor {number} of {type(wrapper).__name__}"
+        if partition.data.ndim != 1:
+            raise _changed(f"{where} has shape {tuple(partition.data.shape)}, not one dimension")
+        found = [(f.offset, f.count, f.start, p) for p, f in partition.ranges if f.count]
+        for offset, count, start, parameter in sorted(found, key=lambda item: item[0]):
+            zero3 = is_zero3_param(parameter)
+            whole = int(parameter.ds_numel) if zero3 else parameter.numel()  # type: ignore[attr-defined]
+            # A partition of stage 3 ends with the padding of its last rank.
+            gap = max(int(parameter.ds_tensor.ds_numel), _LARGEST_GAP) if zero3 else _LARGEST_GAP  # type: ignore[attr-defined]
+            if not end <= offset <= end + gap or offset + count > size or start + count > whole:
+                raise _changed(
+                    f"{where} has {size} elements, of which {count} from place {offset} would be the elements from number "
+                    f"{start} of a parameter of {whole}, after the previous one's end at {end}"
+                )
+            if not zero3 and start + count < whole and offset + count < size:
+                raise _changed(f"{where} leaves out the end of a parameter of {whole} elements after {start + count}")
+            if id(parameter) in seen:
+                raise _changed(f"{where} holds a parameter that another one holds too")
+            seen.add(id(parameter))
+            end = offset + count
+
+
+def check_masters(state_name: str, wrapper: Any, partitions: Sequence[FlatPartition]) -> None:
+    """Check once for each optimizer that some of its master weights round to the weights.
+
+    Samples the first and the last element of some parameters in each flat tensor: a fraction of a millisecond on the CPU.
+
+    Raises:
+        UsageError: they do not.
+    """
+    if wrapper in _sampled:
+        return
+    for number, partition in enumerate(partitions):
+        ranges = [pair for pair in partition.ranges if pair[1].count]
+        lows: list[torch.Tensor] = []
+        places: list[int] = []
+        for parameter, held in ranges[:: -(-len(ranges) // _SAMPLED) or 1]:
+            for place, low in _first_and_last(state_name, parameter, held):
+                places.append(place)
+                lows.append(low)
+        if not lows:
+            continue
+        low = torch.stack(lows).cpu()
+        high = partition.data.detach()[torch.tensor(places, device=partition.data.device)].cpu()
+        if not torch.equal(high.to(low.dtype).nan_to_num(), low.nan_to_num()):
+            raise _changed(
+                f"{state_name}: the master weights in flat tensor {number} of {type(wrapper).__name__} do not round to the "
+                "weights",
+                "; or the weights were changed since the last step, and the next step would undo that: save before they "
+                "are changed, or pass engine.module alone",
+            )
+    _sampled.add(wrapper)
+
+
+def _first_and_last(state_name: str, parameter: torch.Tensor, held: HeldRange) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (place in the flat tensor, weight) of the first and the last element of a range."""
+    if is_zero3_param(parameter):
+        partition = weight_range(state_name, parameter)
+        weights, first = partition.data, partition.offset
+    else:
+        weights, first = parameter.detach().view(-1), held.start
+    for k in {0, held.count - 1}:
+        yield held.offset + k, weights[first + k]
+
+
+def _changed(what: str, also: str = "") -> UsageError:
+    return UsageError(
+        f"{what}: this DeepSpeed does not lay its partitions out as the versions that are supported{also}"
+    )

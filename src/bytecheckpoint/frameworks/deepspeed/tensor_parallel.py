@@ -22,7 +22,7 @@ from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.flat_ranges import FlattenedBox, JoinedBoxes
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 
-__all__ = ["TensorPart", "find_tensor_parts"]
+__all__ = ["AutoTPShard", "find_autotp_shards"]
 
 # Layers whose description is right. Others inherit one that is not theirs (Conv1D layers are cut along the other
 # dimension), or repeat elements on several ranks.
@@ -45,7 +45,7 @@ _DESCRIPTION = "ds_autotp_universal_checkpoint_meta"  # attribute of a parameter
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPart:
+class AutoTPShard:
     """This rank's part of a parameter: intervals along one dimension, joined.
 
     Attributes:
@@ -88,7 +88,7 @@ class TensorPart:
         return tuple(length if dim == self.dim else extent for dim, extent in enumerate(self.shape))
 
 
-def find_tensor_parts(state_name: str, modules: Iterable[nn.Module]) -> dict[int, TensorPart]:
+def find_autotp_shards(state_name: str, modules: Iterable[nn.Module]) -> dict[int, AutoTPShard]:
     """Find the parameters of which this rank holds a part, by the types of their layers: no engine is needed.
 
     Returns:
@@ -97,7 +97,7 @@ def find_tensor_parts(state_name: str, modules: Iterable[nn.Module]) -> dict[int
     Raises:
         UsageError: a layer is split in a way that is not known; names it.
     """
-    parts: dict[int, TensorPart] = {}
+    parts: dict[int, AutoTPShard] = {}
     grid = imported("utils.groups", "mpu")
     size_of = getattr(grid, "get_tensor_model_parallel_world_size", None)
     mixture = imported("moe.layer", "MoE")
@@ -122,7 +122,7 @@ def find_tensor_parts(state_name: str, modules: Iterable[nn.Module]) -> dict[int
     return parts
 
 
-def _refuse_unknown_parts(state_name: str, module: nn.Module, parts: Mapping[int, TensorPart], size: int) -> None:
+def _refuse_unknown_parts(state_name: str, module: nn.Module, parts: Mapping[int, AutoTPShard], size: int) -> None:
     """Refuse parameters that are marked as split, but not by AutoTP: the program's own grid (`mpu`) splits them."""
     for name, parameter in module.named_parameters():
         if vars(parameter).get("tensor_model_parallel") and id(parameter) not in parts:
@@ -133,7 +133,7 @@ def _refuse_unknown_parts(state_name: str, module: nn.Module, parts: Mapping[int
             )
 
 
-def _part_of(where: str, parameter: torch.Tensor, layer: Any) -> TensorPart | None:
+def _part_of(where: str, parameter: torch.Tensor, layer: Any) -> AutoTPShard | None:
     """Return this rank's part of one parameter; None: it is whole on every rank.
 
     Raises:
@@ -157,7 +157,7 @@ def _part_of(where: str, parameter: torch.Tensor, layer: Any) -> TensorPart | No
     return part
 
 
-def _described_part(description: Mapping[str, Any], rank: int) -> TensorPart | None:
+def _described_part(description: Mapping[str, Any], rank: int) -> AutoTPShard | None:
     """Return the part that `rank` of the tensor-parallel group has; None: more than intervals describe it."""
     shape, logical, dim = (description[name] for name in ("original_shape", "logical_shape", "partition_dim"))
     # For each sub-parameter the widths of all ranks; an ordinary layer is one sub-parameter.
@@ -172,11 +172,11 @@ def _described_part(description: Mapping[str, Any], rank: int) -> TensorPart | N
     if first != logical[dim]:
         return None
     if len(shape) == 2 and dim == len(logical) - 1:
-        return TensorPart(tuple(shape), 1, tuple(intervals)) if len(intervals) == 1 else None
+        return AutoTPShard(tuple(shape), 1, tuple(intervals)) if len(intervals) == 1 else None
     # The rows may be seen as a grid (experts by rows), of which one dimension is cut.
     rows = logical[:-1] if len(shape) == 2 else logical
     outer, inner = prod(rows[:dim]), prod(rows[dim + 1 :])
-    return TensorPart(
+    return AutoTPShard(
         tuple(shape),
         0,
         tuple(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,6 @@ from bytecheckpoint.errors import listed
 from bytecheckpoint.frameworks.base import Destination, SavedStates
 from bytecheckpoint.frameworks.extra_states import plan_extra_states
 from bytecheckpoint.frameworks.megatron.layouts import ShardCollector
-from bytecheckpoint.frameworks.megatron.linked_masters import has_linked_master, linked_master
 from bytecheckpoint.frameworks.megatron.module_scan import MegatronModuleScan, StateDictEntry
 from bytecheckpoint.frameworks.megatron.requests import BoxRequests, clip_to_saved_rows
 from bytecheckpoint.frameworks.modules import find_saved_parameter
@@ -85,8 +84,8 @@ def load_megatron_modules(
     without_master: list[str] = []
     for layout in scan.layouts:
         tensor = layout.tensor
-        is_linked = id(tensor) not in with_masters and has_linked_master(tensor)
-        master = linked_master(tensor, scan.stepped_ranges) if is_linked else None
+        is_linked = id(tensor) not in with_masters and _has_linked_master(tensor)
+        master = _linked_master(tensor, scan.stepped_ranges) if is_linked else None
         if is_linked and master is None and getattr(tensor, "main_param", None) is not None:
             without_master.append(layout.names[0])
             is_linked = False  # nothing holds the exact value, so rounding needs a cast
@@ -156,3 +155,44 @@ def _from_stored(build: Callable[[], Any]) -> Any:
 def _to_stored(value: Any) -> Any:
     # Transformer Engine keeps its scaling factors in a BytesIO.
     return {_BYTES_IO: value.getvalue()} if type(value) is io.BytesIO else value
+
+
+class _LinkedMaster(NamedTuple):
+    """This rank's master weights of one parameter.
+
+    Attributes:
+        tensor: the master weights.
+        start: for a flat range, the number of its first element in the parameter; None: the tensor has all elements.
+    """
+
+    tensor: torch.Tensor
+    start: int | None
+
+
+def _has_linked_master(parameter: torch.Tensor) -> bool:
+    """Return whether the parameter has master weights, on whatever rank."""
+    attributes = vars(parameter)
+    return attributes.get("main_param") is not None or bool(attributes.get("main_param_sharded", False))
+
+
+def _linked_master(parameter: torch.Tensor, ranges: Mapping[int, Sequence[tuple[int, int]]]) -> _LinkedMaster | None:
+    """Return this rank's master weights of a parameter; None if it has none here, or if their place is uncertain.
+
+    Args:
+        parameter: one that `has_linked_master`.
+        ranges: id of a parameter -> (first, count) of the elements that this rank steps.
+    """
+    master = vars(parameter).get("main_param")
+    if not isinstance(master, torch.Tensor):
+        return None
+    master = master.detach()
+    if master.shape == parameter.shape and not vars(parameter).get("main_param_sharded", False):
+        return _LinkedMaster(master, None)
+    own = ranges.get(id(parameter), ())
+    if len(own) != 1 or own[0][1] != master.numel():
+        return None
+    start, count = own[0]
+    weights = parameter.detach().reshape(-1)[start : start + count]
+    # A range of another place would have other values.
+    same = torch.allclose(master.reshape(-1).to(weights.dtype), weights, rtol=0, atol=0, equal_nan=True)
+    return _LinkedMaster(master.reshape(-1), start) if same else None

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from bytecheckpoint.errors import CorruptCheckpointError
 from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor
 from bytecheckpoint.frameworks.objects.capture import is_stateful
 from bytecheckpoint.frameworks.objects.classes import HeldClasses
-from bytecheckpoint.frameworks.objects.schedules import check_schedule
 from bytecheckpoint.frameworks.tensors.allocation import empty_like_layout, is_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor, local_tensor
@@ -123,7 +123,7 @@ class ValueReader:
                     self._tensors[id(value)] = (found, empty, empty_like_layout(live, live.dtype))
         elif is_stateful(live) and not is_tensor_like(live):
             own = self._classes.state_dict(live)
-            check_schedule(self._state_name, live, value, own, self._destination)
+            _check_schedule(self._state_name, live, value, own, self._destination)
             self.match_live(value, own, in_place=False)
             if isinstance(live, Optimizer) and isinstance(value, dict):
                 self._match_parameters(value, live)
@@ -217,3 +217,46 @@ def _is_named_tuple(value: Any) -> bool:
 
 def _fits(live: torch.Tensor, found: SavedTensor) -> bool:
     return tuple(live.shape) == found.global_shape and dtype_name(live.dtype) == found.dtype and is_writable(live)
+
+
+#: Attributes that depend on the version of torch.
+_IGNORED = frozenset({"verbose"})
+
+
+def _check_schedule(state_name: str, live: object, saved: object, own: object, destination: Destination) -> None:
+    """Report to `destination` if a scheduler of torch would get the state of another kind of schedule.
+
+    Args:
+        state_name: name of the state.
+        live: any object; only a scheduler of torch is checked.
+        saved: its state in the checkpoint.
+        own: its state_dict now.
+        destination: gets a mismatch if the saved state has settings that the scheduler lacks, a note if it lacks some.
+    """
+    if not isinstance(live, LRScheduler) or not isinstance(saved, dict) or not isinstance(own, dict):
+        return
+    name = type(live).__name__
+    if more := _settings(saved) - _settings(own):
+        destination.mismatches.append(
+            f"{state_name}: the checkpoint has the state of another learning rate schedule than {name}, with "
+            f"{_quoted(more)}"
+        )
+    elif less := _settings(own) - _settings(saved):
+        destination.notes.append(f"{state_name}: {name} keeps {_quoted(less)}, which the checkpoint does not have")
+    inner: list[Any] = list(getattr(live, "_schedulers", ()))  # of a SequentialLR or ChainedScheduler
+    states, now = saved.get("_schedulers", ()), own.get("_schedulers", ())
+    if len(inner) == len(now) != len(states):
+        destination.mismatches.append(
+            f"{state_name}: {name} joins {len(inner)} schedules here, and {len(states)} in the checkpoint"
+        )
+        return
+    for schedule, state, current in zip(inner, states, now, strict=False):
+        _check_schedule(state_name, schedule, state, current, destination)
+
+
+def _settings(state: dict[Any, Any]) -> set[str]:
+    return {key for key in state if isinstance(key, str) and not key.startswith("_")} - _IGNORED
+
+
+def _quoted(names: set[str]) -> str:
+    return ", ".join(map(repr, sorted(names)))

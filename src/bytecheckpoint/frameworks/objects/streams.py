@@ -14,7 +14,7 @@ from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
 from bytecheckpoint.frameworks.tensors.plain import lists_own_shards
-from bytecheckpoint.representation.shards import LivePart, LiveState, TensorKey
+from bytecheckpoint.representation.shards import LiveState, LiveStream, TensorKey
 from bytecheckpoint.representation.values.codec import decode, encode
 
 __all__ = ["capture_streams", "load_streams", "refuse_streams"]
@@ -31,19 +31,19 @@ def capture_streams(state_name: str, live: SupportsStreams) -> LiveState:
     count, states = live.stream_count, live.stream_states()
     if count < 1:
         raise UsageError(f"{state_name}: stream_count is {count}; a loader has at least one stream")
-    state = LiveState(state_name, merged=True, part_count=count)
+    state = LiveState(state_name, merged=True, stream_count=count)
     if states:  # a rank without streams knows nothing that the others do not
         state.tree = _encoded(state_name, live.shared_state(), None)
     for number, value in sorted(states.items()):
         if type(number) is not int or not 0 <= number < count:
             raise UsageError(f"{state_name}: {number!r} is not the number of one of {count} streams: an int from 0 on")
-        part = LivePart(f"{_PREFIX}{number}", b"")
+        part = LiveStream(f"{_PREFIX}{number}", b"")
         part.tree = _encoded(state_name, value, part)
-        state.parts.append(part)
+        state.streams.append(part)
     return state
 
 
-def _encoded(state_name: str, value: Any, part: LivePart | None) -> bytes:
+def _encoded(state_name: str, value: Any, part: LiveStream | None) -> bytes:
     """Encode a state, and append the shards of its tensors to `part`; without one, it may hold none."""
     taken: dict[str, Any] = {}
 
@@ -68,7 +68,7 @@ def load_streams(state_name: str, live: SupportsStreams, saved: SavedStates, des
     if state_name not in saved.states():
         destination.missing.append(state_name)
         return
-    parts = {int(part.key.fqn.removeprefix(_PREFIX)): part for part in saved.parts(state_name)}
+    parts = {int(part.key.fqn.removeprefix(_PREFIX)): part for part in saved.streams(state_name)}
     blob = saved.tree(state_name)
     if blob is None or not parts:
         raise IncompatibleCheckpointError(
@@ -118,7 +118,7 @@ def refuse_streams(state_name: str, live: object, saved: SavedStates) -> None:
     Raises:
         IncompatibleCheckpointError: the checkpoint holds the state in streams.
     """
-    if parts := saved.parts(state_name):
+    if parts := saved.streams(state_name):
         raise IncompatibleCheckpointError(
             f"the checkpoint holds {len(parts)} streams of {state_name}, which a {type(live).__name__} cannot take: "
             "load them into a data loader like the one that saved them (SupportsStreams)"

@@ -40,7 +40,7 @@ def is_wrapped(value: object) -> bool:
     return bool(is_traceable_wrapper_subclass(local)) and not is_dtensor(local) and not lists_own_shards(cls)
 
 
-class _Part(NamedTuple):
+class _LocalRange(NamedTuple):
     """The elements of a parameter that a rank has, which are consecutive.
 
     Attributes:
@@ -56,7 +56,7 @@ class _Part(NamedTuple):
     start: int
 
     @staticmethod
-    def of(key: TensorKey, value: torch.Tensor) -> _Part:
+    def of(key: TensorKey, value: torch.Tensor) -> _LocalRange:
         """Find the part that `value` is.
 
         Raises:
@@ -64,7 +64,7 @@ class _Part(NamedTuple):
         """
         shape = tuple(value.shape)
         if not is_dtensor(value):
-            return _Part(key, shape, shape, 0)
+            return _LocalRange(key, shape, shape, 0)
         from bytecheckpoint.frameworks.tensors.placements import boxes_of  # imports torch.distributed.tensor
 
         boxes = boxes_of(value, str(key))
@@ -73,7 +73,7 @@ class _Part(NamedTuple):
                 f"{key} is quantised in blocks, and sharded otherwise than along its first dimension: that is not "
                 "supported; shard it by rows, or use an optimizer without quantised state"
             )
-        return _Part(key, shape, boxes[0].lengths, boxes[0].offsets[0] * prod(shape[1:]))
+        return _LocalRange(key, shape, boxes[0].lengths, boxes[0].offsets[0] * prod(shape[1:]))
 
     def place(self, name: str, whole: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return (offsets, lengths) of this part of the tensor `name`, whose shape is `whole` for the whole parameter.
@@ -112,7 +112,7 @@ def capture_wrapped(key: TensorKey, value: torch.Tensor, aliases: tuple[str, ...
     """
     local: Any = local_tensor(value)
     names, context = local.__tensor_flatten__()
-    part = _Part.of(key, value)
+    part = _LocalRange.of(key, value)
     if part.local != part.shape and not (hasattr(local, "block_size") and {*names} <= _ELEMENTWISE | {"qmap"}):
         raise UsageError(
             f"{key} is a part of a {_name_of(type(local))}, and how its tensors follow the elements is not known: shard "
@@ -126,7 +126,7 @@ def capture_wrapped(key: TensorKey, value: torch.Tensor, aliases: tuple[str, ...
     return {_WRAPPED: [_name_of(type(local)), items]}
 
 
-def _shard(key: TensorKey, name: str, inner: torch.Tensor, part: _Part, aliases: tuple[str, ...]) -> LiveShard:
+def _shard(key: TensorKey, name: str, inner: torch.Tensor, part: _LocalRange, aliases: tuple[str, ...]) -> LiveShard:
     shard = plain_shard(key, inner, aliases)
     shard.global_shape = part.whole(name, inner)
     shard.offsets, lengths = part.place(name, shard.global_shape)
@@ -162,7 +162,7 @@ def make_wrapped(
     Raises:
         IncompatibleCheckpointError: the class is not known here, or the parameter's part begins inside a block.
     """
-    part, own = _Part.of(key, parameter), local_tensor(parameter)
+    part, own = _LocalRange.of(key, parameter), local_tensor(parameter)
     held: Any = local_tensor(live) if isinstance(live, torch.Tensor) and is_wrapped(live) else None
     cls: Any = type(held) if _name_of(type(held)) == described[0] else _allowed_class(key, described[0])
     shapes = {name: part.place(name, saved.global_shape)[1] for name, saved in found.items()}
