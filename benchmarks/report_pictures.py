@@ -20,9 +20,8 @@ import bytecheckpoint
 from bytecheckpoint.monitoring import delivery
 from bytecheckpoint.monitoring.alerts import load_rules
 from bytecheckpoint.monitoring.reading import RunMetrics, read_run
-from bytecheckpoint.monitoring.report.data import page_data
-from bytecheckpoint.monitoring.report.page import make_page
-from bytecheckpoint.monitoring.report.report import Judge
+from bytecheckpoint.monitoring.report.page import make_page, page_data
+from bytecheckpoint.monitoring.report.report import Reporter
 from bytecheckpoint.monitoring.report.trace import write_trace
 from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 
@@ -80,7 +79,7 @@ def draw(browser: Any, folder: Path, name: str, run: RunMetrics, scheme: str) ->
 
     root = "simulated://run" if name.endswith("simulated") else "/checkpoints/run"
     begun = time.perf_counter()
-    page = make_page(page_data(Judge(load_rules()).report(run), root, run.records[-1].began + 60))
+    page = make_page(page_data(Reporter(load_rules()).report(run), root, run.records[-1].began + 60))
     print(f"{name}: page of {len(page) / 1e6:.1f} MB in {time.perf_counter() - begun:.1f} s", end=", ")
     path = folder / f"{name}.html"
     path.write_bytes(page)

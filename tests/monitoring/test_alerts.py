@@ -21,11 +21,11 @@ from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.monitoring import delivery
 from bytecheckpoint.monitoring.alerts import Alert, Evaluation, load_rules
-from bytecheckpoint.monitoring.alerts.watching import Watcher
+from bytecheckpoint.monitoring.alerts.evaluation import AlertWatcher
 from bytecheckpoint.monitoring.analysis.summary import summarize
 from bytecheckpoint.monitoring.progress import OperationProgress, RankColumns
 from bytecheckpoint.monitoring.reading import RunMetrics, read_run
-from bytecheckpoint.monitoring.report.report import Judge
+from bytecheckpoint.monitoring.report.report import Reporter
 from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 from bytecheckpoint.storage.posix.storage import PosixStorage
 from tests.faults.ranks import load_all, save_all, succeeded
@@ -120,7 +120,7 @@ def test_rules_of_a_file(tmp_path: Path) -> None:
 
 def test_a_storage_that_cannot_be_asked_for_its_room_costs_no_other_alert(caplog: pytest.LogCaptureFixture) -> None:
     told: list[Alert] = []
-    watcher = Watcher(told.append)
+    watcher = AlertWatcher(told.append)
     for summary in simulated(Fault("missing", [3]), saves=1, loads=0):  # of a scheme that no storage has
         watcher.ended(summary)
     watcher.finish(10)
@@ -132,7 +132,7 @@ def test_rules_of_one_name_are_two_rules(tmp_path: Path) -> None:
     limits = "metric = 'seconds'\nabove = 0", "metric = 'nbytes'\nabove = 1"
     path.write_text("".join(f"[[rule]]\nkind = 'threshold'\n{limit}\n" for limit in limits))
     records = list(SimulatedRun({"dp": 2}, saves=1, loads=0).records())
-    alerts = Judge(load_rules(str(path))).report(RunMetrics.of(records)).alerts
+    alerts = Reporter(load_rules(str(path))).report(RunMetrics.of(records)).alerts
     assert [alert.text.split(" is ")[0] for alert in alerts] == [
         "save of step 100: seconds",
         "save of step 100: nbytes",
@@ -254,7 +254,7 @@ def test_damaged_bytes_and_a_full_storage(
         load_all(world, tmp_path / "step_1")
         wait_for(lambda: "alert verification: load of step 1: failed in fit on rank" in caplog.text)
     assert "alert failed" not in caplog.text
-    told = Judge(load_rules()).report(read_run(str(tmp_path))).alerts
+    told = Reporter(load_rules()).report(read_run(str(tmp_path))).alerts
     assert [alert.rule for alert in told] == ["storage", "verification"], "of which the first cannot be told afterwards"
     assert told[1].operation in {one.id for one in read_run(str(tmp_path), newest=1).operations}
     assert [alert.rule for alert in read_run(str(tmp_path), newest=1).alerts] == ["verification"]

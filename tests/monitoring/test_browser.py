@@ -18,9 +18,8 @@ import pytest
 
 from bytecheckpoint.monitoring.alerts import load_rules
 from bytecheckpoint.monitoring.reading import RunMetrics
-from bytecheckpoint.monitoring.report.data import page_data
-from bytecheckpoint.monitoring.report.page import make_page
-from bytecheckpoint.monitoring.report.report import Judge
+from bytecheckpoint.monitoring.report.page import make_page, page_data
+from bytecheckpoint.monitoring.report.report import Reporter
 from bytecheckpoint.monitoring.report.server import RunView, make_app
 from bytecheckpoint.monitoring.report.trace import write_trace
 from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
@@ -52,7 +51,7 @@ def browser() -> Iterator[Any]:
 def write_page(folder: Path, records: list[Any]) -> str:
     path = folder / "report.html"
     path.write_bytes(
-        make_page(page_data(Judge(load_rules(), mtbf=4 * 3600).report(RunMetrics.of(records)), "/run", 1.8e9))
+        make_page(page_data(Reporter(load_rules(), mtbf=4 * 3600).report(RunMetrics.of(records)), "/run", 1.8e9))
     )
     return path.as_uri()
 
@@ -195,7 +194,7 @@ def test_the_trace_opens_in_a_trace_viewer(browser: Any, tmp_path: Path) -> None
 
 def served(root: Path, token: str = "") -> contextlib.AbstractContextManager[str]:
     """Serve the page of a run inside the block."""
-    return running(make_app(RunView(str(root), Judge()), token))
+    return running(make_app(RunView(str(root), Reporter()), token))
 
 
 @contextlib.contextmanager

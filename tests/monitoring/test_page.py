@@ -24,10 +24,9 @@ from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.monitoring.alerts import load_rules
 from bytecheckpoint.monitoring.reading import RunMetrics
-from bytecheckpoint.monitoring.report import data as page_columns
-from bytecheckpoint.monitoring.report.data import page_data
-from bytecheckpoint.monitoring.report.page import make_page
-from bytecheckpoint.monitoring.report.report import Judge
+from bytecheckpoint.monitoring.report import page as page_columns
+from bytecheckpoint.monitoring.report.page import make_page, page_data
+from bytecheckpoint.monitoring.report.report import Reporter
 from bytecheckpoint.monitoring.report.server import RunView, make_app, require_token
 from bytecheckpoint.monitoring.report.trace import write_trace
 from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
@@ -37,7 +36,7 @@ RUN = SimulatedRun({"pp": 2, "dp": 2, "tp": 2}, saves=4, faults=[Fault("slow", [
 
 
 def data_of(run: SimulatedRun) -> dict[str, Any]:
-    return page_data(Judge(load_rules()).report(RunMetrics.of(list(run.records()))), "/run", 1.8e9)
+    return page_data(Reporter(load_rules()).report(RunMetrics.of(list(run.records()))), "/run", 1.8e9)
 
 
 def unpacked(column: Mapping[str, str]) -> np.ndarray[Any, Any]:
@@ -46,7 +45,7 @@ def unpacked(column: Mapping[str, str]) -> np.ndarray[Any, Any]:
 
 def test_every_rank_and_phase_of_the_tables_is_in_the_columns() -> None:
     (record,) = SimulatedRun({"dp": 4}, saves=1, loads=0).records()
-    detail = page_data(Judge().report(RunMetrics.of([record])), "/run", 1.8e9)["details"][record.id]
+    detail = page_data(Reporter().report(RunMetrics.of([record])), "/run", 1.8e9)["details"][record.id]
     assert unpacked(detail["rank"]).tolist() == [0, 1, 2, 3]
     assert unpacked(detail["axes"]["dp"]).tolist() == [0, 1, 2, 3]
     rows = record.table.filter(np.array(record.table["level"].to_pylist()) == "phase").sort_by(
@@ -87,13 +86,13 @@ def test_spans_of_the_slowest_ranks_are_shown(monkeypatch: pytest.MonkeyPatch) -
     (record,) = SimulatedRun(
         {"dp": 50}, saves=1, loads=0, noise=0.01, faults=[Fault("slow", [31], factor=1.3)]
     ).records()
-    detail = page_data(Judge().report(RunMetrics.of([record])), "/run", 1.8e9)["details"][record.id]
+    detail = page_data(Reporter().report(RunMetrics.of([record])), "/run", 1.8e9)["details"][record.id]
     shown = unpacked(detail["rank"])[unpacked(detail["spans"]["counts"]) > 0]
     assert shown.tolist() == [0, 31]
 
 
 def test_names_and_errors_of_a_run_never_become_markup() -> None:
-    page = make_page(page_data(Judge().report(RunMetrics.of([hostile_record()])), "</script><b>", 1.8e9)).decode()
+    page = make_page(page_data(Reporter().report(RunMetrics.of([hostile_record()])), "</script><b>", 1.8e9)).decode()
     (embedded,) = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL)
     assert "<" not in embedded
     assert "onerror=" in json.loads(embedded)["operations"][0]["path"]
@@ -174,7 +173,7 @@ def ask(app: Any, path: str, host: str = "localhost:1", **headers: str) -> tuple
 @pytest.fixture
 def view(tmp_path: Path) -> RunView:
     write_metrics(tmp_path, RUN.records())
-    return RunView(str(tmp_path), Judge())
+    return RunView(str(tmp_path), Reporter())
 
 
 def test_the_server_shows_the_run_and_what_runs_now(view: RunView) -> None:

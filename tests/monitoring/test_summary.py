@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from bytecheckpoint.monitoring.analysis.summary import Failure, summarize
+from bytecheckpoint.monitoring.analysis.summary import RankFailure, summarize
 from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 from tests.support.metrics_runs import simulated
 
@@ -82,5 +82,7 @@ def test_thousands_of_ranks() -> None:
 def test_replicas_spare_nothing_in_a_save_that_fails() -> None:
     *_, done = simulated(saves=1)
     assert replace(done, totals={"left to others": (1, 0.0, done.nbytes)}).spared_share == 0.5
-    failed = replace(done, totals={"left to others": (1, 0.0, 100)}, nbytes=0, failures=(Failure(0, "write", "no"),))
+    failed = replace(
+        done, totals={"left to others": (1, 0.0, 100)}, nbytes=0, failures=(RankFailure(0, "write", "no"),)
+    )
     assert failed.spared_share == 0.0

@@ -18,7 +18,7 @@ from bytecheckpoint.cli.main import run
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.monitoring.reading import read_run
-from bytecheckpoint.monitoring.report.report import Judge
+from bytecheckpoint.monitoring.report.report import Reporter
 from bytecheckpoint.monitoring.report.server import RunView
 from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER
 from bytecheckpoint.representation.names import CATALOG_NAME
@@ -212,6 +212,6 @@ def test_metrics_lie_beside_the_run(anywhere: str) -> None:
     assert run(["measure", f"{anywhere}/run", "--size", "8MiB", "--threads", "2"]) == 0
     assert len(read_run(f"{anywhere}/run").limits) == 1
     assert run(["report", f"{anywhere}/run"]) == 0
-    shown = RunView(f"{anywhere}/run", Judge())
+    shown = RunView(f"{anywhere}/run", Reporter())
     assert not shown.news()["error"] and len(json.loads(shown.data())["operations"]) == 3
     assert resolve(f"{anywhere}/run").folders() == [METRICS_FOLDER, "step_00000001", "step_00000002"]

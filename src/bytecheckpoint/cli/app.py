@@ -226,10 +226,10 @@ def report(
 ) -> Job:
     """Show what the metrics of a run say: operations, phases, stragglers, alerts, and in words what is wrong."""
     from bytecheckpoint.cli.monitoring import report
-    from bytecheckpoint.cli.pages import make_judge
+    from bytecheckpoint.cli.pages import make_reporter
 
-    judge = make_judge(rules, bandwidth, mtbf)
-    return partial(report, root, newest=newest, judge=judge, output=output, trace=trace, json=json)
+    reporter = make_reporter(rules, bandwidth, mtbf)
+    return partial(report, root, newest=newest, reporter=reporter, output=output, trace=trace, json=json)
 
 
 @app.command()
@@ -266,9 +266,9 @@ def monitor(
     rules: Rules = "",
 ) -> Job:
     """Serve the page of a run, with the progress of saves and loads that run now. It only reads."""
-    from bytecheckpoint.cli.pages import make_judge, monitor
+    from bytecheckpoint.cli.pages import make_reporter, monitor
 
-    return partial(monitor, root, judge=make_judge(rules, bandwidth, mtbf), host=host, port=port, token=token)
+    return partial(monitor, root, reporter=make_reporter(rules, bandwidth, mtbf), host=host, port=port, token=token)
 
 
 @app.command()

@@ -17,7 +17,7 @@ from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.analysis.words import bandwidth_text, rank_text, seconds_text, size_text
 from bytecheckpoint.monitoring.reading import read_run
 from bytecheckpoint.monitoring.record import path_without_secrets
-from bytecheckpoint.monitoring.report.report import Judge, Report
+from bytecheckpoint.monitoring.report.report import Report, Reporter
 from bytecheckpoint.tools.measure import measure_storage
 
 __all__ = ["measure", "report"]
@@ -25,7 +25,9 @@ __all__ = ["measure", "report"]
 _SHOWN_STRAGGLERS = 20
 
 
-def report(root: str, *, newest: int | None, judge: Judge, output: str | None, trace: str | None, json: bool) -> int:
+def report(
+    root: str, *, newest: int | None, reporter: Reporter, output: str | None, trace: str | None, json: bool
+) -> int:
     """Print what the metrics of a run say, or write it to files. Return 1 if something is critical."""
     metrics = read_run(root, newest)
     if not metrics.operations:
@@ -36,7 +38,7 @@ def report(root: str, *, newest: int | None, judge: Judge, output: str | None, t
         )
     if metrics.skipped and not json:
         print_notes([f"{plural(metrics.skipped, 'damaged or foreign file')} skipped"])
-    made = judge.report(metrics)
+    made = reporter.report(metrics)
     if output is not None or trace is not None:
         write_files(root, made, output, trace)
     elif json:

@@ -12,14 +12,14 @@ from bytecheckpoint.cli.tools import parse_size
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.monitoring.alerts import load_rules
 from bytecheckpoint.monitoring.record import path_without_secrets
-from bytecheckpoint.monitoring.report.report import Judge, Report
+from bytecheckpoint.monitoring.report.report import Report, Reporter
 from bytecheckpoint.monitoring.report.server import RunView, make_app, require_token
 from bytecheckpoint.settings import settings
 
-__all__ = ["make_judge", "monitor", "write_files"]
+__all__ = ["make_reporter", "monitor", "write_files"]
 
 
-def make_judge(rules: str, bandwidth: str | None, mtbf: str | None) -> Judge:
+def make_reporter(rules: str, bandwidth: str | None, mtbf: str | None) -> Reporter:
     """Return what judges the metrics of a run, from the options of a command.
 
     Args:
@@ -35,7 +35,7 @@ def make_judge(rules: str, bandwidth: str | None, mtbf: str | None) -> Judge:
     if seconds == 0:
         raise UsageError("--mtbf: failures have some time between them: write 30m, 12h or 7d")
     limit = None if bandwidth is None else float(parse_size(bandwidth))
-    return Judge(load_rules("" if chosen == "off" else chosen), limit, seconds)
+    return Reporter(load_rules("" if chosen == "off" else chosen), limit, seconds)
 
 
 def write_files(root: str, report: Report, page: str | None, trace: str | None) -> None:
@@ -47,8 +47,7 @@ def write_files(root: str, report: Report, page: str | None, trace: str | None) 
         page: file for the page; None: none.
         trace: file for the trace; None: none.
     """
-    from bytecheckpoint.monitoring.report.data import page_data
-    from bytecheckpoint.monitoring.report.page import make_page
+    from bytecheckpoint.monitoring.report.page import make_page, page_data
     from bytecheckpoint.monitoring.report.trace import write_trace
 
     if page is not None:
@@ -71,14 +70,14 @@ def _opened(path: str) -> BinaryIO:
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-def monitor(root: str, *, judge: Judge, host: str, port: int, token: str) -> int:
+def monitor(root: str, *, reporter: Reporter, host: str, port: int, token: str) -> int:
     """Serve the page of a run until interrupted."""
     host, token = host.strip("[]"), token.strip()  # a token that comes from a file may end with a line break
     require_token(host, token)
     try:
         import uvicorn
 
-        app = make_app(RunView(root, judge), token)
+        app = make_app(RunView(root, reporter), token)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("uvicorn", "starlette"):
             raise

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from bytecheckpoint.monitoring.alert import Alert
-from bytecheckpoint.monitoring.alerts.watching import Watcher
+from bytecheckpoint.monitoring.alerts.evaluation import AlertWatcher
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.background import Background
 from bytecheckpoint.monitoring.progress import OperationProgress
@@ -112,12 +112,12 @@ def deliver_alert(alert: Alert) -> None:
         delivery.put_alert(alert)
 
 
-_watcher = Watcher(deliver_alert)
+_watcher = AlertWatcher(deliver_alert)
 
 
 def _forget_after_fork() -> None:
     global _deliveries, _lock, _watcher
-    _deliveries, _lock, _watcher = {}, threading.Lock(), Watcher(deliver_alert)
+    _deliveries, _lock, _watcher = {}, threading.Lock(), AlertWatcher(deliver_alert)
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

@@ -16,10 +16,9 @@ from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.errors import StorageError, StorageUnavailableError
 from bytecheckpoint.monitoring.alert import DATES_END, Alert
 from bytecheckpoint.monitoring.analysis.limits import LIMITS_PREFIX, StorageLimit
-from bytecheckpoint.monitoring.analysis.rows import Rows
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summarize
 from bytecheckpoint.monitoring.sinks.files import ALERTS_PREFIX, METRICS_FOLDER, decode_table
-from bytecheckpoint.monitoring.table import KINDS, MESH_AXES, NULLABLE, SCHEMA, OperationRecord
+from bytecheckpoint.monitoring.table import KINDS, MESH_AXES, NULLABLE, SCHEMA, MetricRows, OperationRecord
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
 
@@ -32,7 +31,7 @@ _SUFFIX = ".parquet"
 _TIME = len("20261124T235959")
 #: How often files are looked for that somebody joins while they are read.
 _LISTINGS = 3
-#: Rows that are kept in memory, some 200 MB: seven operations of 8,960 ranks.
+#: MetricRows that are kept in memory, some 200 MB: seven operations of 8,960 ranks.
 KEPT_ROWS = 2_000_000
 #: Larger worlds are a damaged file.
 _MOST_RANKS = 1 << 22
@@ -195,7 +194,7 @@ def _conform(table: pa.Table) -> pa.Table:
     conform = pa.table(columns, schema=SCHEMA)
     if not len(conform) or any(conform[name].null_count for name in SCHEMA.names if name not in NULLABLE):
         raise ValueError("no rows, or rows without a value")
-    rows = Rows(conform)
+    rows = MetricRows(conform)
     ranks, sizes, began = rows.numbers("rank"), rows.numbers("world_size"), conform["began"].cast(pa.int64()).to_numpy()
     if ranks.min() < 0 or (ranks >= sizes).any() or sizes.max() > _MOST_RANKS:
         raise ValueError("impossible ranks")
@@ -208,14 +207,14 @@ def _conform(table: pa.Table) -> pa.Table:
 
 def records_of(table: pa.Table) -> Iterator[OperationRecord]:
     """Iterate over the operations of a table."""
-    codes, names = Rows(table).texts("operation")
+    codes, names = MetricRows(table).texts("operation")
     edges = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), len(codes)]
     parts: dict[str, list[pa.Table]] = {}
     for first, last in itertools.pairwise(edges):
         parts.setdefault(names[codes[first]], []).append(table.slice(first, last - first))
     for name, slices in parts.items():
         rows = pa.concat_tables(slices)
-        own = Rows(rows)
+        own = MetricRows(rows)
         missing = own.numbers("rank")[own.where("level", "rank") & own.where("name", "missing")]
         first_row = rows.slice(0, 1).to_pylist()[0]
         yield OperationRecord(

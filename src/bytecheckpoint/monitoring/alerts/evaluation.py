@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-import time as clock
+import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+from bytecheckpoint.errors import StorageFullError, UsageError
 from bytecheckpoint.monitoring.alert import Alert
-from bytecheckpoint.monitoring.alerts.rules import Overdue, Rule, Storage, Unflushed
+from bytecheckpoint.monitoring.alerts.rules import OverdueRule, Rule, StorageRule, UnflushedRule, load_rules
 from bytecheckpoint.monitoring.analysis.run import COMPARED
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary
+from bytecheckpoint.monitoring.analysis.words import size_text
+from bytecheckpoint.monitoring.background import Background
 from bytecheckpoint.monitoring.progress import OperationProgress
+from bytecheckpoint.monitoring.record import without_secrets
 from bytecheckpoint.monitoring.sinks.files import run_of_path
+from bytecheckpoint.settings import settings
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.optional import check_room
+from bytecheckpoint.storage.posix.storage import PosixStorage
+from bytecheckpoint.concurrency import call_with_timeout
 
-__all__ = ["Evaluation"]
+__all__ = ["AlertWatcher", "Evaluation"]
+
+
+_log = logging.getLogger("bytecheckpoint")
+_OFF = "off"
+#: Records and snapshots of progress that may wait.
+_WAITING = 64
+_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "critical": logging.ERROR}
+#: Seconds that a storage has to say how much room there is.
+_ROOM_TIMEOUT = 10.0
 
 
 class Evaluation:
@@ -46,7 +65,7 @@ class Evaluation:
             if rule.operations not in ("all", summary.kind):
                 continue
             alerts = list(rule.check(summary, before))
-            if isinstance(rule, Storage) and lacking is not None:
+            if isinstance(rule, StorageRule) and lacking is not None:
                 alerts += rule.check_room(summary, lacking)
             found += self._new(rule, alerts)
         if not summary.failed:
@@ -57,13 +76,13 @@ class Evaluation:
                 self._saves.append(summary)
         return found
 
-    def at(self, time: float) -> list[Alert]:
-        """Return the alerts about checkpoints that are overdue at `time`, in seconds since 1970."""
+    def at(self, moment: float) -> list[Alert]:
+        """Return the alerts about checkpoints that are overdue at `moment`, in seconds since 1970."""
         return [
             alert
             for rule in self._rules
-            if isinstance(rule, Overdue)
-            for alert in self._new(rule, list(rule.check_time(self._saves, time)))
+            if isinstance(rule, OverdueRule)
+            for alert in self._new(rule, list(rule.check_time(self._saves, moment)))
         ]
 
     def while_running(self, progress: OperationProgress) -> list[Alert]:
@@ -71,14 +90,14 @@ class Evaluation:
         return [
             alert
             for rule in self._rules
-            if isinstance(rule, Unflushed)
+            if isinstance(rule, UnflushedRule)
             for alert in self._new(rule, list(rule.check_running(progress)))
         ]
 
     @property
     def next_time(self) -> float | None:
         """When `at` may have alerts if no save comes before, in seconds since 1970; None: never."""
-        limits = [rule.limit(self._saves) for rule in self._rules if isinstance(rule, Overdue)]
+        limits = [rule.limit(self._saves) for rule in self._rules if isinstance(rule, OverdueRule)]
         known = [limit for limit in limits if limit is not None]
         return self._saves[-1].began + min(known) if known else None
 
@@ -87,8 +106,95 @@ class Evaluation:
         found = []
         for alert in alerts:
             key = rule, run_of_path(alert.path), alert.rank, alert.phase  # several rules may have one name
-            when = alert.time or clock.time()
+            when = alert.time or time.time()
             if key not in self._raised or abs(when - self._raised[key]) >= rule.repeat:  # a clock may be set back
                 self._raised[key] = when
                 found.append(alert)
         return found
+
+
+class AlertWatcher:
+    """Applies the rules of the setting `alerts`, and logs what they find.
+
+    Args:
+        hand: gets each alert too.
+    """
+
+    def __init__(self, hand: Callable[[Alert], object]) -> None:
+        self._hand = hand
+        self._background = Background("bytecheckpoint-alerts")
+        self._waking = False
+        self._evaluation: tuple[str, Evaluation] | None = None  # with the setting that it is made from
+
+    def ended(self, summary: OperationSummary) -> None:
+        """Look at an operation that has ended, soon. Returns at once."""
+        if settings().monitoring.alerts != _OFF and self._background.waiting() < _WAITING:
+            self._background.submit(lambda: self._after(summary))
+
+    def progress(self, progress: OperationProgress) -> None:
+        """Look at an operation that runs, soon. Returns at once."""
+        if settings().monitoring.alerts != _OFF and self._background.waiting() <= self._waking:
+            self._background.submit(lambda: self._tell(self._current().while_running(progress)))
+
+    def finish(self, timeout: float) -> None:
+        """Wait until what has come was looked at."""
+        self._background.flush(timeout)
+
+    def _current(self) -> Evaluation:
+        path = settings().monitoring.alerts
+        if self._evaluation is None or self._evaluation[0] != path:
+            self._evaluation = path, Evaluation(_rules(path))
+        return self._evaluation[1]
+
+    def _after(self, summary: OperationSummary) -> None:
+        self._tell(self._current().after(summary, _lacking))
+        self._wake()
+
+    def _wake(self) -> None:
+        """Come back when the next checkpoint is overdue. One job waits for that at a time, however often saves come."""
+        due = self._current().next_time
+        if due is not None and not self._waking:
+            self._waking = True
+            self._background.later(max(due - time.time(), 0.0) + 1.0, self._look_at_clock)
+
+    def _look_at_clock(self) -> None:
+        self._waking = False
+        if settings().monitoring.alerts == _OFF:
+            return
+        evaluation = self._current()
+        self._tell(evaluation.at(time.time()))
+        if (evaluation.next_time or 0.0) > time.time():  # a save has come meanwhile
+            self._wake()
+
+    def _tell(self, alerts: Sequence[Alert]) -> None:
+        for alert in alerts:
+            where = f" ({alert.path})" if alert.path else ""
+            _log.log(_LEVELS[alert.severity], "alert %s: %s%s", alert.rule, alert.text, where)
+            self._hand(alert)
+
+
+def _rules(path: str) -> list[Rule]:
+    try:
+        return load_rules(path)
+    except UsageError as error:
+        _log.warning("%s; the built-in rules hold", error)
+        return load_rules()
+
+
+def _lacking(path: str, nbytes: int) -> str:
+    """Return what the storage of `path` lacks for `nbytes`, "" if nothing is known."""
+
+    def ask() -> str:
+        storage = resolve(path)
+        storage = getattr(storage, "durable", storage)  # of a tier
+        if isinstance(storage, PosixStorage) and (free := storage.free_bytes()) < nbytes:
+            return f"{size_text(free)} are free"
+        check_room(storage, nbytes)
+        return ""
+
+    try:
+        return call_with_timeout(_ROOM_TIMEOUT, ask, f"cannot ask {path} for its free room")
+    except StorageFullError as error:
+        return without_secrets(str(error))
+    except Exception:  # noqa: BLE001  of any client: another alert's business
+        return ""

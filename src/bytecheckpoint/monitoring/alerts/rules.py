@@ -17,7 +17,7 @@ from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.analysis.words import bandwidth_text, rank_text, ranks_text, seconds_text, size_text
 from bytecheckpoint.monitoring.progress import OperationProgress
 
-__all__ = ["Overdue", "Rule", "RuleSet", "Storage", "Unflushed", "load_rules", "metric"]
+__all__ = ["OverdueRule", "Rule", "StorageRule", "UnflushedRule", "load_rules"]
 
 #: Finite: TOML knows inf and nan, which no time or size can be compared with.
 _Number = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
@@ -65,7 +65,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
         return Alert(rule=name, severity=self.severity, text=f"{about.name}: {text}", **facts)
 
 
-class Threshold(Rule, frozen=True, kw_only=True, tag="threshold"):
+class ThresholdRule(Rule, frozen=True, kw_only=True, tag="threshold"):
     """A metric is above or below a limit."""
 
     metric: str
@@ -91,7 +91,7 @@ class Threshold(Rule, frozen=True, kw_only=True, tag="threshold"):
             yield self.alert(f"{self.metric} is {value:g}, {side} {limit:g}", now, value=value, limit=limit)
 
 
-class Straggler(Rule, frozen=True, kw_only=True, tag="straggler"):
+class StragglerRule(Rule, frozen=True, kw_only=True, tag="straggler"):
     """A rank is much slower than the others in a phase."""
 
     ratio: _Positive = 2.0
@@ -114,7 +114,7 @@ class Straggler(Rule, frozen=True, kw_only=True, tag="straggler"):
             )  # fmt: skip
 
 
-class Bandwidth(Rule, frozen=True, kw_only=True, tag="bandwidth"):
+class BandwidthRule(Rule, frozen=True, kw_only=True, tag="bandwidth"):
     """All ranks together are much slower than before."""
 
     fraction: _Positive = 0.4
@@ -137,7 +137,7 @@ class Bandwidth(Rule, frozen=True, kw_only=True, tag="bandwidth"):
             )  # fmt: skip
 
 
-class Retries(Rule, frozen=True, kw_only=True, tag="retries"):
+class RetriesRule(Rule, frozen=True, kw_only=True, tag="retries"):
     """Requests are repeated."""
 
     per_rank: _Positive = 3.0
@@ -153,7 +153,7 @@ class Retries(Rule, frozen=True, kw_only=True, tag="retries"):
             )  # fmt: skip
 
 
-class Missing(Rule, frozen=True, kw_only=True, tag="missing"):
+class MissingRule(Rule, frozen=True, kw_only=True, tag="missing"):
     """Ranks have reported nothing."""
 
     def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
@@ -162,7 +162,7 @@ class Missing(Rule, frozen=True, kw_only=True, tag="missing"):
             yield self.alert(text, now, rank=now.missing[0], value=float(len(now.missing)), limit=0.0)
 
 
-class Failed(Rule, frozen=True, kw_only=True, tag="failed"):
+class FailedRule(Rule, frozen=True, kw_only=True, tag="failed"):
     """The operation failed."""
 
     corrupt = False
@@ -178,13 +178,13 @@ class Failed(Rule, frozen=True, kw_only=True, tag="failed"):
             )
 
 
-class Verification(Failed, frozen=True, kw_only=True, tag="verification"):
+class VerificationRule(FailedRule, frozen=True, kw_only=True, tag="verification"):
     """Stored bytes do not match their checksums."""
 
     corrupt = True
 
 
-class Storage(Rule, frozen=True, kw_only=True, tag="storage"):
+class StorageRule(Rule, frozen=True, kw_only=True, tag="storage"):
     """The storage is nearly full."""
 
     saves: _Positive = 3.0
@@ -202,7 +202,7 @@ class Storage(Rule, frozen=True, kw_only=True, tag="storage"):
             yield self.alert(text, now, limit=float(wanted))
 
 
-class Overdue(Rule, frozen=True, kw_only=True, tag="overdue"):
+class OverdueRule(Rule, frozen=True, kw_only=True, tag="overdue"):
     """No checkpoint for long."""
 
     factor: _Positive = 3.0
@@ -225,7 +225,7 @@ class Overdue(Rule, frozen=True, kw_only=True, tag="overdue"):
             yield self.alert(text, saves[-1], value=waited, limit=limit, time=time)
 
 
-class Unflushed(Rule, frozen=True, kw_only=True, tag="unflushed"):
+class UnflushedRule(Rule, frozen=True, kw_only=True, tag="unflushed"):
     """A tier's step is not durable."""
 
     seconds: _Number = 1800.0
@@ -250,7 +250,10 @@ class Unflushed(Rule, frozen=True, kw_only=True, tag="unflushed"):
             )  # fmt: skip
 
 
-AnyRule = Threshold | Straggler | Bandwidth | Retries | Missing | Failed | Verification | Storage | Overdue | Unflushed
+AnyRule = (
+    ThresholdRule | StragglerRule | BandwidthRule | RetriesRule | MissingRule | FailedRule | VerificationRule | StorageRule
+    | OverdueRule | UnflushedRule
+)  # fmt: skip
 
 
 class RuleSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

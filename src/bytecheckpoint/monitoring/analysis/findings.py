@@ -12,7 +12,7 @@ from bytecheckpoint.monitoring.analysis.run import summarize_run, usual
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary, Straggler
 from bytecheckpoint.monitoring.analysis.words import bandwidth_text, rank_text, ranks_text, seconds_text, size_text
 
-__all__ = ["Finding", "findings"]
+__all__ = ["RunFinding", "findings"]
 
 _SEVERITIES = ("critical", "warning", "info")
 #: Operations at the end of a run that are looked at one by one.
@@ -50,7 +50,7 @@ _LONG_PHASE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class RunFinding:
     """Something that a person should know.
 
     Attributes:
@@ -72,26 +72,26 @@ class Finding:
     phase: str = ""
 
 
-def findings(summaries: Sequence[OperationSummary], limits: Limits | None = None) -> list[Finding]:
+def findings(summaries: Sequence[OperationSummary], limits: Limits | None = None) -> list[RunFinding]:
     """Return what is notable about a run, the worst first.
 
     Args:
         summaries: of its operations, in order of time.
         limits: what the storage can take and give; where it does not say, the best that the run has reached counts.
     """
-    found: list[Finding] = []
+    found: list[RunFinding] = []
     for look in _LOOKS:
         found += look(summaries)
     found += _bandwidth(summaries, limits or Limits())
     return sorted(found, key=lambda finding: _SEVERITIES.index(finding.severity))
 
 
-def _failures(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
+def _failures(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
     failed = [summary for summary in summaries if summary.failed]
     if failed:
         last = failed[-1]
         first = last.first_failure
-        yield Finding(
+        yield RunFinding(
             "critical", f"{len(failed)} of {len(summaries)} operations failed",
             f"The last one, the {last.name}, on rank {first.rank} in {first.stage or 'its beginning'}: {first.error}",
             "Read the error; docs/how-to/when-things-fail.md says what each means.",
@@ -99,11 +99,11 @@ def _failures(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _missing(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
+def _missing(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
     hit = [summary for summary in summaries if summary.missing]
     if hit:
         last = hit[-1]
-        yield Finding(
+        yield RunFinding(
             "warning", "Ranks reported nothing",
             f"{ranks_text(last.missing)} in the {last.name}; in {len(hit)} operations altogether.",
             "A rank that ended, hung or was cut off sends no metrics. Look at its log and its machine.",
@@ -111,7 +111,7 @@ def _missing(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _stragglers(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
+def _stragglers(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
     recent = summaries[-_RECENT:]
     seen: dict[tuple[str, str], list[tuple[OperationSummary, Straggler]]] = {}
     for summary in recent:
@@ -133,7 +133,7 @@ def _stragglers(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
         host, on_host = hosts.most_common(1)[0]
         machine = f" {on_host} slow ranks are on {host}." if on_host > 1 else ""
         load = f" It has {worst.load:.1f} times the mean bytes." if worst.load > 1.5 else ""
-        yield Finding(
+        yield RunFinding(
             "warning",
             f"{rank_text(rank, worst.host)} is slow in {phase}",
             f"{seconds_text(worst.seconds)} in the {summary.name}, where the median of {summary.world_size} ranks is "
@@ -143,11 +143,11 @@ def _stragglers(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _balance(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
+def _balance(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
     saves = [s for s in summaries[-_RECENT:] if s.kind == "save" and not s.failed and s.world_size > 1]
     if saves and saves[-1].balance > 1.5 and saves[-1].nbytes > 256 << 20:
         last = saves[-1]
-        yield Finding(
+        yield RunFinding(
             "info", "Ranks write unequal amounts",
             f"One rank writes {last.balance:.1f} times the mean of {size_text(last.nbytes / last.world_size)}.",
             "Large tensors that only one rank holds, or values of rank 0, cannot be spread. Shard them if you can.",
@@ -155,12 +155,12 @@ def _balance(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _retries(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
+def _retries(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
     hit = [summary for summary in summaries[-_RECENT:] if summary.retries]
     if hit:
         worst = max(hit, key=lambda summary: summary.most_retries[1])
         rank, longest = worst.most_retries
-        yield Finding(
+        yield RunFinding(
             "warning" if longest > 1 else "info", "Requests are repeated",
             f"{worst.retries} in the {worst.name}, with {seconds_text(worst.retry_seconds)} of waiting in all, most on "
             f"rank {rank} ({seconds_text(longest)}).",
@@ -169,7 +169,7 @@ def _retries(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _changes(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
+def _changes(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
     for kind in ("save", "load"):
         places = [place for place, s in enumerate(summaries) if s.kind == kind and not s.failed]
         if not places:
@@ -179,7 +179,7 @@ def _changes(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
             grown = max(
                 now.phases, key=lambda p: p.longest - before.get(p.name, p.longest) if p.name != "commit" else 0
             )
-            yield Finding(
+            yield RunFinding(
                 "warning", f"The last {kind} is slower than before",
                 f"{seconds_text(now.seconds)} instead of {seconds_text(before['seconds'])}; most of it in {grown.name}: "
                 f"{seconds_text(grown.longest)} instead of {seconds_text(before.get(grown.name, 0.0))}.",
@@ -188,7 +188,7 @@ def _changes(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _bandwidth(summaries: Sequence[OperationSummary], limits: Limits) -> Iterator[Finding]:
+def _bandwidth(summaries: Sequence[OperationSummary], limits: Limits) -> Iterator[RunFinding]:
     for kind in ("save", "load"):
         known = [s for s in summaries if s.kind == kind and s.bandwidth and not s.failed]
         limit = limits.of(known[-1]) if known else None
@@ -200,7 +200,7 @@ def _bandwidth(summaries: Sequence[OperationSummary], limits: Limits) -> Iterato
         lost = statistics.median(s.nbytes / s.bandwidth - s.nbytes / best for s in recent)
         if middle < 0.5 * best and lost > 1:
             phase = "write" if kind == "save" else "read"
-            yield Finding(
+            yield RunFinding(
                 "warning", f"{kind.capitalize()}s use {middle / best:.0%} of the storage's bandwidth",
                 f"{bandwidth_text(middle)} of all ranks, {bandwidth_text(best)} {source}; that costs "
                 f"{seconds_text(lost)} per {kind}.",
@@ -209,7 +209,7 @@ def _bandwidth(summaries: Sequence[OperationSummary], limits: Limits) -> Iterato
             )  # fmt: skip
 
 
-def _cost(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
+def _cost(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
     run = summarize_run(summaries)
     saves = [s for s in summaries if s.kind == "save" and not s.failed]
     if not saves or not run.interval:
@@ -218,7 +218,7 @@ def _cost(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
     last = saves[-1]
     longest = max(last.critical_path, key=lambda part: part[3], default=("", 0, 0.0, 0.0))
     if share > 0.03:
-        yield Finding(
+        yield RunFinding(
             "warning", f"Saves stop the training for {share:.1%} of the time",
             f"{seconds_text(run.stall)} every {seconds_text(run.interval)}. Longest part of the last save: {longest[0]} of "
             f"rank {longest[1]}, {seconds_text(longest[3])}.",
@@ -227,13 +227,13 @@ def _cost(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
             last.id, longest[1], longest[0],
         )  # fmt: skip
     if run.write > 0.8 * run.interval:
-        yield Finding(
+        yield RunFinding(
             "warning", "A save takes as long as the time between saves",
             f"{seconds_text(run.write)} to the commit, {seconds_text(run.interval)} from save to save.",
             _LONG_PHASE.get(longest[0], "Save less often."), last.id, None, longest[0],
         )  # fmt: skip
 
 
-_LOOKS: tuple[Callable[[Sequence[OperationSummary]], Iterator[Finding]], ...] = (
+_LOOKS: tuple[Callable[[Sequence[OperationSummary]], Iterator[RunFinding]], ...] = (
     _failures, _missing, _stragglers, _retries, _changes, _balance, _cost,
 )  # fmt: skip

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from bytecheckpoint.monitoring.analysis.rows import Rows
-from bytecheckpoint.monitoring.table import OperationFacts, OperationRecord
+from bytecheckpoint.monitoring.table import MetricRows, OperationFacts, OperationRecord
 
-__all__ = ["SHARED_PHASES", "Failure", "OperationSummary", "PhaseSummary", "Straggler", "summarize"]
+__all__ = ["SHARED_PHASES", "OperationSummary", "PhaseSummary", "RankFailure", "Straggler", "summarize"]
 
 #: Phases in their order.
 _ORDER = {
@@ -74,7 +73,7 @@ class Straggler:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RankFailure:
     """The failure of one rank.
 
     Attributes:
@@ -120,12 +119,12 @@ class OperationSummary(OperationFacts):
     retries: int
     retry_seconds: float
     totals: dict[str, tuple[int, float, int]] = field(hash=False)
-    failures: tuple[Failure, ...]
+    failures: tuple[RankFailure, ...]
     hosts: int
     most_retries: tuple[int, float] = (0, 0.0)
 
     @property
-    def first_failure(self) -> Failure:
+    def first_failure(self) -> RankFailure:
         """The failure behind the others: of the rank that does not repeat another rank's. There must be one."""
         return next((f for f in self.failures if not _OTHER_RANK.search(f.error)), self.failures[0])
 
@@ -166,7 +165,7 @@ class _Phases:
 
 def summarize(record: OperationRecord) -> OperationSummary:
     """Sum up what all ranks did in one operation."""
-    rows = Rows(record.table)
+    rows = MetricRows(record.table)
     is_rank, is_total = rows.where("level", "rank"), rows.where("level", "total")
     rank, seconds, nbytes = rows.numbers("rank"), rows.numbers("seconds"), rows.numbers("nbytes")
     count = rows.numbers("count")
@@ -208,7 +207,7 @@ def summarize(record: OperationRecord) -> OperationSummary:
     )  # fmt: skip
 
 
-def _phases(kind: str, rows: Rows, rank: NDArray[np.int32], width: int) -> _Phases:
+def _phases(kind: str, rows: MetricRows, rank: NDArray[np.int32], width: int) -> _Phases:
     at = np.flatnonzero(rows.where("level", "phase"))
     codes, strings = rows.texts("name")
     codes, rank = codes[at], rank[at]
@@ -242,7 +241,7 @@ def _phase_summaries(phases: _Phases) -> tuple[PhaseSummary, ...]:
     return tuple(found)
 
 
-def _own_reading(rows: Rows, width: int) -> NDArray[np.float64] | None:
+def _own_reading(rows: MetricRows, width: int) -> NDArray[np.float64] | None:
     """Return each rank's seconds in calls of the storage, or None if no ranks exchanged what they read.
 
     In an exchange all ranks wait for the slowest reader, so the length of the phase does not tell who that was.
@@ -320,15 +319,15 @@ def _bandwidth(kind: str, phases: _Phases, nbytes: int) -> float:
     return nbytes / seconds if seconds > 0 else 0.0
 
 
-def _most_retries(rows: Rows, rank: NDArray[np.int32], width: int) -> tuple[int, float]:
+def _most_retries(rows: MetricRows, rank: NDArray[np.int32], width: int) -> tuple[int, float]:
     at = rows.where("level", "total") & rows.where("name", "retry")
     waited = np.bincount(rank[at], rows.numbers("seconds")[at], width)
     return int(waited.argmax()), float(waited.max())
 
 
-def _failures(rows: Rows, rank: NDArray[np.int32]) -> tuple[Failure, ...]:
+def _failures(rows: MetricRows, rank: NDArray[np.int32]) -> tuple[RankFailure, ...]:
     at = np.flatnonzero(rows.where("level", "rank") & rows.where("name", "failed"))
     if not len(at):
         return ()
     (stages, stage_names), (errors, error_texts) = rows.texts("phase"), rows.texts("subject")
-    return tuple(Failure(int(rank[i]), stage_names[stages[i]], error_texts[errors[i]]) for i in at)
+    return tuple(RankFailure(int(rank[i]), stage_names[stages[i]], error_texts[errors[i]]) for i in at)

@@ -1,17 +1,43 @@
-"""The page of a run: one HTML file with its styles, scripts, chart library and data, which opens without a network."""
+"""What the page of a run shows, as columns that its scripts read."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
 from string import Template
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["content_security_policy", "make_page"]
+from bytecheckpoint.monitoring.analysis.summary import SHARED_PHASES, OperationSummary
+from bytecheckpoint.monitoring.report.report import Report
+from bytecheckpoint.monitoring.table import MESH_AXES, MetricRows, OperationRecord
+
+__all__ = ["content_security_policy", "make_page", "page_data"]
+
+#: Operations in the history; older ones are left out.
+OPERATIONS = 1000
+#: Alerts in the list, the newest.
+ALERTS = 200
+#: MetricRows of phases of all operations together: three operations of 8,960 ranks.
+PHASE_ROWS = 200_000
+#: Spans of one operation, and of all operations together.
+SPANS_PER_OPERATION, SPANS = 10_000, 60_000
+#: Ranks whose spans are kept where not all are: so many of the slowest, and so many at equal distances.
+SLOWEST, SAMPLED = 32, 32
+#: Stragglers, failures and missing ranks of one operation in the lists; the heat map shows all.
+LISTED = 50
+#: A phase that begins so many seconds from the end of the one before follows it.
+_SAME_TIME = 1e-4
+_STATES = ("done", "failed", "missing")
+
 
 _ASSETS = files("bytecheckpoint.monitoring.report") / "assets"
 #: In the order in which they run, in one scope.
@@ -29,6 +55,76 @@ _SCRIPTS = (
 _ECHARTS = "echarts/echarts.min.js"
 #: Inside a script element a browser ends the text at "</script"; JSON may write these characters as escapes.
 _MARKUP = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
+
+
+def page_data(report: Report, root: str, made: float) -> dict[str, Any]:
+    """Return what the page embeds: plain values, and columns as base64.
+
+    Args:
+        report: of the run.
+        root: folder of the run, as it is shown.
+        made: seconds since 1970 at which the metrics were read.
+    """
+    run, alerts = report.metrics, report.alerts
+    operations = run.operations[-OPERATIONS:]
+    left_out = []
+    if len(operations) < len(run.operations):
+        left_out.append(f"The history shows the newest {len(operations):,} of {len(run.operations):,} operations.")
+    if len(alerts) > ALERTS:
+        left_out.append(f"The newest {ALERTS:,} of {len(alerts):,} alerts are listed.")
+    details, notes = _details(run.records, operations)
+    return {
+        "version": 1,
+        "root": root.encode(errors="backslashreplace").decode(),  # a name may be no UTF-8, which JSON is
+        "made": made,
+        "simulated": any(operation.path.startswith("simulated://") for operation in operations),
+        "skipped": run.skipped,
+        "leftOut": left_out + notes,
+        "operations": [_operation(operation) for operation in operations],
+        "details": details,
+        "findings": [asdict(finding) for finding in report.findings],
+        "words": report.words,
+        "alerts": [msgspec.to_builtins(alert) for alert in alerts[-ALERTS:]],
+    }
+
+
+def _operation(summary: OperationSummary) -> dict[str, Any]:
+    """Return one operation as the history and the lists of the page show it."""
+    # A whole operation takes all ranks equally long, as they wait for each other.
+    own = [phase for phase in summary.phases if phase.name not in SHARED_PHASES.get(summary.kind, ())]
+    return {
+        "id": summary.id,
+        "kind": summary.kind,
+        "path": summary.path,
+        "step": summary.step,
+        "began": summary.began,
+        "worldSize": summary.world_size,
+        "hosts": summary.hosts,
+        "seconds": _number(summary.seconds),
+        "blocking": _number(summary.blocking_seconds),
+        "nbytes": summary.nbytes,
+        "bandwidth": _number(summary.bandwidth),
+        "balance": _number(summary.balance),
+        "retries": summary.retries,
+        "retrySeconds": _number(summary.retry_seconds),
+        "phases": [[p.name, _number(p.median), _number(p.longest), p.slowest_rank] for p in summary.phases],
+        "stragglers": [
+            [s.rank, s.host, s.phase, _number(s.seconds), _number(s.median)] for s in summary.stragglers[:LISTED]
+        ],
+        "stragglerCount": len(summary.stragglers),
+        "ownPhase": max(own, key=lambda phase: phase.longest).name if own else "",
+        "critical": [[phase, rank, _number(begin), _number(sec)] for phase, rank, begin, sec in summary.critical_path],
+        "failures": [[f.rank, f.stage, f.error] for f in summary.failures[:LISTED]],
+        "cause": summary.first_failure.rank if summary.failures else None,
+        "failureCount": len(summary.failures),
+        "missing": list(summary.missing[:LISTED]),
+        "missingCount": len(summary.missing),
+    }
+
+
+def _number(value: float) -> float | None:
+    """Round to six digits; JSON has no NaN and no infinity."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def make_page(data: Any, *, live: bool = False) -> bytes:
@@ -71,3 +167,157 @@ def _scripts() -> str:
 @cache
 def _digest(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+# --- ranks, phases and spans of the operations that the heat map can show ---
+
+
+def _details(
+    records: Sequence[OperationRecord], operations: Sequence[OperationSummary]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the columns of the newest operations that fit, by id, and sentences that say what is left out."""
+    details: dict[str, Any] = {}
+    summaries = {operation.id: operation for operation in operations}
+    records = [record for record in records if record.id in summaries]
+    phase_rows = spans = 0
+    sampled = False
+    for place in _newest_first(records):
+        record = records[place]
+        rows = MetricRows(record.table)
+        phases, chosen = _places(rows, "phase"), _places(rows, "span")
+        phase_rows += len(phases)
+        if details and phase_rows > PHASE_ROWS:
+            break
+        if len(chosen) > SPANS_PER_OPERATION or spans + len(chosen) > SPANS:
+            ranks = _interesting_ranks(rows, summaries[record.id])
+            chosen = chosen[np.isin(rows.numbers("rank")[chosen], ranks)][
+                : max(min(SPANS_PER_OPERATION, SPANS - spans), 0)
+            ]
+            sampled = True
+        spans += len(chosen)
+        details[record.id] = _detail(rows, phases, chosen, _complete(records, record))
+    notes = []
+    if len(details) < len(operations):
+        notes.append(
+            f"Values of every rank are in this page for {len(details)} of {len(operations):,} operations: the newest."
+        )
+    if sampled:
+        notes.append(
+            f"Single reads and writes of large operations are in this page for stragglers, the {SLOWEST} slowest ranks and "
+            f"{SAMPLED} others; --trace has those of more."
+        )
+    return details, notes
+
+
+def _newest_first(records: Sequence[OperationRecord]) -> list[int]:
+    """Return the places of operations, the newest of each kind first."""
+    places = list(range(len(records) - 1, -1, -1))
+    firsts = {records[place].kind: place for place in reversed(places)}.values()
+    return sorted(firsts, reverse=True) + [place for place in places if place not in firsts]
+
+
+def _interesting_ranks(rows: MetricRows, summary: OperationSummary) -> NDArray[np.int32]:
+    rank = rows.numbers("rank")[_places(rows, "rank")]
+    shared = np.logical_or.reduce([rows.where("name", phase) for phase in SHARED_PHASES.get(summary.kind, ("",))])
+    own = rows.where("level", "phase") & ~shared
+    slowest = np.argsort(np.bincount(rows.numbers("rank")[own], rows.numbers("seconds")[own]))[-SLOWEST:]
+    sample = rank[:: max(len(rank) // SAMPLED, 1)]
+    return np.unique(np.concatenate([slowest, sample, [s.rank for s in summary.stragglers[:LISTED]]]).astype(np.int32))
+
+
+def _complete(records: Sequence[OperationRecord], record: OperationRecord) -> MetricRows | None:
+    """Return an operation of the same world in which every rank has reported; None if there is none, or no need for it."""
+    same = (r for r in reversed(records) if r.world_size == record.world_size and not r.missing)
+    found = next(same, None) if record.missing else None
+    return None if found is None else MetricRows(found.table)
+
+
+def _places(rows: MetricRows, level: str) -> NDArray[np.int64]:
+    """Return the places of the rows of a level, in order of rank and time."""
+    places = np.flatnonzero(rows.where("level", level))
+    return places[np.lexsort((rows.numbers("begin")[places], rows.numbers("rank")[places]))]
+
+
+def _detail(
+    rows: MetricRows, phases: NDArray[np.int64], spans: NDArray[np.int64], complete: MetricRows | None
+) -> dict[str, Any]:
+    """Return the columns of one operation; phases and spans lie in the order of the ranks' rows.
+
+    Args:
+        rows: of the operation.
+        phases: places of its phases.
+        spans: places of its spans that are shown.
+        complete: rows that say where ranks are that have reported nothing in this operation.
+    """
+    own = _places(rows, "rank")
+    of_place = rows if complete is None else complete
+    places = own if complete is None else _places(complete, "rank")
+    ranks, seconds = rows.numbers("rank")[own], rows.numbers("seconds")
+    names, strings = rows.texts("name")
+    states = np.array([_STATES.index(text) if text in _STATES else 0 for text in strings], np.uint8)[names[own]]
+    known = {axis: of_place.known(axis)[places] for axis in MESH_AXES}
+    totals = _places(rows, "total")
+    totals = totals[np.isin(rows.numbers("rank")[totals], ranks)]
+    sums = {}
+    for code in np.unique(names[totals]):
+        of_name = totals[names[totals] == code]
+        at = np.searchsorted(ranks, rows.numbers("rank")[of_name])
+        values = np.bincount(at, seconds[of_name], len(ranks)).astype(np.float32)
+        if values.any():
+            sums[strings[code]] = _packed(values)
+    return {
+        "rank": _packed_small(ranks),
+        "host": _texts(of_place, "host", places),
+        "axes": {
+            axis: _packed_small(np.where(has, of_place.numbers(axis)[places], -1))
+            for axis, has in known.items()
+            if has.any()
+        },
+        "state": _packed(states),
+        "seconds": _packed(seconds[own]),
+        "nbytes": _packed(rows.numbers("nbytes")[own].astype(np.float64)),
+        "totals": sums,
+        "phases": _parts(rows, phases, ranks),
+        "spans": _parts(rows, spans, ranks)
+        | {
+            "nbytes": _packed(rows.numbers("nbytes")[spans].astype(np.float64)),
+            "subject": _texts(rows, "subject", spans),
+        },
+    }
+
+
+def _parts(rows: MetricRows, places: NDArray[np.int64], ranks: NDArray[np.int32]) -> dict[str, Any]:
+    """Return phases or spans: how many each rank has, and their columns."""
+    rank, begin, seconds = (rows.numbers(name)[places] for name in ("rank", "begin", "seconds"))
+    counts = np.bincount(np.searchsorted(ranks, rank), minlength=len(ranks))
+    columns = {
+        "counts": _packed_small(counts),
+        "name": _texts(rows, "name", places),
+        "begin": _packed(begin),
+        "seconds": _packed(seconds),
+    }
+    follows = (rank[1:] != rank[:-1]) | (np.abs(begin[1:] - (begin + seconds)[:-1]) < _SAME_TIME)
+    if follows.all():  # each begins when the one before ends: the beginning of the first is enough
+        columns["begin"] = _packed(begin[np.diff(rank, prepend=-1) != 0])
+    if rows.numbers("failed")[places].any():
+        columns["failed"] = _packed_small(rows.numbers("failed")[places])
+    return columns
+
+
+def _texts(rows: MetricRows, name: str, places: NDArray[np.int64]) -> dict[str, Any]:
+    codes, strings = rows.texts(name)
+    used, codes = np.unique(codes[places], return_inverse=True)
+    return {"values": [strings[code] if code >= 0 else "" for code in used], "codes": _packed_small(codes)}
+
+
+def _packed_small(values: NDArray[Any]) -> dict[str, str]:
+    """Return a column of integers in the smallest type that the page knows."""
+    low, high = values.min(initial=0), values.max(initial=0)
+    fits = (t for t in (np.uint8, np.int8, np.int16, np.int32) if np.iinfo(t).min <= low and high <= np.iinfo(t).max)
+    return _packed(values.astype(next(fits)))
+
+
+def _packed(values: NDArray[Any]) -> dict[str, str]:
+    """Return a column as its type and its little-endian bytes in base64."""
+    values = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+    return {"type": f"{values.dtype.kind}{values.dtype.itemsize}", "data": base64.b64encode(values).decode()}

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.alerts import Evaluation, Rule
-from bytecheckpoint.monitoring.analysis.findings import Finding, findings
+from bytecheckpoint.monitoring.analysis.findings import RunFinding, findings
 from bytecheckpoint.monitoring.analysis.limits import Limits
 from bytecheckpoint.monitoring.analysis.run import RunSummary, Shares, summarize_run
 from bytecheckpoint.monitoring.analysis.words import plural, seconds_text
 from bytecheckpoint.monitoring.reading import RunMetrics
 
-__all__ = ["Judge", "Report"]
+__all__ = ["Report", "Reporter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class Report:
     metrics: RunMetrics
     run: RunSummary
     expected: Shares | None
-    findings: Sequence[Finding]
+    findings: Sequence[RunFinding]
     alerts: Sequence[Alert]
     words: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class Reporter:
     """Makes reports.
 
     Attributes:

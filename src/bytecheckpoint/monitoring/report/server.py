@@ -17,9 +17,8 @@ from bytecheckpoint.errors import CheckpointError, StorageError, StorageUnavaila
 from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.reading import RunReader
 from bytecheckpoint.monitoring.record import path_without_secrets, without_secrets
-from bytecheckpoint.monitoring.report.data import OPERATIONS, page_data
-from bytecheckpoint.monitoring.report.page import content_security_policy, make_page
-from bytecheckpoint.monitoring.report.report import Judge
+from bytecheckpoint.monitoring.report.page import OPERATIONS, content_security_policy, make_page, page_data
+from bytecheckpoint.monitoring.report.report import Reporter
 from bytecheckpoint.monitoring.sinks.files import LIVE_PREFIX, METRICS_FOLDER
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
@@ -68,12 +67,12 @@ class RunView:
 
     Args:
         root: folder or URL of the run.
-        judge: of its metrics.
+        reporter: of its metrics.
     """
 
-    def __init__(self, root: str, judge: Judge) -> None:
+    def __init__(self, root: str, reporter: Reporter) -> None:
         self._shown = path_without_secrets(root)
-        self._judge = judge
+        self._reporter = reporter
         self._reader = RunReader(root, OPERATIONS)
         self._folder = with_time_limits(resolve(f"{root.rstrip('/')}/{METRICS_FOLDER}"))
         self._lock = threading.Lock()
@@ -110,7 +109,7 @@ class RunView:
         self._running = [operation for operation in live if operation is not None]
         files = [(name, size) for name, size in listed if not name.startswith(LIVE_PREFIX)]  # those of alerts grow
         if files != self._files:
-            data = page_data(self._judge.report(self._reader.read()), self._shown, time.time())
+            data = page_data(self._reporter.report(self._reader.read()), self._shown, time.time())
             self._data = json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
             self._files = files
             self._version += 1

@@ -13,8 +13,7 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
-from bytecheckpoint.monitoring.analysis.rows import Rows
-from bytecheckpoint.monitoring.table import OperationRecord
+from bytecheckpoint.monitoring.table import MetricRows, OperationRecord
 
 __all__ = ["write_trace"]
 
@@ -37,7 +36,7 @@ def write_trace(records: Sequence[OperationRecord], file: BinaryIO) -> int:
     while first and (events == 0 or events + records[first - 1].table.num_rows <= EVENTS):
         first -= 1
         events += records[first].table.num_rows
-    encoder, writer, separator = msgspec.json.Encoder(), _Writer(), b"\n"
+    encoder, writer, separator = msgspec.json.Encoder(), _EventWriter(), b"\n"
     file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
     for record in records[first:]:
         for event in writer.events(record, records[first].began):
@@ -47,7 +46,7 @@ def write_trace(records: Sequence[OperationRecord], file: BinaryIO) -> int:
     return len(records) - first
 
 
-class _Writer:
+class _EventWriter:
     """Makes events, and remembers which processes and threads have a name."""
 
     def __init__(self) -> None:
@@ -93,7 +92,7 @@ class _Writer:
 
 def _rows_in_order(record: OperationRecord) -> Iterator[dict[str, Any]]:
     """Iterate over ranks, phases and spans, in order of rank and time."""
-    rows = Rows(record.table)
+    rows = MetricRows(record.table)
     order = np.lexsort((rows.numbers("begin"), rows.numbers("rank")))
     order = order[~rows.where("level", "total")[order]]
     columns = [rows.numbers(name)[order].tolist() for name in _NUMBERS]

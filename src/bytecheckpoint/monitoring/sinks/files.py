@@ -49,7 +49,7 @@ _JOINED = 64
 _FORGOTTEN = 86400.0
 #: Larger files stay as they are.
 _SMALL = 1 << 18
-#: Rows of a table from which on better compression is worth its time.
+#: MetricRows of a table from which on better compression is worth its time.
 _MANY_ROWS = 1 << 14
 
 
