@@ -50,12 +50,20 @@ _PHRASES = [(re.compile(pattern, re.IGNORECASE), say) for pattern, say in PHRASE
 
 #: Functions and classes that may have more parameters or fields, with the reason.
 MANY_FIELDS: dict[str, str] = {
+    "bytecheckpoint.monitoring.alert.Alert": "members of a documented JSON object",
+    "bytecheckpoint.monitoring.analysis.run.RunSummary": "members of a documented JSON object",
+    "bytecheckpoint.monitoring.analysis.summary.OperationSummary": "members of a documented JSON object",
+    "bytecheckpoint.monitoring.progress.RankProgress": "a message, without nested parts because it is sent often",
+    "bytecheckpoint.monitoring.record.RankRecord": "a message that becomes the columns of a documented table",
+    "bytecheckpoint.monitoring.simulation.SimulatedRun": "keyword options, each with a default",
     "bytecheckpoint.loading.load": "a call of the paper, with keyword options",
     "bytecheckpoint.saving.save": "a call of the paper, with keyword options",
     "bytecheckpoint.tuning.Tuning": "a flat list of internal constants",
 }
 #: Small modules with one importer that stay by themselves, with the reason.
-SMALL_MODULES: dict[str, str] = {}
+SMALL_MODULES: dict[str, str] = {
+    "bytecheckpoint.monitoring.report.trace": "an output format of its own, beside the page",
+}
 
 
 @dataclass(frozen=True, order=True)

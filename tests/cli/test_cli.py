@@ -17,9 +17,8 @@ import pytest
 import torch
 
 import bytecheckpoint
-from bytecheckpoint.cli.format import as_json, format_time, printable, size_text
+from bytecheckpoint.cli.format import as_json, format_time, parse_size, printable, size_text
 from bytecheckpoint.cli.main import run
-from bytecheckpoint.cli.tools import parse_size
 from bytecheckpoint.tuning import tuned
 from tests.support.damage import flip_bit
 from tests.support.settings import using

@@ -207,8 +207,8 @@ def test_a_bad_sink_delays_nothing_and_says_so_once(
         seconds = time.monotonic() - began
         assert len(wait_for_operations(tmp_path, 3)) == 3, "the other sink has everything"
         if kind != "hangs":
-            (bad,) = [d for a, d in delivery._deliveries.items() if a != "files"]
-            assert bad._background.flush(30) and bad.dropped == 3
+            (bad,) = [d for a, d in delivery.queues().items() if a != "files"]
+            assert bad.flush(30) and bad.dropped == 3
     lines = [
         r.getMessage() for r in caplog.records if "metrics" in r.getMessage() or r.name.startswith("opentelemetry")
     ]
@@ -265,15 +265,15 @@ def test_what_a_slow_sink_cannot_take_is_dropped_and_counted(
         for _ in range(199):
             delivery.deliver(record, summary)
         assert time.monotonic() - began < 1
-        (slow,) = delivery._deliveries.values()
+        (slow,) = delivery.queues().values()
         assert slow.dropped == 199 - 64
         dropped = slow.dropped
         for _ in range(100):
             delivery.deliver_alert(Alert(rule="failed", severity="critical", text="it failed"))
             delivery.deliver_progress(OperationProgress.of([PROGRESS], record.id, 1, ended=True))
-        assert slow.dropped == dropped + 100 and slow._background.waiting() == 64
+        assert slow.dropped == dropped + 100 and slow.waiting() == 64
         SlowSink.may.release(200)
-        assert slow._background.flush(10) and len(SlowSink.taken) + dropped == 200
+        assert slow.flush(10) and len(SlowSink.taken) + dropped == 200
     assert caplog.text.count("metrics are dropped") == 1
     assert caplog.text.count(f"keeps up again; {dropped + 100} records and alerts are lost") == 1
 
@@ -388,8 +388,8 @@ def test_a_run_that_is_removed_at_once_stays_removed(tmp_path: Path) -> None:
             bytecheckpoint.load(run / "step_1", STATES)
             shutil.rmtree(run)
         bytecheckpoint.save(tmp_path / "stays/step_1", STATES)
-        (files,) = delivery._deliveries.values()
-        assert wait_until(lambda: files._background.waiting() == 0, 30)
+        (files,) = delivery.queues().values()
+        assert wait_until(lambda: files.waiting() == 0, 30)
     assert [path.name for path in tmp_path.iterdir()] == ["stays"] and len(tables(tmp_path / "stays")) == 1
 
 
@@ -400,8 +400,8 @@ def test_the_folder_for_temporary_files_gets_no_metrics(tmp_path: Path, monkeypa
         with tempfile.TemporaryDirectory() as path:
             bytecheckpoint.save(path, STATES)
         wait_for_operations(tmp_path / "run", 1)
-        (files,) = delivery._deliveries.values()
-        assert wait_until(lambda: files._background.waiting() == 0, 30)
+        (files,) = delivery.queues().values()
+        assert wait_until(lambda: files.waiting() == 0, 30)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -455,12 +455,12 @@ def test_two_sinks_at_once_and_a_change_in_the_middle(tmp_path: Path) -> None:
     with receiver() as received, collecting(f"clickhouse://127.0.0.1:{received.port},files"):
         bytecheckpoint.save(tmp_path / "step_1", STATES)
         wait_for_operations(tmp_path, 1)
-        (clickhouse,) = [d for a, d in delivery._deliveries.items() if a != "files"]
-        assert clickhouse._background.flush(30)
+        (clickhouse,) = [d for a, d in delivery.queues().items() if a != "files"]
+        assert clickhouse.flush(30)
         bytecheckpoint.configure(metrics="files")
         bytecheckpoint.save(tmp_path / "step_2", STATES)
         wait_for_operations(tmp_path, 2)
-        assert set(delivery._deliveries) == {"files"}
+        assert set(delivery.queues()) == {"files"}
     assert len(received.requests) == 1 and len(tables(tmp_path)) == 2
 
 

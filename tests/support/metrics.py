@@ -22,8 +22,7 @@ def collecting(metrics: str = "files") -> Iterator[None]:
     """Collect metrics inside the block, and deliver them before it ends, also of operations that lack a rank's."""
     with using(metrics=metrics):
         yield
-        for waiting in list(collector._incomplete):  # else they come in the middle of another test
-            waiting.close()
+        collector.deliver_incomplete()  # else they come in the middle of another test
         delivery.finish()
 
 

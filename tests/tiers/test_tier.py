@@ -628,7 +628,7 @@ def test_ls_while_the_durable_storage_is_away(
     assert command(["ls", run]) == 1
     said = capsys.readouterr()
     assert "committed" in said.out
-    assert "only what is near is listed" in said.err
+    assert "only this machine's hot tier is listed" in said.err
     assert f"{run}: cannot reach {durable_folder(run)}: Transport endpoint" in said.err
     assert command(["ls", run, "--json"]) == 1
     listed = json.loads(capsys.readouterr().out)

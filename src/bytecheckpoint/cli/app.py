@@ -1,4 +1,4 @@
-"""The grammar of the command line. Each verb returns a job, which `main.run` runs. Heavy imports stay inside the verbs."""
+"""Define the grammar of the command line. Each verb returns a job for `main.run`, and imports its code itself."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ app = typer.Typer(
 
 Path = Annotated[str, typer.Argument(metavar="PATH", help="Folder or URL of one checkpoint.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
-# Of the metrics of a run.
+# Options of the verbs about the metrics of a run.
 Bandwidth = Annotated[
     str | None,
-    typer.Option(help="What the storage takes from all ranks together, per second: 40GB (see also `measure`)."),
+    typer.Option(help="Bandwidth of the storage for all ranks together, per second: 40GB (see also `measure`)."),
 ]
-Mtbf = Annotated[str | None, typer.Option(help="Mean time between two failures: 4h; tells the expected ETTR.")]
-Rules = Annotated[str, typer.Option(help="File of rules of alerts; default: the setting `alerts`.")]
+Mtbf = Annotated[str | None, typer.Option(help="Mean time between two failures: 4h; adds the expected ETTR.")]
+Rules = Annotated[str, typer.Option(help="File of rules for alerts; default: the setting `alerts`.")]
 Job = Callable[[], int]
 
 
@@ -67,10 +67,10 @@ def inspect(
     ] = None,
     values: Annotated[bool, typer.Option("--values", help="Show plain values too.")] = False,
     boxes: Annotated[bool, typer.Option("--boxes", help="Show every stored box with its file and bytes.")] = False,
-    rank: Annotated[int | None, typer.Option(min=0, help="With --values: those of this rank.")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="With --values: rank whose values are shown.")] = None,
     json: Json = False,
 ) -> Job:
-    """Show tensors (dtype, shape, bytes, boxes), the layout they were saved from, and who wrote how much."""
+    """Show tensors (dtype, shape, bytes, boxes), the layout of the save, and the bytes of each writer."""
     from bytecheckpoint.cli.inspect import inspect
 
     return partial(inspect, path, patterns or [], values=values, boxes=boxes, rank=rank, json=json)
@@ -139,12 +139,12 @@ def flush(
         typer.Argument(metavar="PATH", help="A step, or a folder of them, with or without tier+.", show_default=False),
     ],
     replicas: Annotated[
-        bool, typer.Option("--replicas", help="Also the files of other machines that this one keeps: if they are lost.")
+        bool, typer.Option("--replicas", help="Also flush this machine's copies of lost machines' files.")
     ] = False,
     json: Json = False,
 ) -> Job:
     """Copy steps that a job left in this machine's memory (`tier+...`) to their durable storage."""
-    from bytecheckpoint.cli.tiers import flush
+    from bytecheckpoint.cli.tools import flush
 
     return partial(flush, path, replicas=replicas, json=json)
 
@@ -152,12 +152,12 @@ def flush(
 @app.command()
 def rm(
     paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Checkpoints.", show_default=False)],
-    cold: Annotated[bool, typer.Option("--cold", help="Also their files in a cold storage.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
+    cold: Annotated[bool, typer.Option("--cold", help="Also remove their files in a cold storage.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")] = False,
     json: Json = False,
 ) -> Job:
-    """Remove checkpoints, with whatever killed saves left at their paths. `tier+...`: this machine's copy too."""
-    from bytecheckpoint.cli.removal import rm
+    """Remove checkpoints, and the files of killed saves at their paths. `tier+...`: this machine's copy too."""
+    from bytecheckpoint.cli.tools import rm
 
     return partial(rm, paths, cold=cold, dry_run=dry_run, json=json)
 
@@ -167,33 +167,35 @@ def gc(
     paths: Annotated[
         list[str] | None, typer.Argument(metavar="[PATH]...", help="Checkpoints, or folders of them.")
     ] = None,
-    older_than: Annotated[str, typer.Option(help="Only what is older: 30m, 12h, 7d, 2w.")] = "1d",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
+    older_than: Annotated[str, typer.Option(help="Least age: 30m, 12h, 7d, 2w.")] = "1d",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")] = False,
     json: Json = False,
 ) -> Job:
-    """Remove what killed saves left there, and flushed steps from this machine's memory (all runs)."""
-    from bytecheckpoint.cli.removal import gc
+    """Remove the files of killed saves, and flushed steps from this machine's memory (all runs)."""
+    from bytecheckpoint.cli.tools import gc
 
     return partial(gc, paths or [], older_than=older_than, dry_run=dry_run, json=json)
 
 
 @app.command("plan-interval")
 def plan_interval(
-    stall: Annotated[str, typer.Option(help="How long a save stops the training: 0.5s.", show_default=False)],
-    write: Annotated[str, typer.Option(help="From the beginning of a save to its commit: 40s.", show_default=False)],
+    stall: Annotated[str, typer.Option(help="Time for which a save stops the training: 0.5s.", show_default=False)],
+    write: Annotated[
+        str, typer.Option(help="Time from the beginning of a save to its commit: 40s.", show_default=False)
+    ],
     mtbf: Annotated[str, typer.Option(help="Mean time between two failures: 4h.", show_default=False)],
-    machines: Annotated[int, typer.Option(min=1, help="If --mtbf is that of one machine: how many there are.")] = 1,
-    restart: Annotated[str, typer.Option(help="From a failure until the training goes on.")] = "0s",
+    machines: Annotated[int, typer.Option(min=1, help="Number of machines, if --mtbf is that of one machine.")] = 1,
+    restart: Annotated[str, typer.Option(help="Time from a failure until the training continues.")] = "0s",
     step_time: Annotated[
-        str | None, typer.Option(help="Of one training step; tells the interval in steps too.")
+        str | None, typer.Option(help="Time of one training step; adds the interval in steps.")
     ] = None,
     most_stall: Annotated[
         float | None, typer.Option(help="Bound on the share of the time in stalls, e.g. 0.03.")
     ] = None,
     json: Json = False,
 ) -> Job:
-    """Find out how often to save: at which interval stalls and lost work cost least together."""
-    from bytecheckpoint.cli.interval import plan_interval
+    """Find the interval between saves at which stalls and lost work cost least together."""
+    from bytecheckpoint.cli.runs import plan_interval
 
     return partial(
         plan_interval,
@@ -211,7 +213,9 @@ def plan_interval(
 @app.command()
 def report(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder or URL of a run.", show_default=False)],
-    newest: Annotated[int | None, typer.Option(min=1, help="Only that many saves and loads, the newest ones.")] = None,
+    newest: Annotated[
+        int | None, typer.Option(min=1, help="Number of saves and loads to read, the newest ones.")
+    ] = None,
     bandwidth: Bandwidth = None,
     mtbf: Mtbf = None,
     rules: Rules = "",
@@ -224,9 +228,8 @@ def report(
     ] = None,
     json: Json = False,
 ) -> Job:
-    """Show what the metrics of a run say: operations, phases, stragglers, alerts, and in words what is wrong."""
-    from bytecheckpoint.cli.monitoring import report
-    from bytecheckpoint.cli.pages import make_reporter
+    """Show the metrics of a run: operations, phases, stragglers, alerts, and findings with advice."""
+    from bytecheckpoint.cli.runs import make_reporter, report
 
     reporter = make_reporter(rules, bandwidth, mtbf)
     return partial(report, root, newest=newest, reporter=reporter, output=output, trace=trace, json=json)
@@ -236,11 +239,11 @@ def report(
 def measure(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder or URL of a run.", show_default=False)],
     size: Annotated[str, typer.Option(help="Bytes to write, e.g. 4GiB.")] = "1GiB",
-    threads: Annotated[int, typer.Option(min=1, help="Files that are written and read at once.")] = 8,
+    threads: Annotated[int, typer.Option(min=1, help="Number of files to write and read at once.")] = 8,
     json: Json = False,
 ) -> Job:
-    """Measure how fast the storage of a run writes and reads from here; reports compare saves and loads with it."""
-    from bytecheckpoint.cli.monitoring import measure
+    """Measure the bandwidth of the storage of a run; reports compare saves and loads with it."""
+    from bytecheckpoint.cli.runs import measure
 
     return partial(measure, root, size=size, threads=threads, json=json)
 
@@ -248,25 +251,25 @@ def measure(
 @app.command()
 def monitor(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder or URL of a run.", show_default=False)],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8765,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 8765,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; others than this machine's own need a token.")
+        str, typer.Option(help="Address to listen on; any but this machine's own needs a token.")
     ] = "127.0.0.1",
     token: Annotated[
         str,
         typer.Option(
             envvar="BYTECHECKPOINT_MONITOR_TOKEN",
             show_envvar=True,
-            help="Secret that a browser asks for as a password. Other users of this machine see the option; the "
-            "variable they do not see.",
+            help="Secret that a browser asks for as a password. Other users of this machine can see the option, but "
+            "not the variable.",
         ),
     ] = "",
     bandwidth: Bandwidth = None,
     mtbf: Mtbf = None,
     rules: Rules = "",
 ) -> Job:
-    """Serve the page of a run, with the progress of saves and loads that run now. It only reads."""
-    from bytecheckpoint.cli.pages import make_reporter, monitor
+    """Serve the page of a run, with the progress of running saves and loads. It only reads."""
+    from bytecheckpoint.cli.runs import make_reporter, monitor
 
     return partial(monitor, root, reporter=make_reporter(rules, bandwidth, mtbf), host=host, port=port, token=token)
 
@@ -274,13 +277,13 @@ def monitor(
 @app.command()
 def cooldown(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="A folder of steps.", show_default=False)],
-    cold: Annotated[str, typer.Argument(metavar="COLD", help="Where older steps go.", show_default=False)],
-    older_than: Annotated[str, typer.Option(help="Age from which on a step is moved: 30m, 12h, 7d, 2w.")] = "7d",
-    keep: Annotated[int, typer.Option(min=1, help="That many of the newest steps stay in any case.")] = 1,
-    apply: Annotated[bool, typer.Option("--apply/--dry-run", help="Do it, or only show what would be done.")] = False,
+    cold: Annotated[str, typer.Argument(metavar="COLD", help="Folder or URL for older steps.", show_default=False)],
+    older_than: Annotated[str, typer.Option(help="Least age of a step to move: 30m, 12h, 7d, 2w.")] = "7d",
+    keep: Annotated[int, typer.Option(min=1, help="Number of newest steps that stay in any case.")] = 1,
+    apply: Annotated[bool, typer.Option("--apply/--dry-run", help="Move the steps, or only show the plan.")] = False,
     json: Json = False,
 ) -> Job:
-    """Move older steps to a cold storage; their paths go on working. Shows what it would do, unless --apply is given."""
-    from bytecheckpoint.cli.tiers import cooldown
+    """Move older steps to a cold storage; their paths keep working. Only shows the plan unless --apply is given."""
+    from bytecheckpoint.cli.tools import cooldown
 
     return partial(cooldown, root, cold, older_than=older_than, keep=keep, apply=apply, json=json)

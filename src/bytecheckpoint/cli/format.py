@@ -1,4 +1,4 @@
-"""Format output for a terminal (escaped names, readable sizes, aligned columns) and as JSON."""
+"""Format output for a terminal (escaped names, readable sizes, aligned columns) and as JSON; parse ages and sizes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import contextlib
 import datetime
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from bytecheckpoint.errors import UsageError
 from bytecheckpoint.monitoring.analysis.words import plural, size_text
 
 __all__ = [
     "as_json",
     "format_time",
+    "parse_age",
+    "parse_size",
     "plural",
     "print_json",
     "print_notes",
@@ -25,6 +29,9 @@ __all__ = [
     "typed_value",
 ]
 
+_AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([smhdw]?)", re.IGNORECASE)
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
@@ -113,3 +120,31 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
     ) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def parse_age(text: str) -> float:
+    """Parse an age such as "90", "30m", "12h", "7d" or "2w".
+
+    Raises:
+        UsageError: `text` is not an age.
+    """
+    match = _AGE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{text!r} is not an age: write 30m, 12h, 7d or 2w")
+    return float(match[1]) * _SECONDS[match[2].lower()]
+
+
+def parse_size(text: str) -> int:
+    """Parse a number of bytes such as "5GB" (decimal), "2GiB" (binary) or "1000000".
+
+    Raises:
+        UsageError: `text` is not a size, or less than one byte.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    number = 0.0
+    if match is not None:
+        power = " KMGT".index(match[2].upper() or " ")
+        number = float(match[1]) * (1024 if match[3] else 1000) ** power
+    if number < 1:
+        raise UsageError(f"{text!r} is not a size: write 5GB, 500MB, 2GiB or a number of bytes")
+    return int(number)

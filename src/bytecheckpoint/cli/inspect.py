@@ -1,4 +1,4 @@
-"""`bytecheckpoint inspect`: show what a checkpoint holds, tensor by tensor. Torch is imported for --values only."""
+"""Run `bytecheckpoint inspect`: show the content of a checkpoint, tensor by tensor. Torch is imported for --values only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bytecheckpoint ls`: list the checkpoints of a folder, or the states of one checkpoint. Torch is not imported."""
+"""Run `bytecheckpoint ls`: list the checkpoints of a folder, or the states of one checkpoint. Torch is not imported."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def open_catalog(path: str) -> tuple[Storage, Catalog]:
 
 
 def explain_missing_catalog(storage: Storage, error: CheckpointNotFoundError) -> CheckpointNotFoundError:
-    """Return an error that says what `storage` holds instead of a checkpoint; `error` itself if nothing is known."""
+    """Return an error about the files that `storage` holds instead of a checkpoint, or `error` if none are known."""
     # Where machines see different files, the files of this machine prove nothing.
     if not storage.capabilities.machine_only and any(generation_of(name) for name, _ in storage.list()):
         return CheckpointNotFoundError(
@@ -76,7 +76,7 @@ def ls(path: str, *, json: bool) -> int:
     else:
         _show_one(listed, catalog, json, unreachable)
     if unreachable and not json:
-        print_notes([f"only what is near is listed, since not all can be asked: {unreachable}"])
+        print_notes([f"only this machine's hot tier is listed, as the durable storage does not answer: {unreachable}"])
     return int(damaged or bool(unreachable))
 
 

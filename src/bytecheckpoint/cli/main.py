@@ -1,7 +1,7 @@
-"""The `bytecheckpoint` command: errors and exit statuses.
+"""Run the `bytecheckpoint` command: errors and exit statuses.
 
 Exit status: 0 fine; 1 findings (a damaged block, a difference); 2 not readable as a checkpoint, or wrong usage; 130
-interrupted; 141 the reader of the output closed it. An error is one line on stderr.
+interrupted; 141 the output was closed. An error is one line on stderr.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FINE, FINDINGS, UNUSABLE, INTERRUPTED, PIPE = 0, 1, 2, 130, 141
 
 
 def main() -> None:
-    """Entry point of the `bytecheckpoint` command."""
+    """Run the `bytecheckpoint` command as a program."""
     code = run(sys.argv[1:])
     stdout_works = code != PIPE
     try:
@@ -64,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
     except CheckpointError as error:
         damaged = isinstance(error, CorruptCheckpointError) and error.file not in ("", CATALOG_NAME)
         return _fail(str(error), FINDINGS if damaged else UNUSABLE)
-    except Exception as error:  # noqa: BLE001  the user gets one line, whatever failed
+    except Exception as error:  # noqa: BLE001  the user gets one line for any failure
         return _fail(_message(error), UNUSABLE)
 
 

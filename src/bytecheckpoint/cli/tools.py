@@ -1,17 +1,31 @@
-"""`bytecheckpoint verify`, `diff`, `export` and `repair`."""
+"""Run the verbs that work on whole checkpoints: verify, diff, export, repair, flush, cooldown, rm, gc."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
+from typing import Any
 
-from bytecheckpoint.cli.format import plural, print_json, print_notes, printable, progress_bar, size_text
-from bytecheckpoint.errors import CheckpointNotFoundError, UsageError
+from bytecheckpoint.cli.format import (
+    format_time,
+    parse_age,
+    parse_size,
+    plural,
+    print_json,
+    print_notes,
+    print_table,
+    printable,
+    progress_bar,
+    size_text,
+)
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
 from bytecheckpoint.storage import resolve
 
-__all__ = ["diff", "export", "parse_size", "repair", "verify"]
+__all__ = ["cooldown", "diff", "export", "flush", "gc", "repair", "rm", "verify"]
 
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+#: Removals by place, as functions that return `Removal`s.
+_Calls = dict[str, Callable[[], list[Any]]]
 
 
 def verify(path: str, *, threads: int, json: bool) -> int:
@@ -60,22 +74,6 @@ def diff(a: str, b: str, *, rtol: float, atol: float, json: bool) -> int:
     return int(not report.equal)
 
 
-def parse_size(text: str) -> int:
-    """Parse a number of bytes such as "5GB" (decimal), "2GiB" (binary) or "1000000".
-
-    Raises:
-        UsageError: `text` is not a size, or less than one byte.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    number = 0.0
-    if match is not None:
-        power = " KMGT".index(match[2].upper() or " ")
-        number = float(match[1]) * (1024 if match[3] else 1000) ** power
-    if number < 1:
-        raise UsageError(f"{text!r} is not a size: write 5GB, 500MB, 2GiB or a number of bytes")
-    return int(number)
-
-
 def export(src: str, dst: str, *, state: str, dtype: str | None, max_shard_size: str, force: bool, json: bool) -> int:
     """Export a checkpoint. Return 1 if the conversion made finite values infinite."""
     from bytecheckpoint.opening import open as open_checkpoint
@@ -112,3 +110,127 @@ def repair(path: str, *, force: bool, json: bool) -> int:
     done = f"catalog rebuilt from save {report.generation}" if report.written else "the catalog is sound"
     print(f"{printable(report.path)}: {done}")
     return int(bool(report.findings))
+
+
+def cooldown(root: str, cold: str, *, older_than: str, keep: int, apply: bool, json: bool) -> int:
+    """Move older steps to a cold folder, or print the plan. Return 1 if a step cannot be moved."""
+    from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
+
+    steps = plan_cooldown(root, cold, older_than=parse_age(older_than), keep=keep)
+    if apply:
+        total = sum(step.nbytes for step in steps if step.action == "move")
+        with progress_bar("moving") as progress:
+            moved = 0
+
+            def add(nbytes: int) -> None:
+                nonlocal moved
+                moved += nbytes
+                if progress is not None:
+                    progress(moved, total)
+
+            steps = [cool(step, add) for step in steps]
+    bad = any(step.error or step.action == "skip" for step in steps)
+    if json:
+        print_json({"ok": not bad, "applied": apply, "steps": [asdict(step) for step in steps]})
+        return int(bad)
+    print_table(
+        ["name", "saved", "size>", "action", "reason"],
+        [
+            [
+                step.name,
+                format_time(step.created) if step.created else "",
+                size_text(step.nbytes) if step.nbytes else "",
+                "moved" if step.done and step.action == "move" else "finished" if step.done else step.action,
+                printable(step.error or step.reason),
+            ]
+            for step in steps
+        ],
+    )
+    chosen = [step for step in steps if step.action in ("move", "finish")]
+    if apply:
+        print(f"{plural(sum(step.done for step in chosen), 'step')} moved or finished")
+    else:
+        print(f"{plural(len(chosen), 'step')} would be moved or finished; nothing was changed (--apply does it)")
+    return int(bad)
+
+
+def flush(path: str, *, replicas: bool, json: bool) -> int:
+    """Flush the steps that a job left in this machine's hot tier. Return 1 if a step is incomplete or fails."""
+    from bytecheckpoint.tiers.flush.machine import flush as flush_step
+    from bytecheckpoint.tiers.flush.machine import unflushed
+
+    reports = []
+    for step in unflushed(path):
+        try:
+            reports.append(asdict(flush_step(step, replicas=replicas)))
+        except CheckpointError as error:
+            reports.append({"path": step.durable.url, "state": "failed", "error": str(error)})
+    good = all(report["state"] in ("committed", "already there") for report in reports)
+    if json:
+        print_json({"ok": good, "steps": reports})
+        return int(not good)
+    for report in reports:
+        line = f"{printable(report['path'])}: {report['state']}"
+        if report["state"] == "failed":
+            line += f": {printable(report['error'])}"
+        else:
+            line += f", {size_text(report['nbytes'])} copied in {plural(report['files'], 'file')}"
+        if report.get("lacking"):
+            line += f"; {plural(len(report['lacking']), 'file')} lacking, first {printable(report['lacking'][0])}"
+        print(line)
+    if not reports:
+        print("nothing to flush")
+    return int(not good)
+
+
+def rm(paths: Sequence[str], *, cold: bool, dry_run: bool, json: bool) -> int:
+    """Remove checkpoints. Return 1 if one cannot be removed."""
+    from bytecheckpoint.tools.removal import remove_checkpoint
+
+    calls: _Calls = {path: partial(remove_checkpoint, path, cold=cold, dry_run=dry_run) for path in paths}
+    return _run(calls, dry_run=dry_run, json=json)
+
+
+def gc(paths: Sequence[str], *, older_than: str, dry_run: bool, json: bool) -> int:
+    """Remove garbage. Return 1 if a place cannot be looked at."""
+    from bytecheckpoint.tools.removal import collect_garbage, collect_hot_garbage
+
+    age = parse_age(older_than)
+    calls: _Calls = {path: partial(collect_garbage, path, older_than=age, dry_run=dry_run) for path in paths}
+    calls["the hot tier of this machine"] = partial(collect_hot_garbage, older_than=age, dry_run=dry_run)
+    return _run(calls, dry_run=dry_run, json=json)
+
+
+def _run(calls: _Calls, *, dry_run: bool, json: bool) -> int:
+    """Run the calls, each for a place; print what they remove. An error of one does not stop the others."""
+    found, errors = [], {}
+    for place, call in calls.items():
+        try:
+            found += call()
+        except CheckpointError as error:
+            errors[place] = str(error)
+    if json:
+        print_json({"ok": not errors, "dry_run": dry_run, "removed": [asdict(f) for f in found], "errors": errors})
+        return int(bool(errors))
+    if found:
+        action = "would go" if dry_run else "removed"
+        print_table(
+            ["path", "what", "files>", "size>", "action", "reason"],
+            [
+                [
+                    f.path,
+                    f.what,
+                    str(f.files),
+                    size_text(f.nbytes),
+                    "kept" if f.kept else action,
+                    f.kept,
+                ]
+                for f in found
+            ],
+        )
+    for place, message in errors.items():
+        print(f"{printable(place)}: {printable(message)}")
+    gone = [f for f in found if not f.kept]
+    size = size_text(sum(f.nbytes for f in gone))
+    print(f"{plural(sum(f.files for f in gone), 'file')} ({size}) {'would be removed' if dry_run else 'removed'}")
+    return int(bool(errors))

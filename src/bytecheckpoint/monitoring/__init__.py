@@ -1,1 +1,1 @@
-"""Metrics of saves and loads: collected from all ranks, kept beside the run, delivered to other systems."""
+"""Collect metrics of saves and loads from all ranks, keep them beside the run, and send them to other systems."""

@@ -1,4 +1,4 @@
-"""One thing that somebody has to look at."""
+"""Describe a save or load that needs attention."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ Time = Annotated[float, msgspec.Meta(ge=0, lt=DATES_END)]
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rule has found.
+    """A finding of an alert rule.
 
     Attributes:
         rule: name of the rule.
         severity: "info", "warning" or "critical".
-        text: what is wrong, in one line.
-        path: of the checkpoint, without credentials.
-        operation: id of the save or load; "" if it is about none.
+        text: description of the problem, in one line.
+        path: path of the checkpoint, without credentials.
+        operation: id of the save or load; "" for none.
         step: the training step; None where it is not known.
-        rank: that it is about; None: no single one.
+        rank: rank with the problem; None for no single rank.
         host: machine of the rank.
-        phase: that it is about.
-        value: what was measured.
-        limit: that the rule allows.
-        time: of the operation's beginning, or of the alert; seconds since 1970.
+        phase: phase with the problem; "" for none.
+        value: measured value.
+        limit: limit of the rule.
+        time: beginning of the operation, or time of the alert; seconds since 1970.
     """
 
     rule: str

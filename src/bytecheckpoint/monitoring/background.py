@@ -1,4 +1,4 @@
-"""A thread for work that nobody waits for."""
+"""Run jobs on a background thread."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from bytecheckpoint.threads import try_start
 __all__ = ["Background"]
 
 _log = logging.getLogger("bytecheckpoint")
-#: Seconds after which a thread without work looks whether anybody can still give it some.
+#: Seconds after which an idle thread checks whether its `Background` still exists.
 _IDLE_SECONDS = 5.0
 
 
 class Background:
-    """Runs jobs one after the other on a thread. Any thread may call it.
+    """Runs jobs one after the other on a thread. Any thread may call its methods.
 
-    The thread lives as long as this object, also while it has nothing to do: Python starts no thread while the interpreter
-    ends, and that is when the last save of a training ends.
+    The thread lives as long as this object, even without jobs: the last save of a training ends while the interpreter
+    ends, and Python starts no thread then.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -54,17 +54,17 @@ class Background:
                 self._running = try_start(thread)  # else see `flush`
 
     def waiting(self) -> int:
-        """Return the number of jobs that wait."""
+        """Return the number of jobs in the queue."""
         with self._changed:
             return len(self._jobs)
 
     def due(self) -> int:
-        """Return the number of jobs whose time has come."""
+        """Return the number of jobs in the queue whose time has come."""
         with self._changed:
             return sum(when <= time.monotonic() for when, _, _ in self._jobs)
 
     def hurry(self) -> None:
-        """Let the time of all jobs that wait come now, in their order."""
+        """Make all jobs in the queue due now, in their order."""
         with self._changed:
             now = time.monotonic()
             # A sorted list is a heap.
@@ -74,7 +74,7 @@ class Background:
             self._changed.notify_all()
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all jobs that are due have ended, or run them where there is no thread; False after `timeout` s."""
+        """Wait until no due job is left, or run them if there is no thread. Return False after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while True:
             with self._changed:
@@ -87,7 +87,7 @@ class Background:
             _run(job)
 
     def end(self) -> None:
-        """End the thread when it has done what waits. A later job starts another one."""
+        """End the thread after the jobs in the queue. A later job starts another thread."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -96,7 +96,7 @@ class Background:
         return bool(self._jobs) and self._jobs[0][0] <= time.monotonic()
 
     def _step(self) -> bool:
-        """Run one job, or wait some seconds for one; return False if the thread is to end."""
+        """Run one job, or wait some seconds for one. Return False if the thread has to end."""
         with self._changed:
             self._busy = False
             self._changed.notify_all()
@@ -117,10 +117,10 @@ class Background:
 
 def _run(job: Callable[[], object]) -> None:
     try:
-        # Reports of a save that hangs would otherwise make this rank look alive, and the others would wait for ever.
+        # Progress reports of a hanging save would otherwise make this rank look alive, and the others would wait forever.
         with unnoticed():
             job()
-    except Exception:  # noqa: BLE001  of one sink or alert must not end the others
+    except Exception:  # noqa: BLE001  an error in one job must not end the others
         _log.exception("monitoring failed")
 
 
@@ -129,4 +129,4 @@ def _serve(reference: weakref.ref[Background]) -> None:
         background = reference()
         if background is None or not background._step():
             return
-        del background  # nobody else may hold it any more
+        del background  # the last reference may be gone

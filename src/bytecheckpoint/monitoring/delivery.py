@@ -1,4 +1,4 @@
-"""The sinks of this process, each with a bounded queue and a thread of its own."""
+"""Hand metrics to the sinks of this process, each with a bounded queue and a thread of its own."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ from bytecheckpoint.monitoring.table import OperationRecord
 from bytecheckpoint.settings import settings
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["deliver", "deliver_alert", "deliver_progress", "finish", "is_on", "open_sinks"]
+__all__ = ["SinkQueue", "deliver", "deliver_alert", "deliver_progress", "finish", "is_on", "open_sinks", "queues"]
 
 _log = logging.getLogger("bytecheckpoint")
 _OFF = ("", "off")
-#: Records that wait for one sink.
+#: Most records in the queue of one sink.
 _WAITING = 64
 
 
-class _Delivery:
-    """Delivers records to one sink.
+class SinkQueue:
+    """A queue of records, alerts and progress for one sink, with a thread that delivers them.
+
+    Args:
+        address: address of the sink, as in the setting `metrics`.
 
     Attributes:
-        dropped: records and alerts that did not reach the sink: its queue was full, or it failed.
+        dropped: number of records and alerts that did not reach the sink: the queue was full, or the sink failed.
     """
 
     def __init__(self, address: str) -> None:
@@ -39,25 +42,28 @@ class _Delivery:
         self._shown = shown(address)
         self._background = Background(f"bytecheckpoint-sink-{self._shown.split(':')[0]}")
         self._sink: Sink | None = None
-        self._failed: str | None = None  # what did not reach the sink, "" if it was neither a record nor an alert
+        self._failed: str | None = None  # "records" or "alerts" that did not reach the sink, "" for progress
         self._late = False
-        # Whoever saves into a temporary folder removes it at once, and a file that is being written is in the way then.
+        # Programs that save into a temporary folder remove it at once, and a file that is being written would prevent that.
         self._delay = tuning().files_delay if address == "files" else 0.0
         self.dropped = 0
         self._background.submit(lambda: self._call(lambda _: None))  # importing a client may take seconds
 
     def put(self, record: OperationRecord, summary: OperationSummary) -> None:
-        # A failure may be the last thing that the process does.
+        """Queue the record of an operation that has ended."""
+        # The process may end right after a failure.
         delay = 0.0 if summary.failed else self._delay
         self._put(lambda sink: sink.deliver(record, summary), "records", delay)
 
     def put_progress(self, progress: OperationProgress) -> None:
-        # What a slow sink misses is old, but for the end.
+        """Queue the progress of a running operation."""
+        # A slow sink may miss progress, which the next one replaces, but not its end.
         if self._background.due() < (_WAITING if progress.ended else 1):
             delay = self._delay if progress.ended else 0.0
             self._background.later(delay, lambda: self._call(lambda sink: sink.progress(progress)))
 
     def put_alert(self, alert: Alert) -> None:
+        """Queue an alert."""
         self._put(lambda sink: sink.alert(alert), "alerts")
 
     def _put(self, work: Callable[[Sink], None], what: str, delay: float = 0.0) -> None:
@@ -69,27 +75,32 @@ class _Delivery:
             _log.warning("metrics are dropped, which disturbs nothing else: %s is too slow", self._shown)
         self._late = True
 
-    def finish(self, timeout: float) -> None:
-        self._background.flush(timeout)
+    def waiting(self) -> int:
+        """Return the number of deliveries in the queue."""
+        return self._background.waiting()
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until the due deliveries have ended. Return False after `timeout` seconds."""
+        return self._background.flush(timeout)
 
     def close(self) -> None:
-        """Close the sink after what waits, without waiting for that."""
+        """Close the sink after the deliveries in the queue. Does not wait for that."""
         self._background.hurry()
         self._background.submit(self._close)
         self._background.end()
 
     def _call(self, work: Callable[[Sink], None], what: str = "") -> None:
-        """Let the sink do something; if that fails, say so once and count what is lost."""
+        """Call the sink. Log the first of several failures, and count the lost records and alerts."""
         try:
             self._sink = self._sink or make_sink(self._address)
             work(self._sink)
-        except Exception as error:  # noqa: BLE001  of any client
+        except Exception as error:  # noqa: BLE001  a client may raise any error
             self.dropped += bool(what)
             if self._failed is None:
                 _log.warning("metrics do not reach %s, which disturbs nothing else: %s", self._shown, error_text(error))
                 self._failed = what
         else:
-            # A sink may take alerts only, and then taking a record proves nothing.
+            # For a sink that sends alerts only, a delivered record proves nothing.
             if what and self._failed in ("", what):
                 _log.warning("metrics reach %s again; %d %s are lost", self._shown, self.dropped, what)
                 self._failed, self._late = None, False
@@ -102,71 +113,77 @@ class _Delivery:
             self._call(lambda sink: sink.close())
 
 
-_deliveries: dict[str, _Delivery] = {}
+_queues: dict[str, SinkQueue] = {}
 _lock = threading.Lock()
 
 
 def deliver_alert(alert: Alert) -> None:
-    """Hand to all sinks what a rule has found."""
-    for delivery in _current():
-        delivery.put_alert(alert)
+    """Hand an alert to all sinks."""
+    for queue in _current():
+        queue.put_alert(alert)
 
 
 _watcher = AlertWatcher(deliver_alert)
 
 
 def _forget_after_fork() -> None:
-    global _deliveries, _lock, _watcher
-    _deliveries, _lock, _watcher = {}, threading.Lock(), AlertWatcher(deliver_alert)
+    global _queues, _lock, _watcher
+    _queues, _lock, _watcher = {}, threading.Lock(), AlertWatcher(deliver_alert)
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def is_on() -> bool:
-    """Whether metrics are collected."""
+    """Return whether metrics are collected."""
     return settings().monitoring.metrics not in _OFF
 
 
-def _current() -> list[_Delivery]:
-    """Return the deliveries to the sinks of the settings in force, and close others."""
+def queues() -> dict[str, SinkQueue]:
+    """Return the queues of the open sinks, by address."""
+    with _lock:
+        return dict(_queues)
+
+
+def _current() -> list[SinkQueue]:
+    """Return the queues of the sinks of the current settings; close the others."""
     wanted = [address.strip() for address in settings().monitoring.metrics.split(",")]
     wanted = list(dict.fromkeys(address for address in wanted if address not in _OFF))  # each counts once
     with _lock:
-        for address in _deliveries.keys() - set(wanted):
-            _deliveries.pop(address).close()
+        for address in _queues.keys() - set(wanted):
+            _queues.pop(address).close()
         for address in wanted:
-            if address not in _deliveries:
-                _deliveries[address] = _Delivery(address)
-        return [_deliveries[address] for address in wanted]
+            if address not in _queues:
+                _queues[address] = SinkQueue(address)
+        return [_queues[address] for address in wanted]
 
 
 def open_sinks() -> None:
-    """Begin to open the sinks of the settings in force. Returns at once."""
+    """Begin to open the sinks of the current settings. Returns at once."""
     _current()
 
 
 def deliver(record: OperationRecord, summary: OperationSummary) -> None:
-    """Hand a record and its summary to all sinks. Returns at once; a sink that cannot follow loses records."""
+    """Hand a record and its summary to all sinks. Returns at once; a sink that is too slow loses records."""
     _watcher.ended(summary)
-    for delivery in _current():
-        delivery.put(record, summary)
+    for queue in _current():
+        queue.put(record, summary)
 
 
 def deliver_progress(progress: OperationProgress) -> None:
-    """Hand to all sinks how far an operation is."""
-    for delivery in _current():
-        delivery.put_progress(progress)
+    """Hand the progress of an operation to all sinks."""
+    for queue in _current():
+        queue.put_progress(progress)
     _watcher.progress(progress)
 
 
 def finish() -> None:
-    """Close the sinks; wait some seconds at most until they have what was handed to them."""
+    """Close the sinks. Waits until their queues are empty, for some seconds at most."""
     deadline = time.monotonic() + tuning().metrics_end
     _watcher.finish(tuning().metrics_end)
     with _lock:
-        deliveries = [_deliveries.pop(address) for address in list(_deliveries)]
-    for delivery in deliveries:
-        delivery.close()
-    for delivery in deliveries:
-        delivery.finish(max(deadline - time.monotonic(), 0.0))
+        closing = [_queues.pop(address) for address in list(_queues)]
+    for queue in closing:
+        queue.close()
+    for queue in closing:
+        queue.flush(max(deadline - time.monotonic(), 0.0))

@@ -1,4 +1,4 @@
-"""How far a save or load is that still runs."""
+"""Describe the progress of a running save or load."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from bytecheckpoint.tracing.operation import Operation
 
 __all__ = ["OperationProgress", "RankColumns", "RankProgress", "make_progress"]
 
-#: Totals that bring an operation forward.
+#: Totals whose bytes count as progress.
 _MOVING = {"save": ("write",), "load": ("read", "exchanged")}
 
 
 class RankProgress(msgspec.Struct, frozen=True, array_like=True):
-    """How far one rank is.
+    """The progress of one rank in one operation.
 
     Attributes:
-        kind, number, path, step, rank, host: as in `RankRecord`.
-        phase: what it does; "done" when it has reported.
-        seconds: since it began.
-        done: bytes moved.
-        planned: bytes to move; 0 until that is known.
+        kind, number, path, step, rank, host: identity, the same as in `RankRecord`.
+        phase: current phase; "done" after the rank's report.
+        seconds: time since the operation began.
+        done: number of bytes moved.
+        planned: number of bytes to move; 0 until it is known.
     """
 
     kind: str
@@ -52,14 +52,15 @@ class RankColumns(TypedDict):
 
 
 class OperationProgress(msgspec.Struct, frozen=True):
-    """How far all ranks are that have said so.
+    """The progress of all ranks that have sent theirs.
 
     Attributes:
-        operation: its id, as in `OperationRecord`.
-        kind, path, step, world_size: as there.
-        began, time: when it began, and when this was so; seconds since 1970.
-        ended: it does not run any more.
-        ranks: a value per rank in each column.
+        operation: id of the operation.
+        kind, path, step, world_size: identity, the same as in `OperationRecord`.
+        began: beginning of the operation, in seconds since 1970.
+        time: time of this description, in seconds since 1970.
+        ended: True if the operation has ended.
+        ranks: columns with one value per rank.
     """
 
     operation: str
@@ -74,7 +75,7 @@ class OperationProgress(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, ranks: Sequence[RankProgress], operation: str, world_size: int, *, ended: bool) -> OperationProgress:
-        """Join what ranks have said of one operation."""
+        """Join the progress of several ranks in one operation."""
         first, now = ranks[0], time.time()
         columns = cast(
             RankColumns, {name: [getattr(rank, name) for rank in ranks] for name in RankColumns.__annotations__}
@@ -84,17 +85,17 @@ class OperationProgress(msgspec.Struct, frozen=True):
 
     @property
     def done(self) -> int:
-        """Bytes moved by all ranks."""
+        """Number of bytes that all ranks have moved."""
         return sum(self.ranks["done"])
 
     @property
     def planned(self) -> int:
-        """Bytes to move, of the ranks that know theirs."""
+        """Number of bytes to move, of the ranks that know theirs."""
         return sum(self.ranks["planned"])
 
 
 def make_progress(operation: Operation, rank: int, host: str) -> RankProgress:
-    """Describe how far this rank is."""
+    """Describe the progress of this rank."""
     path = path_without_secrets(operation.path)
     done = sum(operation.total(name).nbytes for name in _MOVING[operation.kind])
     step = operation.step if operation.step is not None else step_of(path)

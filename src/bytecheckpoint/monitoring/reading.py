@@ -1,4 +1,4 @@
-"""Read the metrics that stand beside a run."""
+"""Read the metrics of a run from its files."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _JOINED = "joined-"
 _SUFFIX = ".parquet"
 #: Length of the time at the beginning of a name.
 _TIME = len("20261124T235959")
-#: How often files are looked for that somebody joins while they are read.
+#: How often the files are listed anew, if a job joins files while they are read.
 _LISTINGS = 3
-#: MetricRows that are kept in memory, some 200 MB: seven operations of 8,960 ranks.
+#: Most rows in memory, some 200 MB: seven operations of 8,960 ranks.
 KEPT_ROWS = 2_000_000
-#: Larger worlds are a damaged file.
+#: A file with more ranks is damaged.
 _MOST_RANKS = 1 << 22
 
 
@@ -43,10 +43,11 @@ class RunMetrics:
 
     Attributes:
         operations: saves and loads in order of time, each once.
-        records: of the newest of them, and of the newest of each kind, in order of time: rows of all ranks take room.
-        skipped: damaged or foreign files, and those that this user may not read.
-        alerts: that the jobs have raised.
-        limits: what was measured of the storage.
+        records: records of the newest operations and of the newest of each kind, in order of time: all would take too much
+            memory.
+        skipped: number of files that are damaged or foreign, or that this user may not read.
+        alerts: alerts of the jobs.
+        limits: measured bandwidths of the storage.
     """
 
     operations: Sequence[OperationSummary]
@@ -57,34 +58,38 @@ class RunMetrics:
 
     @classmethod
     def of(cls, records: Sequence[OperationRecord]) -> RunMetrics:
-        """Return the metrics of operations that are in memory, in order of time."""
+        """Return the metrics of records in memory.
+
+        Args:
+            records: records in order of time.
+        """
         return cls([summarize(record) for record in records], records)
 
 
 def read_run(root: str, newest: int | None = None) -> RunMetrics:
-    """Read the metrics of a run, as `RunReader`."""
+    """Read the metrics of a run once, by a `RunReader`."""
     return RunReader(root, newest).read()
 
 
 class RunReader:
-    """Reads the metrics of a run; when asked again, only the files that are new. One thread at a time may ask.
+    """Reads the metrics of a run; later calls read new files only. One thread at a time may call it.
 
     Args:
         root: folder or URL of the run, which holds the folders of its checkpoints.
-        newest: so many operations are enough, the newest ones; None: all.
+        newest: number of operations to read, the newest ones; None for all.
     """
 
     def __init__(self, root: str, newest: int | None = None) -> None:
         self._folder = with_time_limits(resolve(f"{root.rstrip('/')}/{METRICS_FOLDER}"))
         self._newest = newest
-        self._files: dict[str, list[str]] = {}  # file -> ids of its operations; none: it is damaged or foreign
+        self._files: dict[str, list[str]] = {}  # ids of operations by file; a file without any is damaged or foreign
         self._operations: dict[str, OperationSummary] = {}
         self._records: dict[str, OperationRecord] = {}
-        self._rows = 0  # of these records
-        self._lock = threading.Lock()  # of all of these, while files are read
+        self._rows = 0  # in `_records`
+        self._lock = threading.Lock()  # guards the four above while threads read files
 
     def read(self) -> RunMetrics:
-        """Return what the run's files hold now.
+        """Return the metrics that the run's files hold now.
 
         Raises:
             StorageError: the storage does not answer, or refuses to list the folder.
@@ -116,7 +121,7 @@ class RunReader:
         return RunMetrics(operations, records, skipped, alerts, limits)
 
     def _read_json(self, names: Sequence[str], prefix: str, content: type[_T]) -> tuple[list[_T], int]:
-        """Return what the files with a prefix hold, and how many of them are damaged or foreign."""
+        """Return the contents of the files with a prefix, and the number of damaged or foreign ones."""
         found, damaged = [], 0
         for name in names:
             if name.startswith(prefix):
@@ -162,13 +167,13 @@ class RunReader:
 
 
 def _wanted(folder: Storage, newest: int | None) -> list[str]:
-    """Return the names of files with the newest operations. Names begin with the time of their first operation."""
+    """Return the names of the files with the newest operations. A name begins with the time of the first operation."""
     names = sorted((name for name, _ in folder.list() if name.endswith(_SUFFIX)), reverse=True)
     if newest is None:
         return names
     joined = [name for name in names if name.startswith(_JOINED)]
     single = [name for name in names if not name.startswith(_JOINED)]
-    if len(single) > newest:  # names tell the second only
+    if len(single) > newest:  # names give the second only
         oldest = single[newest - 1][:_TIME]
         single = [name for name in single if name[:_TIME] >= oldest]
     # A joined file holds many operations; of jobs that ran side by side, the times of two may overlap.
@@ -176,7 +181,7 @@ def _wanted(folder: Storage, newest: int | None) -> list[str]:
 
 
 def _conform(table: pa.Table) -> pa.Table:
-    """Return a table of `SCHEMA`, whatever columns a later version has added.
+    """Return the columns of `SCHEMA` of a table; a later version may have added others.
 
     Raises:
         KeyError: a column is missing.

@@ -1,4 +1,4 @@
-"""What one rank reports of one operation: a message to rank 0."""
+"""Describe one operation of one rank, as a message to rank 0."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = [
     "without_secrets",
 ]
 
-#: What a row describes: the part of a rank as a whole, one of its phases, the sum of all spans of one name, one span.
+#: Levels of rows: a rank's whole operation, one of its phases, the sum of all spans of one name, one span.
 LEVELS = ("rank", "phase", "total", "span")
-#: One row; `name`, `phase` and `subject` are numbers of strings, and `begin` counts from the beginning of the operation.
+#: One row. `name`, `phase` and `subject` are indices of strings; `begin` is seconds since the operation began.
 ROW = np.dtype(
     [
         ("level", "<u1"), ("failed", "<u1"), ("name", "<u2"), ("phase", "<u2"), ("subject", "<u2"),
@@ -41,34 +41,34 @@ _PASSWORD = re.compile(r"(?<=://)[^/\s:@'\"]*:(?:[^/\s'\"]*|(?!\d{1,5}/)[^\s'\"]
 #: The query of a URL; some libraries write "url: /bucket/key?X-Amz-Signature=...".
 _QUERY = re.compile(r"((?:://|\burl: ?)[^\s'\"?]*)\?[^\s'\"]*")
 _TOKEN = re.compile(r"(?i)\b(bearer|authorization['\"]?:\s*['\"]?\w+)\s+[\w.~+/-]{8,}=*")
-#: "password=...", "X-Amz-Signature=...", "X-ClickHouse-Key: ...": of errors that quote a connection or a request.
+#: "password=...", "X-Amz-Signature=...", "X-ClickHouse-Key: ...", which errors quote from connections and requests.
 _NAMED = re.compile(
     r"(?i)((?:password|passwd|secret|token|signature|\bsig|(?:access|account|api|secret)[_-]?key)=|"
     r"\bx-[\w-]{1,40}(?:key|token)['\"]?:\s?)['\"]?[^\s'\",;&)]+"
 )
-#: Characters of an error; the rest of a longer one is in the log of its rank.
+#: Most characters of an error. The rank's log has the rest.
 _LONGEST_ERROR = 4000
 
 
 class RankRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank did in one operation.
+    """A report of one rank about one operation.
 
     Attributes:
         kind: "save" or "load".
-        number: of the operation among those of its kind, equal on all ranks.
-        path: of the checkpoint, without credentials.
-        step: the training step; None where it is not known.
+        number: count of operations of this kind, equal on all ranks.
+        path: path of the checkpoint, without credentials.
+        step: training step; None if unknown.
         began: seconds since 1970, by this machine's clock.
-        rank: of the rank.
-        host: name of its machine.
-        mesh: the rank's coordinate by mesh dimension.
-        attempt: how often it started again because another job replaced the checkpoint, from 1.
-        error: what made it fail, "" for a success.
-        stage: the phase in which it failed.
-        seconds: from the call to the end.
-        blocking_seconds: how long the caller waited.
-        nbytes: written to the storage, or read from it.
-        strings: that the rows refer to.
+        rank: number of the rank.
+        host: name of the rank's machine.
+        mesh: coordinate of the rank by mesh dimension.
+        attempt: number of attempts: a load starts again if another job replaces the checkpoint.
+        error: error of the rank, "" for a success.
+        stage: phase that failed.
+        seconds: time from the call to the end.
+        blocking_seconds: time for which the caller waited.
+        nbytes: number of bytes written to the storage, or read from it.
+        strings: strings that the rows refer to.
         rows: array of `ROW`, as bytes.
     """
 
@@ -91,7 +91,7 @@ class RankRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 def path_without_secrets(path: str) -> str:
-    """Return the path of a checkpoint without password and query; it still leads there, as no storage takes these."""
+    """Return the path of a checkpoint without password and query. It stays usable, as no storage takes these."""
     return _QUERY.sub(r"\1", _PASSWORD.sub("", path))
 
 
@@ -103,12 +103,12 @@ def without_secrets(text: str) -> str:
 
 def error_text(error: BaseException) -> str:
     """Return an error as one line of limited length, without secrets."""
-    text = f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()  # it may quote any file name
+    text = f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()  # file names need not be UTF-8
     return without_secrets(" ".join(text[:_LONGEST_ERROR].split())) + " ..." * (len(text) > _LONGEST_ERROR)
 
 
 def step_of(path: str) -> int | None:
-    """Return the training step that the name of a checkpoint's folder says."""
+    """Return the training step in the name of a checkpoint's folder; None if there is none."""
     found = _STEP.search(path)
     return int(found[1]) if found else None
 
@@ -124,12 +124,12 @@ def make_record(
     """Describe an operation that has ended.
 
     Args:
-        operation: this rank's part of it.
-        rank: this rank.
-        host: name of its machine.
-        mesh: the rank's coordinate by mesh dimension.
-        outcome: its report, or what made it fail.
-        limit: spans to describe, the longest ones.
+        operation: this rank's part of the operation.
+        rank: number of this rank.
+        host: name of this rank's machine.
+        mesh: coordinate of this rank by mesh dimension.
+        outcome: report of the operation, or the error that ended it.
+        limit: most spans to describe; the longest are chosen.
     """
     numbers: dict[str, int] = {}
 

@@ -1,4 +1,4 @@
-"""Metrics of a run that never took place, for tests, documents and benchmarks. Their paths begin with "simulated://"."""
+"""Simulate the metrics of a run, for tests, documents and benchmarks. Their paths begin with "simulated://"."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Fault", "SimulatedRun"]
 
 _SAVE = ("wait", "capture", "plan", "stage", "write", "finish", "commit")
 _LOAD = ("catalog", "agree", "destination", "plan", "agree", "read", "apply")
-#: Median seconds of phases that do not depend on the number of bytes.
+#: Median seconds of phases whose length does not depend on the bytes.
 _SECONDS = {
     "wait": 0.0, "capture": 0.02, "plan": 0.01, "finish": 0.15, "commit": 0.3, "catalog": 0.2, "agree": 0.05,
     "destination": 0.3, "apply": 0.4,
@@ -31,16 +31,16 @@ _LEVEL = {name: place for place, name in enumerate(LEVELS)}
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that goes wrong.
+    """A simulated fault.
 
     Attributes:
         kind: "slow" (a phase takes longer), "retry" (requests are repeated in it), "fail" (it fails) or "missing" (the
             rank reports nothing).
-        ranks: that it hits.
-        phase: in which.
-        factor: "slow": of the phase's length.
-        first: number of the first save that it hits, from 0.
-        last: number of the last one; None: all later ones.
+        ranks: ranks with the fault.
+        phase: phase with the fault.
+        factor: factor of the phase's length, for "slow".
+        first: number of the first save with the fault, from 0.
+        last: number of the last save with the fault; None for all later ones.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """A run of which all times are drawn from distributions.
+    """A run whose times are drawn from distributions.
 
     Attributes:
         mesh: size by dimension, the outermost first; their product is the number of ranks.
@@ -62,12 +62,12 @@ class SimulatedRun:
         loads: number of loads, before the first save.
         every: training steps between saves.
         interval: seconds between saves.
-        nbytes: that each rank moves.
+        nbytes: bytes that each rank moves.
         bandwidth: bytes per second of each rank.
         noise: standard deviation of the logarithm of all times.
         chunks: spans of single chunks per rank.
-        faults: what goes wrong.
-        seed: of the random numbers.
+        faults: faults of ranks.
+        seed: seed of the random numbers.
         began: beginning of the run, in seconds since 1970.
     """
 
@@ -163,7 +163,7 @@ class SimulatedRun:
                     seconds[list(fault.ranks)] *= fault.factor
             begins[place] = now
             first_plan = phase == "plan" and "commit" in phases and not number
-            if first_plan or phase in ("agree", "commit"):  # all ranks go on at the same moment
+            if first_plan or phase in ("agree", "commit"):  # all ranks continue at the same moment
                 end = now.max() + (_FIRST_PLAN if first_plan else _SECONDS[phase])
                 lengths[place] = end - now
             else:

@@ -1,4 +1,4 @@
-"""The records of all ranks of one operation as one table, which is what sinks, files and analyses work on.
+"""Join the records of all ranks of one operation into a table, for sinks, files and analyses.
 
 Arrays are made from buffers: `pa.array` imports pandas, which takes a second of a training's processor.
 """
@@ -33,10 +33,10 @@ __all__ = [
 MESH_AXES = ("dp", "tp", "pp", "cp", "ep")
 #: Columns in which a value may be unknown.
 NULLABLE = {"step", *MESH_AXES}
-#: Kinds of operations.
+#: The kinds of operations.
 KINDS = ("save", "load")
 _TEXT = pa.dictionary(pa.int32(), pa.string())
-#: Columns of `ROW` that hold numbers of strings.
+#: Columns of `ROW` that hold indices of strings.
 _TEXTS = ("name", "phase", "subject")
 #: One row per rank, phase, total and span; docs/metrics.md describes the columns.
 SCHEMA = pa.schema(
@@ -63,19 +63,19 @@ SCHEMA = pa.schema(
     ],
     metadata={"bytecheckpoint.metrics": "1"},
 )
-#: Phases that all ranks end at the same moment, because rank 0 tells them: the clocks of machines are compared by them.
+#: Phases that all ranks end at the same moment, by a message of rank 0. They reveal how the clocks of machines differ.
 _COMMON_ENDS = {"save": "commit", "load": "agree"}
 
 
 @dataclass(frozen=True, slots=True)
 class OperationFacts:
-    """Which save or load it was.
+    """The identity of one save or load.
 
     Attributes:
         id: unique among all operations of all jobs.
         kind: "save" or "load".
-        path: of the checkpoint, without credentials.
-        step: the training step; None where it is not known.
+        path: path of the checkpoint, without credentials.
+        step: training step; None if unknown.
         began: seconds since 1970, by the clock of rank 0's machine.
         world_size: number of ranks.
         missing: ranks that reported nothing in time.
@@ -91,27 +91,27 @@ class OperationFacts:
 
     @property
     def name(self) -> str:
-        """What it is, for people."""
+        """Kind and step, for people."""
         step = "" if self.step is None else f" of step {self.step}"
         return f"{self.kind}{step}"
 
 
 @dataclass(frozen=True, slots=True)
 class OperationRecord(OperationFacts):
-    """What all ranks did in one operation.
+    """The metrics of all ranks for one operation.
 
     Attributes:
-        table: of `SCHEMA`.
+        table: rows of `SCHEMA`.
     """
 
     table: pa.Table
 
 
 class MetricRows:
-    """The columns of a table of metrics; those with text as numbers of strings.
+    """The columns of a table of metrics as numpy arrays; text columns as codes of strings.
 
     Args:
-        table: of `table.SCHEMA`, of one operation.
+        table: rows of `SCHEMA`, of one operation.
     """
 
     def __init__(self, table: pa.Table) -> None:
@@ -119,17 +119,17 @@ class MetricRows:
         self._texts: dict[str, tuple[NDArray[np.int64], list[str]]] = {}
 
     def numbers(self, name: str) -> NDArray[Any]:
-        """Return a column of numbers; null is 0."""
+        """Return a column of numbers, with 0 for null."""
         column = self._table.column(name)
         return as_numpy((column.fill_null(0) if column.null_count else column).combine_chunks())
 
     def known(self, name: str) -> NDArray[np.bool_]:
-        """Return which rows of a column are not null."""
+        """Return a mask of the rows in which a column is not null."""
         values: NDArray[np.bool_] = self._table.column(name).is_valid().to_numpy()
         return values
 
     def texts(self, name: str) -> tuple[NDArray[np.int64], list[str]]:
-        """Return a column of text as numbers (-1: null), and the strings that they stand for."""
+        """Return a column of text as codes (-1 for null), and the strings that the codes stand for."""
         if name not in self._texts:
             column = self._table.column(name)
             if not pa.types.is_dictionary(column.type):
@@ -141,14 +141,14 @@ class MetricRows:
         return self._texts[name]
 
     def where(self, name: str, text: str) -> NDArray[np.bool_]:
-        """Return which rows have `text` in the column `name`."""
+        """Return a mask of the rows that have `text` in the column `name`."""
         codes, strings = self.texts(name)
         found: NDArray[np.bool_] = codes == (strings.index(text) if text in strings else -2)
         return found
 
 
 class _Strings:
-    """Numbers for strings, in the order in which they come."""
+    """A table of strings, numbered in the order in which they come."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -157,7 +157,7 @@ class _Strings:
         return self._numbers.setdefault(text, len(self._numbers))
 
     def column(self, codes: NDArray[Any]) -> pa.Array:
-        """Return the column that holds the strings of `codes`."""
+        """Return the column with the strings of `codes`."""
         return _texts(codes, self._numbers)
 
 
@@ -170,8 +170,8 @@ def operation_record(records: Sequence[RankRecord], world_id: str, world_size: i
     """Join the records of the ranks of one operation.
 
     Args:
-        records: of at least one rank, in any order.
-        world_id: of the ranks' collective.
+        records: records of at least one rank, in any order.
+        world_id: identifier of the ranks' collective.
         world_size: number of ranks, those without a record included.
     """
     records = sorted(records, key=lambda record: record.rank)
@@ -193,13 +193,13 @@ def operation_record(records: Sequence[RankRecord], world_id: str, world_size: i
 
 
 def _table(records: Sequence[RankRecord], missing: Sequence[int], constants: Mapping[str, Any]) -> pa.Table:
-    """Make the table; no step of Python per row, because rank 0 does this for thousands of ranks beside a training."""
+    """Make the table without a Python loop over rows: rank 0 does this for thousands of ranks beside a training."""
     text, hosts, meshes = _Strings(), _Strings(), _Strings()
     counts = np.array([len(record.rows) for record in records]) // ROW.itemsize
     own = np.frombuffer(b"".join([record.rows for record in records]), ROW)
     holder = np.repeat(np.arange(len(records)), counts)
     begins = _begins(records, own, holder)
-    # The ranks' numbers of strings, one after the other.
+    # The codes of each rank's strings, one rank after the other.
     strings = np.array([text(string) for record in records for string in record.strings], np.int32)
     firsts = np.concatenate([[0], np.cumsum([len(record.strings) for record in records])[:-1]])[holder]
     empty, total = text(""), LEVELS.index("total")
@@ -211,7 +211,7 @@ def _table(records: Sequence[RankRecord], missing: Sequence[int], constants: Map
     )
 
     def joined(name: str, of_rank: ArrayLike, blocking: Any, of_missing: Any) -> NDArray[Any]:
-        """Return a column: the ranks' own rows, a row for each rank, its blocking time, rows of missing ranks."""
+        """Concatenate a column: the ranks' own rows, a row per rank, a row per blocking time, a row per missing rank."""
         rows = strings[firsts + own[name]] if name in _TEXTS else own[name]
         if name == "begin":
             rows = rows + np.where(own["level"] == total, 0.0, begins[holder])
@@ -251,7 +251,7 @@ def _table(records: Sequence[RankRecord], missing: Sequence[int], constants: Map
 
 
 def _texts(codes: NDArray[Any], values: Iterable[str]) -> pa.Array:
-    """Return the column that holds the strings of `codes`."""
+    """Return the column with the strings of `codes`."""
     strings = list(values)
     rows = np.arange(len(strings))
     dictionary = string_array(StringColumn(rows, strings), rows).dictionary
@@ -259,7 +259,7 @@ def _texts(codes: NDArray[Any], values: Iterable[str]) -> pa.Array:
 
 
 def _numbers(name: str, values: NDArray[Any], known: NDArray[np.bool_] | None = None) -> pa.Array:
-    """Return the column of numbers `name`; what is not known is null."""
+    """Return the column of numbers `name`, with null for unknown values."""
     kind = SCHEMA.field(name).type
     letter = "f" if pa.types.is_floating(kind) else "i"
     plain = np.bool_ if pa.types.is_boolean(kind) else np.dtype(f"{letter}{kind.bit_width // 8}")
@@ -271,15 +271,15 @@ def _numbers(name: str, values: NDArray[Any], known: NDArray[np.bool_] | None = 
 
 
 def _begins(records: Sequence[RankRecord], rows: NDArray[Any], holder: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return when each rank began, in seconds after the first of `records`.
+    """Return the beginning of each rank's operation, in seconds after that of the first record.
 
-    The clocks of machines may differ by hours. Ranks hear of the end of the operation at the same time, so this end tells
-    by how much.
+    The clocks of machines may differ by hours. All ranks receive the end of the operation at the same time, which shows the
+    difference.
 
     Args:
-        records: of the ranks.
-        rows: their rows.
-        holder: of each row, the place of its rank in `records`.
+        records: records of the ranks.
+        rows: rows of all records.
+        holder: index into `records` of each row's rank.
     """
     begins = np.array([record.began - records[0].began for record in records])
     last = _COMMON_ENDS.get(records[0].kind, "")

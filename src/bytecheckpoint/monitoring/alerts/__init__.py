@@ -1,4 +1,4 @@
-"""Rules that say which saves and loads somebody has to look at."""
+"""Find the saves and loads that need attention, by rules."""
 
 from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.alerts.evaluation import Evaluation

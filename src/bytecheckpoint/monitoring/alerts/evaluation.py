@@ -1,4 +1,4 @@
-"""Apply rules to the operations of a process, or of a whole run afterwards."""
+"""Apply rules to the operations of a running job in the background, or of a whole run afterwards."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+from bytecheckpoint.concurrency import call_with_timeout
 from bytecheckpoint.errors import StorageFullError, UsageError
 from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.alerts.rules import OverdueRule, Rule, StorageRule, UnflushedRule, load_rules
@@ -21,46 +22,46 @@ from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.optional import check_room
 from bytecheckpoint.storage.posix.storage import PosixStorage
-from bytecheckpoint.concurrency import call_with_timeout
 
 __all__ = ["AlertWatcher", "Evaluation"]
 
 
 _log = logging.getLogger("bytecheckpoint")
 _OFF = "off"
-#: Records and snapshots of progress that may wait.
+#: Most operations in the queue.
 _WAITING = 64
 _LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "critical": logging.ERROR}
-#: Seconds that a storage has to say how much room there is.
-_ROOM_TIMEOUT = 10.0
+#: Seconds for which a storage may take to return its free space.
+_SPACE_TIMEOUT = 10.0
 
 
 class Evaluation:
-    """Applies rules to one operation after the other, and remembers what it needs of them.
+    """Applies rules to one operation after the other, and compares it with earlier ones.
 
     Args:
-        rules: to apply.
+        rules: rules to apply.
     """
 
     def __init__(self, rules: Iterable[Rule]) -> None:
         self._rules = list(rules)
         self._before: dict[tuple[str, str, int], deque[OperationSummary]] = {}
-        self._saves: deque[OperationSummary] = deque(maxlen=COMPARED)  # of the run that was saved last
-        self._raised: dict[tuple[Rule, str, int | None, str], float] = {}  # when an alert came last
+        self._saves: deque[OperationSummary] = deque(maxlen=COMPARED)  # newest saves of the newest run
+        self._raised: dict[tuple[Rule, str, int | None, str], float] = {}  # time of the last alert
 
     def after(self, summary: OperationSummary, lacking: Callable[[str, int], str] | None = None) -> list[Alert]:
         """Return the alerts about an operation that has ended.
 
         Args:
-            summary: the operation.
-            lacking: returns what the storage of a path lacks for so many bytes, "" if nothing; None: do not ask.
+            summary: summary of the operation.
+            lacking: function of a path and a number of bytes; returns why the storage cannot take them, "" if it can. None
+                for no such check.
         """
         before = self._before.setdefault(
             (summary.kind, run_of_path(summary.path), summary.world_size), deque(maxlen=COMPARED)
         )
         found: list[Alert] = []
         if summary.kind == "save":
-            found += self.at(summary.began)  # what would have been told if this process had lived then
+            found += self.at(summary.began)  # alerts that this process could not raise before it began
         for rule in self._rules:
             if rule.operations not in ("all", summary.kind):
                 continue
@@ -77,7 +78,11 @@ class Evaluation:
         return found
 
     def at(self, moment: float) -> list[Alert]:
-        """Return the alerts about checkpoints that are overdue at `moment`, in seconds since 1970."""
+        """Return the alerts about overdue checkpoints.
+
+        Args:
+            moment: time to compare with, in seconds since 1970.
+        """
         return [
             alert
             for rule in self._rules
@@ -86,7 +91,7 @@ class Evaluation:
         ]
 
     def while_running(self, progress: OperationProgress) -> list[Alert]:
-        """Return the alerts about an operation that runs."""
+        """Return the alerts about a running operation."""
         return [
             alert
             for rule in self._rules
@@ -96,13 +101,13 @@ class Evaluation:
 
     @property
     def next_time(self) -> float | None:
-        """When `at` may have alerts if no save comes before, in seconds since 1970; None: never."""
+        """Time at which the next save is overdue, in seconds since 1970; None if never."""
         limits = [rule.limit(self._saves) for rule in self._rules if isinstance(rule, OverdueRule)]
         known = [limit for limit in limits if limit is not None]
         return self._saves[-1].began + min(known) if known else None
 
     def _new(self, rule: Rule, alerts: Sequence[Alert]) -> list[Alert]:
-        """Return those of `alerts` that did not come a short while ago."""
+        """Return the alerts that were not raised within the rule's `repeat`."""
         found = []
         for alert in alerts:
             key = rule, run_of_path(alert.path), alert.rank, alert.phase  # several rules may have one name
@@ -114,30 +119,30 @@ class Evaluation:
 
 
 class AlertWatcher:
-    """Applies the rules of the setting `alerts`, and logs what they find.
+    """Applies the rules of the setting `alerts` whenever metrics come, on rank 0, and logs the alerts.
 
     Args:
-        hand: gets each alert too.
+        on_alert: callback, given each alert.
     """
 
-    def __init__(self, hand: Callable[[Alert], object]) -> None:
-        self._hand = hand
+    def __init__(self, on_alert: Callable[[Alert], object]) -> None:
+        self._on_alert = on_alert
         self._background = Background("bytecheckpoint-alerts")
-        self._waking = False
-        self._evaluation: tuple[str, Evaluation] | None = None  # with the setting that it is made from
+        self._clock_scheduled = False  # `_look_at_clock` waits in the background
+        self._evaluation: tuple[str, Evaluation] | None = None  # with the setting that its rules come from
 
     def ended(self, summary: OperationSummary) -> None:
-        """Look at an operation that has ended, soon. Returns at once."""
+        """Apply the rules to an operation that has ended, in the background. Returns at once."""
         if settings().monitoring.alerts != _OFF and self._background.waiting() < _WAITING:
             self._background.submit(lambda: self._after(summary))
 
     def progress(self, progress: OperationProgress) -> None:
-        """Look at an operation that runs, soon. Returns at once."""
-        if settings().monitoring.alerts != _OFF and self._background.waiting() <= self._waking:
-            self._background.submit(lambda: self._tell(self._current().while_running(progress)))
+        """Apply the rules to a running operation, in the background. Returns at once."""
+        if settings().monitoring.alerts != _OFF and self._background.waiting() <= self._clock_scheduled:
+            self._background.submit(lambda: self._raise(self._current().while_running(progress)))
 
     def finish(self, timeout: float) -> None:
-        """Wait until what has come was looked at."""
+        """Wait until the rules have been applied to all operations, for `timeout` seconds at most."""
         self._background.flush(timeout)
 
     def _current(self) -> Evaluation:
@@ -147,30 +152,30 @@ class AlertWatcher:
         return self._evaluation[1]
 
     def _after(self, summary: OperationSummary) -> None:
-        self._tell(self._current().after(summary, _lacking))
-        self._wake()
+        self._raise(self._current().after(summary, _lacking))
+        self._schedule_clock()
 
-    def _wake(self) -> None:
-        """Come back when the next checkpoint is overdue. One job waits for that at a time, however often saves come."""
+    def _schedule_clock(self) -> None:
+        """Schedule a look at the clock for the time at which the next checkpoint is overdue, unless one is scheduled."""
         due = self._current().next_time
-        if due is not None and not self._waking:
-            self._waking = True
+        if due is not None and not self._clock_scheduled:
+            self._clock_scheduled = True
             self._background.later(max(due - time.time(), 0.0) + 1.0, self._look_at_clock)
 
     def _look_at_clock(self) -> None:
-        self._waking = False
+        self._clock_scheduled = False
         if settings().monitoring.alerts == _OFF:
             return
         evaluation = self._current()
-        self._tell(evaluation.at(time.time()))
+        self._raise(evaluation.at(time.time()))
         if (evaluation.next_time or 0.0) > time.time():  # a save has come meanwhile
-            self._wake()
+            self._schedule_clock()
 
-    def _tell(self, alerts: Sequence[Alert]) -> None:
+    def _raise(self, alerts: Sequence[Alert]) -> None:
         for alert in alerts:
             where = f" ({alert.path})" if alert.path else ""
             _log.log(_LEVELS[alert.severity], "alert %s: %s%s", alert.rule, alert.text, where)
-            self._hand(alert)
+            self._on_alert(alert)
 
 
 def _rules(path: str) -> list[Rule]:
@@ -182,19 +187,19 @@ def _rules(path: str) -> list[Rule]:
 
 
 def _lacking(path: str, nbytes: int) -> str:
-    """Return what the storage of `path` lacks for `nbytes`, "" if nothing is known."""
+    """Return why the storage of `path` cannot take `nbytes`, "" if it can or nothing is known."""
 
     def ask() -> str:
         storage = resolve(path)
-        storage = getattr(storage, "durable", storage)  # of a tier
+        storage = getattr(storage, "durable", storage)  # for a tier
         if isinstance(storage, PosixStorage) and (free := storage.free_bytes()) < nbytes:
             return f"{size_text(free)} are free"
         check_room(storage, nbytes)
         return ""
 
     try:
-        return call_with_timeout(_ROOM_TIMEOUT, ask, f"cannot ask {path} for its free room")
+        return call_with_timeout(_SPACE_TIMEOUT, ask, f"cannot ask {path} for its free room")
     except StorageFullError as error:
         return without_secrets(str(error))
-    except Exception:  # noqa: BLE001  of any client: another alert's business
+    except Exception:  # noqa: BLE001  any error of a client: another alert reports it
         return ""

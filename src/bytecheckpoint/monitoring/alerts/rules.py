@@ -1,4 +1,4 @@
-"""Rules of alerts, and the file that holds them."""
+"""Define the rules of alerts, and read them from a file."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from bytecheckpoint.monitoring.progress import OperationProgress
 
 __all__ = ["OverdueRule", "Rule", "StorageRule", "UnflushedRule", "load_rules"]
 
-#: Finite: TOML knows inf and nan, which no time or size can be compared with.
+#: Finite numbers: TOML also has inf and nan.
 _Number = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
-#: Numbers of a total and of a summary that a threshold may be set on.
+#: Numbers of a total and of a summary that may have a threshold.
 _TOTALS = ("count", "seconds", "nbytes")
 _METRICS = ("seconds", "blocking_seconds", "bandwidth", "nbytes", "balance", "retries", "retry_seconds")
-#: Errors that say that stored bytes are damaged.
+#: Error for damaged bytes.
 _CORRUPT = "CorruptCheckpointError"
-#: Errors that nobody needs to hear of: a first start finds no checkpoint, and whoever presses Ctrl-C knows it.
+#: Errors without an alert: a first start finds no checkpoint, and the user knows of a Ctrl-C.
 _EXPECTED = ("CheckpointNotFoundError:", "KeyboardInterrupt:")
 _TIER = "tier+"
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_unknown_fields=True):
-    """A rule.
+    """A rule that makes alerts.
 
     Attributes:
-        name: of the rule in alerts; "": its kind.
-        severity: of its alerts.
-        operations: that it looks at.
-        repeat: seconds within which the same alert (rule, rank and phase) comes once.
+        name: name of the rule in alerts; "" for its kind.
+        severity: severity of its alerts.
+        operations: kinds of operations that the rule applies to.
+        repeat: seconds within which the same alert (rule, rank and phase) is raised once.
     """
 
     name: str = ""
@@ -48,11 +48,11 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
     repeat: _Number = 3600.0
 
     def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
-        """Iterate over the alerts about an operation that has ended.
+        """Yield the alerts about an operation that has ended.
 
         Args:
-            now: the operation.
-            before: earlier ones of the same kind, run and world size that did not fail, the oldest first.
+            now: summary of the operation.
+            before: earlier operations of the same kind, run and world size that succeeded, the oldest first.
         """
         return iter(())
 
@@ -66,7 +66,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
 
 
 class ThresholdRule(Rule, frozen=True, kw_only=True, tag="threshold"):
-    """A metric is above or below a limit."""
+    """Alerts if a metric is above or below a limit."""
 
     metric: str
     above: _Number | None = None
@@ -81,7 +81,7 @@ class ThresholdRule(Rule, frozen=True, kw_only=True, tag="threshold"):
             raise ValueError(f"no metric is called {self.metric!r}")
 
     def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
-        value = metric(now, self.metric)
+        value = _metric(now, self.metric)
         if value is None:
             return
         limit = self.above if self.above is not None else self.below
@@ -92,7 +92,7 @@ class ThresholdRule(Rule, frozen=True, kw_only=True, tag="threshold"):
 
 
 class StragglerRule(Rule, frozen=True, kw_only=True, tag="straggler"):
-    """A rank is much slower than the others in a phase."""
+    """Alerts if a rank is much slower than the others in a phase."""
 
     ratio: _Positive = 2.0
     seconds: _Number = 2.0
@@ -115,7 +115,7 @@ class StragglerRule(Rule, frozen=True, kw_only=True, tag="straggler"):
 
 
 class BandwidthRule(Rule, frozen=True, kw_only=True, tag="bandwidth"):
-    """All ranks together are much slower than before."""
+    """Alerts if all ranks together are much slower than before."""
 
     fraction: _Positive = 0.4
     after: int = 5
@@ -128,7 +128,9 @@ class BandwidthRule(Rule, frozen=True, kw_only=True, tag="bandwidth"):
         usual = statistics.median(known)
         limit = self.fraction * usual
         lost = now.nbytes / now.bandwidth - now.nbytes / usual
-        by_stragglers = max((slow.seconds - slow.median for slow in now.stragglers), default=0.0)  # told by their rule
+        by_stragglers = max(
+            (slow.seconds - slow.median for slow in now.stragglers), default=0.0
+        )  # another rule reports these
         if now.bandwidth < limit and lost - by_stragglers > self.seconds:
             yield self.alert(
                 f"{bandwidth_text(now.bandwidth)} of all ranks, {now.bandwidth / usual:.0%} of the usual "
@@ -138,7 +140,7 @@ class BandwidthRule(Rule, frozen=True, kw_only=True, tag="bandwidth"):
 
 
 class RetriesRule(Rule, frozen=True, kw_only=True, tag="retries"):
-    """Requests are repeated."""
+    """Alerts if requests are repeated."""
 
     per_rank: _Positive = 3.0
     seconds: _Number = 10.0
@@ -154,7 +156,7 @@ class RetriesRule(Rule, frozen=True, kw_only=True, tag="retries"):
 
 
 class MissingRule(Rule, frozen=True, kw_only=True, tag="missing"):
-    """Ranks have reported nothing."""
+    """Alerts if ranks have reported nothing."""
 
     def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
         if now.missing:
@@ -163,7 +165,7 @@ class MissingRule(Rule, frozen=True, kw_only=True, tag="missing"):
 
 
 class FailedRule(Rule, frozen=True, kw_only=True, tag="failed"):
-    """The operation failed."""
+    """Alerts if an operation failed."""
 
     corrupt = False
 
@@ -179,22 +181,22 @@ class FailedRule(Rule, frozen=True, kw_only=True, tag="failed"):
 
 
 class VerificationRule(FailedRule, frozen=True, kw_only=True, tag="verification"):
-    """Stored bytes do not match their checksums."""
+    """Alerts if stored bytes do not match their checksums."""
 
     corrupt = True
 
 
 class StorageRule(Rule, frozen=True, kw_only=True, tag="storage"):
-    """The storage is nearly full."""
+    """Alerts if the storage is nearly full."""
 
     saves: _Positive = 3.0
 
     def check_room(self, now: OperationSummary, lacking: Callable[[str, int], str]) -> Iterator[Alert]:
-        """Iterate over the alerts about the storage of a save.
+        """Yield the alerts about the storage of a save.
 
         Args:
-            now: the save.
-            lacking: returns what the storage of a path lacks for so many bytes, "" if nothing.
+            now: summary of the save.
+            lacking: function of a path and a number of bytes; returns why the storage cannot take them, "" if it can.
         """
         wanted = int(self.saves * now.nbytes)
         if now.kind == "save" and wanted and (why := lacking(now.path, wanted)):
@@ -203,13 +205,13 @@ class StorageRule(Rule, frozen=True, kw_only=True, tag="storage"):
 
 
 class OverdueRule(Rule, frozen=True, kw_only=True, tag="overdue"):
-    """No checkpoint for long."""
+    """Alerts if no checkpoint comes for long."""
 
     factor: _Positive = 3.0
     seconds: _Number = 600.0
 
     def limit(self, saves: Sequence[OperationSummary]) -> float | None:
-        """Return how long after the last of `saves` began the next one is overdue; None: too few to know."""
+        """Return the seconds from the beginning of the last save until the next is overdue; None after too few saves."""
         if len(saves) < 4:
             return None
         begins = [save.began for save in saves]
@@ -217,7 +219,7 @@ class OverdueRule(Rule, frozen=True, kw_only=True, tag="overdue"):
         return max(self.factor * usual, self.seconds) + saves[-1].seconds
 
     def check_time(self, saves: Sequence[OperationSummary], time: float) -> Iterator[Alert]:
-        """Iterate over the alerts if `time` is now, or the next save began then."""
+        """Yield the alerts at a time: now, or the beginning of the next save."""
         limit = self.limit(saves)
         if limit is not None and time - saves[-1].began > limit:
             waited = time - saves[-1].began
@@ -226,12 +228,12 @@ class OverdueRule(Rule, frozen=True, kw_only=True, tag="overdue"):
 
 
 class UnflushedRule(Rule, frozen=True, kw_only=True, tag="unflushed"):
-    """A tier's step is not durable."""
+    """Alerts if a step of a tier does not become durable."""
 
     seconds: _Number = 1800.0
 
     def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
-        """As `Rule.check`, of a save that has become durable."""
+        """Yield the alerts about a save that became durable late."""
         if now.path.startswith(_TIER) and now.seconds > self.seconds:
             yield self.alert(
                 f"was durable after {seconds_text(now.seconds)} only", now, phase="flush", value=now.seconds,
@@ -239,7 +241,7 @@ class UnflushedRule(Rule, frozen=True, kw_only=True, tag="unflushed"):
             )  # fmt: skip
 
     def check_running(self, running: OperationProgress) -> Iterator[Alert]:
-        """Iterate over the alerts about an operation that runs."""
+        """Yield the alerts about a running operation."""
         waited = running.time - running.began
         if running.kind == "save" and running.path.startswith(_TIER) and not running.ended and waited > self.seconds:
             text = f"save to {running.path}: in memory only, not in the durable storage after {seconds_text(waited)}"
@@ -257,7 +259,7 @@ AnyRule = (
 
 
 class RuleSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of rules."""
+    """The content of a file of rules."""
 
     rule: list[AnyRule] = []
 
@@ -266,7 +268,7 @@ def load_rules(path: str = "") -> list[Rule]:
     """Read rules from a TOML file.
 
     Args:
-        path: of the file; "": the built-in rules.
+        path: path of the file; "" for the built-in rules.
 
     Raises:
         UsageError: the file cannot be read, or a rule is wrong.
@@ -280,8 +282,8 @@ def load_rules(path: str = "") -> list[Rule]:
         raise UsageError(f"setting alerts: {path}: {error}") from error
 
 
-def metric(summary: OperationSummary, name: str) -> float | None:
-    """Return a number of a summary by the name that thresholds use; None where the operation has none."""
+def _metric(summary: OperationSummary, name: str) -> float | None:
+    """Return a number of a summary by its name in thresholds; None if the operation lacks it."""
     first, *more = name.split(".")
     if first == "phase":
         return next((phase.longest for phase in summary.phases if phase.name == more[0]), None)

@@ -1,1 +1,1 @@
-"""What the metrics of operations say."""
+"""Analyse metrics: summaries of operations and runs, and findings."""

@@ -1,4 +1,4 @@
-"""In words: what is wrong with the saves and loads of a run, and what to do."""
+"""Find problems in the saves and loads of a run, and advise."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from bytecheckpoint.monitoring.analysis.words import bandwidth_text, rank_text, 
 __all__ = ["RunFinding", "findings"]
 
 _SEVERITIES = ("critical", "warning", "info")
-#: Operations at the end of a run that are looked at one by one.
+#: Number of operations at the end of a run that are examined one by one.
 _RECENT = 10
-#: A rank that is slow once, and by less, is no finding.
+#: Fewest lost seconds for a finding about a rank that was slow once.
 _NOTABLE_SECONDS = 1.0
-#: Of fewer saves or loads, the best one does not tell what the storage can do.
+#: Fewest saves or loads for which the best shows the bandwidth of the storage.
 _FEW = 5
-#: What to do about a slow rank, by phase.
+#: Advice about a slow rank, by phase.
 _SLOW_PHASE = {
     "capture": "Its objects' state_dict or hooks take long: look for hooks of its own, garbage collection or swapping.",
     "stage": "Copies from its device are slow: look at the PCIe link, the NUMA node and the free memory of the machine.",
@@ -31,7 +31,7 @@ _SLOW_PHASE = {
     "destination": "Its objects' state_dict or hooks take long: look for hooks of its own, garbage collection or swapping.",
     "apply": "Its objects take long to install their state: look for hooks of its own, garbage collection or swapping.",
 }
-#: The same about a phase that is long on all ranks.
+#: Advice about a phase that is long on all ranks, by phase.
 _LONG_PHASE = {
     "wait": "Saves wait for the one before: save less often, or find out below why saves take so long.",
     "capture": "Collecting the state takes long on all ranks: look for hooks of modules and for gathered state dicts.",
@@ -51,13 +51,13 @@ _LONG_PHASE = {
 
 @dataclass(frozen=True, slots=True)
 class RunFinding:
-    """Something that a person should know.
+    """A problem of a run.
 
     Attributes:
         severity: "critical", "warning" or "info".
-        title: a few words.
-        text: what was measured.
-        advice: what to do.
+        title: problem in a few words.
+        text: measurements that show it.
+        advice: steps to solve it.
         operation: id of the operation that shows it best; "" for the run.
         rank: that it is about; None: no single one.
         phase: that it is about, or "".
@@ -73,11 +73,11 @@ class RunFinding:
 
 
 def findings(summaries: Sequence[OperationSummary], limits: Limits | None = None) -> list[RunFinding]:
-    """Return what is notable about a run, the worst first.
+    """Return the problems of a run, the worst first.
 
     Args:
-        summaries: of its operations, in order of time.
-        limits: what the storage can take and give; where it does not say, the best that the run has reached counts.
+        summaries: operations of the run, in order of time.
+        limits: bandwidths of the storage. If unknown, the best bandwidth of the run stands for them.
     """
     found: list[RunFinding] = []
     for look in _LOOKS:

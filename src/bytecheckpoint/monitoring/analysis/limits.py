@@ -1,4 +1,4 @@
-"""What a storage can take and give: measured beside the run, or told by the user."""
+"""Compare saves and loads with the bandwidth of their storage, measured beside the run or given by the user."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from bytecheckpoint.monitoring.analysis.words import bandwidth_text, plural
 
 __all__ = ["LIMITS_PREFIX", "Limits", "StorageLimit"]
 
-#: In the folder of metrics, files of `StorageLimit`, one per measurement.
+#: Prefix of the files of `StorageLimit` in the folder of metrics, one per measurement.
 LIMITS_PREFIX = "limits-"
 _Bandwidth = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
 
 
 class StorageLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """What one machine has reached on a storage with plain writes and reads.
+    """The bandwidths of one machine on a storage, with plain writes and reads.
 
     Attributes:
         host: name of the machine.
-        time: of the measurement, seconds since 1970.
-        write: durable bytes per second.
-        read: bytes per second; None where they came from the machine's memory, so that nothing was measured.
-        nbytes: that were written.
-        threads: that wrote at once.
+        time: time of the measurement, in seconds since 1970.
+        write: bandwidth of durable writes, in bytes per second.
+        read: bandwidth of reads, in bytes per second; None if the bytes came from the machine's memory.
+        nbytes: number of bytes written.
+        threads: number of threads that wrote at once.
     """
 
     host: str
@@ -42,20 +42,20 @@ class StorageLimit(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bandwidths that saves and loads are compared with.
+    """The bandwidths that saves and loads are compared with.
 
     Attributes:
-        given: bytes per second of all ranks together, told by the user; None: not told.
-        measured: what machines have reached. The newest of each machine counts.
+        given: bandwidth of all ranks together from the user, in bytes per second; None if not given.
+        measured: measurements of machines. The newest of each machine counts.
     """
 
     given: float | None = None
     measured: Sequence[StorageLimit] = ()
 
     def of(self, operation: OperationSummary) -> tuple[float, str] | None:
-        """Return bytes per second that all ranks of an operation could reach, and where that is known from.
+        """Return the bandwidth that all ranks of an operation could reach, and the source of that number.
 
-        A measurement counts for each machine of the operation, as if the storage had enough for all: so measure on all
+        A measurement counts for each machine of the operation, as if the storage had enough for all. So measure on all
         machines at once.
         """
         if self.given is not None:

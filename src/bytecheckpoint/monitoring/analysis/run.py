@@ -1,4 +1,4 @@
-"""What the checkpoints of a whole run cost, and how an operation compares with those before it."""
+"""Sum up the cost of checkpoints in a run, and compare an operation with earlier ones."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 
 __all__ = ["COMPARED", "RunSummary", "Shares", "summarize_run", "time_shares", "usual"]
 
-#: Earlier operations that a new one is compared with.
+#: Most earlier operations that a new one is compared with.
 COMPARED = 20
 _FEWEST = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Shares of the time of a run, between 0 and 1.
+    """The shares of the time of a run, between 0 and 1.
 
     Attributes:
-        stalled: in which saves stop the training.
-        lost: whose work failures undo, restarts included.
-        effective: which is training that counts: the effective training time ratio (ETTR).
+        stalled: share in which saves stop the training.
+        lost: share whose work failures undo, with restarts.
+        effective: share of training that counts: the effective training time ratio (ETTR).
     """
 
     stalled: float
@@ -32,16 +32,16 @@ class Shares:
 
 
 def time_shares(interval: float, stall: float, write: float, mtbf: float, restart: float = 0.0) -> Shares:
-    """Return what saves and failures leave of a run's time.
+    """Return the shares of a run's time under a rate of failures.
 
-    A failure undoes half an interval on average, what was done while the last save was being written, and the restart.
+    A failure costs half an interval on average, the time of the last write, and the restart.
 
     Args:
         interval: seconds between the beginnings of two saves.
         stall: seconds for which a save stops the training.
         write: seconds from the beginning of a save to its commit.
         mtbf: mean seconds between two failures of the job.
-        restart: seconds from a failure until the training goes on.
+        restart: seconds from a failure until the training continues.
     """
     stalled = min(stall / interval, 1.0)
     lost = min((interval / 2 + write + restart) / mtbf, 1.0)
@@ -53,19 +53,19 @@ class RunSummary:
     """The saves and loads of a run. Times are in seconds.
 
     Attributes:
-        saves: that were committed.
-        loads: that succeeded.
-        failed: saves and loads that failed.
-        jobs: processes that took part one after the other: 1 and the restarts.
-        seconds: from the beginning of the first operation to the end of the last one.
+        saves: number of committed saves.
+        loads: number of loads that succeeded.
+        failed: number of saves and loads that failed.
+        jobs: number of jobs, one after the other: 1 and the restarts.
+        seconds: time from the beginning of the first operation to the end of the last one.
         interval: median time between the beginnings of two saves; 0.0 with fewer than two.
         stall: median time for which a save stops the training.
         write: median time from the beginning of a save to its commit.
         restart: median time of a load.
-        stalled_seconds: in which saves and loads kept the training waiting, in all.
-        undone_seconds: between the last save of a job and the first load of the next one, in all: at most so much work
-            was lost, as the metrics do not tell when a job ended.
-        effective: share of `seconds` that is neither stalled nor undone, at least: the measured ETTR.
+        stalled_seconds: total time for which the training waited for saves and loads.
+        undone_seconds: total time between the last save of a job and the first load of the next one: an upper bound of the
+            lost work, as metrics do not show the end of a job.
+        effective: share of `seconds` that is neither stalled nor undone, a lower bound: the measured ETTR.
     """
 
     saves: int
@@ -82,7 +82,7 @@ class RunSummary:
     effective: float
 
     def at(self, mtbf: float) -> Shares | None:
-        """Return what is to be expected with a failure every `mtbf` seconds; None if there were too few saves to know."""
+        """Return the expected shares with a failure every `mtbf` seconds; None after too few saves."""
         return time_shares(self.interval, self.stall, self.write, mtbf, self.restart) if self.interval else None
 
 
@@ -94,12 +94,12 @@ def summarize_run(summaries: Sequence[OperationSummary]) -> RunSummary:
     """Sum up a run.
 
     Args:
-        summaries: of its operations, in order of time.
+        summaries: operations of the run, in order of time.
     """
     done = [summary for summary in summaries if not summary.failed]
     saves = [summary for summary in done if summary.kind == "save"]
     loads = [summary for summary in done if summary.kind == "load"]
-    # Steps of two jobs, or of two failures, do not tell how often a job saves.
+    # The gap between two jobs does not show how often a job saves.
     gaps = [b.began - a.began for a, b in pairwise(saves) if _job(a) == _job(b)]
     seconds = max((s.began + s.seconds for s in summaries), default=0.0) - min(
         (s.began for s in summaries), default=0.0
@@ -135,8 +135,8 @@ def usual(summaries: Sequence[OperationSummary], place: int) -> dict[str, float]
     """Return the rolling medians before an operation: "seconds", "bandwidth", and its phases by name (longest rank).
 
     Args:
-        summaries: of a run, in order of time.
-        place: of the operation in them.
+        summaries: operations of a run, in order of time.
+        place: index of the operation.
 
     Returns:
         {} if fewer than three operations of this kind and world size came before.

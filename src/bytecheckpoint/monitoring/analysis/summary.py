@@ -1,4 +1,4 @@
-"""What one save or load took: by phase, on which rank, and whom the others waited for."""
+"""Sum up one save or load: phases, slow ranks, and the ranks that the others waited for."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from bytecheckpoint.monitoring.table import MetricRows, OperationFacts, Operatio
 
 __all__ = ["SHARED_PHASES", "OperationSummary", "PhaseSummary", "RankFailure", "Straggler", "summarize"]
 
-#: Phases in their order.
+#: The phases in their order.
 _ORDER = {
     "save": ("wait", "capture", "plan", "stage", "write", "finish", "commit", "replicate", "flush"),
     "load": ("catalog", "destination", "plan", "agree", "read", "apply"),
 }
-#: Phases in which a rank waits for other ranks or for an earlier operation: their length says nothing about the rank.
+#: Phases in which a rank waits for other ranks or for an earlier operation: their length does not describe the rank.
 SHARED_PHASES = {"save": ("wait", "plan", "commit", "replicate", "flush"), "load": ("agree",)}
-#: Phases at whose end all ranks have heard of each other: the path of what everybody waits for changes ranks there.
+#: Phases that end when the last rank arrives. The critical path may change ranks there.
 _MEETINGS = {"save": ("plan", "commit"), "load": ("agree",)}
 #: Phases that move bytes between ranks and storage.
 _MOVING = {"save": ("write", "finish"), "load": ("read",)}
-#: A straggler takes longer than the median by so many median deviations of the logarithms (scaled to the standard
-#: deviation of a normal distribution), by this share of the median, and by so many seconds.
+#: Limits of a straggler, over the median: a number of median deviations of the logarithms (scaled to the standard deviation
+#: of a normal distribution), a share of the median, and seconds. It exceeds all three.
 _DEVIATIONS, _SHARE, _LEAST_SECONDS = 6.0, 0.5, 0.25
 #: Median of a normal distribution's absolute deviations, in standard deviations.
 _NORMAL_MAD = 0.6745
-#: A clock may be wrong by so many seconds, as far as the critical path is concerned.
+#: Seconds by which clocks may differ in a critical path.
 _SAME_TIME = 1e-3
-#: How an error of another rank begins.
+#: Beginning of an error of another rank.
 _OTHER_RANK = re.compile(r"\brank \d+\b")
 
 
@@ -39,10 +39,10 @@ class PhaseSummary:
     """One phase of all ranks, in seconds.
 
     Attributes:
-        name: of the phase.
-        median: over the ranks that went through it.
-        longest: of any rank.
-        slowest_rank: the rank that took longest.
+        name: name of the phase.
+        median: median over the ranks that went through it.
+        longest: longest time of a rank.
+        slowest_rank: rank that took longest.
     """
 
     name: str
@@ -56,12 +56,12 @@ class Straggler:
     """A rank that took much longer for a phase than the others.
 
     Attributes:
-        rank: of the rank.
-        host: its machine.
-        phase: in which it was slow.
-        seconds: that it took.
-        median: seconds over all ranks.
-        load: its bytes over the mean of all ranks; a rank with three times the bytes may well take three times as long.
+        rank: number of the rank.
+        host: name of the rank's machine.
+        phase: phase in which it was slow.
+        seconds: time that the rank took.
+        median: median time of all ranks.
+        load: bytes of the rank over the mean of all ranks. A rank with three times the bytes may take three times as long.
     """
 
     rank: int
@@ -77,8 +77,8 @@ class RankFailure:
     """The failure of one rank.
 
     Attributes:
-        rank: of the rank.
-        stage: the phase in which it failed.
+        rank: number of the rank.
+        stage: phase that failed.
         error: message of the error.
     """
 
@@ -89,23 +89,23 @@ class RankFailure:
 
 @dataclass(frozen=True, slots=True)
 class OperationSummary(OperationFacts):
-    """What all ranks did in one save or load. Times are in seconds.
+    """A summary of one save or load over all ranks. Times are in seconds.
 
     Attributes:
-        seconds: from the call to the end, of the slowest rank.
-        blocking_seconds: that the callers waited, of the slowest rank.
-        nbytes: written or read by all ranks.
-        bandwidth: bytes per second of all ranks together, while any of them was moving bytes; 0.0 if none was.
-        phases: in their order.
-        stragglers: the one that lost most time first.
-        critical_path: (phase, rank, begin, seconds) of what everybody waited for, in order of time.
-        balance: the largest share of bytes over the mean share; 1.0 is even.
-        retries: repeated requests.
-        retry_seconds: waited before them, summed over threads and ranks.
+        seconds: time from the call to the end, of the slowest rank.
+        blocking_seconds: time for which the caller waited, of the slowest rank.
+        nbytes: number of bytes that all ranks wrote or read.
+        bandwidth: bytes per second of all ranks together, while any of them moved bytes; 0.0 if none did.
+        phases: phases in their order.
+        stragglers: slow ranks; the one that lost most time first.
+        critical_path: (phase, rank, begin, seconds) of the parts that all ranks waited for, in order of time.
+        balance: largest share of bytes over the mean share; 1.0 is even.
+        retries: number of repeated requests.
+        retry_seconds: time waited before repeated requests, summed over threads and ranks.
         totals: (count, seconds, bytes) of spans and counters by name, summed over ranks.
-        failures: of ranks that failed.
+        failures: failed ranks.
         hosts: number of machines.
-        most_retries: the rank that waited longest before repeated requests, and for how long.
+        most_retries: rank that waited longest before repeated requests, and its seconds.
     """
 
     seconds: float
@@ -125,17 +125,17 @@ class OperationSummary(OperationFacts):
 
     @property
     def first_failure(self) -> RankFailure:
-        """The failure behind the others: of the rank that does not repeat another rank's. There must be one."""
+        """First failure that repeats no other rank's. The operation must have failed."""
         return next((f for f in self.failures if not _OTHER_RANK.search(f.error)), self.failures[0])
 
     @property
     def failed(self) -> bool:
-        """Whether a rank failed."""
+        """True if a rank failed."""
         return bool(self.failures)
 
     @property
     def spared_share(self) -> float:
-        """Share of the ranks' bytes that nobody had to write again, because a replica's holder wrote them."""
+        """Share of the ranks' bytes that a replica's holder wrote for others."""
         spared = 0 if self.failed else self.total("left to others")[2]
         return spared / (spared + self.nbytes) if spared else 0.0
 
@@ -146,14 +146,14 @@ class OperationSummary(OperationFacts):
 
 @dataclass(frozen=True, slots=True)
 class _Phases:
-    """Phase rows of an operation. Matrices have a column per rank, with nan where a rank lacks the phase.
+    """The phases of an operation as matrices with a column per rank; nan means that the rank lacks the phase.
 
     Attributes:
-        names: of the rows of `seconds`.
-        seconds: by phase, summed over its parts.
-        parts: names of the rows of `begins` and `ends`; a phase may have several.
-        begins: by part.
-        ends: by part.
+        names: names of the rows of `seconds`.
+        seconds: times by phase, summed over its parts.
+        parts: names of the rows of `begins` and `ends`; a phase may have several parts.
+        begins: beginnings by part.
+        ends: ends by part.
     """
 
     names: list[str]
@@ -164,7 +164,7 @@ class _Phases:
 
 
 def summarize(record: OperationRecord) -> OperationSummary:
-    """Sum up what all ranks did in one operation."""
+    """Sum up one operation over all ranks."""
     rows = MetricRows(record.table)
     is_rank, is_total = rows.where("level", "rank"), rows.where("level", "total")
     rank, seconds, nbytes = rows.numbers("rank"), rows.numbers("seconds"), rows.numbers("nbytes")
@@ -242,9 +242,9 @@ def _phase_summaries(phases: _Phases) -> tuple[PhaseSummary, ...]:
 
 
 def _own_reading(rows: MetricRows, width: int) -> NDArray[np.float64] | None:
-    """Return each rank's seconds in calls of the storage, or None if no ranks exchanged what they read.
+    """Return each rank's seconds in calls of the storage, or None without an exchange between ranks.
 
-    In an exchange all ranks wait for the slowest reader, so the length of the phase does not tell who that was.
+    In an exchange all ranks wait for the slowest reader, so the length of the phase does not show which rank that was.
     """
     is_total = rows.where("level", "total")
     exchanged = is_total & rows.where("name", "exchanged")
@@ -257,7 +257,7 @@ def _own_reading(rows: MetricRows, width: int) -> NDArray[np.float64] | None:
 def _stragglers(
     kind: str, phases: _Phases, own_reading: NDArray[np.float64] | None
 ) -> list[tuple[int, str, float, float]]:
-    """Return (rank, phase, seconds, median) of ranks that were slow, the slowest first."""
+    """Return (rank, phase, seconds, median) of slow ranks, the slowest first."""
     found = []
     for name, of_phase in zip(phases.names, phases.seconds, strict=True):
         if name in SHARED_PHASES.get(kind, ()):
@@ -266,7 +266,7 @@ def _stragglers(
         if name == "catalog":  # rank 0 reads the catalog for all
             seconds = np.where(np.arange(len(seconds)) == 0, np.nan, seconds)
         known = seconds[~np.isnan(seconds)]
-        if len(known) < 2:  # nobody to compare with
+        if len(known) < 2:  # no other rank to compare with
             continue
         # Of few ranks the slow one would raise the usual median.
         median = float(np.sort(known)[(len(known) - 1) // 2])
@@ -285,9 +285,9 @@ def _stragglers(
 
 
 def _critical_path(kind: str, phases: _Phases) -> tuple[tuple[str, int, float, float], ...]:
-    """Return what everybody waited for, from the end back to the beginning.
+    """Return the parts that all ranks waited for, in order of time. Follows them from the end to the beginning.
 
-    A meeting ends for all when the last rank has come. So before it, the path runs along that rank.
+    A meeting ends for all ranks when the last one arrives, so before it the path runs along that rank.
     """
     names, ends = phases.parts, phases.ends
     if not names or np.isnan(ends).all():

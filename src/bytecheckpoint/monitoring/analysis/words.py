@@ -1,4 +1,4 @@
-"""Numbers in words, for lines that people read."""
+"""Format numbers for people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MINUTE, _HOUR = 60.0, 3600.0
 
 
 def plural(count: object, one: str) -> str:
-    """Format a number of things.
+    """Format a count with its noun.
 
     >>> plural(1, "file"), plural(1200, "file")
     ('1 file', '1,200 files')

@@ -1,1 +1,1 @@
-"""The metrics of a run as one page for a browser, and as a trace for Perfetto."""
+"""Show the metrics of a run: as a report, as one page for a browser, as a trace for Perfetto."""

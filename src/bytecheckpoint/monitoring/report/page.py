@@ -1,4 +1,4 @@
-"""What the page of a run shows, as columns that its scripts read."""
+"""Make the page of a run: one HTML file with its styles, scripts, chart library and data, which needs no network."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from bytecheckpoint.monitoring.table import MESH_AXES, MetricRows, OperationReco
 
 __all__ = ["content_security_policy", "make_page", "page_data"]
 
-#: Operations in the history; older ones are left out.
+#: Most operations in the history, the newest.
 OPERATIONS = 1000
-#: Alerts in the list, the newest.
+#: Most alerts in the list, the newest.
 ALERTS = 200
-#: MetricRows of phases of all operations together: three operations of 8,960 ranks.
+#: Most rows of phases of all operations together: three operations of 8,960 ranks.
 PHASE_ROWS = 200_000
-#: Spans of one operation, and of all operations together.
+#: Most spans of one operation, and of all operations together.
 SPANS_PER_OPERATION, SPANS = 10_000, 60_000
-#: Ranks whose spans are kept where not all are: so many of the slowest, and so many at equal distances.
+#: Number of ranks whose spans are kept in a large operation: slowest ranks, and ranks at equal distances.
 SLOWEST, SAMPLED = 32, 32
-#: Stragglers, failures and missing ranks of one operation in the lists; the heat map shows all.
+#: Most stragglers, failures and missing ranks of one operation in the lists. The heat map shows all.
 LISTED = 50
-#: A phase that begins so many seconds from the end of the one before follows it.
+#: Most seconds between two phases that count as contiguous.
 _SAME_TIME = 1e-4
 _STATES = ("done", "failed", "missing")
 
 
 _ASSETS = files("bytecheckpoint.monitoring.report") / "assets"
-#: In the order in which they run, in one scope.
+#: The scripts in the order in which they run, in one scope.
 _SCRIPTS = (
     "format.js",
     "data.js",
@@ -58,12 +58,12 @@ _MARKUP = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
 def page_data(report: Report, root: str, made: float) -> dict[str, Any]:
-    """Return what the page embeds: plain values, and columns as base64.
+    """Return the data in the page: plain values, and columns as base64.
 
     Args:
-        report: of the run.
-        root: folder of the run, as it is shown.
-        made: seconds since 1970 at which the metrics were read.
+        report: report of the run.
+        root: folder of the run, to show.
+        made: time of the metrics, in seconds since 1970.
     """
     run, alerts = report.metrics, report.alerts
     operations = run.operations[-OPERATIONS:]
@@ -75,7 +75,7 @@ def page_data(report: Report, root: str, made: float) -> dict[str, Any]:
     details, notes = _details(run.records, operations)
     return {
         "version": 1,
-        "root": root.encode(errors="backslashreplace").decode(),  # a name may be no UTF-8, which JSON is
+        "root": root.encode(errors="backslashreplace").decode(),  # a name need not be UTF-8, JSON has to
         "made": made,
         "simulated": any(operation.path.startswith("simulated://") for operation in operations),
         "skipped": run.skipped,
@@ -89,8 +89,8 @@ def page_data(report: Report, root: str, made: float) -> dict[str, Any]:
 
 
 def _operation(summary: OperationSummary) -> dict[str, Any]:
-    """Return one operation as the history and the lists of the page show it."""
-    # A whole operation takes all ranks equally long, as they wait for each other.
+    """Return one operation for the history and the lists of the page."""
+    # Shared phases take all ranks equally long, as ranks wait for each other.
     own = [phase for phase in summary.phases if phase.name not in SHARED_PHASES.get(summary.kind, ())]
     return {
         "id": summary.id,
@@ -131,8 +131,8 @@ def make_page(data: Any, *, live: bool = False) -> bytes:
     """Return the page as HTML.
 
     Args:
-        data: of `page_data`; None where the page asks the monitor for it.
-        live: the page asks the monitor for what is new, about once a second.
+        data: result of `page_data`; None if the page asks the monitor for it.
+        live: True if the page asks the monitor for news, about once a second.
     """
     page = Template(_asset("page.html"))
     text = page.substitute(
@@ -147,7 +147,7 @@ def make_page(data: Any, *, live: bool = False) -> bytes:
 
 
 def content_security_policy(*, live: bool) -> str:
-    """Return which content a browser takes from the page: its own two scripts, and no other, and nothing from elsewhere."""
+    """Return the policy that lets a browser run the two scripts of the page only, and load nothing from elsewhere."""
     scripts = " ".join(f"'sha256-{_digest(text)}'" for text in (_asset(_ECHARTS), _scripts()))
     policy = f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data:"
     policy += "; base-uri 'none'; form-action 'none'"
@@ -175,7 +175,7 @@ def _digest(text: str) -> str:
 def _details(
     records: Sequence[OperationRecord], operations: Sequence[OperationSummary]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the columns of the newest operations that fit, by id, and sentences that say what is left out."""
+    """Return the columns of the newest operations that fit, by id, and sentences about the others."""
     details: dict[str, Any] = {}
     summaries = {operation.id: operation for operation in operations}
     records = [record for record in records if record.id in summaries]
@@ -210,7 +210,7 @@ def _details(
 
 
 def _newest_first(records: Sequence[OperationRecord]) -> list[int]:
-    """Return the places of operations, the newest of each kind first."""
+    """Return the indices of operations, the newest of each kind first."""
     places = list(range(len(records) - 1, -1, -1))
     firsts = {records[place].kind: place for place in reversed(places)}.values()
     return sorted(firsts, reverse=True) + [place for place in places if place not in firsts]
@@ -226,14 +226,14 @@ def _interesting_ranks(rows: MetricRows, summary: OperationSummary) -> NDArray[n
 
 
 def _complete(records: Sequence[OperationRecord], record: OperationRecord) -> MetricRows | None:
-    """Return an operation of the same world in which every rank has reported; None if there is none, or no need for it."""
+    """Return an operation of the same world with reports of all ranks; None if there is none, or none is needed."""
     same = (r for r in reversed(records) if r.world_size == record.world_size and not r.missing)
     found = next(same, None) if record.missing else None
     return None if found is None else MetricRows(found.table)
 
 
 def _places(rows: MetricRows, level: str) -> NDArray[np.int64]:
-    """Return the places of the rows of a level, in order of rank and time."""
+    """Return the indices of the rows of a level, in order of rank and time."""
     places = np.flatnonzero(rows.where("level", level))
     return places[np.lexsort((rows.numbers("begin")[places], rows.numbers("rank")[places]))]
 
@@ -244,10 +244,10 @@ def _detail(
     """Return the columns of one operation; phases and spans lie in the order of the ranks' rows.
 
     Args:
-        rows: of the operation.
-        phases: places of its phases.
-        spans: places of its spans that are shown.
-        complete: rows that say where ranks are that have reported nothing in this operation.
+        rows: rows of the operation.
+        phases: indices of its phases.
+        spans: indices of the spans to show.
+        complete: rows of an operation of all ranks, for the machines of ranks that reported nothing in this one.
     """
     own = _places(rows, "rank")
     of_place = rows if complete is None else complete
@@ -287,7 +287,7 @@ def _detail(
 
 
 def _parts(rows: MetricRows, places: NDArray[np.int64], ranks: NDArray[np.int32]) -> dict[str, Any]:
-    """Return phases or spans: how many each rank has, and their columns."""
+    """Return phases or spans: their number by rank, and their columns."""
     rank, begin, seconds = (rows.numbers(name)[places] for name in ("rank", "begin", "seconds"))
     counts = np.bincount(np.searchsorted(ranks, rank), minlength=len(ranks))
     columns = {
@@ -297,7 +297,7 @@ def _parts(rows: MetricRows, places: NDArray[np.int64], ranks: NDArray[np.int32]
         "seconds": _packed(seconds),
     }
     follows = (rank[1:] != rank[:-1]) | (np.abs(begin[1:] - (begin + seconds)[:-1]) < _SAME_TIME)
-    if follows.all():  # each begins when the one before ends: the beginning of the first is enough
+    if follows.all():  # all are contiguous: the beginning of the first is enough
         columns["begin"] = _packed(begin[np.diff(rank, prepend=-1) != 0])
     if rows.numbers("failed")[places].any():
         columns["failed"] = _packed_small(rows.numbers("failed")[places])

@@ -1,4 +1,4 @@
-"""What there is to say about a run: what the terminal, the page and the monitor show."""
+"""Make the report of a run that the terminal, the page and the monitor show."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["Report", "Reporter"]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What there is to say about a run.
+    """The report of a run.
 
     Attributes:
-        metrics: that it is about.
-        run: the sum of them.
-        expected: what is to be expected of its time with failures as often as was given; None: not given, or too few saves.
-        findings: the worst first.
-        alerts: in order of time.
+        metrics: metrics of the run.
+        run: summary of the run.
+        expected: expected shares of the time with the given rate of failures; None without one, or after too few saves.
+        findings: problems, the worst first.
+        alerts: alerts in order of time.
         words: sentences about the whole run.
     """
 
@@ -42,10 +42,10 @@ class Reporter:
     """Makes reports.
 
     Attributes:
-        rules: of alerts, beside those that the jobs have raised.
-        bandwidth: bytes per second that the storage takes from all ranks; None: what was measured, or else the best that a
-            run has reached.
-        mtbf: mean seconds between two failures; None: not known.
+        rules: rules for alerts, beside the alerts of the jobs.
+        bandwidth: bytes per second that the storage takes from all ranks; None for the measured bandwidth, or else the best
+            of the run.
+        mtbf: mean seconds between two failures; None if unknown.
     """
 
     rules: Sequence[Rule] = ()
@@ -53,16 +53,16 @@ class Reporter:
     mtbf: float | None = None
 
     def report(self, metrics: RunMetrics) -> Report:
-        """Say what there is to say about a run."""
+        """Make the report of a run."""
         operations = metrics.operations
         run = summarize_run(operations)
         evaluation = Evaluation(self.rules)
         alerts = [alert for operation in operations for alert in evaluation.after(operation)]
-        # What depended on the moment, such as a full storage, only the job itself could tell.
-        told = {_about(alert) for alert in alerts}
-        alerts += [alert for alert in metrics.alerts if _about(alert) not in told]
+        # Only the job itself could find some problems, such as a full storage.
+        raised = {_identity(alert) for alert in alerts}
+        alerts += [alert for alert in metrics.alerts if _identity(alert) not in raised]
         expected = run.at(self.mtbf) if self.mtbf is not None else None
-        words = [_words_about(run)] if operations else []
+        words = [_sentence(run)] if operations else []
         if expected is not None and self.mtbf is not None:
             words.append(
                 f"with a failure every {seconds_text(self.mtbf)}: {expected.effective:.2%} of the time is training that "
@@ -74,11 +74,11 @@ class Reporter:
         return Report(metrics, run, expected, findings(operations, limits), in_order, words)
 
 
-def _about(alert: Alert) -> tuple[str, str, int | None, str]:
+def _identity(alert: Alert) -> tuple[str, str, int | None, str]:
     return alert.rule, alert.operation, alert.rank, alert.phase
 
 
-def _words_about(run: RunSummary) -> str:
+def _sentence(run: RunSummary) -> str:
     return (
         f"{plural(run.saves, 'save')}, {plural(run.loads, 'load')} and {run.failed} that failed, by "
         f"{plural(run.jobs, 'job')} in {seconds_text(run.seconds)}: "

@@ -1,4 +1,4 @@
-"""The page of a run over HTTP, with the progress of what runs now. It only reads."""
+"""Serve the page of a run over HTTP, with the progress of running operations. The server only reads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import ipaddress
 import json
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -36,9 +38,9 @@ if TYPE_CHECKING:
 
 __all__ = ["RunView", "make_app", "require_token"]
 
-#: The storage is asked at most once in so many seconds, however many browsers ask the monitor.
+#: Fewest seconds between two reads of the storage, for any number of browsers.
 _REFRESH = 1.0
-#: An operation without news for so many seconds belongs to a job that was killed.
+#: Seconds without news after which a running operation belongs to a killed job.
 _FORGOTTEN = 600.0
 
 
@@ -62,12 +64,33 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+@dataclass(frozen=True, slots=True)
+class _RunSnapshot:
+    """The monitor's knowledge of a run at one time.
+
+    Attributes:
+        time: `time.monotonic` of the last attempt to read.
+        files: names and sizes of the files of metrics; None before the first read.
+        version: count of changes of `data`.
+        data: data of the page as JSON.
+        running: progress of running operations.
+        error: reason why the last attempt failed, "" if it did not.
+    """
+
+    time: float = -_REFRESH
+    files: list[tuple[str, int]] | None = None
+    version: int = 0
+    data: bytes = b"null"
+    running: Sequence[dict[str, Any]] = ()
+    error: str = ""
+
+
 class RunView:
-    """What the monitor knows of a run: read again when somebody asks and it is older than a second. Any thread may ask.
+    """Reads a run for the monitor, at most once a second. Any thread may call it.
 
     Args:
         root: folder or URL of the run.
-        reporter: of its metrics.
+        reporter: maker of reports from the metrics.
     """
 
     def __init__(self, root: str, reporter: Reporter) -> None:
@@ -76,46 +99,42 @@ class RunView:
         self._reader = RunReader(root, OPERATIONS)
         self._folder = with_time_limits(resolve(f"{root.rstrip('/')}/{METRICS_FOLDER}"))
         self._lock = threading.Lock()
-        self._read = -_REFRESH
-        self._files: list[tuple[str, int]] | None = None
-        self._version = 0
-        self._data = b"null"
-        self._running: list[dict[str, Any]] = []
-        self._error = ""
+        self._view = _RunSnapshot()
 
     def news(self) -> dict[str, Any]:
-        """Return what runs now, the version of the data, and why they may be old."""
-        with self._lock:  # the others wait for the one that reads
-            if time.monotonic() - self._read >= _REFRESH:
-                try:
-                    self._refresh()
-                    self._error = ""
-                except (CheckpointError, OSError) as error:
-                    self._error = f"The metrics cannot be read now: {without_secrets(str(error))}"
-                self._read = time.monotonic()
-            now = time.time()
-            running = [operation | {"age": now - operation["time"]} for operation in self._running]
-            return {"version": str(self._version), "running": running, "error": self._error}
+        """Return the running operations, the version of the data, and the error if the metrics cannot be read."""
+        view, now = self._current(), time.time()
+        running = [operation | {"age": now - operation["time"]} for operation in view.running]
+        return {"version": str(view.version), "running": running, "error": view.error}
 
     def data(self) -> bytes:
         """Return the data of the page as JSON."""
-        self.news()
-        with self._lock:
-            return self._data
+        return self._current().data
 
-    def _refresh(self) -> None:
+    def _current(self) -> _RunSnapshot:
+        with self._lock:  # other threads wait for the one that reads
+            if time.monotonic() - self._view.time >= _REFRESH:
+                try:
+                    self._view = self._read()
+                except (CheckpointError, OSError) as error:
+                    text = f"The metrics cannot be read now: {without_secrets(str(error))}"
+                    self._view = replace(self._view, time=time.monotonic(), error=text)
+            return self._view
+
+    def _read(self) -> _RunSnapshot:
         listed = sorted(self._folder.list())
         live = [self._progress(name) for name, _ in listed if name.startswith(LIVE_PREFIX)]
-        self._running = [operation for operation in live if operation is not None]
-        files = [(name, size) for name, size in listed if not name.startswith(LIVE_PREFIX)]  # those of alerts grow
-        if files != self._files:
+        running = [operation for operation in live if operation is not None]
+        files = [(name, size) for name, size in listed if not name.startswith(LIVE_PREFIX)]  # files of alerts grow
+        view = self._view
+        if files != view.files:
             data = page_data(self._reporter.report(self._reader.read()), self._shown, time.time())
-            self._data = json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
-            self._files = files
-            self._version += 1
+            encoded = json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
+            view = replace(view, files=files, version=view.version + 1, data=encoded)
+        return replace(view, time=time.monotonic(), running=running, error="")
 
     def _progress(self, name: str) -> dict[str, Any] | None:
-        """Return the progress of an operation; None for a file that is gone, old, unreadable, or of one that has ended."""
+        """Return the progress of an operation; None if its file is gone, old or unreadable, or the operation has ended."""
         try:
             progress = msgspec.json.decode(self._folder.read(name), type=OperationProgress)
         except StorageUnavailableError:
@@ -132,9 +151,9 @@ def make_app(view: RunView, token: str = "") -> App:
     """Return the ASGI application that serves a run.
 
     Args:
-        view: of the run.
-        token: that every request has to bring, as a bearer token or as the password of a login; "": none, and only
-            requests to a name of this machine's loopback interface are answered.
+        view: reader of the run.
+        token: secret of every request, as a bearer token or as the password of a login. With "", the server answers only
+            requests to a name of this machine's loopback interface.
     """
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
@@ -167,9 +186,9 @@ def make_app(view: RunView, token: str = "") -> App:
 
 
 class _Guard:
-    """Lets requests with the token through; without a token, those that name this machine's loopback interface.
+    """Passes requests with the token; without a token, those that name this machine's loopback interface.
 
-    The name protects from pages of other sites that let their own name stand for 127.0.0.1.
+    The check of the name stops pages of other sites whose own name resolves to 127.0.0.1.
     """
 
     def __init__(self, app: App, token: str) -> None:

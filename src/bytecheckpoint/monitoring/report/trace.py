@@ -1,4 +1,4 @@
-"""The metrics of a run as Chrome trace events, which Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
+"""Write metrics as Chrome trace events, which Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
 
 A rank is a process; its operations, phases and spans are threads of it. Slices of one thread have to nest, so spans that
 overlap are in several threads.
@@ -17,7 +17,7 @@ from bytecheckpoint.monitoring.table import MetricRows, OperationRecord
 
 __all__ = ["write_trace"]
 
-#: About what Perfetto opens in seconds; older operations are left out.
+#: Most events, about as many as Perfetto opens in seconds. Older operations are left out.
 EVENTS = 1_000_000
 _NUMBERS = ("rank", "failed", "begin", "seconds", "nbytes")
 _TEXTS = ("host", "mesh", "level", "name", "subject")
@@ -29,8 +29,8 @@ def write_trace(records: Sequence[OperationRecord], file: BinaryIO) -> int:
     """Write the newest operations as one JSON object. Return how many operations it holds.
 
     Args:
-        records: of the operations, in order of time.
-        file: to write to.
+        records: records of operations, in order of time.
+        file: file to write to.
     """
     events, first = 0, len(records)
     while first and (events == 0 or events + records[first - 1].table.num_rows <= EVENTS):
@@ -47,16 +47,21 @@ def write_trace(records: Sequence[OperationRecord], file: BinaryIO) -> int:
 
 
 class _EventWriter:
-    """Makes events, and remembers which processes and threads have a name."""
+    """Makes events, and names each process and thread once."""
 
     def __init__(self) -> None:
         self._named: set[tuple[int, int]] = set()
         self._ends: dict[tuple[int, int], int] = {}
 
     def events(self, record: OperationRecord, origin: float) -> Iterator[dict[str, Any]]:
-        """Return the events of one operation; `origin` is the beginning of the trace, in seconds since 1970."""
+        """Return the events of one operation.
+
+        Args:
+            record: record of the operation.
+            origin: beginning of the trace, in seconds since 1970.
+        """
         title = f"{record.kind} {record.path if record.step is None else record.step}"
-        lanes: dict[int, list[tuple[float, int]]] = {}  # rank -> lanes for spans, by when they are free again
+        lanes: dict[int, list[tuple[float, int]]] = {}  # heap of (end, lane) of spans, by rank
         for row in _rows_in_order(record):
             begin = record.began - origin + row["begin"]
             end = begin + row["seconds"]
@@ -104,7 +109,7 @@ def _rows_in_order(record: OperationRecord) -> Iterator[dict[str, Any]]:
 
 
 def _arguments(row: dict[str, Any], record: OperationRecord) -> dict[str, Any]:
-    """Return what Perfetto shows of a slice that was clicked on."""
+    """Return the details that Perfetto shows for a selected slice."""
     own = {key: row[key] for key in ("subject", "nbytes", "failed") if row[key]}
     return own | {"state": row["name"], "path": record.path, "began": record.began} if row["level"] == "rank" else own
 

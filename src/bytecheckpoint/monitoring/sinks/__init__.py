@@ -1,4 +1,4 @@
-"""Where metrics go. A sink is chosen by the scheme of its address in the setting `metrics`."""
+"""Send metrics to sinks, chosen by the schemes of the addresses in the setting `metrics`."""
 
 from bytecheckpoint.monitoring.sinks.base import Sink, make_sink, shown
 

@@ -1,4 +1,4 @@
-"""The protocol of sinks, and the table of those that exist."""
+"""Define the protocol of sinks, and make sinks by address."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ if TYPE_CHECKING:
 
 __all__ = ["Sink", "make_sink", "shown", "split_address"]
 
-#: scheme -> module and class, which are imported when the scheme is used, and the extra that installs what they need.
+#: Module, class and extra by scheme. A module is imported when its scheme is used.
 _SINKS = {
     "files": ("files", "FilesSink", ""),
     "console": ("console", "ConsoleSink", "cli"),
     "clickhouse": ("clickhouse", "ClickHouseSink", ""),
     "clickhouses": ("clickhouse", "ClickHouseSink", ""),
-    "mlflow": ("mlflow", "MlflowSink", "mlflow"),
-    "mlflows": ("mlflow", "MlflowSink", "mlflow"),
+    "mlflow": ("scalars", "MlflowSink", "mlflow"),
+    "mlflows": ("scalars", "MlflowSink", "mlflow"),
     "otlp": ("otlp", "OtlpSink", "otlp"),
     "otlps": ("otlp", "OtlpSink", "otlp"),
     "prometheus": ("prometheus", "PrometheusSink", "prometheus"),
-    "tensorboard": ("tensorboard", "TensorBoardSink", "tensorboard"),
+    "tensorboard": ("scalars", "TensorBoardSink", "tensorboard"),
     "webhook+http": ("webhook", "WebhookSink", ""),
     "webhook+https": ("webhook", "WebhookSink", ""),
-    "wandb": ("wandb", "WandbSink", "wandb"),
+    "wandb": ("scalars", "WandbSink", "wandb"),
 }
 _WEBHOOK = "webhook+"
 _SCHEME = re.compile(r"[a-z][a-z0-9]*")
 
 
 class Sink(ABC):
-    """Takes the metrics of operations, on rank 0. One thread at a time calls it.
+    """Takes the metrics of operations, on rank 0. One thread at a time calls its methods.
 
-    It may raise anything: the record is then lost, and a log line says so, once. It must end within seconds.
+    A method may raise any error: the record is then lost, and one log line says so. It must end within seconds.
 
     Args:
-        address: as in the setting.
+        address: address, as in the setting `metrics`.
     """
 
     def __init__(self, address: str) -> None:
@@ -53,23 +53,23 @@ class Sink(ABC):
 
     @abstractmethod
     def deliver(self, record: OperationRecord, summary: OperationSummary) -> None:
-        """Take the metrics of one operation, and what they sum up to."""
+        """Take the metrics of one operation, and their summary."""
 
     def progress(self, progress: OperationProgress) -> None:
-        """Take how far a running operation is: about once a second, and once when it ends."""
+        """Take the progress of a running operation: about once a second, and once when it ends."""
         return
 
     def alert(self, alert: Alert) -> None:
-        """Take what a rule has found."""
+        """Take an alert."""
         return
 
     def close(self) -> None:
-        """Send what is still held back, and close connections."""
+        """Send buffered metrics, and close connections."""
         return
 
 
 def shown(address: str) -> str:
-    """Return an address as logs may show it: without credentials, and without what may be a part of badly written ones."""
+    """Return an address for logs: without credentials, and without any part that may belong to badly written ones."""
     scheme, _, rest = address.partition("://")
     if scheme not in _SINKS:
         return "a sink of the setting metrics"
@@ -87,7 +87,7 @@ def split_address(address: str) -> SplitResult:
     """Return the parts of an address with a host.
 
     Raises:
-        UsageError: it is no URL; the message shows nothing of it but the scheme, as the rest may be a password.
+        UsageError: the address is no URL. The message shows only the scheme, as the rest may be a password.
     """
     try:
         parts = urlsplit(address)
@@ -110,7 +110,7 @@ def make_sink(address: str) -> Sink:
     """
     scheme = address.split(":", 1)[0]
     if scheme not in _SINKS:
-        # What follows a comma may be a part of a password.
+        # The text after a comma may be a part of a password.
         what = f"no sink is called {scheme!r}" if _SCHEME.fullmatch(scheme) and "://" in address else "no sink"
         raise UsageError(f"setting metrics: {what}; there are: off, {', '.join(_SINKS)}")
     module, name, extra = _SINKS[scheme]

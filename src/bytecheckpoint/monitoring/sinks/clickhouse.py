@@ -1,4 +1,4 @@
-"""Metrics as rows of a table in ClickHouse, over its HTTP interface, as in section 5.3 of the paper."""
+"""Insert metrics as rows of a table in ClickHouse, over its HTTP interface, as in section 5.3 of the paper."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ClickHouseSink(Sink):
             self._ask(insert_statement(self._table), rows)
 
     def _ask(self, statement: str, data: bytes = b"") -> None:
-        """Send a statement, with gzipped data to insert. Nothing is sent twice: that could count an operation twice."""
+        """Send a statement, with gzipped data to insert. Never sends it twice, which could count an operation twice."""
         connect = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = connect(self._host, self._port, timeout=_TIMEOUT)
         headers = self._headers | ({"Content-Encoding": "gzip"} if data else {})
@@ -89,7 +89,7 @@ def create_statement(table: str) -> str:
 
 
 def insert_statement(table: str) -> str:
-    """Return the SQL that inserts what `tab_separated` makes."""
+    """Return the SQL that inserts rows of `tab_separated`."""
     return f"INSERT INTO {table} ({', '.join(f'`{name}`' for name in SCHEMA.names)}) FORMAT TabSeparated"
 
 
@@ -106,7 +106,7 @@ def _type(field: pa.Field) -> str:
 
 
 def tab_separated(table: pa.Table) -> bytes:
-    """Return rows of `SCHEMA` as text, by columns: a large job has a hundred thousand, beside a training."""
+    """Return rows of `SCHEMA` as text. It works by columns, as a large job has a hundred thousand rows."""
     lines = pc.binary_join_element_wise(*[_text(column.combine_chunks()) for column in table.columns], "\t")
     return bytes(pc.binary_join(pa.ListArray.from_arrays([0, len(lines)], lines), "\n")[0].as_buffer())
 

@@ -1,4 +1,4 @@
-"""Progress on rank 0's standard error: a line that moves on a terminal, plain lines elsewhere."""
+"""Show progress on rank 0's standard error: as a bar on a terminal, as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class ConsoleSink(Sink):
         self._console = Console(stderr=True)
         self._bar: Progress | None = None
         self._tasks: dict[str, Any] = {}
-        self._told: dict[str, float] = {}  # operation -> when a plain line was written
+        self._printed: dict[str, float] = {}  # time of the last plain line, by operation
 
     def progress(self, progress: OperationProgress) -> None:
-        """Show how far the operation is."""
+        """Show the progress of an operation."""
         if self._console.is_terminal:
             self._move(progress)
-        elif not progress.ended and progress.time - self._told.get(progress.operation, 0.0) >= _LINE_SECONDS:
-            self._told[progress.operation] = progress.time
+        elif not progress.ended and progress.time - self._printed.get(progress.operation, 0.0) >= _LINE_SECONDS:
+            self._printed[progress.operation] = progress.time
             _write(_line(progress))
 
     def deliver(self, record: OperationRecord, summary: OperationSummary) -> None:
-        """Say how an operation ended of which the beginning was told."""
+        """Print the end of an operation whose progress was printed."""
         self._close_bar(record.id)
-        if self._told.pop(record.id, None) is not None:
+        if self._printed.pop(record.id, None) is not None:
             _write(f"{record.kind} {record.path}: {'failed' if summary.failed else 'done'}")
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ def _write(line: str) -> None:
 
 
 def _label(progress: OperationProgress) -> str:
-    """Return what runs, and the phase of the ranks that are furthest behind."""
+    """Return the operation, and the phase of the rank that is furthest behind."""
     ranks = progress.ranks
     behind = min(range(len(ranks["rank"])), key=lambda i: ranks["done"][i] / max(ranks["planned"][i], 1))
     step = "" if progress.step is None else f" step {progress.step}"

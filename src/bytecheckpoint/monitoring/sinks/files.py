@@ -1,4 +1,4 @@
-"""Metrics as files beside the run: one Parquet file per operation, many of them joined into one later."""
+"""Write metrics as files beside the run: one Parquet file per operation, many of them joined into one later."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ __all__ = [
 
 #: Folder of the metrics, in the folder of the run.
 METRICS_FOLDER = ".bytecheckpoint-metrics"
-#: In it, files of operations that run now, one per job.
+#: Prefix of the files of running operations, one per job.
 LIVE_PREFIX = "live-"
-#: In it, files of alerts, one per process that has raised some, and how many it holds.
+#: Prefix of the files of alerts, one per process, and most alerts in one.
 ALERTS_PREFIX = "alerts-"
 _ALERTS = 200
-#: Files of operations that are joined into one. Until then their bytes stay in memory.
+#: Number of files that are joined into one. Until then their bytes stay in memory.
 _JOINED = 64
-#: Seconds after which a file of something that runs is that of a killed job.
+#: Seconds without news after which the file of a running operation belongs to a killed job.
 _FORGOTTEN = 86400.0
-#: Larger files stay as they are.
+#: Most bytes of a file that is joined with others.
 _SMALL = 1 << 18
-#: MetricRows of a table from which on better compression is worth its time.
+#: Fewest rows of a table for which better compression is worth its time.
 _MANY_ROWS = 1 << 14
 
 
 def run_of_path(path: str) -> str:
-    """Return the folder of the run that a checkpoint's path belongs to: the one that holds the checkpoint's folder.
+    """Return the folder of the run of a checkpoint: the folder that holds the checkpoint's folder.
 
-    Of a tier it is that in the durable storage.
+    For a tier it is the folder in the durable storage.
     """
     path = path.removeprefix(PREFIX)
     scheme, separator, rest = path.rpartition("://")
@@ -69,23 +69,23 @@ def run_of_path(path: str) -> str:
 class FilesSink(Sink):
     """Writes files to the storage of the run that an operation belongs to.
 
-    A load writes only where saves have left metrics: nobody expects that reading somebody's folder leaves files there.
-    Nothing is written into the system's folder for temporary files. A checkpoint that lies there directly, as in
-    `with TemporaryDirectory() as path: save(path, states)`, belongs to no run, and the folder to all users.
+    A load writes only where saves have left metrics: reading a folder should not leave files in it. Nothing is written into
+    the system's folder for temporary files. A checkpoint directly in it, as of
+    `with TemporaryDirectory() as path: save(path, states)`, belongs to no run, and the folder belongs to all users.
     """
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
-        self._runs: set[str] = set()  # that have a folder of metrics
-        self._untold: set[str] = set()  # running operations of runs without one
-        self._small: dict[str, dict[str, bytes]] = {}  # folder -> small files of this process
-        self._alerts: dict[str, deque[Alert]] = {}  # folder -> the newest ones
+        self._runs: set[str] = set()  # runs with a folder of metrics
+        self._homeless: set[str] = set()  # running operations of runs without a folder of metrics
+        self._small: dict[str, dict[str, bytes]] = {}  # small files of this process, by folder
+        self._alerts: dict[str, deque[Alert]] = {}  # newest alerts, by folder
         self._alerts_name = f"{ALERTS_PREFIX}{uuid.uuid4().hex}.json"
-        self._live: dict[tuple[str, str], tuple[Storage, str]] = {}  # files of running operations, and which these are
+        self._live: dict[tuple[str, str], tuple[Storage, str]] = {}  # operations by file
 
     def deliver(self, record: OperationRecord, summary: OperationSummary) -> None:
         """Write the file of an operation, and join small files when there are many."""
-        self._untold.discard(record.id)
+        self._homeless.discard(record.id)
         folder = self._folder(record.kind, record.path)
         if folder is None:
             return
@@ -101,25 +101,27 @@ class FilesSink(Sink):
                 _join(folder, small)
 
     def progress(self, progress: OperationProgress) -> None:
-        """Replace the file that says how far the running operation is."""
-        if not progress.path or progress.operation in self._untold:  # not known yet, or asked already
+        """Replace the file with the progress of the running operation."""
+        if (
+            not progress.path or progress.operation in self._homeless
+        ):  # the path is unknown yet, or its run has no metrics
             return
         folder = self._folder(progress.kind, progress.path)
         if folder is None:
-            if progress.kind != "save":  # which makes its folder soon
-                self._untold.add(progress.operation)
+            if progress.kind != "save":  # a save makes the folder soon
+                self._homeless.add(progress.operation)
         else:
             name = f"{LIVE_PREFIX}{progress.operation.split('-', 1)[0]}.json"
             _, written = self._live.get((folder.url, name), (None, ""))
             if progress.ended and written != progress.operation:
-                return  # the next one runs already
+                return  # the next operation runs already
             if not written:
                 remove_forgotten(folder, LIVE_PREFIX)
             folder.publish(name, msgspec.json.encode(progress))
             self._live[folder.url, name] = folder, progress.operation
 
     def alert(self, alert: Alert) -> None:
-        """Replace the file that holds the alerts of this process: afterwards nobody could tell that a storage was full."""
+        """Replace the file with the alerts of this process. Some, as of a full storage, cannot be found again later."""
         folder = self._folder("save" if "-save-" in alert.operation else "", alert.path)
         if folder is not None:
             kept = self._alerts.setdefault(folder.url, deque(maxlen=_ALERTS))
@@ -127,13 +129,13 @@ class FilesSink(Sink):
             folder.publish(self._alerts_name, msgspec.json.encode(list(kept)))
 
     def close(self) -> None:
-        """Remove the files of running operations: none runs any more."""
+        """Remove the files of running operations."""
         for (_, name), (folder, _) in self._live.items():
             folder.delete([name])
         self._live.clear()
 
     def _folder(self, kind: str, path: str) -> Storage | None:
-        """Return where the metrics of an operation go; None where they go nowhere."""
+        """Return the folder for the metrics of an operation; None if it has none."""
         if not path:  # the argument was no path
             return None
         run = run_of_path(path)
@@ -148,7 +150,7 @@ class FilesSink(Sink):
 
 
 def remove_forgotten(folder: Storage, prefix: str) -> None:
-    """Remove the files of this prefix that killed jobs have left."""
+    """Remove the files with a prefix that killed jobs have left."""
     for name, _ in folder.list():
         if name.startswith(prefix):
             with contextlib.suppress(FileNotFoundError):
@@ -158,8 +160,8 @@ def remove_forgotten(folder: Storage, prefix: str) -> None:
 
 
 def _join(folder: Storage, files: Mapping[str, bytes]) -> None:
-    """Replace files by one. Readers that see both count each operation once."""
-    names = sorted(name for name, _ in folder.list() if name in files)  # somebody may have cleaned up
+    """Replace files by a joined one. A reader that sees both counts each operation once."""
+    names = sorted(name for name, _ in folder.list() if name in files)  # a user may have removed some
     if names:
         joined = pa.concat_tables([decode_table(files[name]) for name in names])
         folder.publish(f"joined-{names[0]}", encode_table(joined))

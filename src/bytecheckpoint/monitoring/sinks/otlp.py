@@ -1,4 +1,4 @@
-"""Metrics as traces and metrics of OpenTelemetry, sent over OTLP/HTTP."""
+"""Send metrics as traces and metrics of OpenTelemetry, over OTLP/HTTP."""
 
 from __future__ import annotations
 
@@ -32,17 +32,32 @@ __all__ = ["OtlpSink"]
 
 #: Seconds that one export may take.
 _TIMEOUT = 5.0
-#: Ranks of a larger job that get spans, those that were waited for before others; and spans of one trace.
+#: Most ranks with spans, those that the others waited for first; and most spans of one trace.
 _RANKS, _SPANS = 64, 4000
 _NAME = "bytecheckpoint"
+#: Name, unit and description of each metric.
+_HISTOGRAMS = (
+    ("operation.duration", "s", "Time from the call to the end, of the slowest rank."),
+    ("blocking.duration", "s", "Time for which the training waited."),
+    ("phase.duration", "s", "Time of the slowest rank in a phase."),
+)
+_COUNTERS = (
+    ("io", "By", "Bytes that all ranks moved."),
+    ("retries", "{retry}", "Requests to a storage that were repeated."),
+    ("alerts", "{alert}", "Alerts."),
+)
+_GAUGES = (
+    ("bandwidth", "By/s", "Bandwidth of all ranks, while they moved bytes."),
+    ("missing_ranks", "{rank}", "Ranks that reported nothing."),
+)
 _LOGGERS = [logging.getLogger(module.__name__) for module in (trace_exporter, metric_exporter)]
 
 
 class OtlpSink(Sink):
     """Sends one trace per operation, and metrics.
 
-    The exporter heeds the variables OTEL_EXPORTER_OTLP_HEADERS and OTEL_EXPORTER_OTLP_CERTIFICATE, and the resource
-    OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES.
+    The exporter reads the variables OTEL_EXPORTER_OTLP_HEADERS and OTEL_EXPORTER_OTLP_CERTIFICATE, and the resource those
+    of OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES.
 
     Args:
         address: otlp://host:4318; otlps:// for HTTPS. A user and a password go into an Authorization header.
@@ -70,16 +85,9 @@ class OtlpSink(Sink):
         self._reader = InMemoryMetricReader()
         meters = MeterProvider([self._reader], resource=resource, shutdown_on_exit=False)
         meter = meters.get_meter(_NAME, __version__)
-        self._duration = meter.create_histogram(
-            f"{_NAME}.operation.duration", "s", "From the call to the end, of the slowest rank."
-        )
-        self._blocking = meter.create_histogram(f"{_NAME}.blocking.duration", "s", "That the training waited.")
-        self._phase = meter.create_histogram(f"{_NAME}.phase.duration", "s", "Of the slowest rank in a phase.")
-        self._bytes = meter.create_counter(f"{_NAME}.io", "By", "Moved by all ranks.")
-        self._bandwidth = meter.create_gauge(f"{_NAME}.bandwidth", "By/s", "Of all ranks, while they moved bytes.")
-        self._retries = meter.create_counter(f"{_NAME}.retries", "{retry}", "Requests to a storage that were repeated.")
-        self._missing = meter.create_gauge(f"{_NAME}.missing_ranks", "{rank}", "Ranks that reported nothing.")
-        self._alerts = meter.create_counter(f"{_NAME}.alerts", "{alert}", "Alerts.")
+        self._histograms = {n: meter.create_histogram(f"{_NAME}.{n}", unit, text) for n, unit, text in _HISTOGRAMS}
+        self._counters = {n: meter.create_counter(f"{_NAME}.{n}", unit, text) for n, unit, text in _COUNTERS}
+        self._gauges = {n: meter.create_gauge(f"{_NAME}.{n}", unit, text) for n, unit, text in _GAUGES}
 
     def deliver(self, record: OperationRecord, summary: OperationSummary) -> None:
         """Send the trace of an operation, and the metrics of all operations so far."""
@@ -90,7 +98,7 @@ class OtlpSink(Sink):
     def alert(self, alert: Alert) -> None:
         """Count an alert, and send it as a span of its own."""
         attributes = {"rule": alert.rule, "severity": alert.severity}
-        self._alerts.add(1, attributes)
+        self._counters["alerts"].add(1, attributes)
         at = _nanoseconds(alert.time)
         span = self._tracer.start_span(
             f"alert {alert.rule}", attributes=attributes | {"text": alert.text}, start_time=at
@@ -106,20 +114,20 @@ class OtlpSink(Sink):
     def _count(self, summary: OperationSummary) -> None:
         kind = {"kind": summary.kind}
         outcome = kind | {"outcome": "failed" if summary.failed else "done"}
-        self._duration.record(summary.seconds, outcome)
-        self._blocking.record(summary.blocking_seconds, outcome)
+        self._histograms["operation.duration"].record(summary.seconds, outcome)
+        self._histograms["blocking.duration"].record(summary.blocking_seconds, outcome)
         for phase in summary.phases:
-            self._phase.record(phase.longest, kind | {"phase": phase.name})
-        self._bytes.add(summary.nbytes, kind)
-        self._bandwidth.set(summary.bandwidth, kind)
-        self._retries.add(summary.retries, kind)
-        self._missing.set(len(summary.missing), kind)
+            self._histograms["phase.duration"].record(phase.longest, kind | {"phase": phase.name})
+        self._counters["io"].add(summary.nbytes, kind)
+        self._counters["retries"].add(summary.retries, kind)
+        self._gauges["bandwidth"].set(summary.bandwidth, kind)
+        self._gauges["missing_ranks"].set(len(summary.missing), kind)
 
     def _send(self) -> None:
-        """Send what has been counted and traced.
+        """Send the counted metrics and the ended spans.
 
         Raises:
-            RuntimeError: it does not arrive.
+            RuntimeError: the server has not taken them.
         """
         spans, self._ended.spans = self._ended.spans, []
         with _quiet() as messages:
@@ -127,9 +135,8 @@ class OtlpSink(Sink):
             arrived = data is None or self._metrics.export(data) is MetricExportResult.SUCCESS
             arrived = arrived and self._spans.export(spans) is SpanExportResult.SUCCESS
         if not arrived:
-            raise RuntimeError(
-                messages[0] if messages else "the export failed"
-            )  # the last one only says that it gave up
+            # The first message says why, the last one only that the exporter has given up.
+            raise RuntimeError(messages[0] if messages else "the export failed")
 
     def _trace(self, summary: OperationSummary, table: pa.Table) -> None:
         attributes = {
@@ -173,12 +180,12 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _unnamed(resource: Resource) -> bool:
-    """Whether the environment gives the service no name."""
+    """Return whether the environment gives the service no name."""
     return str(resource.attributes.get("service.name", "")).startswith("unknown_service")
 
 
 def _rows(summary: OperationSummary, table: pa.Table) -> Iterator[dict[str, Any]]:
-    """Yield the rows that become spans: ranks, then their phases, then the longest spans."""
+    """Yield the rows for spans of the trace: ranks, then their phases, then the longest spans."""
     matter = [straggler.rank for straggler in summary.stragglers]
     matter += [phase.slowest_rank for phase in summary.phases] + [rank for _, rank, _, _ in summary.critical_path]
     chosen = list(dict.fromkeys([*matter, *range(summary.world_size)]))[:_RANKS]
@@ -195,7 +202,7 @@ def _rows(summary: OperationSummary, table: pa.Table) -> Iterator[dict[str, Any]
 
 
 class _Ended(SpanProcessor):
-    """Keeps the spans that have ended."""
+    """Collects the spans that have ended."""
 
     def __init__(self) -> None:
         self.spans: list[ReadableSpan] = []
@@ -207,7 +214,7 @@ class _Ended(SpanProcessor):
 
 @contextmanager
 def _quiet() -> Iterator[list[str]]:
-    """Take what the exporters log on this thread: one log line of `delivery` is enough. Gives the messages."""
+    """Collect the messages that the exporters log on this thread: one log line of `delivery` is enough."""
     messages: list[str] = []
     thread = threading.get_ident()
 

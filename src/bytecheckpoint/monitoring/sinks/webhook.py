@@ -1,4 +1,4 @@
-"""Alerts to an HTTP server, as JSON."""
+"""Send alerts to an HTTP server, as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TIMEOUT = 10.0
 
 
 class WebhookSink(Sink):
-    """Posts each alert as one JSON object: the fields of `Alert`, and `message`, which is its text for people."""
+    """Posts each alert as one JSON object: the fields of `Alert`, and `message`, a text for people."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
@@ -47,8 +47,8 @@ class WebhookSink(Sink):
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Makes a redirect an error: followed, it becomes a GET without the alert, and takes the password along."""
+    """Refuses redirects: a followed redirect becomes a GET without the alert, and takes the password along."""
 
     def redirect_request(self, *_: Any) -> None:
-        """Follow nothing."""
+        """Return no request, so that the redirect is an error."""
         return

@@ -1,34 +1,65 @@
-"""`bytecheckpoint report` and `measure`: what the metrics of a run say, what its storage can do. Torch is not imported."""
+"""Run `bytecheckpoint report`, `monitor`, `measure` and `plan-interval`: verbs about a run. Torch is not imported."""
 
 from __future__ import annotations
 
+import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
-from bytecheckpoint.cli.format import format_time, plural, print_json, print_notes, print_table, printable
-from bytecheckpoint.cli.pages import write_files
-from bytecheckpoint.cli.tools import parse_size
-from bytecheckpoint.errors import CheckpointNotFoundError
+from bytecheckpoint.cli.format import (
+    format_time,
+    parse_age,
+    parse_size,
+    plural,
+    print_json,
+    print_notes,
+    print_table,
+    printable,
+)
+from bytecheckpoint.errors import CheckpointNotFoundError, UsageError
+from bytecheckpoint.monitoring.alerts import load_rules
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.analysis.words import bandwidth_text, rank_text, seconds_text, size_text
 from bytecheckpoint.monitoring.reading import read_run
 from bytecheckpoint.monitoring.record import path_without_secrets
 from bytecheckpoint.monitoring.report.report import Report, Reporter
+from bytecheckpoint.monitoring.report.server import RunView, make_app, require_token
+from bytecheckpoint.settings import settings
 from bytecheckpoint.tools.measure import measure_storage
 
-__all__ = ["measure", "report"]
+__all__ = ["make_reporter", "measure", "monitor", "plan_interval", "report"]
 
 _SHOWN_STRAGGLERS = 20
+
+
+def make_reporter(rules: str, bandwidth: str | None, mtbf: str | None) -> Reporter:
+    """Return the maker of reports for the options of a command.
+
+    Args:
+        rules: file of rules for alerts; "" for those of the setting `alerts`, or the built-in ones.
+        bandwidth: bytes per second that the storage takes, as "40GB".
+        mtbf: mean time between two failures, as "4h".
+
+    Raises:
+        UsageError: an option is wrong.
+    """
+    chosen = rules or settings().monitoring.alerts
+    seconds = None if mtbf is None else parse_age(mtbf)
+    if seconds == 0:
+        raise UsageError("--mtbf: failures have some time between them: write 30m, 12h or 7d")
+    limit = None if bandwidth is None else float(parse_size(bandwidth))
+    return Reporter(load_rules("" if chosen == "off" else chosen), limit, seconds)
 
 
 def report(
     root: str, *, newest: int | None, reporter: Reporter, output: str | None, trace: str | None, json: bool
 ) -> int:
-    """Print what the metrics of a run say, or write it to files. Return 1 if something is critical."""
+    """Print the report of a run, or write it to files. Return 1 if a finding is critical."""
     metrics = read_run(root, newest)
     if not metrics.operations:
         damaged = f"; {plural(metrics.skipped, 'file')} cannot be read" if metrics.skipped else ""
@@ -40,12 +71,36 @@ def report(
         print_notes([f"{plural(metrics.skipped, 'damaged or foreign file')} skipped"])
     made = reporter.report(metrics)
     if output is not None or trace is not None:
-        write_files(root, made, output, trace)
+        _write_files(root, made, output, trace)
     elif json:
         _print_json(root, made)
     else:
         _print(made)
     return int(any(finding.severity == "critical" for finding in made.findings))
+
+
+def monitor(root: str, *, reporter: Reporter, host: str, port: int, token: str) -> int:
+    """Serve the page of a run until interrupted."""
+    host, token = host.strip("[]"), token.strip()  # a token that comes from a file may end with a line break
+    require_token(host, token)
+    try:
+        import uvicorn
+
+        app = make_app(RunView(root, reporter), token)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("uvicorn", "starlette"):
+            raise
+        raise UsageError("the monitor needs an extra: pip install 'bytecheckpoint[monitor]'") from None
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    shown = f"[{host}]" if family is socket.AF_INET6 else host
+    print(f"http://{shown}:{listener.getsockname()[1]}/  (Ctrl-C ends it)", flush=True)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, lifespan="off")
+    uvicorn.Server(config).run([listener])
+    return 0
 
 
 def measure(root: str, *, size: str, threads: int, json: bool) -> int:
@@ -60,6 +115,70 @@ def measure(root: str, *, size: str, threads: int, json: bool) -> int:
         f"write {bandwidth_text(limit.write)}, read {read}"
     )
     return 0
+
+
+def plan_interval(
+    *,
+    stall: str,
+    write: str,
+    mtbf: str,
+    machines: int,
+    restart: str,
+    step_time: str | None,
+    most_stall: float | None,
+    json: bool,
+) -> int:
+    """Print the interval between saves that loses least."""
+    from bytecheckpoint.manager.interval import plan_interval as plan
+
+    between = parse_age(mtbf) / machines
+    found = plan(parse_age(stall), parse_age(write), between, restart=parse_age(restart), most_stall=most_stall)
+    steps = None
+    if step_time is not None:
+        if (seconds := parse_age(step_time)) <= 0:
+            raise UsageError(f"--step-time {step_time}: give a time above 0")
+        steps = max(1, round(found.seconds / seconds))
+    if json:
+        print_json({**asdict(found), "steps": steps, "seconds_between_failures": between})
+        return 0
+    every = f"save every {found.seconds:.1f} s" + (f", which is every {steps} steps" if steps else "")
+    print(f"{every} (decided by: {found.why})")
+    print(f"stalls cost {found.stall_share:.2%} of the time")
+    print(f"failures, one in {between / 3600:.2f} h, undo {found.lost_share:.2%}")
+    print(f"training that counts: {found.effective:.2%}")
+    return 0
+
+
+def _write_files(root: str, report: Report, page: str | None, trace: str | None) -> None:
+    """Write the page and the trace of a run to files.
+
+    Args:
+        root: folder or URL of the run.
+        report: report of the run.
+        page: file for the page; None for no page.
+        trace: file for the trace; None for no trace.
+    """
+    from bytecheckpoint.monitoring.report.page import make_page, page_data
+    from bytecheckpoint.monitoring.report.trace import write_trace
+
+    if page is not None:
+        content = make_page(page_data(report, path_without_secrets(root), time.time()))
+        with _opened(page) as file:
+            file.write(content)
+        print(f"{printable(page)}: {size_text(len(content))}, opens in any browser")
+    if trace is not None:
+        with _opened(trace) as file:
+            count = write_trace(report.metrics.records, file)
+        known = len(report.metrics.operations)
+        left_out = f", the newest of {known:,}" if count < known else ""
+        print(f"{printable(trace)}: {plural(count, 'operation')}{left_out}, for https://ui.perfetto.dev")
+
+
+def _opened(path: str) -> BinaryIO:
+    try:
+        return open(path, "wb")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def _print_json(root: str, made: Report) -> None:
@@ -143,7 +262,7 @@ def _print(made: Report) -> None:
 
 
 def _slowest(operation: OperationSummary) -> str:
-    """Name the longest part of what everybody waited for."""
+    """Return the longest part of the critical path."""
     if not operation.critical_path:
         return ""
     phase, rank, _, seconds = max(operation.critical_path, key=lambda part: part[3])
