@@ -12,6 +12,7 @@ import bytecheckpoint
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.errors import CheckpointError, IncompatibleCheckpointError, UsageError
+from tests.support.catalogs import catalog_at
 from tests.support.streams import Loader, state_of
 
 
@@ -39,7 +40,7 @@ def test_any_number_of_ranks_goes_on(tmp_path: Path, ranks: int) -> None:
         for readers in (1, 2, 4, 9):
             found = ThreadWorld(readers).run(load, tmp_path / "c", fed, timeout=60)
             assert sorted(n for numbers in found for n in numbers) == list(range(7))
-    catalog = bytecheckpoint.open(tmp_path / "c").catalog
+    catalog = catalog_at(tmp_path / "c")
     assert sum(name.startswith("streams.") for name in catalog.fqn.to_list()) == 14  # each once
     assert {f.rank for f in catalog.files if f.state == "dataloader"} == set(range(ranks))  # by the first that holds it
 

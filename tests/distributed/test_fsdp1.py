@@ -138,5 +138,5 @@ def test_verify_and_compare(matrix: Matrix) -> None:
 def test_the_checkpoint_records_the_layout(matrix: Matrix) -> None:
     matrix.saved("hybrid4-flat", "adamw")
     with bytecheckpoint.open(f"{matrix.folder('adamw')}/trained/hybrid4-flat") as checkpoint:
-        text = str(checkpoint.catalog.info)
+        text = str(checkpoint.info)
     assert "_HYBRID_SHARD_ZERO2 on (replicate=2, shard=2), use_orig_params=False" in text

@@ -15,9 +15,9 @@ from bytecheckpoint import IncompatibleCheckpointError, Settings
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.errors import listed
+from bytecheckpoint.loading.catalog_exchange import Trees
 from bytecheckpoint.loading.fit import Fit, fit_wanted, read_length, refuse_missing, wanted_boxes
 from bytecheckpoint.loading.saved import SavedView
-from bytecheckpoint.loading.trees import Trees
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 from bytecheckpoint.storage import resolve
 
@@ -32,10 +32,12 @@ def fit(tmp_path: Path) -> Iterator[Any]:
     storage = resolve(tmp_path / "s")
     catalog, _ = read_catalog(storage)
     with FileSet(storage, catalog) as files:
-        view = SavedView(catalog, Trees(catalog, files), 0)
+        trees = Trees(catalog, files)
+        view = SavedView(catalog, trees, 0)
 
         def run(*wanted: LiveShard, cast: bool = False) -> Fit:
-            return fit_wanted("here", catalog, view, wanted, wanted_boxes(view, wanted), MiB, cast=cast)
+            boxes = wanted_boxes(view, wanted)
+            return fit_wanted(catalog, trees.rows, view.tensors, wanted, boxes, "here", MiB, cast=cast)
 
         yield run
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +12,9 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint import CorruptCheckpointError, IncompatibleCheckpointError
-from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld, current, use
+from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld, use
 from bytecheckpoint.errors import CheckpointReplacedError, error_from_report, error_report
+from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.wrappers import Call, WrappedStorage
 from tests.faults.ranks import outcomes
@@ -51,50 +51,57 @@ class Replaced(WrappedStorage):
         return do()
 
 
-def load(world: int, path: Path) -> list[Any]:
+class Recorded(WrappedStorage):
+    """A storage that records when its catalog is opened."""
+
+    def __init__(self, inner: Storage, calls: list[Call]) -> None:
+        super().__init__(inner)
+        self.calls = calls
+
+    def around(self, call: Call, do: Callable[[], T]) -> T:
+        if call.operation == "open" and call.name == CATALOG_NAME:
+            self.calls.append(call)
+        return do()
+
+
+def load(*storages: Storage) -> list[Any]:
+    """Load on one rank per storage."""
+
     def run(collective: Collective) -> Any:
         destination = {"w": torch.zeros(SHAPE)}
-        bytecheckpoint.load(path, {"model": destination}, timeout=20)
+        bytecheckpoint.load(storages[collective.rank], {"model": destination}, timeout=20)
         return destination["w"].unique().tolist()
 
-    return outcomes(ThreadWorld(world), run)
+    return outcomes(ThreadWorld(len(storages)), run)
 
 
 @pytest.fixture
-def replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Replaced:
-    """The storage that every load uses; the checkpoint there is replaced once, unless the test changes `steps`."""
+def replaced(tmp_path: Path) -> Replaced:
+    """A storage whose checkpoint is replaced once, unless the test changes `steps`."""
     save(tmp_path / "s", 1)
-    storage = Replaced(tmp_path / "s")
-    monkeypatch.setattr("bytecheckpoint.loading.resolve_storage", lambda _: storage)
-    return storage
+    return Replaced(tmp_path / "s")
 
 
 def test_all_ranks_load_the_new_checkpoint(replaced: Replaced) -> None:
-    assert load(2, replaced.path) == [[2.0], [2.0]]
+    assert load(replaced, replaced) == [[2.0], [2.0]]
 
 
 def test_a_checkpoint_that_is_replaced_again_and_again(replaced: Replaced) -> None:
     replaced.steps = iter(range(2, 12))
-    (error,) = load(1, replaced.path)
+    (error,) = load(replaced)
     assert type(error) is IncompatibleCheckpointError, error
     assert "was replaced 3 times while it was being loaded" in str(error)
 
 
-def test_ranks_that_see_different_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_see_different_checkpoints(tmp_path: Path) -> None:
     for rank in (0, 1):
         save(tmp_path / str(rank), rank)
-    tries = itertools.count()
-
-    def by_rank(_: Any) -> Storage:
-        next(tries)
-        return resolve(tmp_path / str(current().rank))
-
-    monkeypatch.setattr("bytecheckpoint.loading.resolve_storage", by_rank)
-    for error in load(2, tmp_path):
+    calls: list[Call] = []
+    for error in load(*(Recorded(resolve(tmp_path / str(rank)), calls) for rank in (0, 1))):
         assert type(error) is IncompatibleCheckpointError
         paths = f"rank 1 at {tmp_path / '1'}, the others at {tmp_path / '0'}"
         assert f"ranks see different checkpoints: {paths}; give all the same path" in str(error), error
-    assert next(tries) == 2 * 3
+    assert len(calls) == 2 * 3, "each rank tries three times"
 
 
 def test_the_error_is_internal_and_travels() -> None:

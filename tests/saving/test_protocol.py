@@ -16,6 +16,7 @@ from bytecheckpoint.collectives import Collective, ThreadWorld, current
 from bytecheckpoint.saving.messages import SaveStep, reply_tag, tag
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools.verify import verify_checkpoint
+from tests.support.catalogs import catalog_at
 from tests.support.layouts import Leaf, coded
 from tests.support.settings import using
 
@@ -152,7 +153,7 @@ def test_a_plan_that_only_the_ranks_remember_is_still_good(tmp_path: Path, async
     assert ThreadWorld(3).run(run, timeout=60) == [True, True, True]
     checkpoint = bytecheckpoint.open(tmp_path / "b")
     assert torch.equal(checkpoint["model/part"][...], coded((12, 8), torch.float32))
-    assert checkpoint.catalog.info["layout"] == bytecheckpoint.open(tmp_path / "a").catalog.info["layout"]
+    assert checkpoint.info["layout"] == bytecheckpoint.open(tmp_path / "a").info["layout"]
     assert verify_checkpoint(resolve(tmp_path / "b")).ok
 
 
@@ -208,7 +209,7 @@ def test_a_replica_that_its_writer_has_no_more_is_written_by_another_holder(tmp_
             for key, tensor in moved(rank, False)["model"].items():
                 assert torch.equal(checkpoint[f"model/{key}"][...], tensor)
         files = list((tmp_path / name).rglob("*.safetensors"))
-        assert len(files) == len(bytecheckpoint.open(tmp_path / name).catalog.files)
+        assert len(files) == len(catalog_at(tmp_path / name).files)
 
 
 def test_an_asynchronous_save_cannot_write_what_it_has_not_copied(tmp_path: Path) -> None:
@@ -246,8 +247,7 @@ def test_values_that_begin_to_differ_are_stored_per_rank(tmp_path: Path, asynchr
 
     for rank, seen in enumerate(ThreadWorld(3).run(run, timeout=60)):
         assert seen == [(7, [7] * 5), (7, [7] * 5), (rank, [rank] * 5), (rank, [rank] * 5)]
-    equal = bytecheckpoint.open(tmp_path / "1")
-    assert sum(f.state == "extra_states" for f in equal.catalog.files) == 1
+    assert sum(f.state == "extra_states" for f in catalog_at(tmp_path / "1").files) == 1
 
     def load_wider(collective: Collective) -> tuple[int, tuple[str, ...]]:
         destination: dict[str, Any] = {"extra_states": {}}

@@ -18,6 +18,7 @@ from tests.servers.rpc_fault_proxy import RpcFaultProxy
 from tests.servers.s3 import S3Server
 from tests.storage.checks import within
 from tests.storage.conftest import use
+from tests.support.catalogs import catalog_at
 from tests.support.variants import crossed
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
@@ -52,8 +53,7 @@ def retries_of(path: str, steps: int, *, rows: int = ROWS, **options: bool) -> i
 def check_nothing_else(path: str, found: list[str]) -> None:
     """Fail unless the checkpoint is sound and nothing else lies beside it."""
     assert run(["verify", path]) == 0
-    with bytecheckpoint.open(path) as checkpoint:
-        named = {"metadata.parquet", *(file.name for file in checkpoint.catalog.files)}
+    named = {"metadata.parquet", *(file.name for file in catalog_at(path).files)}
     assert sorted(found) == sorted(named)
 
 

@@ -26,6 +26,7 @@ from bytecheckpoint.storage.testing import content, read_all, write_file
 from bytecheckpoint.storage.uploading import UploadingStorage
 from tests.faults.coded import load_step, states, step_of
 from tests.storage.checks import check_file, check_save
+from tests.support.catalogs import catalog_at
 
 STEP = "fsspec+flaky://x/step"
 
@@ -131,8 +132,7 @@ def test_calls_that_fail_now_and_then(flaky: type[Flaky], monkeypatch: pytest.Mo
     retries = sum(report.retries for report in reports)
     monkeypatch.undo()
     assert run(["verify", STEP]) == 0
-    with bytecheckpoint.open(STEP) as checkpoint:
-        named = {"metadata.parquet", *(file.name for file in checkpoint.catalog.files)}
+    named = {"metadata.parquet", *(file.name for file in catalog_at(STEP).files)}
     assert {name for name, _ in resolve(STEP).list()} == named
     # An attempt that has failed may fail to tidy up, too; the next one does that.
     assert hits and len([call for call in hits if call in ("open", "cat_file", "mv")]) <= retries <= len(hits)

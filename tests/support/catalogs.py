@@ -1,8 +1,9 @@
-"""Catalog files that no writer of this package makes: other seals, other footers."""
+"""Catalogs of checkpoints, and catalog files that no writer of this package makes: other seals, other footers."""
 
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from bytecheckpoint.engine.catalogs import read_catalog
+from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_file import SEAL_BYTES
+from bytecheckpoint.storage import resolve
 
 _FOOTER_KEY = b"bytecheckpoint"
+
+
+def catalog_at(path: str | os.PathLike[str]) -> Catalog:
+    """Read the catalog of the checkpoint at `path`."""
+    return read_catalog(resolve(path))[0]
 
 
 def resealed(data: bytes, magic: bytes | None = None) -> bytes:

@@ -19,6 +19,7 @@ from bytecheckpoint.tools.repair import repair_checkpoint
 from bytecheckpoint.tools.verify import verify_checkpoint
 from bytecheckpoint.tuning import tuned
 from tests.golden.make import FOLDER
+from tests.support.catalogs import catalog_at
 from tests.support.damage import flip_bit
 from tests.tools.conftest import save_layout
 
@@ -48,7 +49,7 @@ def test_a_lost_catalog_comes_back(saved: Path, lost: Path) -> None:
     assert same(saved, lost) and verify_checkpoint(resolve(lost)).ok
     with bytecheckpoint.open(lost) as checkpoint:
         assert checkpoint.info["world_size"] == 3 and "rebuilt" in checkpoint.info
-        assert checkpoint.for_rank(2)["extra_states/rank"] == 2
+        assert bytecheckpoint.open(lost, rank=2)["extra_states/rank"] == 2
     # And it loads.
     layer = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(layer.parameters())
@@ -222,8 +223,7 @@ def test_the_newest_complete_save_and_never_a_mixture(saved: Path, tmp_path: Pat
     for file in files_of(tmp_path / "new", "*/*.safetensors"):
         shutil.copy(file, path / file.parent.name / file.name)
         os.utime(path / file.parent.name / file.name, (4e9, 4e9))
-    with bytecheckpoint.open(tmp_path / "new") as checkpoint:
-        newest = checkpoint.catalog.files[0].generation
+    newest = catalog_at(tmp_path / "new").files[0].generation
     report = repair_checkpoint(resolve(path))
     assert report.generation == newest and [g.complete for g in report.generations] == [True, True]
     assert any("older" in note for note in report.notes)

@@ -19,6 +19,7 @@ from torch import nn
 import bytecheckpoint
 from bytecheckpoint import CheckpointError, LoadReport, SaveHandle, SaveReport, Settings
 from bytecheckpoint.settings import StorageSettings
+from bytecheckpoint.tools.stream import stream
 
 model = nn.Linear(4, 2)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -112,7 +113,7 @@ with bytecheckpoint.open("ckpt", rank=0) as checkpoint:
     assert_type(entry[0:2, :, 3], torch.Tensor)
     assert_type(entry[...], torch.Tensor)
     assert_type(entry.chunks(max_bytes=1 << 20), Iterator[tuple[tuple[slice, ...], torch.Tensor]])
-    for key, _, piece in checkpoint.stream(["model/weight"]):
+    for key, _, piece in stream(checkpoint, ["model/weight"]):
         assert_type(key, str)
         assert_type(piece, torch.Tensor)
     checkpoint["model/weight"] = model.weight  # type: ignore[index]

@@ -191,11 +191,13 @@ def _values(path: str, patterns: Sequence[str], rank: int | None) -> list[tuple[
     """Return (key, value, error) of each plain value."""
     from bytecheckpoint.errors import IncompatibleCheckpointError
     from bytecheckpoint.opening import open as open_checkpoint
+    from bytecheckpoint.opening.view import CheckpointView
 
     found: list[tuple[str, Any, str]] = []
     with open_checkpoint(path, rank=rank) as checkpoint:
+        view = CheckpointView.of(checkpoint)
         for key in checkpoint:
-            if checkpoint.stored_under(key) is not None or not _matches(key, patterns):
+            if view.stored_under(key) is not None or not _matches(key, patterns):
                 continue
             try:
                 found.append((key, checkpoint[key], ""))

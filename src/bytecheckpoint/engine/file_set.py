@@ -52,20 +52,27 @@ class FileSet:
     """The open storage files of one checkpoint, with their checksums. Several threads may use it.
 
     Use it as a context manager, or call `close`. A set without references closes itself.
+
+    Args:
+        storage: storage of the checkpoint.
+        catalog: catalog of the checkpoint, with the checksums of the files that are read.
+        stopped: future whose exception ends all reads, those that wait in `Readers` at once.
+
+    Attributes:
+        stopped: the same future.
     """
 
-    def __init__(self, storage: Storage, catalog: Catalog) -> None:
+    def __init__(self, storage: Storage, catalog: Catalog, stopped: Future[NoReturn] | None = None) -> None:
         self._storage = storage
         self._catalog = catalog
         self._readers: dict[int, Future[FileReader]] = {}  # by file, the most recently used last
         self._users: dict[int, int] = {}  # by file: threads inside `_open_file`
         self._lock = threading.Lock()
-        #: Its exception is why nothing is read any more.
-        self.stopped: Future[NoReturn] = Future()
+        self.stopped: Future[NoReturn] = stopped or Future()
         weakref.finalize(self, _close_all, self._readers).atexit = False
 
-    def use(self, catalog: Catalog) -> None:
-        """Go on with a catalog of the same files that has the rows, and so the checksums, of others of them."""
+    def replace_catalog(self, catalog: Catalog) -> None:
+        """Use a catalog with more row groups, and so with the checksums of more of the same files."""
         self._catalog = catalog
 
     def __enter__(self) -> FileSet:
@@ -126,9 +133,10 @@ class FileSet:
         """Return the seconds that one read may take."""
         return call_timeout(self._storage)
 
-    def stop(self, error: CheckpointError) -> None:
-        """Let reads end with `error`, and those that wait for `Readers` at once. Any thread may call it, once."""
-        self.stopped.set_exception(error)
+    def check_stopped(self) -> None:
+        """Raise the exception of `stopped` if there is one."""
+        if self.stopped.done():
+            self.stopped.result()
 
     @contextlib.contextmanager
     def _open_file(self, file: int) -> Iterator[FileReader]:
@@ -192,7 +200,7 @@ class FileSet:
 
         Raises:
             CorruptCheckpointError: a checksum differs, or the file is missing, cut or extended.
-            CheckpointError: of `stop`.
+            CheckpointError: the exception of `stopped`.
         """
         with self._open_file(file) as reader:
             failed: CorruptCheckpointError | StorageError | None = None
@@ -218,8 +226,7 @@ class FileSet:
         block = start // entry.block_bytes
         step = max(reader.preferred_bytes // entry.block_bytes, 1) * entry.block_bytes
         for position, part in split_buffers(stop - start, step, buffers):
-            if self.stopped.done():
-                self.stopped.result()
+            self.check_stopped()
             at = entry.data_offset + start + position
             got = reader.read_into(at, part)
             if got != min(step, stop - start - position):

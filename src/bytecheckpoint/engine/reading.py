@@ -114,7 +114,7 @@ class Readers:
 
         Raises:
             StorageUnavailableError: the file system does not answer.
-            CheckpointError: of `FileSet.stop`.
+            CheckpointError: the exception of `FileSet.stopped`.
         """
         files = self._files
         try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -25,13 +23,11 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.frameworks.registry import resolve as resolve_framework
 from bytecheckpoint.frameworks.wrappers import unwrap_states
 from bytecheckpoint.handles import LoadReport
-from bytecheckpoint.loading.call import LoadArguments, LoadCall
-from bytecheckpoint.loading.session import load_states
+from bytecheckpoint.loading.request import LoadRequest, Matching
+from bytecheckpoint.loading.steps import fill_states
 from bytecheckpoint.saving import prepare_next
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage import resolve as resolve_storage
-from bytecheckpoint.tiers.restore import choose_copy
-from bytecheckpoint.tiers.storage import TierStorage
 from bytecheckpoint.tracing.operation import Operation
 from bytecheckpoint.world import world_of
 
@@ -115,56 +111,64 @@ def load(
     with operation.running():
         collective = current(process_group, timeout=settings.timeout)
     world = world_of(collective)
-    number = world.next_load_number()
-    operation.number = number
+    number = operation.number = world.next_load_number()
     collective.begin_call(f"load/{number}")
-    attempts = itertools.count()
-    copies = contextlib.ExitStack()  # hot copies that this rank serves to the others
-    copies.callback(operation.end)
-
-    def check() -> LoadArguments:
-        # Ranks wait for each other in `choose_copy`, so nothing that may fail on one rank alone comes before it.
-        storage = resolve_storage(path)
-        operation.path = storage.url
-        # Ranks agree on the copy of a tier first, so they would wait in vain for those that load from something else.
-        collective.describe_call("tier" if isinstance(storage, TierStorage) else "storage", storage.url)
-        storage = choose_copy(storage, collective, f"load/{number}.{next(attempts)}/tier", settings, copies)
-        if wrong is not None:
-            raise wrong
-        check_flags(overlap_loading=overlap_loading, cast=cast)
-        if prepare_save is not None:
-            check_flags(prepare_save=prepare_save)
-        check_states(states, names, mutable=True)
-        storage.timeout = settings.timeout
-        bare = unwrap_states(states)
-        world.note_layout(bare)
-        return LoadArguments(
-            storage,
-            resolve_framework(framework, bare),
-            bare,
-            check_strict(strict),
-            check_selection(include, exclude),
-            check_rename(rename),
-        )
-
-    def wants_prepare() -> bool:
-        wanted = prepare_save if prepare_save is not None else "optimizer" in states
-        return bool(wanted) and not world.is_prepared(unwrap_states(states))
-
-    def prepare_save_of_states() -> None:
-        try:
-            prepare_next(states, framework, names, process_group, timeout)
-        except CheckpointError as error:  # the bytes are loaded; the first save will plan for itself
-            _log.warning("the next save could not be prepared: %s", error)
-
-    call = LoadCall(check, names, settings, overlap_loading, cast, wants_prepare, prepare_save_of_states)
     # An optimizer's next step runs outside of inference mode and must be able to use the state that it gets here.
-    with operation.running(), torch.inference_mode(False), copies:
+    with operation.running(), torch.inference_mode(False):
         world.collector.begin(operation)
+        storage = _resolved(path)
+        if not isinstance(storage, Exception):
+            operation.path = storage.url
+        request: LoadRequest | Exception
         try:
-            report = load_states(collective, number, call, operation)
+            if wrong is not None:
+                raise wrong
+            check_flags(overlap_loading=overlap_loading, cast=cast)
+            if prepare_save is not None:
+                check_flags(prepare_save=prepare_save)
+            check_states(states, names, mutable=True)
+            bare = unwrap_states(states)
+            world.note_layout(bare)
+            selection, new_names = check_selection(include, exclude), check_rename(rename)
+            matching = Matching(check_strict(strict), cast, selection, new_names, names)
+            wants_prepare = bool("optimizer" in states if prepare_save is None else prepare_save)
+            wants_prepare = wants_prepare and not world.is_prepared(bare)
+            request = LoadRequest(resolve_framework(framework, bare), bare, matching, overlap_loading, wants_prepare)
+        except Exception as error:  # noqa: BLE001  raised on all ranks, when they open the checkpoint
+            request = error
+        try:
+            filled = fill_states(collective, number, storage, request, settings, operation)
+            try:
+                report = filled.install(operation)
+            finally:
+                # Also if objects of this rank refuse their values: a preparation takes the number of a save on every rank.
+                if filled.prepare_save:
+                    _prepare_save(states, framework, names, process_group, timeout)
         except BaseException as error:
             world.collector.report(operation, error)
             raise
+        finally:
+            operation.end()
         world.collector.report(operation, report)
         return report
+
+
+def _resolved(path: str | os.PathLike[str] | Storage) -> Storage | Exception:
+    """Resolve a path. An error is returned, to be raised on all ranks."""
+    try:
+        return resolve_storage(path)
+    except Exception as error:  # noqa: BLE001  see above
+        return error
+
+
+def _prepare_save(
+    states: Mapping[str, object],
+    framework: str,
+    names: Mapping[Any, Any] | None,
+    process_group: ProcessGroup | None,
+    timeout: float | None,
+) -> None:
+    try:
+        prepare_next(states, framework, names, process_group, timeout)
+    except CheckpointError as error:  # the bytes are loaded; the first save will plan for itself
+        _log.warning("the next save could not be prepared: %s", error)

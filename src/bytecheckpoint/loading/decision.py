@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.collectives.base import different_paths
 from bytecheckpoint.engine.catalogs import CatalogHead
-from bytecheckpoint.errors import UsageError
+from bytecheckpoint.errors import CheckpointReplacedError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.selection import SelectionReport, check_selections
 from bytecheckpoint.planning.exchange_plan import plan_shared_reads
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
@@ -22,6 +22,7 @@ __all__ = [
     "FitReport",
     "OpenDecision",
     "OpenReport",
+    "check_alike",
     "decide_fit",
     "decide_open",
     "ranges_of",
@@ -78,6 +79,28 @@ def decide_open(reports: Sequence[OpenReport], head: Callable[[], CatalogHead]) 
     numbers = {host: number for number, host in enumerate(dict.fromkeys(r.host for r in reports if r.host))}
     hosts = [numbers.get(report.host, -1) for report in reports] if numbers else []
     return OpenDecision(len(digests - {b""}) == 1, hosts, head() if b"" in digests else None, paths)
+
+
+def check_alike(decision: OpenDecision, url: str, *, last: bool) -> None:
+    """Refuse different catalogs.
+
+    Args:
+        decision: decision of rank 0.
+        url: URL of the checkpoint.
+        last: whether this is the last attempt of the load.
+
+    Raises:
+        CheckpointReplacedError: catalogs differ, and this is not the last attempt.
+        IncompatibleCheckpointError: catalogs differ.
+    """
+    if decision.alike:
+        return
+    error = IncompatibleCheckpointError if last else CheckpointReplacedError
+    if decision.paths:
+        raise error(f"ranks see different checkpoints: {decision.paths}; give all the same path, and load again")
+    raise error(
+        f"ranks see different checkpoints at {url}; it was replaced during the load, or the path is not shared; load again"
+    )
 
 
 class FitReport(msgspec.Struct, frozen=True):

@@ -11,10 +11,11 @@ import torch
 
 from bytecheckpoint.engine.scatter import Target
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, listed
+from bytecheckpoint.frameworks.base import SavedTensor
 from bytecheckpoint.loading.saved import SavedView
 from bytecheckpoint.planning.coverage import first_gap
 from bytecheckpoint.planning.intersect import intersect
-from bytecheckpoint.planning.read_plan import plan_reads
+from bytecheckpoint.planning.read_plan import StoredRows, plan_reads
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import SHARED, Catalog
 from bytecheckpoint.representation.plans import ReadPlan
@@ -134,11 +135,12 @@ def wanted_boxes(view: SavedView, wanted: Sequence[LiveShard]) -> BoxTable:
 
 
 def fit_wanted(
-    url: str,
     catalog: Catalog,
-    view: SavedView,
+    stored: StoredRows,
+    tensors: Sequence[SavedTensor],
     wanted: Sequence[LiveShard],
     boxes: BoxTable,
+    url: str,
     chunk_bytes: int,
     *,
     cast: bool,
@@ -146,13 +148,14 @@ def fit_wanted(
     """Match the boxes that a rank wants with the stored shards, and plan the reads.
 
     Args:
-        url: of the checkpoint.
-        catalog: of the checkpoint.
-        view: of the catalog, for this rank.
-        wanted: what to fill.
-        boxes: of `wanted`, from `wanted_boxes`.
+        catalog: catalog of the checkpoint.
+        stored: its rows.
+        tensors: its tensors, by number.
+        wanted: shards to fill.
+        boxes: boxes of `wanted`, from `wanted_boxes`.
+        url: URL of the checkpoint.
         chunk_bytes: length of one read.
-        cast: convert dtypes.
+        cast: whether dtypes are converted.
 
     Raises:
         IncompatibleCheckpointError: shapes or dtypes differ, or the checkpoint has no data for some elements.
@@ -160,9 +163,9 @@ def fit_wanted(
     """
     rows = np.array([s.rows for s in wanted], np.int64)
     first = np.cumsum(rows) - rows
-    targets, converted = _make_targets(url, view, wanted, boxes.tensor[first].tolist(), cast=cast)
+    targets, converted = _make_targets(url, tensors, wanted, boxes.tensor[first].tolist(), cast=cast)
     contiguous = np.repeat(np.array([t.contiguous for t in targets], bool), rows)
-    plan = plan_reads(view.rows, boxes, contiguous, chunk_bytes)
+    plan = plan_reads(stored, boxes, contiguous, chunk_bytes)
     _prove_coverage(url, catalog, boxes, plan)
     if len(boxes) > len(wanted):
         plan = _with_fragments(plan, wanted, rows, targets)
@@ -194,7 +197,7 @@ def _with_fragments(plan: ReadPlan, wanted: Sequence[LiveShard], rows: Int64s, t
 
 
 def _make_targets(
-    url: str, view: SavedView, wanted: Sequence[LiveShard], numbers: Sequence[int], *, cast: bool
+    url: str, tensors: Sequence[SavedTensor], wanted: Sequence[LiveShard], numbers: Sequence[int], *, cast: bool
 ) -> tuple[list[Target], list[str]]:
     """Make the target of each wanted box; return them with the keys of the tensors that are cast.
 
@@ -205,7 +208,7 @@ def _make_targets(
     wrong: list[str] = []
     converted: list[str] = []
     for shard, number in zip(wanted, numbers, strict=True):
-        _, dtype, shape = view.tensors[number]
+        _, dtype, shape = tensors[number]
         stored_dtype = getattr(torch, dtype)
         if shape != shard.global_shape:
             wrong.append(f"{shard.key} has shape {shape} in the checkpoint and {shard.global_shape} here")

@@ -6,6 +6,7 @@ import os
 
 from bytecheckpoint.engine.catalogs import CatalogReader, check_rank
 from bytecheckpoint.errors import OutOfRangeError, UsageError
+from bytecheckpoint.opening.box_reader import BoxReader
 from bytecheckpoint.opening.checkpoint import Checkpoint
 from bytecheckpoint.opening.entry import Entry
 from bytecheckpoint.storage import Storage, resolve
@@ -49,4 +50,4 @@ def open(path: str | os.PathLike[str] | Storage, *, rank: int | None = None) -> 
     reader = CatalogReader(storage)
     reader.close()
     check_rank(storage.url, reader.catalog, rank)
-    return Checkpoint(storage, reader.catalog, rank, reader)
+    return Checkpoint(BoxReader(storage, reader.catalog, reader), rank)

@@ -134,7 +134,7 @@ class BoxReader:
                 raise
             finally:
                 self._rest.close()
-            self.files().use(catalog)
+            self.files().replace_catalog(catalog)
             self.catalog, self._groups, self._rows = catalog, numbers, None
 
     def _stored(self, wanted: BoxTable) -> StoredRows:

@@ -14,6 +14,7 @@ from bytecheckpoint.engine.tensor_bytes import movable
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.opening import Checkpoint, Entry
 from bytecheckpoint.opening.plain_values import UnregisteredInstance
+from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.representation.values.codec import equal
 
 __all__ = ["CompareReport", "Difference", "compare"]
@@ -90,6 +91,7 @@ def compare(a: Checkpoint, b: Checkpoint, *, rtol: float = 0.0, atol: float = 0.
     """
     if not (rtol >= 0 and atol >= 0):
         raise UsageError(f"tolerances must be at least 0, not rtol={rtol}, atol={atol}")
+    a, b = CheckpointView.of(a), CheckpointView.of(b)
     comparison = _Comparison(rtol, atol)
     comparison.compare_keys(a, b, None, list(a), set(b))
     both = sorted(set(a.ranks) & set(b.ranks))
@@ -118,7 +120,9 @@ class _Comparison:
         self.differences: list[Difference] = []
         self.notes: list[str] = []
 
-    def compare_keys(self, a: Checkpoint, b: Checkpoint, rank: int | None, keys: list[str], others: set[str]) -> None:
+    def compare_keys(
+        self, a: CheckpointView, b: CheckpointView, rank: int | None, keys: list[str], others: set[str]
+    ) -> None:
         """Compare two views, key by key. `rank` is the rank whose own values they show, None for shared ones."""
         elementwise: list[str] = []
         found: dict[str, list[Difference]] = {}
@@ -180,7 +184,7 @@ class _Comparison:
         return equal(one, two)
 
     def _compare_elements(
-        self, a: Checkpoint, b: Checkpoint, keys: list[str], rank: int | None
+        self, a: CheckpointView, b: CheckpointView, keys: list[str], rank: int | None
     ) -> Iterator[tuple[str, Difference]]:
         """Compare tensors of equal shape and dtype, chunk by chunk. Yield the key and difference of each unequal pair."""
         self.tensors += len(keys)
@@ -266,7 +270,7 @@ def _format_element(one: torch.Tensor) -> str:
     return repr(one.item() if not one.dtype.is_floating_point else number.item())
 
 
-def _value(checkpoint: Checkpoint, key: str) -> Any:
+def _value(checkpoint: CheckpointView, key: str) -> Any:
     try:
         return checkpoint.as_stored(key)
     except IncompatibleCheckpointError as error:
@@ -282,7 +286,7 @@ def _shorten(value: Any) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def _describe_value(checkpoint: Checkpoint, key: str) -> str:
+def _describe_value(checkpoint: CheckpointView, key: str) -> str:
     return _shorten(_value(checkpoint, key))
 
 

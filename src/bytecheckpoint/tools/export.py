@@ -19,6 +19,7 @@ from bytecheckpoint.concurrency import call_with_timeout
 from bytecheckpoint.engine.tensor_bytes import flat_bytes
 from bytecheckpoint.errors import CheckpointError, StorageError, StorageFullError, UsageError
 from bytecheckpoint.opening import Checkpoint
+from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import NewFile, Storage, resolve
 from bytecheckpoint.storage.base import call_timeout
@@ -112,8 +113,9 @@ def export_huggingface(
         raise UsageError(f"max_shard_bytes is {max_shard_bytes}: give a positive number of bytes")
     if state not in source.states:
         raise UsageError(f"{source.path} has no {state!r}; it holds {', '.join(source.states)}")
-    tensors, skipped = tensors_to_export(source, state, wanted)
-    export = _Export(source, distribute(tensors, max_shard_bytes), progress)
+    view = CheckpointView.of(source)
+    tensors, skipped = tensors_to_export(view, state, wanted)
+    export = _Export(view, distribute(tensors, max_shard_bytes), progress)
     with _translated(f"export to {storage.url}"):
         if isinstance(storage, LocalStorage):
             _export_to_folder(export, storage.url)
@@ -180,7 +182,7 @@ def _check_target(storage: Storage, force: bool) -> list[str]:
 class _Export:
     """One export: its files, the tensors that overflowed, and the progress."""
 
-    def __init__(self, source: Checkpoint, files: Sequence[OutputFile], progress: Progress | None) -> None:
+    def __init__(self, source: CheckpointView, files: Sequence[OutputFile], progress: Progress | None) -> None:
         self.nbytes = sum(file.nbytes for file in files)
         self.names = [file.name for file in files] + ([_INDEX] if len(files) > 1 else [])
         self.overflowed: dict[str, None] = {}

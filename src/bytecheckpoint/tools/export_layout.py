@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
-from bytecheckpoint.opening import Checkpoint, Entry
+from bytecheckpoint.opening import Entry
+from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.representation.dtypes import safetensors_code
 from bytecheckpoint.representation.storage_file import MAX_HEADER_BYTES
 
@@ -85,7 +86,7 @@ def export_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def tensors_to_export(
-    source: Checkpoint, state: str, wanted: torch.dtype | None
+    source: CheckpointView, state: str, wanted: torch.dtype | None
 ) -> tuple[list[OutputTensor], list[str]]:
     """Return the tensors of a state, tied tensors once, and the keys of the plain values, which an export skips.
 

@@ -218,7 +218,8 @@ class _Generation:
 
     def _lost_references(self, storage: Storage) -> list[str]:
         """Return, in words, what plain values and param groups refer to but no file holds."""
-        from bytecheckpoint.opening.checkpoint import Checkpoint
+        from bytecheckpoint.opening.box_reader import BoxReader
+        from bytecheckpoint.opening.view import CheckpointView
 
         catalog = self.catalog
         assert catalog is not None
@@ -229,7 +230,8 @@ class _Generation:
                 lost[f"{state} has states of parameters but no settings: the file of its plain values is missing"] = (
                     None
                 )
-        with Checkpoint(storage, catalog) as view:
+        view = CheckpointView(BoxReader(storage, catalog))
+        with view:
             for rank in (None, *view.ranks):
                 try:
                     keys = set(view.for_rank(rank))

@@ -36,7 +36,7 @@ def export_ckpt(step: str | os.PathLike[str], file: str | os.PathLike[str]) -> N
     found: dict[str, Any] = {name: value for name, value in state.loaded.items() if name not in _LEFT_OUT}
     with open_checkpoint(step) as checkpoint:
         names = [key for key in checkpoint if key.startswith("model/")]
-        found["state_dict"] = {key.removeprefix("model/"): tensor for key, _, tensor in checkpoint.stream(names)}
+        found["state_dict"] = {key.removeprefix("model/"): checkpoint[key][...] for key in names}
     temporary = f"{os.fspath(file)}.{os.getpid()}.tmp"
     try:
         torch.save(found, temporary)  # noqa: TID251  the format of Lightning

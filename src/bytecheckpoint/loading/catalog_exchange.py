@@ -1,0 +1,203 @@
+"""Open a checkpoint for a load: some ranks read the catalog and the plain values, and pass them on to the others."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from bytecheckpoint.collectives import Collective
+from bytecheckpoint.engine.catalogs import CatalogReader
+from bytecheckpoint.engine.file_set import FileSet
+from bytecheckpoint.engine.machine_reads import MachineReads
+from bytecheckpoint.engine.workers import call_until_stopped
+from bytecheckpoint.errors import CheckpointReplacedError, CorruptCheckpointError
+from bytecheckpoint.failures import Cancellation
+from bytecheckpoint.loading.decision import OpenDecision, OpenReport
+from bytecheckpoint.planning.read_plan import stored_rows
+from bytecheckpoint.representation.boxes import Int64s
+from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
+from bytecheckpoint.storage import Storage
+
+__all__ = ["CatalogExchange", "OpenCheckpoint", "Trees"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCheckpoint:
+    """A checkpoint that is open for a load.
+
+    Attributes:
+        reader: reader of the catalog.
+        files: storage files.
+        trees: reader of the plain values.
+    """
+
+    reader: CatalogReader
+    files: FileSet
+    trees: Trees
+
+    @contextlib.contextmanager
+    def detect_replacement(self) -> Iterator[None]:
+        """Turn a damaged read in a `with` block into `CheckpointReplacedError` if another save replaced the catalog."""
+        try:
+            yield
+        except CorruptCheckpointError as error:
+            if self.reader.replaced():
+                raise CheckpointReplacedError(str(error)) from error
+            raise
+
+
+class CatalogExchange:
+    """One rank's part in reading the catalog and the plain values.
+
+    Where the page cache keeps files, or ranks may see different ones, each rank reads the catalog. From other storages
+    rank 0 reads the part that all ranks need, and sends it with its decision. One rank of each machine reads the rest,
+    groups of a large catalog and trees of plain values, for the ranks of the machine.
+
+    Args:
+        collective: ranks of the load.
+        tag: tag of the messages, unique to this attempt.
+        storage: storage of the checkpoint.
+        timeout: seconds to wait for other ranks.
+        cancel: token that ends the reads.
+        stack: exit stack of the attempt, which closes the files.
+
+    Attributes:
+        machine_reads: division of the reads between the ranks of a machine.
+    """
+
+    def __init__(
+        self,
+        collective: Collective,
+        tag: str,
+        storage: Storage,
+        timeout: float,
+        cancel: Cancellation,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self.machine_reads = MachineReads(collective, f"{tag}/pieces", timeout)
+        self._collective = collective
+        self._storage = storage
+        self._cancel = cancel
+        self._stack = stack
+
+    def read(self) -> tuple[OpenCheckpoint | None, OpenReport]:
+        """Read the catalog, unless this rank gets it from rank 0. Begin to serve plain values to the other ranks.
+
+        Returns:
+            The checkpoint as far as this rank has read it, and the report to rank 0.
+        """
+        several = self._collective.world_size > 1
+        remote = several and self._storage.capabilities.shared and not self._storage.capabilities.page_cache
+        own, digest = None, b""
+        if not remote or self._collective.rank == 0:
+            own = self._open(CatalogReader(self._storage))
+            digest = xxhash.xxh3_128_digest(own.reader.identity)
+            with own.detect_replacement():
+                remote = remote or (several and own.trees.are_remote())
+        if remote:
+            self._stack.enter_context(self.machine_reads.serve())
+        return own, OpenReport(digest, self._collective.host if remote else "", self._storage.url)
+
+    def complete(self, own: OpenCheckpoint | None, decision: OpenDecision) -> OpenCheckpoint:
+        """Use rank 0's catalog if this rank has read none, and begin to divide the reads with the ranks of this machine.
+
+        Raises:
+            CorruptCheckpointError: the catalog's bytes have changed on their way.
+        """
+        checkpoint = own or self._open(CatalogReader(self._storage, decision.head))
+
+        def read(name: str) -> NDArray[np.uint8]:
+            what, _, number = name.partition(" ")
+            if what == "tree":
+                return checkpoint.trees.read_here(int(number))
+            # On a thread of its own, so that the failure of another rank ends the wait.
+            group = functools.partial(checkpoint.reader.group, int(number))
+            timeout = 2 * checkpoint.files.read_timeout()
+            data = call_until_stopped(group, timeout, f"read {checkpoint.files.url}", self._cancel.future)
+            return np.frombuffer(data, np.uint8)
+
+        self.machine_reads.begin(read, decision.servers(self._collective.rank))
+        return checkpoint
+
+    def rows(self, checkpoint: OpenCheckpoint, groups: Int64s) -> Catalog:
+        """Return a large catalog with the rows of some groups, each read once per machine if its ranks serve them."""
+
+        def fill(number: int, memory: memoryview) -> None:
+            data = np.frombuffer(memory, np.uint8)
+            self.machine_reads.get(f"group {number}", number, data, checkpoint.files)
+
+        return checkpoint.reader.rows(groups, fill)
+
+    def _open(self, reader: CatalogReader) -> OpenCheckpoint:
+        self._stack.callback(reader.close)
+        files = self._stack.enter_context(FileSet(self._storage, reader.catalog, self._cancel.future))
+        self._cancel.raise_if_set()
+        return OpenCheckpoint(reader, files, Trees(reader.catalog, files, self.machine_reads))
+
+
+class Trees:
+    """Reads the trees of plain values, which go by the number of their tensor in the catalog. Several threads may use it.
+
+    A file of values is small, so a load from a server costs about one request per file, and ranks want many of the same
+    trees: those that all ranks share, and, to reshard a data loader, those of every rank that saved.
+
+    Args:
+        catalog: catalog of the checkpoint.
+        files: storage files of the checkpoint.
+        machine_reads: division of the reads between the ranks of a machine; None: this rank reads all that it wants.
+
+    Attributes:
+        rows: stored shards, ordered by tensor.
+        bytes_read: bytes read from storage so far.
+    """
+
+    def __init__(self, catalog: Catalog, files: FileSet, machine_reads: MachineReads | None = None) -> None:
+        self._catalog = catalog
+        self._files = files
+        self._machine_reads = machine_reads
+        self.rows = stored_rows(catalog)
+        self.bytes_read = 0
+
+    def are_remote(self) -> bool:
+        """Return whether some trees are not in this machine's memory, from which a read is as quick as from a rank."""
+        trees = np.flatnonzero(self._catalog.slot.codes == self._catalog.slot.code_of(VALUES_SLOT))
+        # A sample is enough: to look at all trees would take more requests than sharing them saves.
+        sample = trees[[0, len(trees) // 2, -1]] if len(trees) else trees
+        return bool(len(trees)) and not self._files.is_cached(self._ranges(sample))
+
+    def read(self, number: int) -> bytes:
+        """Read a tree, or get it from the rank of this machine that reads it. Raises as `FileSet.read`."""
+        if self._machine_reads is None:
+            return self.read_here(number).tobytes()
+        owner = int(self._catalog.owner[number])  # reads its own tree, which other ranks rarely want
+        tree = np.empty(self._nbytes(number), np.uint8)
+        self._machine_reads.get(f"tree {number}", owner if owner >= 0 else number, tree, self._files)
+        return tree.tobytes()
+
+    def read_here(self, number: int) -> NDArray[np.uint8]:
+        """Read a tree from storage. Raises as `FileSet.read`."""
+        nbytes = self._nbytes(number)
+        ((file, start, _),) = self._ranges([number]).tolist()
+        tree = np.frombuffer(self._files.read(file, start, nbytes), np.uint8)
+        self.bytes_read += nbytes
+        return tree
+
+    def _ranges(self, numbers: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the place of each tree: (file, start, stop) rows, int64 [n, 3]. Each is one row of bytes."""
+        row = np.searchsorted(self.rows.boxes.tensor, numbers)
+        start = self.rows.start[row]
+        return np.stack([self.rows.file[row], start, start + self._catalog.byte_length[row]], axis=1).astype(np.int64)
+
+    def _nbytes(self, number: int) -> int:
+        nbytes = int(self._catalog.byte_length[np.searchsorted(self.rows.boxes.tensor, number)])
+        if self._catalog.shape(number) != (nbytes,) or self._catalog.dtype[number] != "uint8":
+            raise CorruptCheckpointError(
+                f"the values of {self._catalog.state[number]} are not one run of bytes; use another checkpoint"
+            )
+        return nbytes

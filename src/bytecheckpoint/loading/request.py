@@ -1,0 +1,91 @@
+"""The checked arguments of one load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.frameworks.base import Destination, Framework, Strict, is_strict
+from bytecheckpoint.frameworks.selection import NameSelection
+from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.names import escape
+from bytecheckpoint.representation.similar_names import SimilarNames
+
+__all__ = ["LoadRequest", "Matching"]
+
+
+@dataclass(frozen=True, slots=True)
+class Matching:
+    """The rules by which a load matches live objects with a checkpoint.
+
+    Attributes:
+        strict: whether missing and unexpected names are errors, for all states or by state.
+        cast: whether the load converts dtypes.
+        selection: selection of live names; an attempt works on a copy, which notes the patterns that match.
+        rename: function from a live name to the name in the checkpoint; None if they are equal.
+        names: explicit parameter names for optimizers.
+    """
+
+    strict: Strict
+    cast: bool
+    selection: NameSelection
+    rename: Callable[[str], str] | None
+    names: Mapping[Any, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """The checked arguments of one load.
+
+    Attributes:
+        framework: adapter of the training framework.
+        states: live objects to fill, without wrappers.
+        matching: rules by which these are matched with the checkpoint.
+        overlap: whether ranks exchange the bytes that several of them want.
+        prepare_save: whether this rank wants its next save prepared.
+    """
+
+    framework: Framework
+    states: MutableMapping[str, object]
+    matching: Matching
+    overlap: bool
+    prepare_save: bool
+
+    def state_of(self, name: str) -> str:
+        """Return the state of a name in `Destination.missing`."""
+        longest = max((s for s in self.states if name == s or name.startswith(f"{s}/")), key=len, default="")
+        return longest or name.partition("/")[0]  # an adapter may add states
+
+    def strict_about(self, name: str) -> bool:
+        """Return whether the load is strict about a name in `Destination.missing`."""
+        return is_strict(self.matching.strict, self.state_of(name))
+
+    def refused_mismatches(self, destination: Destination) -> list[str]:
+        """Return the mismatches about which the load is strict. Each begins with its state."""
+        return [m for m in destination.mismatches if is_strict(self.matching.strict, m.partition(":")[0])]
+
+    def comparable_strict(self) -> bool | dict[str, bool]:
+        """Return `strict` in a form that ranks compare."""
+        strict = self.matching.strict
+        if not isinstance(strict, Mapping):
+            return bool(strict)
+        return {escape(state): bool(value) for state, value in sorted(strict.items())}
+
+    def check_strict(self, catalog: Catalog, destination: Destination) -> None:
+        """Refuse a state in strict= that neither the live objects nor the checkpoint have.
+
+        Raises:
+            UsageError: there is such a state.
+        """
+        strict = self.matching.strict
+        if not isinstance(strict, Mapping):
+            return
+        known = {*self.states, *catalog.states(), *map(self.state_of, destination.missing)}
+        for state in strict.keys() - known:
+            similar = SimilarNames(known).of(state)
+            raise UsageError(
+                f"strict= names the state {state!r}, which neither the states nor the checkpoint have"
+                + (f"; did you mean {similar[0]!r}?" if similar else "")
+            )

@@ -1,0 +1,491 @@
+"""The steps of a load on one rank: open, fit, read, install."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TypeVar
+
+from bytecheckpoint.collectives import Collective
+from bytecheckpoint.collectives.agreement import Agreement
+from bytecheckpoint.collectives.stop import StopSignal
+from bytecheckpoint.engine.exchange import Exchange
+from bytecheckpoint.engine.file_set import FileSet
+from bytecheckpoint.engine.peer_memory import peer_handshake
+from bytecheckpoint.engine.reading import read_all
+from bytecheckpoint.engine.scatter import ScatterPlan
+from bytecheckpoint.errors import CheckpointReplacedError, IncompatibleCheckpointError, listed
+from bytecheckpoint.failures import Cancellation
+from bytecheckpoint.frameworks.base import Destination
+from bytecheckpoint.garbage_collection import gc_paused
+from bytecheckpoint.handles import LoadReport
+from bytecheckpoint.loading.catalog_exchange import CatalogExchange, OpenCheckpoint
+from bytecheckpoint.loading.decision import (
+    FitDecision,
+    FitReport,
+    OpenDecision,
+    OpenReport,
+    check_alike,
+    decide_fit,
+    decide_open,
+    ranges_of,
+    recognized_bitmap,
+    unexpected_keys,
+)
+from bytecheckpoint.loading.fit import (
+    Fit,
+    fit_wanted,
+    lost_positions,
+    read_length,
+    refuse_mismatches,
+    refuse_missing,
+    refuse_unexpected,
+    wanted_boxes,
+)
+from bytecheckpoint.loading.live_names import LiveNames
+from bytecheckpoint.loading.request import LoadRequest
+from bytecheckpoint.loading.saved import SavedView
+from bytecheckpoint.planning.exchange_plan import exchange_plan_of_rank
+from bytecheckpoint.planning.read_plan import groups_to_read, stored_rows
+from bytecheckpoint.representation.boxes import Int64s
+from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
+from bytecheckpoint.representation.names import escape, unescape
+from bytecheckpoint.representation.plans import SharedChunks
+from bytecheckpoint.representation.shards import TensorKey
+from bytecheckpoint.settings import Settings
+from bytecheckpoint.storage import Storage
+from bytecheckpoint.tiers.restore import choose_copy
+from bytecheckpoint.tiers.storage import tier_of
+from bytecheckpoint.tracing.operation import Operation, pause, retries_so_far, span
+
+__all__ = ["FilledStates", "fill_states"]
+
+_log = logging.getLogger("bytecheckpoint")
+_Own = TypeVar("_Own")
+_Report = TypeVar("_Report")
+_Decision = TypeVar("_Decision")
+#: Seconds to wait after each attempt: where ranks see different checkpoints, caches of a network file system may need a
+#: moment.
+_PAUSES = (0.0, 1.0, 0.0)
+#: Smallest number of chunks that each rank reads in a round of an exchange.
+_FEWEST_CHUNKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenedLoad:
+    """The result of `open`.
+
+    Attributes:
+        request: checked arguments.
+        storage: storage of the checkpoint.
+        exchange: this rank's part in reading the catalog.
+        own: checkpoint as far as this rank has read it; None if rank 0 sends the catalog.
+        decision: rank 0's decision.
+    """
+
+    request: LoadRequest
+    storage: Storage
+    exchange: CatalogExchange
+    own: OpenCheckpoint | None
+    decision: OpenDecision
+
+
+@dataclass(frozen=True, slots=True)
+class _FittedLoad:
+    """The result of `fit` on one rank, before the ranks agree.
+
+    Attributes:
+        request: checked arguments.
+        exchange: this rank's part in reading the catalog.
+        checkpoint: open checkpoint.
+        catalog: its catalog; of a large one, the rows that this rank needs.
+        view: catalog as the adapter sees it.
+        destination: live objects to fill.
+        fit: ranges to read, and the memory that they fill.
+        exchanges: whether this rank exchanges chunks with other ranks.
+    """
+
+    request: LoadRequest
+    exchange: CatalogExchange
+    checkpoint: OpenCheckpoint
+    catalog: Catalog
+    view: SavedView
+    destination: Destination
+    fit: Fit
+    exchanges: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FilledStates:
+    """The result of `read`: the tensors of this rank are filled, on all ranks.
+
+    Attributes:
+        fitted: result of `fit`.
+        bytes_read: bytes that this rank read from storage.
+        bytes_received: bytes that this rank received from other ranks.
+        unexpected: names that the checkpoint holds and no rank wants.
+        recognizes_some: whether some rank wants something of the checkpoint.
+        prepare_save: whether some rank wants the next save prepared.
+        rank: this rank.
+    """
+
+    fitted: _FittedLoad
+    bytes_read: int
+    bytes_received: int
+    unexpected: list[str]
+    recognizes_some: bool
+    prepare_save: bool
+    rank: int
+
+    def install(self, operation: Operation) -> LoadReport:
+        """Install plain values, optimizer state and hyperparameters.
+
+        Raises:
+            IncompatibleCheckpointError: an object rejects its state.
+        """
+        operation.phase = "apply"
+        destination, view, trees = self.fitted.destination, self.fitted.view, self.fitted.checkpoint.trees
+        destination.apply()
+        operation.mark("apply")
+        notes = [*destination.mismatches, *destination.notes, *self._warn_of_nothing()]
+        if view.from_rank_0:
+            names = ", ".join(dict.fromkeys(view.from_rank_0))
+            notes.append(f"rank {self.rank} has no copy of its own and got rank 0's: {names}")
+        return LoadReport(
+            path=self.fitted.checkpoint.files.url,
+            bytes_read=self.bytes_read + trees.bytes_read,
+            bytes_received=self.bytes_received + self.fitted.exchange.machine_reads.bytes_received,
+            total_seconds=operation.seconds(),
+            phases=operation.seconds_by_phase(),
+            missing=tuple(destination.missing),
+            unexpected=tuple(self.unexpected),
+            cast=tuple(self.fitted.fit.converted),
+            notes=tuple(notes),
+            **retries_so_far(),
+        )
+
+    def _warn_of_nothing(self) -> list[str]:
+        """Warn if the checkpoint holds nothing that any rank wants; return the warning."""
+        missing, states = self.fitted.destination.missing, self.fitted.request.states
+        if self.recognizes_some or not all(
+            any(name == state or name.startswith(f"{state}/") for name in missing) for state in states
+        ):
+            return []
+        url = self.fitted.checkpoint.files.url
+        warning = f"{url} holds nothing that the states want ({listed(missing)}): nothing was loaded"
+        if self.rank == 0:
+            _log.warning("%s; compare the names", warning)
+        return [warning]
+
+
+def fill_states(
+    collective: Collective,
+    number: int,
+    storage: Storage | Exception,
+    request: LoadRequest | Exception,
+    settings: Settings,
+    operation: Operation,
+) -> FilledStates:
+    """Open a checkpoint, fit it to the live objects and read it. Start again if another save replaces it meanwhile.
+
+    Args:
+        collective: ranks of the load; all of them call this.
+        number: number of the load, equal on all ranks.
+        storage: storage of the checkpoint, or the error of its path.
+        request: checked arguments, or the error of a wrong one, which all ranks then raise.
+        settings: settings in force at the call.
+        operation: measurements of this load.
+    """
+    for attempt, seconds in enumerate(_PAUSES):
+        tag = f"load/{number}.{attempt}"
+        operation.attempt = attempt + 1
+        try:
+            with contextlib.ExitStack() as stack:  # open until all ranks are done, since they read this rank's memory
+                copy_to_read = _choose_copy(storage, collective, tag, settings, stack)
+                load = Load(collective, tag, settings, operation, stack)
+                opened = load.open(copy_to_read, request, last=attempt + 1 == len(_PAUSES))
+                return load.read(*load.fit(opened))
+        except CheckpointReplacedError:
+            pause(seconds)
+    raise IncompatibleCheckpointError(
+        f"the checkpoint was replaced {len(_PAUSES)} times while it was being loaded; load one that is not being saved"
+    )
+
+
+def _choose_copy(
+    storage: Storage | Exception, collective: Collective, tag: str, settings: Settings, stack: contextlib.ExitStack
+) -> Storage | Exception:
+    """Return the copy of a tier that all ranks read; a failure is returned, so that `open` reports it to all ranks."""
+    if isinstance(storage, Exception):
+        return storage
+    # Ranks agree on the copy of a tier first, so they would wait in vain for those that load from something else.
+    collective.describe_call("tier" if tier_of(storage) is not None else "storage", storage.url)
+    try:
+        chosen = choose_copy(storage, collective, f"{tag}/tier", settings, stack)
+    except Exception as error:  # noqa: BLE001  raised by `open`
+        return error
+    chosen.timeout = settings.timeout
+    return chosen
+
+
+class Load:
+    """One attempt of a load on one rank: open, fit, read. Each step returns the arguments of the next one.
+
+    All ranks agree after each step, so that all continue or all fail.
+
+    Args:
+        collective: ranks of the load.
+        tag: tag of the messages, unique to this attempt.
+        settings: settings in force at the call.
+        operation: measurements of this load.
+        stack: exit stack of the attempt, which closes files and releases memory when all ranks are done.
+    """
+
+    def __init__(
+        self, collective: Collective, tag: str, settings: Settings, operation: Operation, stack: contextlib.ExitStack
+    ) -> None:
+        self._collective = collective
+        self._tag = tag
+        self._settings = settings
+        self._operation = operation
+        self._stack = stack
+        self._cancel = Cancellation()
+        stop = stack.enter_context(StopSignal(collective, tag, self._cancel))
+        self._agreement = Agreement(collective, tag, settings.timeout, urgent=(CheckpointReplacedError,), stop=stop)
+
+    def _agree(
+        self,
+        step: str,
+        work: Callable[[], tuple[_Own, _Report]],
+        decide: Callable[[_Own, list[_Report]], _Decision],
+        reports: Any,
+        decisions: Any,
+    ) -> tuple[_Own, _Decision]:
+        """Run a step on every rank; return its result on this rank, and rank 0's decision upon the reports of all."""
+        own: list[_Own] = []
+
+        def report() -> _Report:
+            result, message = work()
+            own.append(result)
+            return message
+
+        decision: _Decision = self._agreement.agree(
+            step, report, lambda gathered: decide(own[0], gathered), reports=reports, decisions=decisions
+        )
+        return own[0], decision
+
+    # --- open -----------------------------------------------------------------------------------------------------
+
+    def open(self, storage: Storage | Exception, request: LoadRequest | Exception, *, last: bool) -> _OpenedLoad:
+        """Read the catalog. Live objects are not asked before: their hooks may communicate, so all ranks run them or none.
+
+        Args:
+            storage: storage of the checkpoint, or an error to raise on all ranks.
+            request: checked arguments, or an error to raise on all ranks.
+            last: whether this is the last attempt.
+
+        Raises:
+            CheckpointReplacedError: ranks see different catalogs, and this is not the last attempt.
+            IncompatibleCheckpointError: ranks see different catalogs.
+        """
+        self._operation.phase = "open"
+
+        def work() -> tuple[tuple[LoadRequest, CatalogExchange, OpenCheckpoint | None], OpenReport]:
+            found, checked = _value(storage), _value(request)
+            timeout = self._settings.timeout
+            exchange = CatalogExchange(self._collective, self._tag, found, timeout, self._cancel, self._stack)
+            own, report = exchange.read()
+            self._operation.mark("catalog")
+            return (checked, exchange, own), report
+
+        (checked, exchange, own), decision = self._agree("open", work, _decide_open, OpenReport, OpenDecision)
+        found = _value(storage)
+        check_alike(decision, found.url, last=last)
+        self._operation.mark("agree")
+        return _OpenedLoad(checked, found, exchange, own, decision)
+
+    # --- fit ------------------------------------------------------------------------------------------------------
+
+    def fit(self, opened: _OpenedLoad) -> tuple[_FittedLoad, FitDecision]:
+        """Match the checkpoint with the live objects, and plan the reads of this rank.
+
+        Raises:
+            IncompatibleCheckpointError: the checkpoint does not fit.
+        """
+        self._operation.phase = "fit"
+        fitted, decision = self._agree("fit", lambda: self._fit(opened), self._decide_fit, FitReport, FitDecision)
+        self._operation.mark("agree")
+        return fitted, decision
+
+    def _fit(self, opened: _OpenedLoad) -> tuple[_FittedLoad, FitReport]:
+        request, matching, world_size = opened.request, opened.request.matching, self._collective.world_size
+        checkpoint = opened.exchange.complete(opened.own, opened.decision)
+        catalog, groups, url = checkpoint.reader.catalog, checkpoint.reader.groups, opened.storage.url
+        with checkpoint.detect_replacement():
+            chunk_bytes = read_length(catalog, world_size, self._settings)
+            selection = copy.deepcopy(matching.selection)
+            live = LiveNames(selection, matching.rename, request.states.keys())
+            view = SavedView(catalog, checkpoint.trees, self._collective.rank, live, groups)
+            with gc_paused():
+                destination = request.framework.destination(
+                    request.states, view, strict=matching.strict, names=matching.names
+                )
+                # Replicas lack the same tensor.
+                destination.missing = [m for m in dict.fromkeys(destination.missing) if not live.hides(m)]
+                self._operation.mark("destination")
+                request.check_strict(catalog, destination)
+                missing = list(filter(request.strict_about, destination.missing))
+                live.note_saved(chain((TensorKey(s, "", VALUES_SLOT) for s in request.states), view.index.keys))
+                refuse_missing(url, missing, view.other_names(destination.recognized), selection.unmatched)
+                destination.mismatches += lost_positions(catalog, request.states, world_size)
+                refuse_mismatches(url, request.refused_mismatches(destination))
+                loaded, others = _extra_states(view, live, destination, world_size)
+                boxes = wanted_boxes(view, destination.wanted)
+                rows = checkpoint.trees.rows
+                if groups is not None:
+                    catalog = opened.exchange.rows(checkpoint, groups_to_read(groups, boxes))
+                    checkpoint.files.replace_catalog(catalog)
+                    rows = stored_rows(catalog)
+                fit = fit_wanted(
+                    catalog, rows, view.tensors, destination.wanted, boxes, url, chunk_bytes, cast=matching.cast
+                )
+                self._operation.mark("plan")
+        ranges = ranges_of(fit.plan)
+        exchanges = request.overlap and self._exchanges(checkpoint.files, ranges)
+        fitted = _FittedLoad(request, opened.exchange, checkpoint, catalog, view, destination, fit, exchanges)
+        return fitted, FitReport(
+            recognized=recognized_bitmap(catalog.count, view.numbers(list(destination.recognized)) + view.skipped()),
+            ranges=ranges.tobytes() if exchanges else b"",
+            host=self._collective.host,
+            peer_handshake=peer_handshake() if exchanges else b"",
+            strict=request.comparable_strict(),
+            selection=selection.report(look_for_similar=True),
+            extra_states=loaded,
+            other_extra_states=others,
+        )
+
+    def _exchanges(self, files: FileSet, ranges: Int64s) -> bool:
+        """Return whether this rank exchanges with others: not if it reads from memory, where a copy is no quicker."""
+        if self._collective.world_size == 1:
+            return False
+        cached = files.is_cached(ranges)
+        self._operation.count("from memory", int(cached))
+        return not cached
+
+    def _decide_fit(self, fitted: _FittedLoad, reports: list[FitReport]) -> FitDecision:
+        """Join the reports of all ranks, on rank 0."""
+        # Half of the readers take a round's chunks while the other half reads the next.
+        threads = fitted.checkpoint.files.threads(self._settings.storage.read_threads)
+        return decide_fit(reports, fitted.fit.chunk_bytes, max(threads // 2, _FEWEST_CHUNKS))
+
+    # --- read -----------------------------------------------------------------------------------------------------
+
+    def read(self, fitted: _FittedLoad, decision: FitDecision) -> FilledStates:
+        """Read the planned ranges into the live objects.
+
+        Raises:
+            IncompatibleCheckpointError: the load is strict, and the checkpoint holds something that no rank wants.
+            CorruptCheckpointError: bytes do not match their checksums.
+        """
+        self._operation.phase = "read"
+        (nbytes, received, unexpected), prepare_save = self._agree(
+            "read", lambda: (self._read(fitted, decision), fitted.request.prepare_save), _any, bool, bool
+        )
+        some = any(decision.recognized)
+        return FilledStates(fitted, nbytes, received, unexpected, some, prepare_save, self._collective.rank)
+
+    def _read(self, fitted: _FittedLoad, decision: FitDecision) -> tuple[int, int, list[str]]:
+        """Fill the destinations; return the bytes read and received, and the names that no rank wants."""
+        request, destination, files = fitted.request, fitted.destination, fitted.checkpoint.files
+        unexpected = _unexpected(fitted, decision)
+        refused = list(filter(request.strict_about, unexpected))
+        refuse_unexpected(files.url, refused, (str(shard.key) for shard in destination.wanted))
+        nbytes = received = 0
+        with fitted.checkpoint.detect_replacement():
+            scatter = ScatterPlan(fitted.fit.plan, fitted.fit.targets)
+            self._operation.planned_bytes = fitted.fit.plan.nbytes
+            exchange, private = self._plan_exchange(fitted, scatter, decision)
+            if exchange is not None:
+                # Other ranks copy from this rank's memory until all have agreed; the stack is closed then.
+                self._stack.callback(exchange.release)
+                with span("exchange"):
+                    exchange.run()
+                self._operation.count("exchanged", nbytes=exchange.received)
+                nbytes, received = exchange.read, exchange.received
+            threads, chunk_bytes = self._settings.storage.read_threads, fitted.fit.chunk_bytes
+            nbytes += read_all(files, scatter, private, threads=threads, chunk_bytes=chunk_bytes)
+            destination.check()
+            refuse_mismatches(files.url, request.refused_mismatches(destination))
+        self._operation.mark("read")
+        return nbytes, received, unexpected
+
+    def _plan_exchange(
+        self, fitted: _FittedLoad, scatter: ScatterPlan, decision: FitDecision
+    ) -> tuple[Exchange | None, Sequence[int]]:
+        """Plan the exchange of shared chunks; return it with the ranges that this rank reads for itself."""
+        shared = SharedChunks.from_columns(decision.shared)
+        if not len(shared):
+            return None, range(len(scatter.plan.file))
+        # A rank that does not exchange still takes part in the others' messages.
+        ranges = ranges_of(scatter.plan)
+        plan = exchange_plan_of_rank(shared, ranges if fitted.exchanges else ranges[:0], fitted.fit.chunk_bytes)
+        exchange = Exchange(
+            self._agreement.part("exchange"),
+            plan,
+            decision.hosts,
+            decision.handshakes,
+            fitted.checkpoint.files,
+            scatter,
+            chunk_bytes=fitted.fit.chunk_bytes,
+            chunks_per_round=decision.chunks_per_round,
+            settings=self._settings,
+        )
+        return exchange, plan.private.tolist() if fitted.exchanges else range(len(ranges))
+
+
+def _decide_open(
+    own: tuple[LoadRequest, CatalogExchange, OpenCheckpoint | None], reports: list[OpenReport]
+) -> OpenDecision:
+    """Compare the catalogs of all ranks, on rank 0."""
+    checkpoint = own[2]
+    assert checkpoint is not None, "rank 0 reads the catalog"
+    return decide_open(reports, checkpoint.reader.head)
+
+
+def _any(_: object, reports: list[bool]) -> bool:
+    return any(reports)
+
+
+def _extra_states(
+    view: SavedView, live: LiveNames, destination: Destination, world_size: int
+) -> tuple[list[str], list[str]]:
+    """Return the names of the extra states that this rank loads or leaves alone, and of others in the checkpoint."""
+    loaded = {(state, name) for state, names in destination.extra_states.items() for name in names}
+    loaded |= {name for name in live.skipped if name[0] in destination.extra_states}
+    found = {(s, n) for s in destination.extra_states for n in view.extra_states(s, world_size)}
+    others = [name for name in found - loaded if live.selection.takes(*name)]
+    return _escaped(loaded), _escaped(others)
+
+
+def _unexpected(fitted: _FittedLoad, decision: FitDecision) -> list[str]:
+    """Return the names that the checkpoint holds and no rank wants."""
+    states = {*fitted.request.states, *fitted.destination.states}
+    keys = unexpected_keys(fitted.catalog, states, decision.recognized)
+    selection = fitted.request.matching.selection
+    names = [str(key) for key in keys if selection.takes_any(key)]
+    return [*names, *map(unescape, decision.other_extra_states)]
+
+
+def _escaped(names: Iterable[tuple[str, str]]) -> list[str]:
+    return [escape(str(TensorKey(*name))) for name in sorted(names)]
+
+
+def _value(result: _Own | Exception) -> _Own:
+    """Return a result, or raise the exception that stands for it."""
+    if isinstance(result, Exception):
+        raise result
+    return result

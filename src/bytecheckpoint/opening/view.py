@@ -1,0 +1,81 @@
+"""An open checkpoint with the facts that tools need: owners and stored names of tensors, and reads of many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from bytecheckpoint.errors import MissingKeyError
+from bytecheckpoint.opening.box_reader import TensorPiece, read_in_pieces
+from bytecheckpoint.opening.checkpoint import Checkpoint
+from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
+from bytecheckpoint.representation.shards import TensorKey
+
+__all__ = ["CheckpointView"]
+
+
+class CheckpointView(Checkpoint):
+    """A `Checkpoint` for tools; it shares the open files of the checkpoint that it was made of."""
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> CheckpointView:
+        """Return the view of a checkpoint, whose open files it shares."""
+        return checkpoint if isinstance(checkpoint, cls) else cls(checkpoint._reader, checkpoint.rank)
+
+    @property
+    def catalog(self) -> Catalog:
+        """The catalog of the checkpoint; of a large one the tensors, the files and some of the rows."""
+        return self._catalog
+
+    def for_rank(self, rank: int | None) -> CheckpointView:
+        """Return the checkpoint as another rank sees it."""
+        return CheckpointView(self._reader, rank)
+
+    def own_keys(self) -> set[str]:
+        """Return the keys whose values belong to this rank alone."""
+        if self.rank is None:
+            return set()
+        owner = self._catalog.owner
+        own = {key for key, number in self._keys.number.items() if owner[number] == self.rank}
+        for state in self.states:
+            tree = self._keys.chosen.get(TensorKey(state, "", VALUES_SLOT))
+            if tree is not None and owner[tree] == self.rank:
+                own.update(self._plain_of(state))
+        return own
+
+    def keys_of(self, state: str) -> list[str]:
+        """Return the keys of one state, tensors first."""
+        return [*self._keys.of_state.get(state, ()), *(self._plain_of(state) if state in self.states else ())]
+
+    def stored_under(self, key: str) -> TensorKey | None:
+        """Return the tensor behind a key under the name that stores its bytes, or None for a plain value."""
+        number = self._number(key)
+        return None if number is None else self._catalog.key(number)
+
+    def as_stored(self, key: str) -> Any:
+        """Return the value under a key, with an `UnregisteredInstance` for each instance of an unregistered class.
+
+        The result is not a copy: do not modify it.
+        """
+        value = self._value(key) if self._number(key) is None else None
+        return self[key] if value is None else value()
+
+    def stream(self, keys: Iterable[str], max_bytes: int = 32 << 20) -> Iterator[TensorPiece]:
+        """Read several tensors in pieces, in bounded memory; small tensors are read together.
+
+        Args:
+            keys: keys of tensors, in the order in which to yield them.
+            max_bytes: bytes of tensors in memory at a time.
+
+        Yields:
+            (key, slices, data) where `data` is `self[key][slices]`. The pieces of a tensor come in row-major order,
+            each one run of its elements. A tensor without elements is one empty piece.
+        """
+        numbers = ((key, self._required_number(key)) for key in keys)
+        return read_in_pieces(self._reader, numbers, max_bytes)
+
+    def _required_number(self, key: str) -> int:
+        number = self._number(key)
+        if number is None:
+            raise MissingKeyError(f"{self.path} has no tensor {key!r}{self._similar(key)}")
+        return number
