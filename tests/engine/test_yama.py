@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import bytecheckpoint
 from bytecheckpoint.engine import peer_memory
-from bytecheckpoint.engine.exchange_rounds import Machines
+from bytecheckpoint.engine.exchange_rounds import PeerProcesses
 from bytecheckpoint.engine.peer_memory import peer_handshake
 from tests.support.memory import as_on_disk
 from tests.support.worlds import on_ranks
@@ -100,6 +100,6 @@ def test_other_scopes_need_or_allow_no_permission(
 
 def test_a_rank_that_takes_no_part_does_not_split_its_machine() -> None:
     own = peer_handshake()
-    assert not Machines([0, 0, 0], 0, [own, own, b""]).has_unreadable_rank()
-    assert not Machines([0, 0, 0], 2, [own, own, b""]).has_unreadable_rank()
-    assert Machines([0, 0, 0], 0, [own, own[:-1], b""]).has_unreadable_rank()
+    assert not PeerProcesses([0, 0, 0], 0, [own, own, b""]).some_unreadable()
+    assert not PeerProcesses([0, 0, 0], 2, [own, own, b""]).some_unreadable()
+    assert PeerProcesses([0, 0, 0], 0, [own, own[:-1], b""]).some_unreadable()

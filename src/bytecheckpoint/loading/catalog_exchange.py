@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,11 +15,11 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.engine.catalogs import CatalogReader
+from bytecheckpoint.engine.distribution import whose_turn
 from bytecheckpoint.engine.file_set import FileSet
-from bytecheckpoint.engine.machine_reads import MachineReads
 from bytecheckpoint.engine.workers import call_until_stopped
-from bytecheckpoint.errors import CheckpointReplacedError, CorruptCheckpointError
-from bytecheckpoint.failures import Cancellation
+from bytecheckpoint.errors import CheckpointError, CheckpointReplacedError, CorruptCheckpointError
+from bytecheckpoint.failures import Cancellation, Failure
 from bytecheckpoint.loading.decision import OpenDecision, OpenReport
 from bytecheckpoint.planning.read_plan import stored_rows
 from bytecheckpoint.representation.boxes import Int64s
@@ -201,3 +203,90 @@ class Trees:
                 f"the values of {self._catalog.state[number]} are not one run of bytes; use another checkpoint"
             )
         return nbytes
+
+
+class MachineReads:
+    """Reads named pieces of a checkpoint once per machine, and passes them on to its other ranks. Several threads may use it.
+
+    Ranks serve before they know the checkpoint: a request waits until `begin`.
+
+    Args:
+        collective: ranks of the load.
+        tag: tag of the messages, unique to the load.
+        timeout: longest wait for `begin`, seconds.
+
+    Attributes:
+        bytes_received: bytes received from other ranks so far.
+    """
+
+    def __init__(self, collective: Collective, tag: str, timeout: float) -> None:
+        self._collective, self._tag, self._timeout = collective, tag, timeout
+        self._begun: Future[Callable[[str], NDArray[np.uint8]]] = Future()
+        self._readers: Sequence[int] = ()
+        self._found: dict[str, Future[NDArray[np.uint8]]] = {}
+        self._lock = threading.Lock()
+        self.bytes_received = 0
+
+    @contextlib.contextmanager
+    def serve(self) -> Iterator[None]:
+        """Serve pieces to other ranks inside the `with` block."""
+        try:
+            with self._collective.serve(self._tag, lambda request: self._read_once(request.decode())):
+                yield
+        finally:
+            if not self._begun.done():
+                self._begun.set_exception(CheckpointError("it has given up"))
+
+    def begin(self, read: Callable[[str], NDArray[np.uint8]], readers: Sequence[int]) -> None:
+        """Begin to read.
+
+        Args:
+            read: function that reads the piece of a name from storage and verifies it; called once for each name.
+            readers: ranks of this machine that serve, the same on each of them, this one among them; or none.
+        """
+        self._readers = readers
+        self._begun.set_result(read)
+
+    def get(self, name: str, turn: int, destination: NDArray[np.uint8], files: FileSet) -> None:
+        """Fill an array with a piece: read the piece, or get it from the rank of this machine that reads it.
+
+        Args:
+            name: name of the piece.
+            turn: number that divides the pieces between the readers. The number of a reader gives the piece to it.
+            destination: array of the piece's length.
+            files: storage files, with the time limit and the failure of another rank.
+
+        Raises:
+            CheckpointError: as `read` of `begin`, here or on the other rank.
+        """
+        reader = self._collective.rank
+        if self._readers:
+            reader = turn if turn in self._readers else whose_turn(self._readers, turn)
+        if reader == self._collective.rank:
+            found = self._read_once(name)
+            if found.ctypes.data != destination.ctypes.data:
+                np.copyto(destination, found)
+        elif len(destination):
+            timeout = files.read_timeout()
+            fetch = functools.partial(self._fetch, reader, name, destination, timeout)
+            call_until_stopped(fetch, 2 * timeout, f"read {files.url}", files.stopped)
+            self.bytes_received += len(destination)
+
+    def _fetch(self, reader: int, name: str, destination: NDArray[np.uint8], timeout: float) -> None:
+        try:
+            self._collective.fetch(reader, self._tag, name.encode(), destination, timeout=timeout)
+        except CheckpointError as error:
+            raise Failure.of(error, rank=reader, stage="read for this rank").as_error() from error
+
+    def _read_once(self, name: str) -> NDArray[np.uint8]:
+        """Read a piece from storage, unless this rank has done so, for itself or for another."""
+        with self._lock:
+            found = self._found.get(name)
+            first = found is None
+            found = self._found.setdefault(name, Future())
+        if first:
+            try:
+                found.set_result(self._begun.result(self._timeout)(name))
+            except BaseException as error:  # noqa: BLE001  raised from `result`, in all threads that wait for the piece
+                found.set_exception(error)
+        return found.result()
