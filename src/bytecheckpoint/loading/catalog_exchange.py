@@ -206,7 +206,7 @@ class Trees:
 
 
 class MachineReads:
-    """Reads named pieces of a checkpoint once per machine, and passes them on to its other ranks. Several threads may use it.
+    """Reads named pieces of a checkpoint once per machine. Several threads may use it.
 
     Ranks serve before they know the checkpoint: a request waits until `begin`.
 
