@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from bytecheckpoint.collectives.agreement import Agreement
+from bytecheckpoint.concurrency import Workers
 from bytecheckpoint.engine.distribution import Distribution, Schedule
 from bytecheckpoint.engine.exchange_chunks import ChunkMover, LoadedChunk
 from bytecheckpoint.engine.exchange_fabric import FabricExchange
@@ -26,7 +27,6 @@ from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.peer_memory import segments_of_buffers
 from bytecheckpoint.engine.reading import Readers
 from bytecheckpoint.engine.scatter import ScatterPlan
-from bytecheckpoint.concurrency import Workers
 from bytecheckpoint.errors import CheckpointError, PeerLostError
 from bytecheckpoint.representation.plans import ExchangePlan
 from bytecheckpoint.settings import Settings

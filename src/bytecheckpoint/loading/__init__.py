@@ -1,4 +1,4 @@
-"""Loading: the public call. docs/architecture.md, "A load", describes the steps that follow."""
+"""Load a checkpoint: the public call. docs/architecture.md, "A load", describes its steps."""
 
 from __future__ import annotations
 
@@ -56,37 +56,38 @@ def load(
     timeout: float | None = None,
     prepare_save: bool | None = None,
 ) -> LoadReport:
-    """Load a checkpoint into live objects, in place, whatever layout it was saved from (ByteCheckpoint, section 3.1).
+    """Load a checkpoint of any layout into live objects, in place (ByteCheckpoint, section 3.1).
 
     Every rank of the process group calls it.
 
     Args:
         path: folder or URL of the checkpoint, or its storage.
-        states: as for `save`. Other states of the checkpoint are not read.
-        framework: as for `save`.
+        states: live objects, as for `save`. Other states of the checkpoint are not read.
+        framework: adapter, as for `save`.
         overlap_loading: read bytes that several ranks want once, and exchange them between the ranks (section 4.1).
             Bytes that a tmpfs or the page cache has are not exchanged. False: each rank reads for itself.
         strict: refuse a checkpoint that lacks something the program wants, or holds something no rank wants or state of
             other objects than the program's (another optimizer or learning rate schedule, several tensors where the
-            program has one tied weight). False: report that. A mapping says it state by state, and True for those it does
-            not name: {"scheduler": False} loads a checkpoint without a scheduler too.
+            program has one tied weight). False: report the differences. A mapping gives the choice for each state, and
+            stands for True for the others: {"scheduler": False} also loads a checkpoint without a scheduler.
         cast: convert dtypes; otherwise a difference is an error.
-        include: as for `save`, over the names of the live objects. What is not selected stays as it is, and is neither
-            missing nor unexpected.
-        exclude: as for `save`. A pattern may also name what only the checkpoint has, which is then not unexpected.
+        include: patterns, as for `save`, over the names of the live objects. Everything else stays unchanged, and is
+            neither missing nor unexpected.
+        exclude: patterns, as for `save`. A pattern may also match a name that only the checkpoint has, which is then not
+            unexpected.
         rename: names of live objects -> names in the checkpoint, both "state/FQN". A mapping replaces prefixes, the
             longest first: {"model/base_model.model.": "model/"}. A function gets a whole name and returns one of the same
             state. A parameter's optimizer state is renamed with the parameter, unless the optimizer's own name is. Plain
             values keep their names.
-        names: as for `save`.
-        process_group: the ranks that load together; by default all.
+        names: parameter names, as for `save`.
+        process_group: ranks that load together; by default all.
         timeout: seconds that one step may wait for the other ranks; default `settings().timeout`.
         prepare_save: prepare the next save of the same states in the background (see `prepare`), which takes memory of
-            the state's size. By default, if an "optimizer" is among them, as in a training that resumes. All ranks
-            prepare as soon as one of them wants to.
+            the state's size. By default, True if an "optimizer" is among them, as in a training that resumes. All ranks
+            prepare if one of them wants to.
 
     Returns:
-        A report of what was read, and of what was missing, unexpected or cast.
+        A report with the bytes that were read, and the names that were missing, unexpected or cast.
 
     Raises:
         CheckpointNotFoundError: no committed checkpoint is there.
@@ -94,7 +95,8 @@ def load(
         IncompatibleCheckpointError: it does not fit. All destinations are unchanged, unless an object refused its state
             in its own load_state_dict, or tensors that are one tied weight here have different bytes.
         UsageError: wrong arguments.
-        StorageError, PeerLostError, CheckpointTimeoutError: as for `save`.
+        StorageError: the storage refused a read.
+        PeerLostError, CheckpointTimeoutError: another rank is gone or hangs.
 
     Examples:
         >>> import tempfile, torch, bytecheckpoint

@@ -14,12 +14,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from bytecheckpoint.collectives import Collective
+from bytecheckpoint.concurrency import call_with_timeout
 from bytecheckpoint.engine.catalogs import CatalogReader
 from bytecheckpoint.engine.distribution import whose_turn
 from bytecheckpoint.engine.file_set import FileSet
-from bytecheckpoint.engine.workers import call_until_stopped
 from bytecheckpoint.errors import CheckpointError, CheckpointReplacedError, CorruptCheckpointError
-from bytecheckpoint.failures import Cancellation, Failure
+from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.loading.decision import OpenDecision, OpenReport
 from bytecheckpoint.planning.read_plan import stored_rows
 from bytecheckpoint.representation.boxes import Int64s
@@ -121,7 +121,8 @@ class CatalogExchange:
             # On a thread of its own, so that the failure of another rank ends the wait.
             group = functools.partial(checkpoint.reader.group, int(number))
             timeout = 2 * checkpoint.files.read_timeout()
-            data = call_until_stopped(group, timeout, f"read {checkpoint.files.url}", self._cancel.future)
+            what = f"cannot read {checkpoint.files.url}"
+            data = call_with_timeout(timeout, group, what, stopped=self._cancel.future)
             return np.frombuffer(data, np.uint8)
 
         self.machine_reads.begin(read, decision.servers(self._collective.rank))
@@ -268,15 +269,11 @@ class MachineReads:
                 np.copyto(destination, found)
         elif len(destination):
             timeout = files.read_timeout()
-            fetch = functools.partial(self._fetch, reader, name, destination, timeout)
-            call_until_stopped(fetch, 2 * timeout, f"read {files.url}", files.stopped)
+            fetch = functools.partial(
+                self._collective.fetch, reader, self._tag, name.encode(), destination, timeout=timeout
+            )
+            call_with_timeout(2 * timeout, fetch, f"cannot read {files.url}", stopped=files.stopped)
             self.bytes_received += len(destination)
-
-    def _fetch(self, reader: int, name: str, destination: NDArray[np.uint8], timeout: float) -> None:
-        try:
-            self._collective.fetch(reader, self._tag, name.encode(), destination, timeout=timeout)
-        except CheckpointError as error:
-            raise Failure.of(error, rank=reader, stage="read for this rank").as_error() from error
 
     def _read_once(self, name: str) -> NDArray[np.uint8]:
         """Read a piece from storage, unless this rank has done so, for itself or for another."""

@@ -1,4 +1,4 @@
-"""What the ranks of a load report before the first byte is read, and what rank 0 decides for all of them."""
+"""The messages of a load: the reports of the ranks before the first byte is read, and the decisions of rank 0."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ __all__ = [
 
 
 class OpenReport(msgspec.Struct, frozen=True):
-    """The message of a rank to rank 0: it can open the checkpoint.
+    """The report of a rank that can open the checkpoint.
 
     Attributes:
-        digest: of the catalog's identity; empty if this rank gets the catalog from rank 0.
-        host: ranks with the same one are on one machine; "" if this rank serves no pieces.
-        url: of the checkpoint's storage.
+        digest: digest of the catalog's identity; empty if this rank gets the catalog from rank 0.
+        host: name of this rank's machine; "" if this rank serves no pieces.
+        url: URL of the checkpoint.
     """
 
     digest: bytes
@@ -46,13 +46,13 @@ class OpenReport(msgspec.Struct, frozen=True):
 
 
 class OpenDecision(msgspec.Struct, frozen=True):
-    """The message of rank 0 to all ranks.
+    """The decision of rank 0 upon the reports of all ranks.
 
     Attributes:
-        alike: all ranks that have read the catalog see the same.
-        hosts: a number for each rank that serves pieces, equal for ranks of one machine, and -1 for others; empty: none.
-        head: of the catalog, if a rank needs it.
-        paths: where the ranks look, in words, if they look at different paths.
+        alike: True if all ranks that have read the catalog see the same one.
+        hosts: number of the machine of each rank that serves pieces, -1 for other ranks; empty if no rank serves any.
+        head: head of the catalog, if a rank needs it.
+        paths: sentence about the paths of the ranks, if these differ.
     """
 
     alike: bool = True
@@ -61,13 +61,17 @@ class OpenDecision(msgspec.Struct, frozen=True):
     paths: str = ""
 
     def servers(self, rank: int) -> list[int]:
-        """Return the ranks of a rank's machine that serve pieces, if it does so itself."""
+        """Return the ranks that serve pieces on the machine of `rank`; none if `rank` serves none itself."""
         host = self.hosts[rank] if self.hosts else -1
         return [other for other, found in enumerate(self.hosts) if found == host] if host >= 0 else []
 
 
 def decide_open(reports: Sequence[OpenReport], head: Callable[[], CatalogHead]) -> OpenDecision:
-    """Compare the catalogs of all ranks, and find the ranks of each machine. `head` returns what rank 0 has read.
+    """Compare the catalogs of all ranks, and find the ranks of each machine.
+
+    Args:
+        reports: reports in order of rank.
+        head: function that returns the head of the catalog, as rank 0 has read it.
 
     Raises:
         UsageError: a rank that gets the catalog from rank 0 looks at another path.
@@ -87,7 +91,7 @@ def check_alike(decision: OpenDecision, url: str, *, last: bool) -> None:
     Args:
         decision: decision of rank 0.
         url: URL of the checkpoint.
-        last: whether this is the last attempt of the load.
+        last: True in the last attempt of the load.
 
     Raises:
         CheckpointReplacedError: catalogs differ, and this is not the last attempt.
@@ -104,17 +108,17 @@ def check_alike(decision: OpenDecision, url: str, *, last: bool) -> None:
 
 
 class FitReport(msgspec.Struct, frozen=True):
-    """The message of a rank to rank 0: the checkpoint fits what this rank wants.
+    """The report of a rank whose live objects the checkpoint fits.
 
     Attributes:
-        recognized: bitmap of the catalog's tensors that it recognizes (see `Destination`).
-        ranges: the ranges that it reads if it takes part in the exchange: int64 (file, start, stop) triples as bytes.
-        host: ranks with the same one are on one machine.
-        peer_handshake: of `peer_memory`; empty for a rank that takes no part in the exchange.
-        strict: the argument.
-        selection: what it selects.
+        recognized: bitmap of the catalog's tensors that this rank recognizes (see `Destination`).
+        ranges: byte ranges that it reads if it takes part in the exchange: int64 (file, start, stop) triples as bytes.
+        host: name of its machine.
+        peer_handshake: handshake of `peer_memory`; empty for a rank that takes no part in the exchange.
+        strict: argument of `load`, in a form that can be compared.
+        selection: names that it selects.
         extra_states: names of the extra states that it loads or leaves alone.
-        other_extra_states: names of those that it found in its share of the trees, and does not load.
+        other_extra_states: names of other extra states in its share of the trees.
     """
 
     recognized: bytes
@@ -128,15 +132,15 @@ class FitReport(msgspec.Struct, frozen=True):
 
 
 class FitDecision(msgspec.Struct, frozen=True):
-    """The message of rank 0 to all ranks: its summary of their reports, which grows less with the ranks than these.
+    """The decision of rank 0: a summary of all reports, which grows less with the number of ranks than they do.
 
     Attributes:
         recognized: bitmap of the catalog's tensors that some rank recognizes.
         other_extra_states: names of the extra states of modules that no rank loads.
-        shared: columns of `SharedChunks`: what several ranks want.
-        hosts: a number for each rank, equal for ranks of one machine, where something is shared.
-        handshakes: each rank's, where something is shared.
-        chunks_per_round: how many of the shared chunks each rank reads in a round, at most.
+        shared: columns of `SharedChunks`, the chunks that several ranks want.
+        hosts: number of each rank's machine; empty without shared chunks.
+        handshakes: handshake of each rank; empty without shared chunks.
+        chunks_per_round: largest number of shared chunks that each rank reads in a round.
     """
 
     recognized: bytes = b""
@@ -148,15 +152,15 @@ class FitDecision(msgspec.Struct, frozen=True):
 
 
 def decide_fit(reports: Sequence[FitReport], chunk_bytes: int, chunks_per_round: int) -> FitDecision:
-    """Join what the ranks recognize and find the chunks that several of them want.
+    """Join the reports of all ranks, and find the chunks that several of them want.
 
     Args:
-        reports: in order of rank.
+        reports: reports in order of rank.
         chunk_bytes: length of one read.
-        chunks_per_round: how many shared chunks each rank reads in a round, at most.
+        chunks_per_round: largest number of shared chunks that each rank reads in a round.
 
     Raises:
-        UsageError: ranks gave arguments that do not go together.
+        UsageError: ranks gave arguments that do not fit together.
     """
     check_selections([r.selection for r in reports])
     for rank, report in enumerate(reports):
@@ -186,8 +190,8 @@ def recognized_bitmap(count: int, numbers: Sequence[int]) -> bytes:
     """Make the bitmap of the tensors that a rank recognizes.
 
     Args:
-        count: how many tensors the catalog has.
-        numbers: the recognized tensors by their number in the catalog, -1 for one that it lacks.
+        count: number of tensors in the catalog.
+        numbers: numbers of the recognized tensors in the catalog, -1 for one that it lacks.
     """
     found = np.array(numbers, np.int64)
     recognized = np.zeros(count, bool)

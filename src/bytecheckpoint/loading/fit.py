@@ -47,11 +47,11 @@ _READERS = 2
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What one rank reads.
+    """The reads of one rank.
 
     Attributes:
-        plan: ranges of files, and where their bytes go.
-        targets: the memory to fill, to which the plan's copies refer.
+        plan: ranges of files, with the copies of their bytes.
+        targets: memory to fill, to which the plan's copies refer.
         converted: keys of the tensors that are cast.
         chunk_bytes: length of one read.
     """
@@ -63,12 +63,12 @@ class Fit:
 
 
 def refuse_missing(url: str, missing: Sequence[str], others: Iterable[str], unmatched: Sequence[str] = ()) -> None:
-    """Refuse a checkpoint that lacks what the program wants.
+    """Refuse a checkpoint that lacks names that the program wants.
 
     Args:
-        url: of the checkpoint.
-        missing: what it lacks.
-        others: what it holds instead, for the message.
+        url: URL of the checkpoint.
+        missing: names that it lacks.
+        others: names that it holds instead, for the message.
         unmatched: patterns of `include` and `exclude` that match nothing on this rank, for the message.
     """
     if missing:
@@ -80,7 +80,7 @@ def refuse_missing(url: str, missing: Sequence[str], others: Iterable[str], unma
 
 
 def lost_positions(catalog: Catalog, states: Collection[str], world_size: int) -> list[str]:
-    """Return, as a mismatch, that a data loader's state belongs to single ranks, and that their number has changed."""
+    """Return a mismatch if single ranks own the state of a data loader, and the number of ranks has changed."""
     saved = catalog.info.get("world_size")
     if _DATALOADER not in states or saved in (None, world_size):
         return []
@@ -95,7 +95,7 @@ def lost_positions(catalog: Catalog, states: Collection[str], world_size: int) -
 
 
 def refuse_mismatches(url: str, mismatches: Sequence[str]) -> None:
-    """Refuse a checkpoint with state that belongs to other objects than the program's."""
+    """Refuse a checkpoint with state of other objects than the program's."""
     if mismatches:
         raise IncompatibleCheckpointError(
             f"{url} does not fit: {'; '.join(mismatches[:_SHOWN])}; load with strict=False to go on without it"
@@ -103,12 +103,12 @@ def refuse_mismatches(url: str, mismatches: Sequence[str]) -> None:
 
 
 def refuse_unexpected(url: str, unexpected: Sequence[str], wanted: Iterable[str]) -> None:
-    """Refuse a checkpoint that holds what no rank wants.
+    """Refuse a checkpoint that holds names that no rank wants.
 
     Args:
-        url: of the checkpoint.
-        unexpected: what nobody wants.
-        wanted: what this rank wants, for the message.
+        url: URL of the checkpoint.
+        unexpected: names that no rank wants.
+        wanted: names that this rank wants, for the message.
     """
     if unexpected:
         names = _with_similar(unexpected, wanted, "nearest here: {!r}")
@@ -118,14 +118,14 @@ def refuse_unexpected(url: str, unexpected: Sequence[str], wanted: Iterable[str]
 
 
 def _with_similar(names: Sequence[str], others: Iterable[str], hint: str) -> list[str]:
-    """Return `names`, where those that a message shows have the most similar of `others` beside them."""
+    """Return `names` for a message: each of the first few with the most similar of `others` beside it."""
     known = SimilarNames(others)
     shown = [(name, known.of(name, cutoff=_SIMILAR)) for name in names[:_SHOWN]]
     return [*(f"{name} ({hint.format(*found)})" if found else name for name, found in shown), *names[_SHOWN:]]
 
 
 def wanted_boxes(view: SavedView, wanted: Sequence[LiveShard]) -> BoxTable:
-    """Return the boxes of `wanted`, numbered by the checkpoint's tensors; it has all their keys."""
+    """Return the boxes of the wanted shards, with the numbers of their tensors in the checkpoint, which has all of them."""
     numbers = np.full(len(wanted), -1, np.int64)  # of each shard
     for by_content in (False, True):
         chosen = [i for i, s in enumerate(wanted) if s.by_content == by_content]
@@ -155,7 +155,7 @@ def fit_wanted(
         boxes: boxes of `wanted`, from `wanted_boxes`.
         url: URL of the checkpoint.
         chunk_bytes: length of one read.
-        cast: whether dtypes are converted.
+        cast: True to convert dtypes.
 
     Raises:
         IncompatibleCheckpointError: shapes or dtypes differ, or the checkpoint has no data for some elements.
@@ -176,10 +176,10 @@ def _with_fragments(plan: ReadPlan, wanted: Sequence[LiveShard], rows: Int64s, t
     """Let copies refer to targets instead of wanted boxes: those of fragments have one, their 1-D tensor.
 
     Args:
-        plan: its copies refer to boxes.
-        wanted: the shards, one for each target.
+        plan: plan whose copies refer to boxes.
+        wanted: wanted shards, one for each target.
         rows: number of boxes of each shard.
-        targets: gets one more for each fragment of which parts are filled that are not consecutive.
+        targets: list of targets; extended by one for each fragment whose filled parts are not consecutive.
     """
     copies = plan.copies
     shard_of = np.repeat(np.arange(len(rows)), rows)
@@ -229,9 +229,9 @@ def read_length(catalog: Catalog, world_size: int, settings: Settings) -> int:
     """Choose the length of one read in bytes: short enough that every reader of every rank gets two reads.
 
     Args:
-        catalog: of the checkpoint.
+        catalog: catalog of the checkpoint.
         world_size: number of ranks.
-        settings: `chunk_bytes`, which is the longest read, and `read_threads`.
+        settings: settings with `chunk_bytes`, which is the longest read, and `read_threads`.
     """
     length = settings.storage.chunk_bytes
     readers = world_size * (settings.storage.read_threads or _READERS)

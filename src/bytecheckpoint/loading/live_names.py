@@ -1,4 +1,4 @@
-"""Names of live objects and the checkpoint's names for them: `rename=`, `include=` and `exclude=` of a load."""
+"""Map names of live objects to names in the checkpoint: `rename=`, `include=` and `exclude=` of a load."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["LiveNames"]
 
 
 class LiveNames:
-    """Leads from live names to names of the checkpoint, and notes which live names the load leaves alone.
+    """Maps live names to names of the checkpoint, and notes the live names that the load leaves alone.
 
     Args:
-        selection: what the load selects, by live names.
-        rename: live name -> name in the checkpoint, both "state/FQN"; None: they are the same.
+        selection: selection of live names.
+        rename: function from a live name to the name in the checkpoint, both "state/FQN"; None: they are the same.
         states: the states that the caller loads.
 
     Attributes:
-        selection: as given.
+        selection: selection of live names.
         skipped: (state, FQN in the checkpoint) of the names that are left alone.
     """
 

@@ -21,8 +21,8 @@ class Matching:
     """The rules by which a load matches live objects with a checkpoint.
 
     Attributes:
-        strict: whether missing and unexpected names are errors, for all states or by state.
-        cast: whether the load converts dtypes.
+        strict: True if missing and unexpected names are errors, for all states or by state.
+        cast: True to convert dtypes.
         selection: selection of live names; an attempt works on a copy, which notes the patterns that match.
         rename: function from a live name to the name in the checkpoint; None if they are equal.
         names: explicit parameter names for optimizers.
@@ -43,8 +43,8 @@ class LoadRequest:
         framework: adapter of the training framework.
         states: live objects to fill, without wrappers.
         matching: rules by which these are matched with the checkpoint.
-        overlap: whether ranks exchange the bytes that several of them want.
-        prepare_save: whether this rank wants its next save prepared.
+        overlap: True if ranks exchange the bytes that several of them want.
+        prepare_save: True if this rank wants its next save prepared.
     """
 
     framework: Framework

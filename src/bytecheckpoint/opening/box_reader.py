@@ -60,7 +60,7 @@ class BoxRequest:
 
     @property
     def contiguous(self) -> bool:
-        """Whether each box is contiguous in the concatenated tensor."""
+        """True if each box is contiguous in the concatenated tensor."""
         return len(self.offsets) == 1 or all(n == 1 for n in self.lengths[: self.dim])
 
     def parts(self, data: torch.Tensor) -> list[torch.Tensor]:
@@ -72,12 +72,12 @@ class BoxRequest:
 
 
 class BoxReader:
-    """The reader of an open checkpoint's boxes; several threads, and a forked child, may share one.
+    """Reads boxes of an open checkpoint. Several threads, and a forked child, may share a reader.
 
     Args:
-        storage: of the checkpoint.
-        catalog: of the checkpoint; of a large one the tensors, and the rows that were read so far.
-        rest: reads the other rows of a large catalog when they are needed.
+        storage: storage of the checkpoint.
+        catalog: catalog of the checkpoint; of a large one the tensors, and the rows that were read so far.
+        rest: reader of the other rows of a large catalog.
     """
 
     def __init__(self, storage: Storage, catalog: Catalog, rest: CatalogReader | None = None) -> None:
@@ -114,7 +114,8 @@ class BoxReader:
     def _read_groups(self, wanted: BoxTable) -> None:
         """Read the groups of a large catalog that may have rows of some boxes.
 
-        Each step at least doubles what is here, with the groups that follow, so that many small steps stay cheap.
+        Each call at least doubles the number of groups read so far, with the groups that follow, so that many calls stay
+        cheap.
         """
         assert self._rest is not None and self._rest.groups is not None
         every = np.unique(self._rest.groups.group)
@@ -138,7 +139,7 @@ class BoxReader:
             self.catalog, self._groups, self._rows = catalog, numbers, None
 
     def _stored(self, wanted: BoxTable) -> StoredRows:
-        """Return the rows of the tensors of some boxes, which cost less to plan on than all rows of the catalog."""
+        """Return the rows of the tensors of some boxes. Planning on these costs less than on all rows."""
         with self._lock:
             if self._rest is not None:
                 self._read_groups(wanted)

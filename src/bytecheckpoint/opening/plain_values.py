@@ -49,7 +49,7 @@ class UnregisteredInstance:
 
 
 def has_complementary_trees(state: str, blob: bytes) -> bool:
-    """Return whether the ranks' trees complement each other (modules, optimizers), judged by the tree `blob`."""
+    """Return whether the trees of the ranks complement each other (modules, optimizers), judging by the tree `blob`."""
     if state == "model":
         return True
     try:
