@@ -182,8 +182,8 @@ class Checkpoint(Mapping[str, Any]):
         if found is None:
             taken = set(self._keys.of_state[state])
             try:
-                trees, parts = self._trees(state)
-                values = plain_values(state, trees, parts, lambda fqn, slot: self._entry(state, fqn, slot), taken)
+                trees, streams = self._trees(state)
+                values = plain_values(state, trees, streams, lambda fqn, slot: self._entry(state, fqn, slot), taken)
                 found = {key: _returning(value) for key, value in values.items()}
             except IncompatibleCheckpointError as error:
                 # The tensors stay readable: one key stands for the state's values, and reading it raises.
@@ -192,7 +192,7 @@ class Checkpoint(Mapping[str, Any]):
         return found
 
     def _trees(self, state: str) -> tuple[list[bytes], dict[str, bytes]]:
-        """Return the encoded trees to show, of one rank or of all ranks that complement each other; and those of parts."""
+        """Return the encoded trees to show, of one rank or of all that complement each other; and those of streams."""
         every = self._index.trees(state).tolist()
         if not every:
             return [], {}
@@ -200,9 +200,9 @@ class Checkpoint(Mapping[str, Any]):
         blobs = self._blobs([first])
         if has_complementary_trees(state, blobs[0]):
             blobs += self._blobs(sorted(i for i in every if i != first))
-        parts = self._index.streams(state).tolist()
-        names = [self._index.keys[i].fqn for i in parts]
-        return list(dict.fromkeys(blobs)), dict(zip(names, self._blobs(parts), strict=True))
+        streams = self._index.streams(state).tolist()
+        names = [self._index.keys[i].fqn for i in streams]
+        return list(dict.fromkeys(blobs)), dict(zip(names, self._blobs(streams), strict=True))
 
     def _blobs(self, tensors: Sequence[int]) -> list[bytes]:
         if not tensors:
