@@ -11,11 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
 
 from bytecheckpoint.integrations.accelerate import attach
+from bytecheckpoint.manager import SaveOptions
+from tests.integrations.conformance import Training
 from tests.integrations.transformers.jobs import prepare_rank, pretend_gpus
-from tests.support.runs import die_in_commit
 
 SAMPLES = 48
 STEPS_PER_EPOCH = 6  # of 8 samples
@@ -244,15 +246,6 @@ def run(
     return found
 
 
-def die_at_commit(folder: Path, number: int, **options: Any) -> None:
-    """Train, and die when the catalog of the save with this number is about to be published."""
-    die_in_commit(number, lambda: run(folder, **options))
-
-
-def after(step: int, found: Found) -> Found:
-    return {number: value for number, value in found.items() if number > step}
-
-
 def samples(found: Found) -> list[int]:
     """Return all samples, ascending."""
     return sorted(chain.from_iterable(ids for _, ids in found.values()))
@@ -267,3 +260,29 @@ def joined(ranks: list[Found]) -> Found:
         )
         for step in ranks[0]
     }
+
+
+def conform(folder: str, training: Training) -> dict[int, float]:
+    """Train as the conformance suite says; return the mean losses of all ranks."""
+    options = {"keep": training.keep, "save_options": SaveOptions(on_error=training.on_error)}
+    job = Run(
+        folder, attached=options if training.attached else False, split=True, dropout=0.2 if training.dropout else 0.0,
+        fsdp=training.layout == "fsdp2",
+    )  # fmt: skip
+    assert all(isinstance(weight, DTensor) for weight in job.model.parameters()) == (training.layout == "fsdp2")
+    if training.attached and training.resume:
+        job.accelerator.load_state()
+    try:
+        found = job.train(
+            training.steps // STEPS_PER_EPOCH, stop=training.until,
+            save=lambda step: training.attached and step % training.every == 0,
+            at=lambda step: training.at.get(step, int)(),
+        )  # fmt: skip
+    finally:
+        if training.attached:
+            job.end()
+    ranks: list[Found] = [found]
+    if dist.is_initialized():
+        ranks = [{}] * dist.get_world_size()
+        dist.all_gather_object(ranks, found)
+    return {step: loss for step, (loss, _) in joined(ranks).items()}

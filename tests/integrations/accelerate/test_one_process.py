@@ -19,11 +19,9 @@ import bytecheckpoint
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.integrations.accelerate import attach
 from bytecheckpoint.manager import Best, SaveOptions
-from tests.integrations.accelerate.jobs import Counter, Found, Numbers, Run, StatefulStream, after, model, run, samples
+from tests.integrations.accelerate.jobs import Counter, Found, Numbers, Run, StatefulStream, model, run, samples
+from tests.integrations.conformance import after
 from tests.integrations.transformers.jobs import collected_warnings, prepare_rank
-from tests.support.damage import damage, storage_file
-from tests.support.faulty_storage import Faults
-from tests.support.memory import new_memory
 from tests.support.runs import steps_in
 from tests.support.worlds import Worlds, on_ranks
 
@@ -130,15 +128,6 @@ def test_attach_before_prepare(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
-def test_a_new_run_in_an_old_folder(tmp_path: Path) -> None:
-    run(tmp_path)
-    job = Run(tmp_path)
-    with pytest.raises(UsageError, match=r"holds a run up to step 12: call load_state\(\)"):
-        job.train()
-    assert steps_in(tmp_path) == [4, 8, 12]
-
-
-@on_ranks(1)
 def test_checkpoints_of_accelerate_itself(tmp_path: Path) -> None:
     """They are loaded, but never taken for the newest step, and never passed over in silence."""
     project = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True}
@@ -210,41 +199,7 @@ def test_random_numbers_that_are_missing(tmp_path: Path) -> None:
         run(tmp_path)
 
 
-@on_ranks(1)
-def test_a_storage_of_another_kind(tmp_path: Path) -> None:
-    """Accelerate itself demands a local folder."""
-    wanted = run(tmp_path / "whole", attached=False)
-    with new_memory() as root:
-        run(root, stop=4)
-        assert run(root) == after(4, wanted)
-        job = Run(tmp_path)
-        assert job.accelerator.load_state(f"{root}/step_00000008") is None
-        assert job.counter.step == 8
-    assert not list((tmp_path / "run").rglob("*"))
-
-
 # --- what is kept -----------------------------------------------------------------------------------------------------
-
-
-@on_ranks(1)
-def test_nothing_is_deleted_before_a_commit(tmp_path: Path) -> None:
-    """The save of step 8 fails: the one before stays, where accelerate itself deletes it first."""
-    with pytest.MonkeyPatch.context() as patch:
-        Faults().install(patch).add("publish", OSError("no commit"), name="metadata.parquet", skip=1, times=-1)
-        with pytest.raises(CheckpointError, match="no commit"):
-            run(tmp_path, attached={"keep": 1})
-    assert steps_in(tmp_path) == [4]
-    run(tmp_path, attached={"keep": 1})
-    assert steps_in(tmp_path) == [12]
-
-
-@on_ranks(1)
-def test_a_failed_save_may_be_a_warning(tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch, collected_warnings() as warnings:
-        Faults().install(patch).add("publish", OSError("no commit"), name="metadata.parquet", skip=1)
-        assert len(run(tmp_path, attached={"save_options": SaveOptions(on_error="warn")})) == 12
-    assert steps_in(tmp_path) == [4, 12]
-    assert any("the save of step 8 failed" in line for line in warnings)
 
 
 @on_ranks(1)
@@ -254,26 +209,6 @@ def test_the_best_step(tmp_path: Path) -> None:
         job.accelerator.save_state(step=step, metrics={"loss": loss})
     job.end()
     assert steps_in(tmp_path) == [2, 4]
-
-
-@on_ranks(1)
-def test_the_newest_step_is_damaged(tmp_path: Path) -> None:
-    wanted = run(tmp_path)
-    damage(storage_file(tmp_path / "step_00000012"), "flip")
-    with collected_warnings() as warnings:
-        assert run(tmp_path) == after(8, wanted)
-    assert any("step 12 cannot be loaded" in line for line in warnings)
-
-
-@on_ranks(1)
-def test_foreign_files_stay(tmp_path: Path) -> None:
-    for name in ("epoch_3", "step_5", "notes"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file.txt").write_text("mine")
-    wanted = run(tmp_path, stop=8, attached={"keep": 1})
-    assert run(tmp_path, attached={"keep": 1}) and wanted
-    assert steps_in(tmp_path) == [12]
-    assert len(list(tmp_path.rglob("file.txt"))) == 3
 
 
 # --- the position -----------------------------------------------------------------------------------------------------
@@ -496,18 +431,6 @@ def test_a_program_that_ends_with_its_last_save(worlds: Worlds, tmp_path: Path) 
     world.run(save_and_leave, tmp_path)
     assert world.close() == [0]
     assert steps_in(tmp_path) == [6]
-
-
-@on_ranks(1)
-def test_an_exception_in_a_training(tmp_path: Path) -> None:
-    def fail(step: int) -> None:
-        if step == 5:
-            raise RuntimeError("of the program")
-
-    wanted = run(tmp_path / "whole")
-    with pytest.raises(RuntimeError, match="of the program"):
-        run(tmp_path / "run", at=fail)
-    assert run(tmp_path / "run") == after(4, wanted)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

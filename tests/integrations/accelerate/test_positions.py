@@ -10,17 +10,16 @@ import pytest
 from tests.integrations.accelerate.jobs import (
     StatefulStream,
     Stream,
-    after,
     by_epoch,
-    die_at_commit,
     lazy,
     run,
     samples,
     weighted,
     with_generator,
 )
+from tests.integrations.conformance import after
 from tests.support.runs import steps_in
-from tests.support.worlds import Worlds, on_ranks
+from tests.support.worlds import on_ranks
 
 LOADERS: dict[str, dict[str, Any]] = {
     "seedable": {},
@@ -38,17 +37,6 @@ LOADERS: dict[str, dict[str, Any]] = {
     "lazy": {"loader": lazy},
     "dispatched": {"dispatch": True, "seedable": False},
 }
-
-
-def test_a_killed_save_is_not_resumed_from(worlds: Worlds, tmp_path: Path) -> None:
-    wanted = worlds.run(1, run, tmp_path / "whole", attached=False)[0]
-    assert len(wanted) == 12
-    folder = tmp_path / "run"
-    ((_, log),) = worlds.fresh(1).start(die_at_commit, folder, 2).outcomes()
-    assert "exit code -9" in log
-    assert steps_in(folder) == [4] and list((folder / "step_00000008").rglob("*.safetensors"))
-    assert worlds.run(1, run, folder)[0] == after(4, wanted)
-    assert steps_in(folder) == [4, 8, 12]
 
 
 STEPS = {"persistent": (6, 8), "torchdata's workers": (4,)}  # workers take a while to start

@@ -16,27 +16,16 @@ from tests.integrations.accelerate.jobs import (
     Numbers,
     Run,
     Stream,
-    after,
     by_epoch,
-    die_at_commit,
     joined,
     run,
     weighted,
 )
+from tests.integrations.conformance import after
 from tests.support.runs import steps_in
 from tests.support.worlds import Worlds, on_ranks
 
 CLOSE = 1e-9  # of losses whose additions were in another order, in float64
-
-
-def test_a_killed_rank(worlds: Worlds, tmp_path: Path) -> None:
-    """Rank 0 dies in the middle of a commit. Dropout draws other numbers on each rank, and these go on too."""
-    wanted = worlds.run(2, run, tmp_path / "whole", attached=False)
-    folder = tmp_path / "run"
-    worlds.fresh(2).start(die_at_commit, folder, 2).outcomes(grace=1)
-    assert steps_in(folder) == [4]
-    assert worlds.run(2, run, folder) == [after(4, found) for found in wanted]
-    assert wanted[0] != wanted[1]
 
 
 OTHER: dict[str, dict[str, Any]] = {
@@ -182,3 +171,17 @@ def test_a_last_batch_that_is_filled_up(worlds: Worlds, tmp_path: Path) -> None:
     wanted = worlds.run(2, uneven, tmp_path / "whole")
     worlds.run(2, uneven, tmp_path / "run", 8)
     assert worlds.run(2, uneven, tmp_path / "run") == [after(8, found) for found in wanted]
+
+
+@on_ranks(2)
+def test_a_gradient_scaler_with_fsdp(tmp_path: Path) -> None:
+    """Accelerate itself has to load it before the optimizer of FSDP2."""
+    job = Run(tmp_path, fsdp=True)
+    job.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    job.train(1, stop=4)
+    job.end()
+    again = Run(tmp_path, fsdp=True)
+    again.accelerator.scaler = torch.amp.GradScaler("cpu")
+    again.accelerator.load_state()
+    again.end()
+    assert again.accelerator.scaler.get_scale() == 8.0

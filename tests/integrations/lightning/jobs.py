@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -13,9 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, TensorDataset
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from tests.support.runs import die_in_commit
+from bytecheckpoint.manager import Preemption, SaveOptions
+from tests.integrations.conformance import Training
 
 if importlib.util.find_spec("lightning"):
     import lightning.pytorch as pl
@@ -129,7 +132,7 @@ def make(callback: Any, strategy: Any = "auto", callbacks: Any = (), **options: 
 
 
 def run(
-    folder: Path | None, *, ckpt_path: Any = "last", net: Any = None, train: Any = None, validate: bool = False,
+    folder: Path | str | None, *, ckpt_path: Any = "last", net: Any = None, train: Any = None, validate: bool = False,
     checkpoint: dict[str, Any] | None = None, at: dict[int, Callable[[], object]] | None = None, shuffle: bool = True,
     **options: Any,
 ) -> dict[int, float]:  # fmt: skip
@@ -151,10 +154,23 @@ def run(
     return net.losses
 
 
-def die_at_commit(folder: Path, number: int, **options: Any) -> None:
-    """Train, and die when the catalog of the save with this number is about to be published."""
-    die_in_commit(number, lambda: run(folder, **options))
-
-
-def after(step: int, losses: dict[int, float]) -> dict[int, float]:
-    return {number: loss for number, loss in losses.items() if number > step}
+def conform(folder: str, training: Training) -> dict[int, float]:
+    """Train as the conformance suite says, in the order that DDP has anyway."""
+    sharded = training.layout == "fsdp2"
+    net = Net(dropout=0.2 if training.dropout else 0.0, shard=sharded)
+    sampler = None
+    if training.layout != "ddp":
+        sampler = DistributedSampler(data(), ranks(), dist.get_rank() if ranks() > 1 else 0)
+    with contextlib.suppress(SystemExit):
+        run(
+            folder if training.attached else None, net=net, at=dict(training.at), max_epochs=-1,
+            max_steps=training.until or training.steps, ckpt_path="last" if training.resume else None,
+            train=loader(sampler is None, sampler=sampler), strategy="fsdp2" if sharded else "auto",
+            checkpoint={
+                "every_n_train_steps": training.every, "keep": training.keep,
+                "preemption": Preemption() if training.preempted else None,
+                "save_options": SaveOptions(on_error=training.on_error),
+            },
+        )  # fmt: skip
+    assert all(isinstance(weight, DTensor) for weight in net.parameters()) == sharded
+    return net.losses

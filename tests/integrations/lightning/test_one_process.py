@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,13 +15,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import bytecheckpoint
 from bytecheckpoint.dataloader import ResumableLoader, ResumableSampler
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
-from bytecheckpoint.manager import Latest, Preemption, SaveOptions
+from tests.integrations.conformance import after, notify
 from tests.integrations.lightning.jobs import (
     ModelCheckpoint,
     Net,
-    after,
     data,
-    die_at_commit,
     export_ckpt,
     loader,
     make,
@@ -33,23 +28,12 @@ from tests.integrations.lightning.jobs import (
 )
 from tests.support.damage import damage, storage_file
 from tests.support.faulty_storage import Faults
-from tests.support.memory import new_memory
 from tests.support.runs import steps_in
-from tests.support.worlds import Worlds, on_ranks
+from tests.support.worlds import on_ranks
 
 
 def step(root: Path, number: int) -> str:
     return f"{root}/step_{number:08d}"
-
-
-def test_a_killed_save_is_not_resumed_from(worlds: Worlds, tmp_path: Path) -> None:
-    wanted = worlds.run(1, run, None)[0]
-    assert len(set(wanted.values())) == len(wanted) == 18
-    ((_, log),) = worlds.fresh(1).start(die_at_commit, tmp_path, 2).outcomes()
-    assert "exit code -9" in log
-    assert steps_in(tmp_path) == [4] and list((tmp_path / "step_00000008").rglob("*.safetensors"))
-    assert worlds.run(1, run, tmp_path)[0] == after(4, wanted)
-    assert steps_in(tmp_path) == [4, 8, 12, 16]
 
 
 STEPS_ONLY: dict[str, Any] = {"max_epochs": -1, "max_steps": 18}
@@ -223,14 +207,6 @@ def test_evaluations(tmp_path: Path) -> None:
         empty.test(Net(), held, ckpt_path="last")
     with pytest.raises(ValueError, match="not configured to save the best"):
         empty.test(Net(), held, ckpt_path="best")
-
-
-@on_ranks(1)
-def test_a_storage_of_another_kind(tmp_path: Path) -> None:
-    with new_memory() as root:
-        wanted = run(root)
-        assert run(root) == after(16, wanted)
-        assert run(tmp_path, ckpt_path=f"{root}/step_00000008") == after(8, wanted)
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -529,27 +505,6 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
-def test_nothing_is_deleted_before_a_commit(tmp_path: Path) -> None:
-    """The save of step 8 fails: step 4 stays, although Lightning's callback deletes it."""
-    options = {"checkpoint": {"save_top_k": 1}}
-    with pytest.MonkeyPatch.context() as patch:
-        Faults().install(patch).add("publish", OSError("no commit"), name="metadata.parquet", skip=1, times=-1)
-        with pytest.raises(CheckpointError, match="no commit"):
-            run(tmp_path, **options)
-    assert steps_in(tmp_path) == [4]
-    run(tmp_path, **options)
-    assert steps_in(tmp_path) == [16]
-
-
-@on_ranks(1)
-def test_a_failed_save_may_be_a_warning(tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        Faults().install(patch).add("publish", OSError("no commit"), name="metadata.parquet", skip=1)
-        assert len(run(tmp_path, checkpoint={"save_options": SaveOptions(on_error="warn"), "keep": [Latest(2)]})) == 18
-    assert steps_in(tmp_path) == [12, 16]
-
-
-@on_ranks(1)
 def test_an_interval_of_time(tmp_path: Path) -> None:
     """Gradients that are being accumulated are in no checkpoint, so none is saved there."""
     options: dict[str, Any] = {"accumulate_grad_batches": 4, "max_epochs": 2}
@@ -564,39 +519,12 @@ def test_an_interval_of_time(tmp_path: Path) -> None:
 # --- the end of a job -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("own", [True, False])
 @on_ranks(1)
-def test_a_signal(tmp_path: Path, own: bool) -> None:
-    """With preemption= a last save, in the middle of an epoch; without, the newest step stands."""
-
-    def stop() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.2)
-
-    before = signal.getsignal(signal.SIGTERM)
-    wanted = run(None)
-    options: dict[str, Any] = {"every_n_train_steps": 2, "preemption": Preemption() if own else None}
-    net = Net(dropout=0.2)
+def test_a_signal_without_preemption(tmp_path: Path) -> None:
+    """Lightning ends the fit, and the newest step stays the last one."""
     with pytest.raises(SystemExit):
-        run(tmp_path, net=net, at={9: stop}, checkpoint=options)
-    assert signal.getsignal(signal.SIGTERM) == before
-    newest = steps_in(tmp_path)[-1]
-    assert (newest >= 9 and newest == max(net.losses)) if own else newest == 8
-    assert run(tmp_path) == after(newest, wanted)
-
-
-@on_ranks(1)
-def test_an_exception(tmp_path: Path) -> None:
-    """The save in flight is committed, and the exception is the program's own."""
-
-    def fail() -> None:
-        raise ZeroDivisionError("of the training")
-
-    wanted = run(None)
-    with pytest.raises(ZeroDivisionError):
-        run(tmp_path, at={9: fail})
-    assert steps_in(tmp_path) == [4, 8]
-    assert run(tmp_path) == after(8, wanted)
+        run(tmp_path, at={9: notify}, checkpoint={"every_n_train_steps": 2})
+    assert steps_in(tmp_path)[-1] == 8
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

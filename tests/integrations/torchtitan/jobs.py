@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.integrations.conformance import Training, after
 from tests.integrations.torchtitan.shims import load_training
 from tests.support import runs
-from tests.support.runs import die_in_commit
 
 __all__ = [
     "after",
     "config_of",
-    "die_at_commit",
+    "conform",
     "make",
     "prepare_rank",
     "run",
@@ -31,11 +32,6 @@ __all__ = [
 ]
 
 STEPS = 12
-
-
-def after(step: int, losses: dict[int, float]) -> dict[int, float]:
-    """Return the losses behind a step."""
-    return {number: loss for number, loss in losses.items() if number > step}
 
 
 def config_of(*, stock: bool = False, **options: Any) -> Any:
@@ -115,11 +111,29 @@ def run_noting_random(folder: Path, **options: Any) -> dict[int, tuple[float, fl
     return {step: (loss, trainer.metrics_processor.random[step]) for step, loss in losses.items()}
 
 
-def die_at_commit(folder: Path, number: int, **options: Any) -> None:
-    """Train, and die when the catalog of the save with this number is about to be published."""
-    die_in_commit(number, lambda: run(folder, **options))
-
-
 def steps_in(folder: Path) -> list[int]:
     """Return the committed steps."""
     return runs.steps_in(folder / "checkpoint")
+
+
+#: Layout of the conformance suite -> options of `ParallelismConfig`.
+PARALLELISM: dict[str, dict[str, Any]] = {
+    "one": {},
+    "ddp": {},
+    "tp": {"tensor_parallel_degree": 2},
+    "hsdp": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
+}
+
+
+def conform(folder: str, training: Training) -> dict[int, float]:
+    """Train as the conformance suite says."""
+    checkpoint = {
+        "enable": training.attached, "folder": folder, "interval": training.every, "keep_latest_k": training.keep or 0,
+        "on_error": training.on_error, "preemption_grace": 60.0 if training.preempted else 0.0,
+        "last_save_model_only": False,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as own:
+        return run(
+            Path(own), steps=training.until or training.steps, checkpoint=checkpoint, at=dict(training.at),
+            parallelism=PARALLELISM[training.layout], dropout=training.dropout and training.layout != "tp",
+        )  # fmt: skip

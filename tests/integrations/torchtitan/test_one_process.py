@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +9,11 @@ import pytest
 import torch
 
 import bytecheckpoint
-from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
+from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
 from tests.integrations.torchtitan.jobs import (
     STEPS,
     after,
     config_of,
-    die_at_commit,
     make,
     run,
     run_noting_random,
@@ -26,8 +22,7 @@ from tests.integrations.torchtitan.jobs import (
 )
 from tests.support.damage import damage, storage_file
 from tests.support.faulty_storage import Faults
-from tests.support.memory import new_memory
-from tests.support.worlds import Worlds, on_ranks
+from tests.support.worlds import on_ranks
 
 FULL = {"last_save_model_only": False}
 
@@ -35,18 +30,6 @@ FULL = {"last_save_model_only": False}
 def weights(trainer: Any) -> list[torch.Tensor]:
     """Return copies of the local weights."""
     return [p.to_local().clone() if hasattr(p, "to_local") else p.clone() for p in trainer.model_parts[0].parameters()]
-
-
-def test_a_killed_save_is_not_resumed_from(worlds: Worlds, tmp_path: Path) -> None:
-    """Random numbers go on too: an iterator of the loader draws one when it is made."""
-    wanted = worlds.run(1, run_noting_random, tmp_path / "whole", checkpoint={"enable": False}, dropout=True)[0]
-    assert len({loss for loss, _ in wanted.values()}) == STEPS
-    assert wanted[STEPS][0] < wanted[1][0] - 0.05, "it learns"
-    folder = tmp_path / "run"
-    worlds.fresh(1).start(die_at_commit, folder, 2, dropout=True).outcomes()
-    assert steps_in(folder) == [4]
-    assert worlds.run(1, run_noting_random, folder, dropout=True)[0] == after(4, wanted)
-    assert steps_in(folder) == [4, 8]
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
@@ -90,14 +73,6 @@ def test_options_on_the_command_line(tmp_path: Path) -> None:
     assert (found.interval, found.folder, found.async_mode, found.preemption_grace) == (
         7, "s3://bucket/run", "disabled", 60.0,
     )  # fmt: skip
-
-
-@on_ranks(1)
-def test_a_storage_of_another_kind(tmp_path: Path) -> None:
-    with new_memory() as root:
-        wanted = run(tmp_path, checkpoint={"folder": root, **FULL})
-        assert run(tmp_path, checkpoint={"folder": root, "load_step": 8, **FULL}) == after(8, wanted)
-        assert not list(tmp_path.rglob("*.safetensors"))
 
 
 @on_ranks(1)
@@ -273,24 +248,6 @@ def test_steps_that_are_saved(tmp_path: Path, options: dict[str, Any], wanted: l
 
 
 @on_ranks(1)
-def test_nothing_is_deleted_before_a_commit(tmp_path: Path) -> None:
-    """torchtitan deletes when a save has begun; here the save of step 12 fails, and both steps before it stay."""
-    with pytest.MonkeyPatch.context() as patch:
-        Faults().install(patch).add("publish", OSError("no commit"), name="metadata.parquet", skip=2, times=-1)
-        with pytest.raises(CheckpointError, match="no commit"):
-            run(tmp_path, checkpoint={"keep_latest_k": 2, **FULL})
-    assert steps_in(tmp_path) == [4, 8]
-
-
-@on_ranks(1)
-def test_a_failed_save_may_be_a_warning(tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        Faults().install(patch).add("publish", OSError("no commit"), name="metadata.parquet", skip=1)
-        assert len(run(tmp_path, checkpoint={"on_error": "warn", **FULL})) == STEPS
-    assert steps_in(tmp_path) == [4, 12]
-
-
-@on_ranks(1)
 def test_an_exception_in_training(tmp_path: Path) -> None:
     """The save in flight is committed, and the exception is not hidden by a failure of the save."""
 
@@ -304,24 +261,6 @@ def test_an_exception_in_training(tmp_path: Path) -> None:
         Faults().install(patch).add("publish", OSError("no commit"), name="metadata.parquet", times=-1)
         with pytest.raises(ValueError, match="the loss is odd"):
             run(tmp_path / "other", at={5: fail})
-
-
-@on_ranks(1)
-def test_a_signal(tmp_path: Path) -> None:
-    """SIGTERM in the middle: one last save, and the loop ends."""
-
-    def stop() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.2)
-
-    before = signal.getsignal(signal.SIGTERM)
-    wanted = run(tmp_path / "whole", checkpoint={"enable": False}, steps=30)
-    trainer = make(tmp_path, steps=30, checkpoint={"interval": 100, "preemption_grace": 60.0}, at={3: stop})
-    losses = train(trainer)
-    assert trainer.checkpointer.preempted and signal.getsignal(signal.SIGTERM) == before
-    (step,) = steps_in(tmp_path)
-    assert step == max(losses) < 30
-    assert run(tmp_path, steps=30) == after(step, wanted)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

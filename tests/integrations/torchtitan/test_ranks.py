@@ -1,27 +1,21 @@
-"""torchtitan on two ranks: FSDP2, tensor parallelism, kills, and other layouts."""
+"""torchtitan on two ranks: hooks that communicate, other numbers of ranks, and the last model."""
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import bytecheckpoint
 from bytecheckpoint.errors import IncompatibleCheckpointError
-from tests.integrations.torchtitan.jobs import after, die_at_commit, make, run, run_noting_random, steps_in, train
+from tests.integrations.torchtitan.jobs import after, make, run, steps_in, train
 from tests.support.worlds import Worlds, on_ranks
 
 CLOSE = 1e-5  # of losses whose additions were in another order
 FULL = {"last_save_model_only": False}
-FSDP: dict[str, Any] = {}
 TP: dict[str, Any] = {"parallelism": {"tensor_parallel_degree": 2}}
-HSDP: dict[str, Any] = {"parallelism": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}}
 
 
 @on_ranks(2)
@@ -37,35 +31,6 @@ def test_hooks_that_communicate(tmp_path: Path) -> None:
     assert any(name.endswith("attention.qkv_linear.wqkv.weight") for name in names)
     assert {f"model/{prefix}.{name}.weight" for name in ("wq", "wk", "wv")} <= keys
     assert f"model/{prefix}.wqkv.weight" not in keys
-
-
-@pytest.mark.parametrize(
-    "layout", [FSDP, pytest.param(TP, marks=pytest.mark.slow), pytest.param(HSDP, marks=pytest.mark.slow)],
-    ids=["fsdp", "tp", "hsdp"],
-)  # fmt: skip
-def test_a_killed_rank(worlds: Worlds, tmp_path: Path, layout: dict[str, Any]) -> None:
-    """Rank 0 dies in the middle of a commit; losses and random numbers go on on both ranks."""
-    options = {**layout, "dropout": layout is not TP}
-    wanted = worlds.run(2, run_noting_random, tmp_path / "whole", checkpoint={"enable": False}, **options)
-    folder = tmp_path / "run"
-    worlds.fresh(2).start(die_at_commit, folder, 2, **options).outcomes(grace=1)
-    assert steps_in(folder) == [4]
-    assert worlds.run(2, run_noting_random, folder, **options) == [after(4, found) for found in wanted]
-    assert steps_in(folder) == [4, 8]
-
-
-@pytest.mark.parametrize(
-    ("before", "now"),
-    [((2, TP), (1, {})), ((1, {}), (2, TP)), ((2, FSDP), (2, HSDP))],
-    ids=["tp-one", "one-tp", "fsdp-hsdp"],
-)
-def test_another_layout(
-    worlds: Worlds, tmp_path: Path, before: tuple[int, dict[str, Any]], now: tuple[int, dict[str, Any]]
-) -> None:
-    """At the same data-parallel degree torchtitan's own loader goes on exactly."""
-    wanted = worlds.run(before[0], run, tmp_path, checkpoint=FULL, **before[1])[0]
-    got = worlds.run(now[0], run, tmp_path, checkpoint={"load_step": 4, **FULL}, **now[1])[0]
-    assert got == pytest.approx(after(4, wanted), rel=CLOSE)
 
 
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)])
@@ -126,18 +91,3 @@ def test_the_last_model_of_two_ranks(tmp_path: Path) -> None:
         else:
             with bytecheckpoint.open(last) as checkpoint:
                 assert torch.equal(checkpoint["model/norm.weight"][:], wanted.bfloat16())
-
-
-@on_ranks(2)
-def test_one_rank_gets_the_signal(tmp_path: Path) -> None:
-    def stop() -> None:
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.3)
-
-    trainer = make(tmp_path, steps=100, checkpoint={"interval": 1000, "preemption_grace": 60.0}, at={3: stop})
-    losses = train(trainer)
-    (step,) = steps_in(tmp_path)
-    found: list[Any] = [None, None]
-    dist.all_gather_object(found, max(losses))
-    assert found == [step, step] and step < 100

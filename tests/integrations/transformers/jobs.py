@@ -5,18 +5,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.integrations.transformers import attach
+from bytecheckpoint.manager import Preemption, SaveOptions
+from tests.integrations.conformance import Training
 from tests.support.runs import die_in_commit
 
 SAMPLES, LENGTH, WORDS = 48, 8, 32
 STEPS_PER_EPOCH = 6  # of 8 samples
+FSDP2 = {
+    "fsdp": True,
+    "fsdp_config": {
+        "version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "sync_module_states": False,
+        "cpu_ram_efficient_loading": False, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+    },
+}  # fmt: skip
 
 
 def samples(number: int = SAMPLES, seed: int = 3) -> list[dict[str, Any]]:
@@ -63,7 +74,7 @@ def prepare_rank() -> None:
 
 
 def pretend_gpus() -> None:
-    """Let accelerate take FSDP, which it does on accelerators only, for the CPU too."""
+    """Let accelerate take FSDP2, which it does on accelerators only, for the CPU too. FSDP1 fails: it takes no "cpu:0"."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -149,3 +160,27 @@ def collected_warnings() -> Iterator[list[str]]:
         yield found
     finally:
         logging.getLogger("bytecheckpoint").removeHandler(handler)
+
+
+def conform(folder: str, training: Training) -> dict[int, float]:
+    """Train as the conformance suite says. Files of Trainer itself go elsewhere."""
+    options: dict[str, Any] = {
+        "max_steps": training.steps, "dropout": 0.2 if training.dropout else 0.0, "lr_scheduler_type": "cosine",
+        "save_steps": training.every, "save_strategy": "steps" if training.attached else "no",
+    }  # fmt: skip
+    if training.layout == "fsdp2":
+        options |= FSDP2
+    at = dict(training.at)
+    if training.until:
+        at[training.until] = lambda: setattr(trainer.control, "should_training_stop", True)
+    with tempfile.TemporaryDirectory() as own:
+        trainer, losses = make(Path(own), at, **options)
+        if training.attached:
+            attach(
+                trainer, folder, keep=training.keep, preemption=Preemption() if training.preempted else None,
+                save_options=SaveOptions(on_error=training.on_error),
+            )  # fmt: skip
+        trainer.train(resume_from_checkpoint="auto" if training.attached and training.resume else None)
+    sharded = all(isinstance(weight, DTensor) for weight in trainer.model.parameters())
+    assert sharded == (training.layout == "fsdp2")
+    return losses.found

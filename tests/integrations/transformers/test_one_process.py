@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +12,11 @@ import torch
 import bytecheckpoint
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.integrations.transformers import attach
-from bytecheckpoint.manager import Latest, Preemption, SaveOptions
-from tests.integrations.transformers.jobs import STEPS_PER_EPOCH, collected_warnings, die_at_commit, make, run, samples
-from tests.support.damage import damage, storage_file
-from tests.support.faulty_storage import Faults
-from tests.support.memory import new_memory
+from bytecheckpoint.manager import Latest
+from tests.integrations.conformance import after, notify
+from tests.integrations.transformers.jobs import STEPS_PER_EPOCH, make, run, samples
 from tests.support.runs import steps_in
-from tests.support.worlds import Worlds, on_ranks
-
-
-def after(step: int, losses: dict[int, float]) -> dict[int, float]:
-    return {number: loss for number, loss in losses.items() if number > step}
-
-
-def test_a_killed_save_is_not_resumed_from(worlds: Worlds, tmp_path: Path) -> None:
-    wanted = worlds.run(1, run, tmp_path / "whole", attached=False, dropout=0.2)[0]
-    assert len(set(wanted.values())) == len(wanted) == 12
-    folder = tmp_path / "run"
-    ((_, log),) = worlds.fresh(1).start(die_at_commit, folder, 2, dropout=0.2).outcomes()
-    assert "exit code -9" in log
-    assert steps_in(folder) == [4] and list((folder / "step_00000008").rglob("*.safetensors"))
-    got = worlds.run(1, run, folder, "auto", dropout=0.2)[0]
-    assert got == after(4, wanted)
-    assert steps_in(folder) == [4, 8, 12]
+from tests.support.worlds import on_ranks
 
 
 @pytest.mark.parametrize("step", [4, STEPS_PER_EPOCH, 8])
@@ -219,38 +199,6 @@ def test_the_limit_and_the_best_step(tmp_path: Path) -> None:
     assert trainer.args.save_total_limit == 2
 
 
-@on_ranks(1)
-def test_nothing_is_deleted_before_a_commit(tmp_path: Path) -> None:
-    """The save of step 8 fails: with save_total_limit=1 step 4 stays, and Trainer's own deletion does not run."""
-    trainer, _ = make(tmp_path, save_total_limit=1)
-    attach(trainer)
-    with pytest.MonkeyPatch.context() as patch:
-        Faults().install(patch).add("publish", OSError("no commit"), name="metadata.parquet", skip=1, times=-1)
-        with pytest.raises(CheckpointError, match="no commit"):
-            trainer.train()
-    assert steps_in(tmp_path) == [4]
-    run(tmp_path, "auto", save_total_limit=1)
-    assert steps_in(tmp_path) == [12]
-
-
-@on_ranks(1)
-def test_a_failed_save_may_be_a_warning(tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch, collected_warnings() as warnings:
-        Faults().install(patch).add("publish", OSError("no commit"), name="metadata.parquet", skip=1)
-        assert len(run(tmp_path, attached={"save_options": SaveOptions(on_error="warn")})) == 12
-    assert steps_in(tmp_path) == [4, 12]
-    assert any("the save of step 8 failed" in line for line in warnings)
-
-
-@on_ranks(1)
-def test_the_newest_step_is_damaged(tmp_path: Path) -> None:
-    wanted = run(tmp_path)
-    damage(storage_file(tmp_path / "step_00000012"), "flip")
-    with collected_warnings() as warnings:
-        assert run(tmp_path, "auto") == after(8, wanted)
-    assert any("step 12 cannot be loaded" in line for line in warnings)
-
-
 @pytest.mark.parametrize(
     ("strategy", "wanted"), [("no", []), ("epoch", [6, 12]), ("best", [2, 4]), ("steps", [5, 10, 12])]
 )
@@ -272,30 +220,18 @@ def test_further_times_and_rules(tmp_path: Path) -> None:
 # --- the end of a job -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["jit", "given"])
 @on_ranks(1)
-def test_a_signal(tmp_path: Path, how: str) -> None:
-    """SIGTERM in the middle of an epoch: one last save, no evaluation, no end of an epoch."""
-    wanted = run(tmp_path / "whole", attached=False)
-
-    def stop() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.2)
-
+def test_a_signal_with_jit_checkpoints(tmp_path: Path) -> None:
+    """In the middle of an epoch: one last save, no evaluation, no end of an epoch."""
+    options: dict[str, Any] = {"save_strategy": "epoch", "eval_strategy": "epoch", "enable_jit_checkpoint": True}
     before = signal.getsignal(signal.SIGTERM)
-    options: dict[str, Any] = {
-        "save_strategy": "epoch",
-        "eval_strategy": "epoch",
-        "enable_jit_checkpoint": how == "jit",
-    }
-    trainer, losses = make(tmp_path / "run", {3: stop}, **options)
-    checkpoints = attach(trainer, preemption=None if how == "jit" else Preemption())
+    trainer, losses = make(tmp_path, {3: notify}, **options)
+    checkpoints = attach(trainer)
     trainer.train()
     assert checkpoints.preempted and signal.getsignal(signal.SIGTERM) == before
-    (step,) = steps_in(tmp_path / "run")
+    (step,) = steps_in(tmp_path)
     assert step == trainer.state.global_step == max(losses.found) < STEPS_PER_EPOCH
     assert not any("eval_loss" in entry for entry in trainer.state.log_history)
-    assert run(tmp_path / "run", "auto", **options) == after(step, wanted)
 
 
 @on_ranks(1)
@@ -308,15 +244,6 @@ def test_final_weights(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "steps") == [3] and not list((tmp_path / "out").glob("step_*"))
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(value, loaded[name]) for name, value in trainer.model.state_dict().items())
-
-
-@on_ranks(1)
-def test_a_storage_of_another_kind(tmp_path: Path) -> None:
-    with new_memory() as root:
-        options: dict[str, Any] = {"attached": {"root": root}, "lr_scheduler_type": "constant"}
-        run(tmp_path, max_steps=9, **options)
-        assert not list(tmp_path.rglob("*.safetensors"))
-        assert list(run(tmp_path, f"{root}/step_00000009", max_steps=12, **options)) == [10, 11, 12]
 
 
 @on_ranks(1)

@@ -11,13 +11,10 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.integrations.transformers import attach
+from tests.integrations.conformance import after
 from tests.integrations.transformers.jobs import Losses, arguments, die_at_commit, make, model, prepare_rank, run
 from tests.support.runs import steps_in
 from tests.support.worlds import Worlds, on_ranks
-
-
-def after(step: int, losses: dict[int, float]) -> dict[int, float]:
-    return {number: loss for number, loss in losses.items() if number > step}
 
 
 def lora(dropout: float = 0.2) -> Any:
