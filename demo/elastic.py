@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bytecheckpoint
-from bytecheckpoint.dataloader import SequenceSource, TokenBufferLoader
+from bytecheckpoint.dataloader import SequenceSource, TokenBufferLoader, TokenRecipe
 from bytecheckpoint.manager import Cadence, CheckpointManager
 
 #: Rows of a global batch. The ranks share them as equally as their number allows.
@@ -54,9 +54,8 @@ def train(root: str, steps: int, record: Path | None = None, pace: float = 0.0) 
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     parallel = DistributedDataParallel(model) if ranks > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = TokenBufferLoader(
-        SequenceSource(TEXTS, "texts"), 33, BATCH, tokenizer=tokenize, document_end=0, rank=rank, ranks=ranks
-    )
+    recipe = TokenRecipe(SequenceSource(TEXTS, "texts"), 33, BATCH, tokenizer=tokenize, document_end=0)
+    loader = TokenBufferLoader(recipe, rank=rank, ranks=ranks)
     states = {"model": model, "optimizer": optimizer, "dataloader": loader, "rng": bytecheckpoint.rng_state()}
     cadence = Cadence(every=10, at_end=True)
     with CheckpointManager(root, states, every=cadence, keep=3, just_in_time=True) as manager:

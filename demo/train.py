@@ -21,7 +21,7 @@ from model import GPT, LAYOUTS, SIZES, parallelize
 from torch.optim.lr_scheduler import LambdaLR
 
 import bytecheckpoint
-from bytecheckpoint.dataloader import TokenBufferLoader
+from bytecheckpoint.dataloader import TokenBufferLoader, TokenRecipe, WorkerOptions
 
 
 def make_optimizer(model: GPT, total: int) -> tuple[torch.optim.Optimizer, LambdaLR]:
@@ -47,18 +47,20 @@ def train(args: argparse.Namespace) -> None:
     model = GPT(size)
     mesh = parallelize(model, args.layout, dist.get_world_size())
     optimizer, scheduler = make_optimizer(model, args.total)
-    batches = TokenBufferLoader(
+    recipe = TokenRecipe(
         standard_library(),
         size.context + 1,  # the targets are the inputs, moved by one
         args.batch,
         tokenizer=to_bytes,
         document_end=NEWLINE,
         shuffle_buffer=16,
+    )
+    batches = TokenBufferLoader(
+        recipe,
         rank=mesh["dp"].get_local_rank(),
         ranks=mesh["dp"].size(),
         saves=mesh["tp"].get_local_rank() == 0,  # ranks of one tensor-parallel group feed the same rows
-        workers=args.workers,
-        state_every=args.save_every or None,
+        workers=WorkerOptions(args.workers, state_every=args.save_every or None),
     )
     states = {
         "model": model,

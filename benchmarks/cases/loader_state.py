@@ -20,7 +20,7 @@ import bytecheckpoint
 from benchmarks.bench import Bench
 from benchmarks.measure import Arm, measure
 from benchmarks.raw import Raw
-from bytecheckpoint.dataloader import MapSource, TokenBufferLoader
+from bytecheckpoint.dataloader import MapSource, TokenBufferLoader, TokenRecipe, WorkerOptions
 
 __all__ = ["BufferedLoader", "loader_state"]
 
@@ -46,9 +46,10 @@ class _Documents(MapSource):
 class BufferedLoader(TokenBufferLoader):
     """A loader whose shuffle buffers are of `nbytes` bytes, on all ranks together."""
 
-    def __init__(self, nbytes: int, **options: Any) -> None:
+    def __init__(self, nbytes: int, workers: WorkerOptions, **place: int) -> None:
         documents = max(nbytes // (_STREAMS * _LENGTH * 4), 2)
-        super().__init__(_Documents(), _LENGTH, _STREAMS, shuffle_buffer=documents, **options)
+        recipe = TokenRecipe(_Documents(), _LENGTH, _STREAMS, shuffle_buffer=documents)
+        super().__init__(recipe, workers=workers, rank=place.get("rank"), ranks=place.get("ranks"))
 
 
 def loader_state(bench: Bench) -> None:
@@ -65,8 +66,8 @@ def _compare(bench: Bench, nbytes: int) -> None:
     raw = Raw(nbytes)
     arms = [Arm("memcpy", raw.copy)]
     loaders = {
-        "bytecheckpoint": BufferedLoader(nbytes, workers=4, state_every=_EVERY),
-        "bytecheckpoint, asked at the save": BufferedLoader(nbytes, workers=4),
+        "bytecheckpoint": BufferedLoader(nbytes, WorkerOptions(4, state_every=_EVERY)),
+        "bytecheckpoint, asked at the save": BufferedLoader(nbytes, WorkerOptions(4)),
     }
     for name, loader in loaders.items():
         path = bench.folder / name

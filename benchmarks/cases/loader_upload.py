@@ -16,6 +16,7 @@ from benchmarks.bench import Bench
 from benchmarks.cases.loader_state import BufferedLoader
 from benchmarks.measure import Arm, measure
 from benchmarks.state import sharded, size_of
+from bytecheckpoint.dataloader import WorkerOptions
 
 __all__ = ["loader_upload"]
 
@@ -30,7 +31,7 @@ def loader_upload(bench: Bench) -> None:
     tensors = sharded(bench.options.nbytes)
     nbytes = size_of(tensors)
     more = {f"more.{name}": tensor for name, tensor in sharded(bench.options.nbytes).items()}
-    with BufferedLoader(nbytes, rank=world.rank, ranks=world.size, workers=1, state_every=1) as loader:
+    with BufferedLoader(nbytes, WorkerOptions(1, state_every=1), rank=world.rank, ranks=world.size) as loader:
         states = {
             "tensors alone": {"model": tensors},
             "bytecheckpoint": {"model": tensors, "dataloader": loader},

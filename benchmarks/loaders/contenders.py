@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from benchmarks.loaders.data import LENGTH, ROWS, Corpus, WordTokenizer
 from benchmarks.loaders.feeding import Feeding
-from bytecheckpoint.dataloader import TextSource, TokenBufferLoader, TokenFileSource
+from bytecheckpoint.dataloader import TextSource, TokenBufferLoader, TokenFileSource, TokenRecipe
 
 __all__ = ["CONTENDERS", "MOSAIC_MISSING", "Contender", "MosaicProcess", "PackedRows"]
 
@@ -81,7 +81,7 @@ def ours(corpus: Corpus, workers: int) -> Contender:
     else:
         source = TokenFileSource(corpus.path, offsets=corpus.offsets)
     tokenizer = WordTokenizer() if corpus.text else None
-    loader = TokenBufferLoader(source, LENGTH, ROWS, tokenizer=tokenizer, workers=workers)
+    loader = TokenBufferLoader(TokenRecipe(source, LENGTH, ROWS, tokenizer=tokenizer), workers=workers)
     return Contender(Feeding(loader), loader.close)
 
 

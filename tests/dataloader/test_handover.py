@@ -11,7 +11,8 @@ import psutil
 import torch
 
 from bytecheckpoint.dataloader.handover import StateReceiver, StateSender
-from bytecheckpoint.dataloader.loader import TokenBufferLoader
+from bytecheckpoint.dataloader.loader import TokenBufferLoader, WorkerOptions
+from bytecheckpoint.dataloader.recipe import TokenRecipe
 from bytecheckpoint.dataloader.sources.base import MapSource
 from tests.support.processes import wait_until
 
@@ -31,8 +32,9 @@ class Numbers(MapSource):
         return {}
 
 
-def loader(**options: Any) -> TokenBufferLoader:
-    return TokenBufferLoader(Numbers(), 16, 4, streams=4, shuffle_buffer=10, **options)
+def loader(workers: int = 0, **options: Any) -> TokenBufferLoader:
+    recipe = TokenRecipe(Numbers(), 16, 4, streams=4, shuffle_buffer=10)
+    return TokenBufferLoader(recipe, workers=WorkerOptions(workers, **options))
 
 
 def plain(states: dict[int, Any]) -> Any:

@@ -151,7 +151,7 @@ def test_a_loop_that_forgets_the_loaded_epoch_is_refused() -> None:
     old, new = loader_of(10, 4), loader_of(10, 4)
     list(take([old], 5))
     hand_over([old], [new])
-    with pytest.raises(UsageError, match="goes on in epoch 1"):
+    with pytest.raises(UsageError, match="continues in epoch 1"):
         new.set_epoch(0)
     new.set_epoch(1)
     assert new.sampler.taken == 8
@@ -218,9 +218,9 @@ def test_ranks_out_of_step_fail_the_save(tmp_path: Path) -> None:
         assert "ranks 0 and 1 hold different states under dataloader" in message
 
 
-def test_ranks_must_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_needed_in_a_job_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    with pytest.raises(UsageError, match="these 4 processes were not told"):
+    with pytest.raises(UsageError, match="these 4 processes do not know their part"):
         loader_of(20, 5)
     assert len(loader_of(20, 5, rank=1, ranks=2)) == 4

@@ -180,5 +180,5 @@ def test_bad_arguments_are_named() -> None:
         PerRankLoader(map_loader(0, 1).loader)
     with pytest.raises(UsageError, match="wraps a StatefulDataLoader, not a Counting"):
         TorchdataLoader(Counting(0, 1))
-    with pytest.raises(UsageError, match="feeds rank 0 of 2, and the loader is told 0 of 1"):
+    with pytest.raises(UsageError, match="feeds rank 0 of 2, and the loader rank 0 of 1"):
         TorchdataLoader(map_loader(0, 2).loader)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
+from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
 
-from bytecheckpoint.dataloader.loader import TokenBufferLoader
+from bytecheckpoint.dataloader.loader import TokenBufferLoader, WorkerOptions
+from bytecheckpoint.dataloader.recipe import TokenRecipe
 from bytecheckpoint.dataloader.sources.base import MapSource
 
 __all__ = ["Numbers", "loader", "numbers_of_stream", "rows_of", "tokens_of"]
@@ -37,9 +40,12 @@ def numbers_of_stream(stream: int, streams: int, epoch: int) -> Iterator[list[in
 
 
 def loader(rank: int = 0, ranks: int = 1, **options: Any) -> TokenBufferLoader:
-    """Return a loader of `Numbers` with 6 streams; `options` are its other arguments."""
+    """Return a loader of `Numbers` with 6 streams; `options` are those of the recipe, the workers and the loader."""
     given: dict[str, Any] = {"sources": Numbers(), "context_length": 8, "global_batch": 6, "streams": 6} | options
-    return TokenBufferLoader(given.pop("sources"), rank=rank, ranks=ranks, **given)
+    of_workers = {name: given.pop(name) for name in given.keys() & {f.name for f in fields(WorkerOptions)}}
+    workers = WorkerOptions(given.pop("workers", 0), **of_workers)
+    of_recipe = {name: given.pop(name) for name in given.keys() & signature(TokenRecipe).parameters.keys()}
+    return TokenBufferLoader(TokenRecipe(**of_recipe), rank=rank, ranks=ranks, workers=workers, **given)
 
 
 def tokens_of(batch: dict[str, torch.Tensor]) -> list[list[int]]:

@@ -21,7 +21,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint
-from bytecheckpoint.dataloader.loader import TokenBufferLoader
+from bytecheckpoint.dataloader.loader import TokenBufferLoader, WorkerOptions
+from bytecheckpoint.dataloader.recipe import TokenRecipe
 from bytecheckpoint.dataloader.workers import Worker
 from tests.dataloader.segments import newest_step
 from tests.dataloader.token_loaders import Numbers
@@ -37,17 +38,9 @@ _HELD = {"thread": ("write", "model/"), "process": ("publish", "metadata.parquet
 
 def loader_of(rank: int, ranks: int, workers: int) -> TokenBufferLoader:
     """Return the loader of a rank: seven streams, which most numbers of ranks and workers do not divide."""
-    return TokenBufferLoader(
-        {Numbers("a", 40): 2.0, Numbers("b", 9, first=60): 1.0},
-        _LENGTH,
-        _ROWS,
-        streams=7,
-        shuffle_buffer=6,
-        rank=rank,
-        ranks=ranks,
-        workers=workers,
-        state_every=EVERY,
-    )
+    sources = {Numbers("a", 40): 2.0, Numbers("b", 9, first=60): 1.0}
+    recipe = TokenRecipe(sources, _LENGTH, _ROWS, streams=7, shuffle_buffer=6)
+    return TokenBufferLoader(recipe, rank=rank, ranks=ranks, workers=WorkerOptions(workers, state_every=EVERY))
 
 
 class Training:

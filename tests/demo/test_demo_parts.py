@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bytecheckpoint.dataloader import TokenBufferLoader
+from bytecheckpoint.dataloader import TokenBufferLoader, TokenRecipe
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
 
@@ -37,16 +37,10 @@ run = demo_module("run")
 
 def loader(rank: int = 0, ranks: int = 1, batch: int = 8) -> TokenBufferLoader:
     """The loader of train.py, with short rows."""
-    return TokenBufferLoader(
-        data.standard_library(),
-        17,
-        batch,
-        tokenizer=data.to_bytes,
-        document_end=data.NEWLINE,
-        shuffle_buffer=4,
-        rank=rank,
-        ranks=ranks,
+    recipe = TokenRecipe(
+        data.standard_library(), 17, batch, tokenizer=data.to_bytes, document_end=data.NEWLINE, shuffle_buffer=4
     )
+    return TokenBufferLoader(recipe, rank=rank, ranks=ranks)
 
 
 def test_the_sources_are_the_same_on_every_call_and_large() -> None:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bytecheckpoint
 from bytecheckpoint import CheckpointManager
-from bytecheckpoint.dataloader import SequenceSource, TokenBufferLoader
+from bytecheckpoint.dataloader import SequenceSource, TokenBufferLoader, TokenRecipe
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manager import Every, Latest, Retention
 from tests.support.faulty_storage import Faults
@@ -95,9 +95,8 @@ def train(
     bytecheckpoint.configure(timeout=30.0)
     model = wrapped(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = TokenBufferLoader(
-        SequenceSource(TEXTS, "texts"), CONTEXT, ROWS, document_end=0, rank=rank, ranks=ranks, shuffle_buffer=8
-    )
+    recipe = TokenRecipe(SequenceSource(TEXTS, "texts"), CONTEXT, ROWS, document_end=0, shuffle_buffer=8)
+    loader = TokenBufferLoader(recipe, rank=rank, ranks=ranks)
     losses: dict[int, float] = {}
     progress = {"drawn": 0}
     states = {

@@ -16,7 +16,7 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint import CheckpointManager
-from bytecheckpoint.dataloader import SequenceSource, TokenBufferLoader
+from bytecheckpoint.dataloader import SequenceSource, TokenBufferLoader, TokenRecipe
 from bytecheckpoint.manager import Best, EverySeconds, Latest, Retention
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools.verify import verify_checkpoint
@@ -100,7 +100,8 @@ def test_a_manager_does_not_grow(tmp_path: Path) -> None:
     bytecheckpoint.configure(writer="thread")
     model = torch.nn.Linear(200, 200)
     optimizer = torch.optim.AdamW(model.parameters())
-    loader = TokenBufferLoader(SequenceSource(TEXTS, "texts"), CONTEXT, ROWS, document_end=0, shuffle_buffer=8)
+    recipe = TokenRecipe(SequenceSource(TEXTS, "texts"), CONTEXT, ROWS, document_end=0, shuffle_buffer=8)
+    loader = TokenBufferLoader(recipe)
     states = {"model": model, "optimizer": optimizer, "dataloader": loader, "rng": bytecheckpoint.rng_state()}
     process, first = psutil.Process(), {}
     steps = 50 * DAYS

@@ -1,12 +1,13 @@
-"""Data loading whose state belongs to a fixed number of streams, so that any number of ranks goes on exactly."""
+"""Data loading whose state belongs to a fixed number of streams, so that any number of ranks resumes exactly."""
 
 from __future__ import annotations
 
 from bytecheckpoint.dataloader.hugging_face import HuggingFaceLoader
-from bytecheckpoint.dataloader.loader import TokenBufferLoader
+from bytecheckpoint.dataloader.loader import TokenBufferLoader, WorkerOptions
 from bytecheckpoint.dataloader.map_style import ResumableLoader, ResumableSampler
 from bytecheckpoint.dataloader.mosaic import MosaicLoader
 from bytecheckpoint.dataloader.per_rank import PerRankLoader
+from bytecheckpoint.dataloader.recipe import TokenRecipe
 from bytecheckpoint.dataloader.sources.base import Cursor, MapSource, Source
 from bytecheckpoint.dataloader.sources.iterable import IterableSource, from_hugging_face
 from bytecheckpoint.dataloader.sources.parquet import ParquetSource
@@ -31,6 +32,8 @@ __all__ = [
     "TextSource",
     "TokenBufferLoader",
     "TokenFileSource",
+    "TokenRecipe",
     "TorchdataLoader",
+    "WorkerOptions",
     "from_hugging_face",
 ]

@@ -1,4 +1,4 @@
-"""Checks that all loaders share: their rank, and what they go on from."""
+"""Check the rank of a loader, and the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["check_allow", "check_rank", "check_shared", "remedy", "share", "shor
 
 
 def check_rank(rank: int | None, ranks: int | None) -> tuple[int, int]:
-    """Return the data-parallel rank and the number of these: 0 of 1 by default, if the job is one process.
+    """Return the data-parallel rank and the number of ranks, by default 0 and 1 if the job is one process.
 
     Raises:
-        UsageError: they do not fit each other, or several processes were not told theirs.
+        UsageError: the two do not fit each other, or are missing in a job of several processes.
     """
     if rank is None and ranks is None:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if distributed and (processes := torch.distributed.get_world_size()) > 1:
             raise UsageError(
-                f"these {processes} processes were not told which of the data they feed: pass rank= and ranks=, the "
+                f"these {processes} processes do not know their part of the data: pass rank= and ranks=, the "
                 'data-parallel ones (mesh["dp"].get_local_rank() and mesh["dp"].size(), or those of torch.distributed)'
             )
         return 0, 1
@@ -33,7 +33,7 @@ def check_rank(rank: int | None, ranks: int | None) -> tuple[int, int]:
 
 
 def share(count: int, rank: int, ranks: int) -> range:
-    """Return the run of `count` things that a rank has. The first ranks have one more if the others cannot.
+    """Return the consecutive share of a rank in `count` things. The first ranks have one more if that is uneven.
 
     >>> [list(share(7, rank, 3)) for rank in range(3)]
     [[0, 1, 2], [3, 4], [5, 6]]
@@ -47,9 +47,10 @@ def check_allow(allow: Collection[str], known: Collection[str]) -> None:
     """Check the argument `allow` of a loader.
 
     Raises:
-        UsageError: it has a name that the loader does not know.
+        UsageError: the loader does not know one of the names.
     """
-    if unknown := sorted({*allow} - {*known}):
+    unknown = sorted({*allow} - {*known})
+    if unknown:
         raise UsageError(f"allow= does not know {', '.join(unknown)}; it takes {', '.join(known)}")
 
 
@@ -61,24 +62,24 @@ def check_shared(
     allowed: Mapping[str, str] | None = None,
     compare: Mapping[str, Callable[[Any, Any], list[str]]] | None = None,
 ) -> None:
-    """Check that a loader goes on with what the checkpoint was fed.
+    """Check that a loader feeds the data of a checkpoint.
 
     Args:
-        saved: the shared state of the checkpoint.
-        own: the shared state here. Its "loader" says which kind of loader it is of.
-        allow: names of what may differ.
-        allowed: what `allow` may name -> what happens then.
-        compare: names of what is compared by (saved, own) -> the differences, each in words.
+        saved: shared state in the checkpoint.
+        own: shared state of this loader, with the kind of the loader under "loader".
+        allow: names of entries that may differ.
+        allowed: names that `allow` may have -> effect of such a difference.
+        compare: names of entries -> function (saved, own) that returns the differences in words.
 
     Raises:
-        IncompatibleCheckpointError: they differ; the message says in what, and what to do.
+        IncompatibleCheckpointError: the states differ; the message has the differences and the remedy.
     """
     kind = saved.get("loader") if isinstance(saved, Mapping) else None
     if kind != own["loader"]:
         other = f"a {kind}" if isinstance(kind, str) else "another kind of loader"
         raise IncompatibleCheckpointError(
-            f"the data loader of the checkpoint is {other}, from which a {own['loader']} cannot go on: load it into one of "
-            "the kind that saved it"
+            f"the data loader of the checkpoint is {other}, from which a {own['loader']} cannot resume: load it into "
+            "one of the kind that saved it"
         )
     found = []
     for name, value in own.items():
@@ -87,11 +88,11 @@ def check_shared(
         elif name not in allow and not equal(saved.get(name), value):
             found.append(f"{name} was {short(saved.get(name))} and is {short(value)} here{remedy(name, allowed)}")
     if found:
-        raise IncompatibleCheckpointError("the data loader cannot go on from this checkpoint: " + "; ".join(found))
+        raise IncompatibleCheckpointError("the data loader cannot resume from this checkpoint: " + "; ".join(found))
 
 
 def remedy(name: str, allowed: Mapping[str, str] | None) -> str:
-    """Return what to do about a difference, to be put behind it."""
+    """Return the remedy for a difference, to be put behind it."""
     if allowed and name in allowed:
         return f' (allow=("{name}",) accepts that: {allowed[name]})'
     return ": set it as the run began"

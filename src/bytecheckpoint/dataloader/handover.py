@@ -1,7 +1,7 @@
 """Hand the states of streams from a worker to its loader, in shared memory that is used again.
 
-To touch new pages takes ten times as long as to copy into used ones, and a save would touch the loader's own mapping of
-them once more. So both ends keep the memory of a state. It is written again when nobody holds a tensor of that state.
+Touching new pages takes ten times as long as copying into used ones, and a save would touch the loader's own mapping of
+them once more. So both ends keep the memory of a state. It is written again when no tensor of that state is left.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bytecheckpoint.dataloader.stream import BUFFERS
 
 __all__ = ["ALIGN", "StateReceiver", "StateSender", "States", "share_states"]
 
-#: Every tensor begins at a multiple of so many bytes.
+#: Alignment of tensors in bytes.
 ALIGN: Final = 64
 #: The states of a worker's streams, by number.
 States = Mapping[int, Any]
@@ -37,7 +37,7 @@ def _carve(memory: torch.Tensor) -> Callable[[int, torch.dtype], torch.Tensor]:
 
 
 class StateSender:
-    """The worker's end: lays states out in shared memory."""
+    """Lays states out in shared memory, in the worker."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -46,7 +46,7 @@ class StateSender:
         self._unknown: set[int] = set()  # to the loader
 
     def reserve(self, nbytes: int) -> None:
-        """Touch memory for the first state, before that is wanted."""
+        """Touch memory for the first state in advance."""
         if not self._memory:
             self._allocate(nbytes)
             self._memory[self._number][:nbytes] = 0
@@ -62,8 +62,8 @@ class StateSender:
         """Make states in shared memory, and return a message for `StateReceiver.receive`.
 
         Args:
-            nbytes: of their tensors, of which each is rounded up to 64.
-            states: makes them, in tensors that it takes from the function that it is given.
+            nbytes: bytes of their tensors, each rounded up to a multiple of 64.
+            states: function that makes the states, in tensors from the allocating function that it gets.
         """
         fitting = [number for number in self._free if len(self._memory[number]) >= nbytes]
         if not fitting:
@@ -76,7 +76,7 @@ class StateSender:
         return number, shown, _on_tensors(states(_carve(memory)), _place)
 
     def release(self, number: int, keep: bool) -> None:
-        """Use the memory of a state again, or free it."""
+        """Use the memory of a state again if `keep`, or free it."""
         if keep:
             self._free.add(number)
         else:
@@ -84,7 +84,7 @@ class StateSender:
 
 
 def share_states(states: States) -> Any:
-    """Return a message for `StateReceiver.receive`: copies in one piece of memory, which takes one descriptor."""
+    """Return a message for `StateReceiver.receive`, with copies in one piece of memory, which takes one descriptor."""
     sizes = [tensor.nbytes for state in states.values() for name in BUFFERS for tensor in state[name].values()]
 
     def copies(allocate: Callable[[int, torch.dtype], torch.Tensor]) -> States:
@@ -94,14 +94,14 @@ def share_states(states: States) -> Any:
 
 
 class StateReceiver:
-    """The loader's end."""
+    """Receives states from a worker, in the loader."""
 
     def __init__(self) -> None:
         self._memory: dict[int, torch.Tensor] = {}
         self._released: deque[int] = deque()
 
     def receive(self, message: Any) -> dict[int, Any]:
-        """Return the states that a message of `StateSender.send` tells of."""
+        """Return the states in a message of `StateSender.send`."""
         number, memory, states = message
         if memory is not None:
             self._memory[number] = memory
@@ -117,7 +117,7 @@ class StateReceiver:
         return _on_tensors(states, named)
 
     def released(self) -> list[tuple[int, bool]]:
-        """Return the arguments of `StateSender.release`, for each state that nobody holds any more."""
+        """Return the arguments of `StateSender.release` for each state whose tensors are gone."""
         found = []
         while self._released:
             number = self._released.popleft()

@@ -1,4 +1,4 @@
-"""Streaming data sets of Hugging Face, whose examples are fed as they are, exactly at any data-parallel degree."""
+"""Feed the examples of streaming data sets of Hugging Face, and resume exactly at any data-parallel degree."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class HuggingFaceLoader:
     the global batch is the same for every number of ranks.
 
     Iterate over the loader for this rank's part of one global batch after the other. It never ends: a stream that has
-    been read starts its next epoch (`set_epoch`), whatever the others do, so that every batch is full. Count steps. The
-    iteration goes on where it was, also in a second `for`. It reads in the calling thread.
+    been read starts its next epoch (`set_epoch`) by itself, so that every batch is full. Count steps. A second `for`
+    continues where the first one ended. The loader reads in the calling thread.
 
     The position of a stream is `IterableDataset.state_dict`. That is not exact behind a shuffle buffer, whose examples it
     leaves out, nor behind a batched `map` in a table format, nor behind any `map` or `filter` before `datasets` 5.2. Such
     data sets need `replay`.
 
     Args:
-        dataset: the data set. Shuffle it with a fixed seed: `shuffle(seed=..., buffer_size=1)` shuffles the shards.
-        global_batch: examples that all ranks together feed in a step.
-        streams: number of streams, at least as many as ranks there will ever be. It divides `global_batch`, and never
-            changes during a run. If it is a divisor of the number of shards, no stream reads what others feed.
+        dataset: streaming data set. Shuffle it with a fixed seed: `shuffle(seed=..., buffer_size=1)` shuffles the shards.
+        global_batch: number of examples that all ranks together feed in a step.
+        streams: number of streams, at least the largest number of ranks. It divides `global_batch`, and never changes
+            during a run. If it is a divisor of the number of shards, no stream reads examples of others.
         rank: number of this rank among those that feed different data (the data-parallel rank).
-        ranks: how many these are.
-        collate: list of examples -> batch; by default, the list itself.
-        replay: whether a load reads each stream again from the start of its epoch, and skips what was fed. That is exact
-            for every data set whose order is fixed, and takes as long as feeding it did.
-        fingerprint: what tells this data set from others (a version, a hash); None: nothing does.
+        ranks: number of these ranks.
+        collate: function list of examples -> batch; by default, the list itself.
+        replay: True to read each stream again from the start of its epoch after a load, and to skip the fed examples. That
+            is exact for every data set whose order is fixed, and takes as long as feeding it did.
+        fingerprint: version or hash that identifies the data set; None: it is not compared.
 
     Raises:
         UsageError: an argument is out of its range, or the data set needs `replay`.
@@ -74,12 +74,14 @@ class HuggingFaceLoader:
                 f"a global batch of {global_batch!r} examples cannot take equally many from {streams} streams"
             )
         if not replay:
-            check_exact(dataset, "pass replay=True to read again what was fed")
+            check_exact(dataset, "pass replay=True to read the fed examples again")
         self._global_batch, self._count, self._fingerprint = global_batch, streams, fingerprint
         self._collate, self._replay = collate, replay
         self._seeds = _seeds(dataset)
         self._between_batches = True
-        self._streams = {n: _Stream(dataset, n, streams, replay) for n in share(streams, self._rank, self._ranks)}
+        self._streams = {
+            n: _ExampleStream(dataset, n, streams, replay) for n in share(streams, self._rank, self._ranks)
+        }
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over this rank's parts of the global batches, without end."""
@@ -95,7 +97,7 @@ class HuggingFaceLoader:
         return examples if self._collate is None else self._collate(examples)
 
     def close(self) -> None:
-        """End the threads and files with which the data set reads. Reading on opens them again, where it was.
+        """End the threads and files with which the data set reads. The next batch opens them again, at the position.
 
         Without it they end with this object: in whichever thread the garbage collector runs then, even if that one holds a
         lock for which the threads of the data set wait.
@@ -113,7 +115,7 @@ class HuggingFaceLoader:
         if not self._between_batches:
             raise UsageError(
                 "reading was broken off in the middle of a batch, so the position of this loader is not known: load a "
-                "checkpoint into it to go on"
+                "checkpoint into it to continue"
             )
 
     # --- state ----------------------------------------------------------------------------------------------------
@@ -124,7 +126,7 @@ class HuggingFaceLoader:
         return self._count
 
     def shared_state(self) -> Any:
-        """Return what decides about the global batches."""
+        """Return the facts that decide the global batches."""
         return {
             "loader": type(self).__name__,
             "streams": self._count,
@@ -153,13 +155,13 @@ class HuggingFaceLoader:
         return [*self._streams]
 
     def load_streams(self, shared: Any, states: Mapping[int, Any]) -> None:
-        """Go on from the positions of this rank's streams."""
+        """Continue from the positions of this rank's streams."""
         for number, stream in self._streams.items():
-            stream.go_on(states[number])
+            stream.resume(states[number])
         self._between_batches = True
 
 
-class _Stream:
+class _ExampleStream:
     """One part of the data set, fed again and again."""
 
     def __init__(self, dataset: Any, number: int, count: int, replay: bool) -> None:
@@ -167,7 +169,7 @@ class _Stream:
         self._examples: Generator[Any] | None = None
         self._part: Any = None
         self._epoch = self._fed = 0  # of the epoch
-        self._state: Any = None  # to go on from, until the first example
+        self._state: Any = None  # to resume from, until the first example
 
     def next(self) -> Any:
         """Return the next example.
@@ -204,25 +206,25 @@ class _Stream:
         state = self._part.state_dict() if started and not self._replay else self._state
         return {"epoch": self._epoch, "fed": self._fed, "dataset": state}
 
-    def go_on(self, state: Mapping[str, Any]) -> None:
+    def resume(self, state: Mapping[str, Any]) -> None:
         self._epoch, self._fed, self._state = state["epoch"], state["fed"], state["dataset"]
         examples, self._examples = self._examples, None
         if examples is not None:
             examples.close()
 
     def close(self) -> None:
-        self.go_on(self.state())
+        self.resume(self.state())
 
 
 def check_exact(dataset: Any, remedy: str) -> None:
-    """Check that the state of a data set leaves nothing out; the documentation of `state_dict` names the cases.
+    """Check that the state of a data set is complete; the documentation of its `state_dict` names the exceptions.
 
     Args:
         dataset: any object; others than streaming data sets pass.
-        remedy: what to do.
+        remedy: advice for the error.
 
     Raises:
-        UsageError: it would leave something out.
+        UsageError: the state would leave something out.
     """
     for step in steps_of(dataset):
         reason = ""
@@ -239,7 +241,7 @@ def check_exact(dataset: Any, remedy: str) -> None:
 
 
 def _seeds(dataset: Any) -> str:
-    """Describe the seeds of a data set. One that was not given any is another one in each process."""
+    """Describe the seeds of a data set. A seed that was not given is another one in each process."""
     generators = [
         step.generator for step in steps_of(dataset) if hasattr(getattr(step, "generator", None), "bit_generator")
     ]

@@ -1,4 +1,4 @@
-"""The steps of which a streaming data set of Hugging Face consists, its parts, and whether their state is exact."""
+"""Look into a streaming data set of Hugging Face: its steps, its parts, and the exactness of its state."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ def steps_of(dataset: Any) -> Iterator[Any]:
     """Iterate over the steps of which a streaming data set consists."""
     todo = [dataset._ex_iterable] if hasattr(dataset, "_ex_iterable") else []
     while todo:
-        yield (step := todo.pop())
+        step = todo.pop()
+        yield step
         todo += [step.ex_iterable] if hasattr(step, "ex_iterable") else getattr(step, "ex_iterables", [])
 
 
 def part_of(dataset: Any, number: int, count: int, epoch: int) -> Any:
     """Return the part of a streaming data set that one of `count` streams reads in an epoch.
 
-    Its steps are its own: what is split shares them, and they hold the positions.
+    It has steps of its own, because they hold the positions, and splitting a data set shares them.
     """
     from datasets.distributed import split_dataset_by_node
 
@@ -52,7 +53,7 @@ def _own_steps(step: Any) -> Any:
 
 
 def passes_all_rows() -> bool:
-    """Return whether the installed `datasets` is no version whose streaming data sets drop rows after a restart."""
+    """Return True if streaming data sets of the installed `datasets` drop no rows after a restart."""
     import datasets
 
     return tuple(map(int, datasets.__version__.split(".")[:2])) >= _EXACT_SINCE

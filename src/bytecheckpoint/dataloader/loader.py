@@ -1,26 +1,52 @@
-"""`TokenBufferLoader`: a pre-training loader that goes on exactly at any data-parallel degree and any number of workers."""
+"""Feed packed rows of tokens, and resume exactly at any data-parallel degree and number of workers."""
 
 from __future__ import annotations
 
 import copy
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
 
 from bytecheckpoint.dataloader.checks import check_allow, check_rank, check_shared, share
-from bytecheckpoint.dataloader.recipe import ALLOWED, Recipe, changed_sources
-from bytecheckpoint.dataloader.rows import Rows
-from bytecheckpoint.dataloader.sources.base import Source
+from bytecheckpoint.dataloader.recipe import ALLOWED, TokenRecipe, changed_sources
+from bytecheckpoint.dataloader.rows import PackedRows
 from bytecheckpoint.dataloader.workers import LocalMaker, Worker
 from bytecheckpoint.errors import CheckpointError, UsageError
 from bytecheckpoint.representation.values.equality import equal
 
-__all__ = ["TokenBufferLoader"]
+__all__ = ["TokenBufferLoader", "WorkerOptions"]
 
 _log = logging.getLogger("bytecheckpoint")
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Processes that make the rows of a loader.
+
+    Attributes:
+        count: number of processes; 0: the caller's process makes the rows.
+        ahead: number of batches that a worker makes before they are wanted.
+        state_every: number of batches between two saves. Workers hand their states over as soon as they have made the batch
+            before a save (state prefetching, ByteCheckpoint, section 4.5). `prefetch_state` does that once.
+        start_method: start method of `multiprocessing`. "forkserver" and "spawn" pickle the sources and the tokenizer;
+            "fork" does not, but may hang, since a training process has threads.
+        timeout: seconds to wait for a worker.
+    """
+
+    count: int = 0
+    ahead: int = 2
+    state_every: int | None = None
+    start_method: str = "forkserver"
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        bad_state = self.state_every is not None and self.state_every < 1
+        if self.count < 0 or self.ahead < 1 or bad_state or self.timeout <= 0:
+            raise UsageError("workers must be at least 0; ahead, state_every and timeout more than 0")
 
 
 class TokenBufferLoader:
@@ -31,8 +57,8 @@ class TokenBufferLoader:
     rank feeds a run of streams that follow each other, and its workers share them. So the global batch, as the ranks
     hold it one after the other, is the same for every number of ranks and workers (ByteCheckpoint, section 3.3).
 
-    Iterate over the loader for this rank's part of one global batch after the other. The iteration goes on where it was,
-    also in a second `for`: a loader has one position. An item is a dict of tensors, a row for each row of the batch:
+    Iterate over the loader for this rank's part of one global batch after the other. A loader has one position, so a second
+    `for` continues where the first one ended. An item is a dict of tensors, a row for each row of the batch:
 
     - "tokens": int64 [rows, context_length];
     - "documents": number of the token's document within the row, int32, for attention masks;
@@ -42,35 +68,20 @@ class TokenBufferLoader:
     Pass the loader as `states["dataloader"]` to save and load.
 
     Args:
-        sources: one source, several of equal share, or source -> share of the tokens.
-        context_length: tokens in a row.
-        global_batch: rows of a global batch.
-        tokenizer: document -> token ids (a list, an array, or a dict with "input_ids"). None: documents are tokens.
-        document_end: token to put behind each document.
-        streams: number of streams, the largest number of ranks times workers that helps. It divides `global_batch`, and
-            never changes during a run. By default, one for each row of a global batch.
-        seed: of all choices.
-        shuffle_buffer: documents among which each stream chooses the next one, beside the shuffling of the sources. They
-            are a part of the state.
-        epochs: how often each source is fed; None: without end. The rows that would not fill a global batch are dropped.
+        recipe: data to feed, equal on all ranks.
         rank: number of this rank among those that feed different data (the data-parallel rank).
-        ranks: how many these are, at most `streams`. If they do not divide it, the first ranks feed a stream more.
-        saves: whether this rank saves its streams. False where the tensor or pipeline coordinate is not 0.
-        workers: processes that make the rows; 0: the caller's.
-        ahead: batches that a worker makes before they are asked for.
-        state_every: batches between two saves: workers hand over their states as soon as they have made the batch before
-            (state prefetching, ByteCheckpoint, section 4.5). `prefetch_state` does that once.
-        pin_memory: put batches into pinned memory, if there is an accelerator.
-        agree: for `epochs` with several ranks, which end at different batches: called on every rank with whether this rank
-            has ended, it returns whether any rank has.
-        allow: what may have changed since the checkpoint: "ratios", "sources", "global_batch", "context_length",
+        ranks: number of these ranks, at most the number of streams. If they do not divide it, the first ranks feed a stream
+            more.
+        saves: True if this rank saves its streams; False where the tensor or pipeline coordinate is not 0.
+        workers: number of processes that make the rows, or `WorkerOptions`.
+        pin_memory: True to put batches into pinned memory, if there is an accelerator.
+        agree: function that is needed for `epochs` with several ranks, which end at different batches. Every rank calls it
+            with True if it has ended, and it returns True if any rank has.
+        allow: changes since the checkpoint that are accepted: "ratios", "sources", "global_batch", "context_length",
             "shuffle_buffer", "epochs".
-        start_method: of the workers, as in `multiprocessing`. "forkserver" and "spawn" pickle the sources and the
-            tokenizer; "fork" does not, but may hang, since a training process has threads.
-        timeout: seconds to wait for a worker.
 
     Attributes:
-        batches: global batches that were taken so far.
+        batches: number of global batches that were taken so far.
 
     Raises:
         UsageError: an argument is out of its range; the message names it.
@@ -78,58 +89,34 @@ class TokenBufferLoader:
 
     def __init__(
         self,
-        sources: Source | Sequence[Source] | Mapping[Source, float],
-        context_length: int,
-        global_batch: int,
+        recipe: TokenRecipe,
         *,
-        tokenizer: Callable[[Any], Any] | None = None,
-        document_end: int | None = None,
-        streams: int | None = None,
-        seed: int = 0,
-        shuffle_buffer: int = 0,
-        epochs: int | None = None,
         rank: int | None = None,
         ranks: int | None = None,
         saves: bool = True,
-        workers: int = 0,
-        ahead: int = 2,
-        state_every: int | None = None,
+        workers: int | WorkerOptions = 0,
         pin_memory: bool = False,
         agree: Callable[[bool], bool] | None = None,
         allow: Collection[str] = (),
-        start_method: str = "forkserver",
-        timeout: float = 600.0,
     ) -> None:
-        self._recipe = Recipe.of(
-            sources,
-            streams=streams,
-            global_batch=global_batch,
-            context_length=context_length,
-            tokenizer=tokenizer,
-            document_end=document_end,
-            seed=seed,
-            shuffle_buffer=shuffle_buffer,
-            epochs=epochs,
-        )
+        if not isinstance(recipe, TokenRecipe):
+            raise UsageError(f"a TokenBufferLoader takes a TokenRecipe(sources, ...), not a {type(recipe).__name__}")
         rank, ranks = check_rank(rank, ranks)
-        if ranks > self._recipe.streams:
-            raise UsageError(f"{ranks} ranks cannot share {self._recipe.streams} streams: choose more streams")
-        if epochs is not None and ranks > 1 and agree is None:
+        if ranks > recipe.streams:
+            raise UsageError(f"{ranks} ranks cannot share {recipe.streams} streams: choose more streams")
+        if recipe.epochs is not None and ranks > 1 and agree is None:
             raise UsageError(
-                "with epochs= and several ranks, some end a batch before the others: pass agree=, which tells all of them "
-                "(a MAX all-reduce), or leave epochs away and count steps"
+                "with epochs= and several ranks, some end a batch before the others: pass agree=, by which all ranks learn "
+                "of it (a MAX all-reduce), or leave epochs away and count steps"
             )
         check_allow(allow, ALLOWED)
-        if workers < 0 or ahead < 1 or (state_every is not None and state_every < 1) or timeout <= 0:
-            raise UsageError("workers must be at least 0; ahead, state_every and timeout more than 0")
+        self._recipe = recipe
         self.batches = 0
-        self._numbers = [*share(self._recipe.streams, rank, ranks)]
+        self._numbers = [*share(recipe.streams, rank, ranks)]
         self._saves, self._agree, self._allow = saves, agree, {*allow}
-        self._worker_options = (min(workers, len(self._numbers)), start_method, ahead, timeout)
-        self._state_every = state_every
+        self._workers = workers if isinstance(workers, WorkerOptions) else WorkerOptions(workers)
         self._pin = pin_memory and torch.accelerator.is_available()
         self._states: Mapping[int, Any] = {}
-        self._shared: dict[str, Any] | None = None
         self._makers: list[tuple[LocalMaker | Worker, int]] = []
         self._ended = self._lost = False
 
@@ -147,15 +134,16 @@ class TokenBufferLoader:
         """
         if self._ended:
             raise StopIteration
-        rows = Rows.empty(self._recipe.rows * len(self._numbers), self._recipe.context_length, pinned=self._pin)
+        rows = PackedRows.empty(self._recipe.rows * len(self._numbers), self._recipe.context_length, pinned=self._pin)
         ended = False
         first = 0
         makers = self._start()
-        if self._state_every:  # now, so that workers that are ahead have the longest time for it
-            self._ask(self.batches + self._state_every - self.batches % self._state_every)
+        every = self._workers.state_every
+        if every:  # now, so that workers that are ahead have the longest time for it
+            self._ask(self.batches + every - self.batches % every)
         for maker, count in makers:
-            # Every maker, so that all are at the same batch.
-            ended |= not maker.make(rows.part(first, first + count), self.batches)
+            made = maker.make(rows.part(first, first + count), self.batches)
+            ended = ended or not made  # but all makers make it, so that they are at the same batch
             first += count
         self._ended = ended if self._agree is None else self._agree(ended)
         if self._ended:
@@ -166,13 +154,13 @@ class TokenBufferLoader:
         return {"tokens": rows.tokens, "documents": rows.documents, "positions": rows.positions, "rows": rows.numbers}
 
     def _start(self) -> list[tuple[LocalMaker | Worker, int]]:
-        """Return what makes the rows, in the order of the streams, and how many rows of a batch each makes."""
+        """Return the makers in the order of the streams, each with its number of rows in a batch."""
         if self._lost:
             raise UsageError(
                 "an error ended the work of this loader, so its position is lost: load a checkpoint into it"
             )
         if not self._makers:
-            count, start_method, ahead, timeout = self._worker_options
+            options, count = self._workers, min(self._workers.count, len(self._numbers))
             states, self._states = self._states, {}
             for i in range(max(count, 1)):
                 part = share(len(self._numbers), i, max(count, 1))
@@ -180,14 +168,18 @@ class TokenBufferLoader:
                 arguments = (self._recipe, numbers, self.batches, {n: states[n] for n in numbers if n in states})
                 fed = f"streams {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"stream {numbers[0]}"
                 name = f"data loader worker {i} of {count}, which feeds {fed},"
-                maker = Worker(name, start_method, ahead, timeout, arguments) if count else LocalMaker(*arguments)
+                maker: LocalMaker | Worker
+                if count:
+                    maker = Worker(name, options.start_method, options.ahead, options.timeout, arguments)
+                else:
+                    maker = LocalMaker(*arguments)
                 self._makers.append((maker, self._recipe.rows * len(numbers)))
         return self._makers
 
     def close(self) -> None:
-        """End the workers. The position stays: the loader can be saved, and another batch starts workers again.
+        """End the workers and keep the position: the loader can be saved, and another batch starts workers again.
 
-        The position of a worker that has died, or gave no answer before, is lost; a load sets another one.
+        The position of a worker that has died or does not answer is lost; a load sets another one.
         """
         try:
             if not any(maker.late for maker, _ in self._makers):
@@ -216,17 +208,17 @@ class TokenBufferLoader:
             self._abandon()
 
     def for_ranks(self, rank: int, ranks: int) -> Self:
-        """Return a loader of the same data at its beginning, for one of other ranks, which makes its rows itself.
+        """Return a loader of the same data at its beginning, for one rank of another number of ranks, without workers.
 
         Args:
-            rank: of these; beyond the number of streams it feeds what another one feeds, and saves nothing.
-            ranks: how many there are.
+            rank: number of the rank. Ranks beyond the number of streams feed the streams of others, and save nothing.
+            ranks: number of ranks.
         """
         other = copy.copy(self)
         sharing = min(ranks, self._recipe.streams)
         other._numbers = [*share(self._recipe.streams, rank % sharing, sharing)]
         other._saves, other._agree = rank < sharing, None
-        other._worker_options = (0, *self._worker_options[1:])
+        other._workers = replace(self._workers, count=0)
         other.batches, other._states, other._makers = 0, {}, []
         other._ended = other._lost = False
         return other
@@ -234,7 +226,7 @@ class TokenBufferLoader:
     # --- state ----------------------------------------------------------------------------------------------------
 
     def prefetch_state(self) -> None:
-        """Let the workers hand over their states after the next batch, because a save follows it.
+        """Let the workers hand over their states after the next batch, before a save.
 
         A save at another batch is as exact; it waits while the workers copy their buffers.
         """
@@ -252,9 +244,11 @@ class TokenBufferLoader:
 
     def shared_state(self) -> dict[str, Any]:
         """Describe the data and its mixture, and the position; see `SupportsStreams`."""
-        if self._shared is None:
-            self._shared = self._recipe.shared()
-        return {**self._shared, "batches": self.batches}
+        return {**self._described, "batches": self.batches}
+
+    @cached_property
+    def _described(self) -> dict[str, Any]:
+        return self._recipe.shared()
 
     def stream_states(self) -> dict[int, Any]:
         """Return the states of this rank's streams, after the batches that were taken; see `SupportsStreams`."""
@@ -270,14 +264,14 @@ class TokenBufferLoader:
         return {number: state for maker, _ in makers for number, state in maker.states(self.batches).items()}
 
     def choose_streams(self, shared: Any, saved: Sequence[int]) -> Sequence[int]:
-        """Check that this loader feeds the data of a checkpoint, and choose its streams; see `SupportsStreams`."""
+        """Check that this loader feeds the data of a checkpoint; return its streams; see `SupportsStreams`."""
         own = {name: value for name, value in self.shared_state().items() if name != "batches"}
         compare = {"sources": partial(changed_sources, allow="sources" in self._allow)}
         check_shared(shared, own, allow=self._allow, allowed=ALLOWED, compare=compare)
         return self._numbers
 
     def load_streams(self, shared: Any, states: Mapping[int, Any]) -> None:
-        """Go on from these states; see `SupportsStreams`."""
+        """Continue from the states of a checkpoint; see `SupportsStreams`."""
         self._end()
         self.batches = shared["batches"]
         if not equal(shared["ratios"], self.shared_state()["ratios"]):

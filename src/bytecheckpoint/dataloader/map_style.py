@@ -1,4 +1,4 @@
-"""Map-style data sets with torch's own DataLoader, resumed exactly at any data-parallel degree."""
+"""Resume map-style data sets with torch's own DataLoader exactly at any data-parallel degree."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 
 __all__ = ["ResumableLoader", "ResumableSampler"]
 
-#: What may change between a save and a load where the caller allows it, and what happens then.
+#: Names of changes between a save and a load that a caller may allow -> their effect.
 _ALLOWED = {
     "global_batch": "each batch takes another number of samples, from where the last one ended",
     "drop_last": "the samples that do not fill a batch are fed, or not, from this epoch on",
@@ -31,21 +31,21 @@ class ResumableSampler(Sampler[list[int]]):
     for indices long before that.
 
     Args:
-        dataset: the data set; only its length is used.
-        global_batch: samples that all ranks together feed in a step. If the number of ranks does not divide it, the first
-            ranks feed a sample more: weigh their losses by the samples.
+        dataset: data set, of which only the length is used.
+        global_batch: number of samples that all ranks together feed in a step. If the number of ranks does not divide it,
+            the first ranks feed a sample more: weigh their losses by the samples.
         rank: number of this rank among those that feed different data (the data-parallel rank).
-        ranks: how many these are.
-        shuffle: whether each epoch has an order of its own; without, it is that of the data set.
-        seed: of all orders.
-        drop_last: whether to drop the samples of an epoch that do not fill a global batch. Otherwise, they are a smaller
-            one: nothing is fed twice in an epoch.
-        fingerprint: what tells this data set from others of its length (a version, a hash); None: nothing does.
-        allow: what may have changed since the checkpoint: "global_batch", "drop_last".
+        ranks: number of these ranks.
+        shuffle: True for an order of its own in each epoch, False for the order of the data set.
+        seed: seed of all orders.
+        drop_last: True to drop the samples of an epoch that do not fill a global batch; False to feed them as a smaller
+            one. Nothing is fed twice in an epoch.
+        fingerprint: version or hash that identifies the data set among those of its length; None: it is not compared.
+        allow: changes since the checkpoint that are accepted: "global_batch", "drop_last".
 
     Attributes:
         epoch: number of the epoch, from 0 on.
-        taken: samples of the epoch that all ranks together have fed.
+        taken: number of samples of the epoch that all ranks together have fed.
 
     Raises:
         UsageError: an argument is out of its range; the message names it.
@@ -74,7 +74,8 @@ class ResumableSampler(Sampler[list[int]]):
             raise UsageError(f"global_batch is {global_batch!r}, which is no sample for each of {self._ranks} ranks")
         if not self._count(0):
             raise UsageError(f"a data set of {self.length} samples has no global batch of {global_batch}")
-        if rest := self._too_few(0):
+        rest = self._too_few(0)
+        if rest:
             raise UsageError(f"{rest}: pass drop_last=True, or another global_batch")
 
     def __len__(self) -> int:
@@ -99,13 +100,13 @@ class ResumableSampler(Sampler[list[int]]):
             taken += size
 
     def advance(self) -> None:
-        """Note that the training took a batch. After the last one of an epoch, the position is the start of the next."""
+        """Count a batch that the training took. After the last batch of an epoch, the position is the start of the next."""
         self.taken += min(self.global_batch, self.length - self.taken)
         if not self._count(self.taken):
             self.epoch, self.taken = self.epoch + 1, 0
 
     def seek(self, epoch: int, taken: int = 0) -> None:
-        """Go to an epoch, and behind its first `taken` samples."""
+        """Set the position to an epoch, behind its first `taken` samples."""
         if epoch < 0 or not 0 <= taken <= self.length:
             raise UsageError(
                 f"there is no position behind {taken} samples of epoch {epoch}; an epoch has {self.length}"
@@ -115,7 +116,7 @@ class ResumableSampler(Sampler[list[int]]):
             self.epoch, self.taken = epoch + 1, 0
 
     def settings(self) -> dict[str, Any]:
-        """Return what decides about the order, for a checkpoint."""
+        """Return the facts that decide the order, for a checkpoint."""
         return {
             "dataset_length": self.length,
             "dataset_fingerprint": self._fingerprint,
@@ -126,21 +127,22 @@ class ResumableSampler(Sampler[list[int]]):
         }
 
     def check(self, saved: Any, own: Mapping[str, Any]) -> None:
-        """Check that this sampler goes on with the order of a checkpoint.
+        """Check that this sampler has the order of a checkpoint.
 
         Raises:
-            IncompatibleCheckpointError: it has another order, or another data set.
+            IncompatibleCheckpointError: the order or the data set is another one.
         """
         check_shared(saved, own, allow=self._allow, allowed=_ALLOWED)
-        if saved["global_batch"] != self.global_batch and (rest := self._too_few(saved["taken"])):
+        rest = self._too_few(saved["taken"]) if saved["global_batch"] != self.global_batch else ""
+        if rest:
             raise IncompatibleCheckpointError(f"{rest}: pass drop_last=True, or another global_batch")
 
     def _count(self, taken: int) -> int:
-        """Return how many batches follow in the epoch."""
+        """Return the number of batches that follow in the epoch."""
         return (self.length - taken + (0 if self._drop_last else self.global_batch - 1)) // self.global_batch
 
     def _too_few(self, taken: int) -> str:
-        """Say so if a rank has nothing in the last batch of the epoch: it would wait for the others' next step forever."""
+        """Return an error text, or "", if a rank has no sample in the last batch of the epoch and would hang."""
         last = (self.length - taken) % self.global_batch
         if self._drop_last or not 0 < last < self._ranks:
             return ""
@@ -148,13 +150,13 @@ class ResumableSampler(Sampler[list[int]]):
 
 
 class ResumableLoader:
-    """Counts the batches that are taken from a DataLoader, so that a checkpoint holds its position.
+    """Counts the batches that the training takes from a DataLoader, so that a checkpoint holds its position.
 
     Iterate over it instead of over the DataLoader, and pass it as `states["dataloader"]` to save and load; it implements
     `SupportsStreams`. It feeds the rest of the epoch, and the next `for` the next epoch: `set_epoch` is not needed. After a
-    `break`, the next `for` goes on behind the last batch that was taken. Workers, pinning and collation are the
-    DataLoader's own: a `StatefulDataLoader` of torchdata serves too. What their augmentations draw from the RNGs of the
-    workers is not a part of the state: seed that by epoch and index.
+    `break`, the next `for` continues behind the last batch that was taken. Workers, pinning and collation are the
+    DataLoader's own: a `StatefulDataLoader` of torchdata serves too. Random numbers that augmentations draw in the workers
+    are not a part of the state: seed them by epoch and index.
 
     >>> from torch.utils.data import DataLoader
     >>> loader = ResumableLoader(DataLoader(range(6), batch_sampler=ResumableSampler(range(6), 3, shuffle=False)))
@@ -164,14 +166,14 @@ class ResumableLoader:
     (1, 0)
 
     Args:
-        loader: a DataLoader whose `batch_sampler` is a `ResumableSampler`.
+        loader: DataLoader whose `batch_sampler` is a `ResumableSampler`.
 
     Attributes:
         loader: the DataLoader.
-        sampler: its sampler, which holds the position.
+        sampler: sampler of the DataLoader, which holds the position.
 
     Raises:
-        UsageError: it has another sampler, another data set than the sampler, or yields batches out of their order.
+        UsageError: the DataLoader has another sampler or data set, or yields batches out of their order.
     """
 
     stream_count = 1  # all ranks have one position
@@ -183,7 +185,8 @@ class ResumableLoader:
                 f"a ResumableLoader needs a DataLoader with batch_sampler=ResumableSampler(...), and this "
                 f"{type(loader).__name__} has a {type(sampler).__name__}"
             )
-        if (length := len(loader.dataset)) != sampler.length:  # type: ignore[attr-defined]
+        length = len(loader.dataset)  # type: ignore[attr-defined]
+        if length != sampler.length:
             raise UsageError(
                 f"the data set has {length} samples in the DataLoader, and {sampler.length} in its sampler"
             )
@@ -197,7 +200,7 @@ class ResumableLoader:
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch of the next batch: where a loop over epochs starts after a load."""
+        """Epoch of the next batch, at which a loop over epochs starts after a load."""
         return self.sampler.epoch
 
     def __len__(self) -> int:
@@ -231,8 +234,8 @@ class ResumableLoader:
             return
         if self._loaded:
             raise UsageError(
-                f"the checkpoint goes on in epoch {self.epoch}, and epoch {epoch} would lose its position: start the loop "
-                "over epochs there (range(loader.epoch, ...))"
+                f"the checkpoint continues in epoch {self.epoch}, and epoch {epoch} would lose its position: start the "
+                "loop over epochs there (range(loader.epoch, ...))"
             )
         self.sampler.seek(epoch)
         self._iteration += 1
@@ -240,7 +243,7 @@ class ResumableLoader:
     # --- state ----------------------------------------------------------------------------------------------------
 
     def shared_state(self) -> Any:
-        """Return the position, and what decides about the order."""
+        """Return the position, and the facts that decide the order."""
         own = self.sampler.settings() | {"epoch": self.sampler.epoch, "taken": self.sampler.taken}
         return {"loader": "ResumableLoader"} | own
 
@@ -249,16 +252,16 @@ class ResumableLoader:
         return {0: {}}
 
     def choose_streams(self, shared: Any, saved: Sequence[int]) -> Sequence[int]:
-        """Check that this loader goes on with the order of a checkpoint.
+        """Check that this loader has the order of a checkpoint.
 
         Raises:
-            IncompatibleCheckpointError: it has another order, or another data set; the message says in what.
+            IncompatibleCheckpointError: the order or the data set is another one; the message has the differences.
         """
         self.sampler.check(shared, {"loader": "ResumableLoader"} | self.sampler.settings())
         return saved
 
     def load_streams(self, shared: Any, states: Mapping[int, Any]) -> None:
-        """Go on from the position of a checkpoint. An iteration that has begun ends with an error."""
+        """Continue from the position of a checkpoint. An iteration that has begun ends with an error."""
         self.sampler.seek(shared["epoch"], shared["taken"])
         self._loaded = True
         self._iteration += 1

@@ -1,4 +1,4 @@
-"""MosaicML Streaming, which goes on at any data-parallel degree by itself: its state is carried and checked."""
+"""Carry and check the state of MosaicML Streaming, which resumes at any data-parallel degree by itself."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class MosaicLoader:
     Iterate over it instead of over the `StreamingDataLoader`.
 
     Args:
-        loader: a `StreamingDataLoader` over a `StreamingDataset`.
+        loader: `StreamingDataLoader` over a `StreamingDataset`.
 
     Attributes:
-        loader: the same.
+        loader: the wrapped loader.
 
     Raises:
-        UsageError: it is another loader, or yields batches out of their order.
+        UsageError: the loader is another one, or yields batches out of their order.
     """
 
     stream_count = 1  # all ranks have one position
@@ -47,7 +47,7 @@ class MosaicLoader:
         if loader.batch_size is None:
             raise UsageError("the StreamingDataLoader needs a batch_size, of which the global batch is made")
         self.loader = loader
-        self._ended = False  # whether the last iteration has come to the end of its epoch
+        self._ended = False  # True if the last iteration has come to the end of its epoch
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the batches from the position to the end of the epoch."""
@@ -62,7 +62,7 @@ class MosaicLoader:
     # --- state ----------------------------------------------------------------------------------------------------
 
     def shared_state(self) -> Any:
-        """Return Streaming's own state, and what decides about the global batches."""
+        """Return Streaming's own state, and the facts that decide the global batches."""
         state = self.loader.state_dict()  # it sets the default of canonical nodes too
         if self._ended:  # Streaming would feed an epoch of nothing after a load
             state |= {"epoch": state["epoch"] + 1, "sample_in_epoch": 0}
@@ -83,9 +83,8 @@ class MosaicLoader:
             "shuffle_algo": data.shuffle_algo,
             "shuffle_seed": data.shuffle_seed,
         }
-        nodes = (
-            data.num_canonical_nodes
-        )  # None until the data set is used: the default is taken from the checkpoint then
+        # None until the data set is used: the default is taken from the checkpoint then.
+        nodes = data.num_canonical_nodes
         return settings | ({"num_canonical_nodes": nodes} if nodes else {})
 
     def stream_states(self) -> Mapping[int, Any]:
@@ -93,16 +92,16 @@ class MosaicLoader:
         return {0: {}}
 
     def choose_streams(self, shared: Any, saved: Sequence[int]) -> Sequence[int]:
-        """Check that this loader goes on with the order of a checkpoint.
+        """Check that this loader has the order of a checkpoint.
 
         Raises:
-            IncompatibleCheckpointError: it has another order, or another data set; the message says in what.
+            IncompatibleCheckpointError: the order or the data set is another one; the message has the differences.
         """
         check_shared(shared, self._settings())
         return saved
 
     def load_streams(self, shared: Any, states: Mapping[int, Any]) -> None:
-        """Go on from the position of a checkpoint."""
+        """Continue from the position of a checkpoint."""
         self.loader.load_state_dict(shared["state"])
-        self.loader.num_samples_yielded = 0  # since the position, of which Streaming does not think
+        self.loader.num_samples_yielded = 0  # since the position, which Streaming forgets
         self._ended = False

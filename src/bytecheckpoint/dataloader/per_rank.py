@@ -1,4 +1,4 @@
-"""Loaders whose state belongs to a rank: exact at the same degree, and at another one by split and merge."""
+"""Carry states of loaders that belong to a rank: exact at the same degree, and at another one by split and merge."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["PerRankLoader", "SupportsStateDict"]
 
 
 class SupportsStateDict(Protocol):
-    """A loader that can tell its state, and go on from it."""
+    """Loader with a state."""
 
     def state_dict(self) -> Any:
         """Return the state behind the last item that was taken."""
 
     def load_state_dict(self, state: Any, /) -> object:
-        """Go on from a state."""
+        """Continue from a state."""
 
 
 class PerRankLoader:
@@ -30,14 +30,14 @@ class PerRankLoader:
     these two functions, such a checkpoint is refused, since samples would be lost or fed twice.
 
     Args:
-        loader: what to iterate over, with `state_dict` and `load_state_dict`. It may have the two functions as methods.
+        loader: iterable with `state_dict` and `load_state_dict`. It may have the two functions as methods.
         rank: number of this rank among those that feed different data (the data-parallel rank).
-        ranks: how many these are.
-        merge: states of all ranks, in their order -> one state.
-        split: (that state, rank, ranks) -> state of this rank.
+        ranks: number of these ranks.
+        merge: function states of all ranks, in their order -> one state.
+        split: function (that state, rank, ranks) -> state of this rank.
 
     Attributes:
-        loader: the loader.
+        loader: the wrapped loader.
 
     Raises:
         UsageError: an argument is out of its range, or one of the two functions is missing.
@@ -56,7 +56,7 @@ class PerRankLoader:
             if not callable(getattr(loader, name, None)):
                 raise UsageError(f"a {type(loader).__name__} has no {name}, so its position cannot be saved")
         if type(self) is PerRankLoader and any("torchdata.stateful" in c.__module__ for c in type(loader).__mro__):
-            raise UsageError("use TorchdataLoader, which knows where the state of a StatefulDataLoader loses something")
+            raise UsageError("use TorchdataLoader, which knows when the state of a StatefulDataLoader loses something")
         for dataset in (loader, getattr(loader, "dataset", None)):
             check_exact(dataset, "use HuggingFaceLoader(replay=True)")
         self.loader = loader
@@ -72,7 +72,7 @@ class PerRankLoader:
         return iter(self.loader)  # type: ignore[call-overload, no-any-return]
 
     def __len__(self) -> int:
-        """Return what the loader says."""
+        """Return the length of the loader."""
         return len(self.loader)  # type: ignore[arg-type]
 
     # --- state ----------------------------------------------------------------------------------------------------
@@ -97,8 +97,8 @@ class PerRankLoader:
         """Return this rank's stream, or all of them if the number of ranks has changed.
 
         Raises:
-            IncompatibleCheckpointError: another kind of loader saved it, or another number of ranks without `merge` and
-                `split` here.
+            IncompatibleCheckpointError: another kind of loader saved the checkpoint, or another number of ranks, and there
+                is no `merge` and `split`.
         """
         check_shared(shared, self._identity())
         if shared["ranks"] == self._ranks:
@@ -106,13 +106,13 @@ class PerRankLoader:
         if self._merge is None:
             raise IncompatibleCheckpointError(
                 f"{shared['ranks']} ranks saved the states of their {type(self.loader).__name__}, and {self._ranks} cannot "
-                "share them: samples would be lost or fed twice. Go on with the same number of data-parallel ranks, or "
+                "share them: samples would be lost or fed twice. Keep the number of data-parallel ranks, or "
                 "pass merge= and split="
             )
         return saved
 
     def load_streams(self, shared: Any, states: Mapping[int, Any]) -> None:
-        """Go on from this rank's state, or from its part of all states."""
+        """Continue from this rank's state, or from its part of all states."""
         if shared["ranks"] == self._ranks:
             self.loader.load_state_dict(states[self._rank])
             return

@@ -1,8 +1,8 @@
-"""Random orders of `range(n)` that are computed place by place: no list of n numbers is kept or saved.
+"""Compute random orders of `range(n)` place by place, without a list of n numbers.
 
-A keyed Feistel network is a bijection whatever its round function is (M. Luby, C. Rackoff, "How to construct pseudorandom
+A keyed Feistel network is a bijection for any round function (M. Luby, C. Rackoff, "How to construct pseudorandom
 permutations"). Its halves are numbers below `rows` and `columns`, with rows * columns just above n (J. Black, P. Rogaway,
-"Ciphers with arbitrary finite domains"). A result from n on is put through the network again, until it is below n.
+"Ciphers with arbitrary finite domains"). A result of at least n is put through the network again, until it is below n.
 
 Saved checkpoints rely on these orders: nothing here may change, and nothing may depend on a generator of numpy.
 """
@@ -20,7 +20,7 @@ from bytecheckpoint.errors import UsageError
 
 __all__ = ["MAX_LENGTH", "Permutation", "order_key"]
 
-#: The longest order: above it, the multiplication that brings a hash below `rows` would prefer some numbers.
+#: Longest order. Above it, the multiplication that brings a hash below `rows` would prefer some numbers.
 MAX_LENGTH: Final = 1 << 40
 
 _ROUNDS = 12  # with 8, orders of five or six numbers are measurably uneven
@@ -36,11 +36,11 @@ def order_key(seed: int, epoch: int, name: str) -> int:
 
 
 class Permutation:
-    """A random order of `range(length)`, the same for the same key for ever.
+    """A random order of `range(length)`, equal for equal keys in all versions.
 
     Args:
-        length: how many numbers; at most 2**40.
-        key: a 64-bit number, by `order_key`.
+        length: number of numbers, at most 2**40.
+        key: 64-bit number, by `order_key`.
 
     Raises:
         UsageError: the length is negative or above 2**40.

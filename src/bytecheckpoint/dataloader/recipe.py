@@ -1,11 +1,10 @@
-"""What a token loader feeds: everything that must be equal on all ranks and stay so for a whole run."""
+"""Describe the data of a token loader, and compare descriptions."""
 
 from __future__ import annotations
 
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,16 +16,16 @@ from bytecheckpoint.dataloader.sources.base import Document, Source
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.representation.values.equality import equal
 
-__all__ = ["ALLOWED", "Recipe", "Tokens", "changed_sources"]
+__all__ = ["ALLOWED", "TokenRecipe", "Tokens", "changed_sources"]
 
 Tokens = NDArray[np.int32]
 
 #: Types of which every value may be a token id.
 _SAFE = frozenset(map(np.dtype, (np.uint8, np.uint16)))
-#: What a tokenizer is recognised by: the tokens that it makes of this.
+#: Text whose tokens are the fingerprint of a tokenizer.
 _PROBE = "The 3 quick brown foxes,\n\tjumped over 1234 lazy dogs; naïve – 日本語 🙂 <|endoftext|>"
 
-#: What may change between a save and a load where the caller allows it, and why one would.
+#: Names of changes between a save and a load that a caller may allow -> their effect.
 ALLOWED = {
     "ratios": "the next documents are drawn by the new ratios",
     "sources": "a new source begins at its first document, and one that is gone is forgotten",
@@ -37,90 +36,72 @@ ALLOWED = {
 }
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """What a loader feeds.
+class TokenRecipe:
+    """Data of a token loader: everything that must be equal on all ranks and stay so for a whole run.
+
+    Args:
+        sources: one source, several of equal share, or source -> share of the tokens.
+        context_length: number of tokens in a row.
+        global_batch: number of rows of a global batch.
+        tokenizer: function document -> token ids (a list, an array, or a dict with "input_ids"). None: documents are
+            tokens.
+        document_end: token to put behind each document.
+        streams: number of streams, the largest number of ranks times workers that helps. It divides `global_batch`, and
+            never changes during a run. None: one for each row of a global batch.
+        seed: seed of all random choices.
+        shuffle_buffer: number of documents among which each stream chooses the next one, beside the shuffling of the
+            sources. They are a part of the state.
+        epochs: number of times that each source is fed; None: without end. Rows that would not fill a global batch are
+            dropped.
 
     Attributes:
-        sources: where documents come from.
+        sources: sources in the order of the argument.
         ratios: share of each source in the tokens; positive, their sum is 1.
-        tokenizer: document -> token ids; None if the documents are tokens.
-        document_end: token to put behind each document, or None.
-        context_length: tokens in a row.
-        streams: number of streams of all ranks.
-        rows: rows that a stream gives to each global batch.
-        seed: of all choices.
-        shuffle_buffer: documents among which a stream chooses the next one; 0 or 1: none.
-        epochs: how often a source is fed, or None for without end.
+        rows: number of rows that a stream gives to each global batch.
+
+    Raises:
+        UsageError: an argument is out of its range; the message names it.
     """
 
-    sources: tuple[Source, ...]
-    ratios: tuple[float, ...]
-    tokenizer: Callable[[Any], Any] | None
-    document_end: int | None
-    context_length: int
-    streams: int
-    rows: int
-    seed: int
-    shuffle_buffer: int = 0
-    epochs: int | None = None
-
-    @staticmethod
-    def of(
+    def __init__(
+        self,
         sources: Source | Sequence[Source] | Mapping[Source, float],
-        *,
-        streams: int | None,
+        context_length: int,
         global_batch: int,
-        **options: Any,
-    ) -> Recipe:
-        """Check the arguments of a loader, and make its recipe.
-
-        Args:
-            sources: one, several of equal share, or source -> ratio.
-            streams: number of streams; by default one for each row of a global batch.
-            global_batch: rows of a global batch.
-            **options: the other attributes.
-
-        Raises:
-            UsageError: an argument is out of its range; the message names it.
-        """
-        ratios = dict(sources) if isinstance(sources, Mapping) else None
-        given = [sources] if isinstance(sources, Source) else [*sources]
-        if not given or not all(isinstance(source, Source) for source in given):
-            raise UsageError(f"sources must be one or more Sources, not {sources!r}; SequenceSource takes a list")
-        names = [source.name for source in given]
-        if len({*names}) < len(names):
-            raise UsageError(f"two sources have one name: {', '.join(sorted(names))}; pass name= to one of them")
-        shares = [float(ratios[source]) if ratios is not None else 1.0 for source in given]
-        if not all(math.isfinite(share) and share > 0 for share in shares):
-            raise UsageError(f"ratios must be positive numbers, not {dict(zip(names, shares, strict=True))}")
+        *,
+        tokenizer: Callable[[Any], Any] | None = None,
+        document_end: int | None = None,
+        streams: int | None = None,
+        seed: int = 0,
+        shuffle_buffer: int = 0,
+        epochs: int | None = None,
+    ) -> None:
         streams = global_batch if streams is None else streams
-        for name, value in {"global_batch": global_batch, "streams": streams, **options}.items():
-            least = {"seed": None, "shuffle_buffer": 0, "tokenizer": None, "document_end": None}.get(name, 1)
-            if least is None or (name == "epochs" and value is None):
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UsageError(f"{name} must be an int of at least {least}, not {value!r}")
-        end = options["document_end"]
-        if end is not None and (not isinstance(end, int) or isinstance(end, bool) or not 0 <= end < 2**31):
-            raise UsageError(f"document_end must be a token id, an int from 0 to 2**31 - 1, not {end!r}")
-        if not isinstance(options["seed"], int) or not -(2**63) <= options["seed"] < 2**63:
-            raise UsageError(f"seed must be an int of 64 bits, not {options['seed']!r}")
+        self.sources, self.ratios = _checked_sources(sources)
+        _check_int("global_batch", global_batch, 1)
+        _check_int("streams", streams, 1)
+        _check_int("context_length", context_length, 1)
+        _check_int("shuffle_buffer", shuffle_buffer, 0)
+        if epochs is not None:
+            _check_int("epochs", epochs, 1)
+        if document_end is not None and (type(document_end) is not int or not 0 <= document_end < 2**31):
+            raise UsageError(f"document_end must be a token id, an int from 0 to 2**31 - 1, not {document_end!r}")
+        if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+            raise UsageError(f"seed must be an int of 64 bits, not {seed!r}")
         if global_batch % streams:
             raise UsageError(
                 f"a global batch of {global_batch} rows cannot take equally many from {streams} streams: "
                 "choose a number of streams that divides it"
             )
-        share = math.fsum(shares)
-        return Recipe(
-            tuple(given), tuple(s / share for s in shares), streams=streams, rows=global_batch // streams, **options
-        )
+        self.context_length, self.streams, self.rows = context_length, streams, global_batch // streams
+        self.tokenizer, self.document_end = tokenizer, document_end
+        self.seed, self.shuffle_buffer, self.epochs = seed, shuffle_buffer, epochs
 
     def tokens_of(self, document: Document) -> Tokens:
         """Return the tokens of a document, with the token that ends it.
 
         Raises:
-            UsageError: the tokenizer returns something else than token ids, or there is none and the document is text.
+            UsageError: the tokenizer returns no token ids, or there is no tokenizer and the document is text.
         """
         tokens: Any = document
         if self.tokenizer is not None and not isinstance(document, np.ndarray):
@@ -141,7 +122,7 @@ class Recipe:
         return found
 
     def random(self, purpose: int, stream: int, number: int) -> int:
-        """Return 64 random bits, the same ones for the same seed and arguments in every run and version."""
+        """Return 64 random bits, equal for equal seeds and arguments in every run and version."""
         return xxhash.xxh3_64_intdigest(struct.pack("<4q", self.seed, purpose, stream, number))
 
     def shared(self) -> dict[str, Any]:
@@ -169,6 +150,29 @@ class Recipe:
             return "of other documents than text"
 
 
+def _checked_sources(
+    sources: Source | Sequence[Source] | Mapping[Source, float],
+) -> tuple[tuple[Source, ...], tuple[float, ...]]:
+    """Return the sources, and the share of each."""
+    shares = dict(sources) if isinstance(sources, Mapping) else None
+    given = [sources] if isinstance(sources, Source) else [*sources]
+    if not given or not all(isinstance(source, Source) for source in given):
+        raise UsageError(f"sources must be one or more Sources, not {sources!r}; SequenceSource takes a list")
+    names = [source.name for source in given]
+    if len({*names}) < len(names):
+        raise UsageError(f"two sources have one name: {', '.join(sorted(names))}; pass name= to one of them")
+    ratios = [1.0 if shares is None else float(shares[source]) for source in given]
+    if not all(math.isfinite(ratio) and ratio > 0 for ratio in ratios):
+        raise UsageError(f"ratios must be positive numbers, not {dict(zip(names, ratios, strict=True))}")
+    whole = math.fsum(ratios)
+    return tuple(given), tuple(ratio / whole for ratio in ratios)
+
+
+def _check_int(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(f"{name} must be an int of at least {least}, not {value!r}")
+
+
 def _are_ids(array: NDArray[Any]) -> bool:
     return array.dtype.kind in "iu" and int(array.max()) < 2**31 and int(array.min()) >= 0
 
@@ -177,18 +181,18 @@ def changed_sources(saved: Any, own: Any, *, allow: bool) -> list[str]:
     """Compare descriptions of sources by name; return the differences in words.
 
     Args:
-        saved: those of the checkpoint.
-        own: those here.
-        allow: whether sources may be new or gone.
+        saved: descriptions in the checkpoint.
+        own: descriptions of this run.
+        allow: True if sources may be new or gone.
     """
     saved = saved if isinstance(saved, dict) else {}
     found = []
     if not allow:
-        if lost := sorted(saved.keys() - own.keys()):
-            found.append(f"it lacks the source{'s' * (len(lost) > 1)} {', '.join(lost)}{remedy('sources', ALLOWED)}")
-        if new := sorted(own.keys() - saved.keys()):
-            names = f"source{'s' * (len(new) > 1)} {', '.join(new)}"
-            found.append(f"the checkpoint does not know the {names}{remedy('sources', ALLOWED)}")
+        lost, new = sorted(saved.keys() - own.keys()), sorted(own.keys() - saved.keys())
+        if lost:
+            found.append(f"it lacks the {_sources(lost)}{remedy('sources', ALLOWED)}")
+        if new:
+            found.append(f"the checkpoint does not know the {_sources(new)}{remedy('sources', ALLOWED)}")
     for name in sorted(saved.keys() & own.keys()):
         was, now = saved[name], own[name]
         changed = [key for key in sorted({*was, *now}) if not equal(was.get(key), now.get(key))]
@@ -196,3 +200,8 @@ def changed_sources(saved: Any, own: Any, *, allow: bool) -> list[str]:
             text = ", ".join(f"{key} was {short(was.get(key))} and is {short(now.get(key))}" for key in changed)
             found.append(f"the data of source {name} has changed ({text}): bring back the data that the run began with")
     return found
+
+
+def _sources(names: list[str]) -> str:
+    noun = "source" if len(names) == 1 else "sources"
+    return f"{noun} {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""Packed rows of tokens, in memory that processes may share."""
+"""Lay packed rows of tokens out in memory that processes may share."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["Rows", "shared_tensor"]
+__all__ = ["PackedRows", "shared_tensor"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PackedRows:
     """Memory for packed rows.
 
     Attributes:
@@ -30,9 +30,9 @@ class Rows:
     numbers: torch.Tensor
 
     @staticmethod
-    def empty(count: int, length: int, *, pinned: bool = False) -> Rows:
+    def empty(count: int, length: int, *, pinned: bool = False) -> PackedRows:
         """Allocate memory for `count` rows of `length` tokens."""
-        return Rows(
+        return PackedRows(
             torch.empty(count, length, dtype=torch.int64, pin_memory=pinned),
             torch.empty(count, length, dtype=torch.int32, pin_memory=pinned),
             torch.empty(count, length, dtype=torch.int32, pin_memory=pinned),
@@ -40,27 +40,27 @@ class Rows:
         )
 
     @staticmethod
-    def over(memory: torch.Tensor, count: int, length: int) -> Rows:
+    def over(memory: torch.Tensor, count: int, length: int) -> PackedRows:
         """Lay rows out in `memory`, int64 [`words(count, length)`]."""
         tokens, documents, positions, numbers = memory.split(
             [count * length, count * length // 2 + 1, count * length // 2 + 1, count]
         )
         shape = (count, length)
-        return Rows(tokens.view(shape), _narrow(documents, shape), _narrow(positions, shape), numbers)
+        return PackedRows(tokens.view(shape), _narrow(documents, shape), _narrow(positions, shape), numbers)
 
     @staticmethod
     def words(count: int, length: int) -> int:
         """Return the size of the memory that `over` takes."""
         return count * length + 2 * (count * length // 2 + 1) + count
 
-    def part(self, first: int, stop: int) -> Rows:
+    def part(self, first: int, stop: int) -> PackedRows:
         """Return some of the rows, in the same memory."""
         part = slice(first, stop)
-        return Rows(self.tokens[part], self.documents[part], self.positions[part], self.numbers[part])
+        return PackedRows(self.tokens[part], self.documents[part], self.positions[part], self.numbers[part])
 
-    def copy_from(self, other: Rows) -> None:
-        """Copy all of `other`, which has as many rows."""
-        for field in fields(Rows):
+    def copy_from(self, other: PackedRows) -> None:
+        """Copy all rows of `other`, which has the same number of rows."""
+        for field in fields(PackedRows):
             getattr(self, field.name).copy_(getattr(other, field.name))
 
     def mark(self, begins: NDArray[np.bool_]) -> None:

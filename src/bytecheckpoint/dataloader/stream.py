@@ -1,4 +1,4 @@
-"""One stream of a token loader: draws documents, mixes and shuffles them, and packs their tokens into rows."""
+"""Draw documents, mix and shuffle them, and pack their tokens into rows, for one stream of a token loader."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bytecheckpoint.dataloader.recipe import Recipe, Tokens
+from bytecheckpoint.dataloader.recipe import TokenRecipe, Tokens
 from bytecheckpoint.dataloader.sources.base import Cursor
 from bytecheckpoint.errors import UsageError
 
-__all__ = ["BUFFERS", "Snapshot", "Stream"]
+__all__ = ["BUFFERS", "Snapshot", "TokenStream"]
 
 #: Names of a state's tokens: each is a dict of two tensors, "tokens" (int32) and "lengths" of their pieces (int64).
 BUFFERS = ("shuffle_buffer", "token_buffer")
 
 _SOURCE, _SHUFFLE = range(2)  # purposes of random numbers
-#: Rows of tokens by which a source may run ahead of its ratio: the draws are random within that.
+#: Rows of tokens by which a source may run ahead of its ratio. Draws are random within this bound.
 _SLACK_ROWS = 4
 
 
@@ -34,10 +34,10 @@ class Snapshot:
     """The state of a stream at one moment. It shares the tokens, which never change, so that it costs little.
 
     Attributes:
-        counters: plain values.
-        sources: of each source by name, plain values.
-        shuffled: the documents in the shuffle buffer.
-        pending: the tokens that are drawn and in no row yet.
+        counters: plain values of the stream.
+        sources: plain values of each source, by name.
+        shuffled: documents in the shuffle buffer.
+        pending: tokens that are drawn and in no row yet.
     """
 
     counters: dict[str, int]
@@ -51,15 +51,15 @@ class Snapshot:
         return [n for pieces in (self.shuffled, self.pending) for n in (4 * sum(map(len, pieces)), 8 * len(pieces))]
 
     def to_state(self, allocate: Callable[[int, torch.dtype], torch.Tensor] = _empty) -> dict[str, Any]:
-        """Return the state as plain values and tensors, for which `allocate` gives memory by their length and dtype."""
+        """Return the state as plain values and tensors, in memory that `allocate` returns by length and dtype."""
         buffers = (_joined(pieces, allocate) for pieces in (self.shuffled, self.pending))
         return {**self.counters, "sources": self.sources, **dict(zip(BUFFERS, buffers, strict=True))}
 
 
 class _Feed:
-    """One source as one stream reads it: cursors, epoch by epoch."""
+    """Reads one source for one stream, epoch by epoch."""
 
-    def __init__(self, recipe: Recipe, index: int, stream: int, state: dict[str, Any] | None) -> None:
+    def __init__(self, recipe: TokenRecipe, index: int, stream: int, state: dict[str, Any] | None) -> None:
         state = state or {}
         self.source = recipe.sources[index]
         self.epoch: int = state.get("epoch", 0)
@@ -72,7 +72,7 @@ class _Feed:
 
     @property
     def ended(self) -> bool:
-        """Whether all epochs are fed, or the stream has no document of this source."""
+        """True if all epochs are fed, or the stream has no document of this source."""
         return self._empty or (self._recipe.epochs is not None and self.epoch >= self._recipe.epochs)
 
     def state(self) -> dict[str, Any]:
@@ -100,16 +100,16 @@ class _Feed:
         return None
 
 
-class Stream:
-    """One stream. Its rows depend on the recipe and on its number only, whichever rank and worker make them.
+class TokenStream:
+    """One stream. Its rows depend only on the recipe and on its number, not on the rank and worker that make them.
 
     Args:
-        recipe: what to feed.
-        number: of the stream.
-        state: what `Snapshot.to_state` returned, to go on from there.
+        recipe: data of the loader.
+        number: number of the stream.
+        state: state to continue from, as `Snapshot.to_state` returns it.
     """
 
-    def __init__(self, recipe: Recipe, number: int, state: dict[str, Any] | None = None) -> None:
+    def __init__(self, recipe: TokenRecipe, number: int, state: dict[str, Any] | None = None) -> None:
         state = state or {"rows": 0, "draws": 0, "picks": 0, "sources": {}}
         self.number = number
         self._recipe = recipe
@@ -125,7 +125,7 @@ class Stream:
 
     @property
     def row(self) -> int:
-        """Rows that were made so far."""
+        """Number of rows that were made so far."""
         return self._rows
 
     def snapshot(self) -> Snapshot:

@@ -1,4 +1,4 @@
-"""torchdata's StatefulDataLoader: exact at the same degree, and at any degree where its sampler has one order for all."""
+"""Carry the state of torchdata's StatefulDataLoader: exact at the same degree, or at any degree with a suitable sampler."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["TorchdataLoader"]
 class TorchdataLoader(PerRankLoader):
     """Carries the state of a `StatefulDataLoader` (torchdata 0.11); implements `SupportsStreams`.
 
-    If the data set is map-style and the sampler a `StatefulDistributedSampler`, any number of ranks and workers goes on
+    If the data set is map-style and the sampler a `StatefulDistributedSampler`, any number of ranks and workers resumes
     exactly: that sampler holds how many samples a rank has fed, and the order of an epoch is the same for all numbers of
     ranks, up to the samples that fill the last batches. The global batch must stay the same: choose `batch_size` for it.
     The epoch of the sampler is restored too.
 
-    Otherwise torchdata's own states go on at the same number of ranks and workers, and another number is refused. The
+    Otherwise torchdata's own states resume at the same number of ranks and workers, and another number is refused. The
     states of an iterable data set belong to a rank and a worker of it, and those of other samplers to an order of one
     rank. For any number of ranks, pass `batch_sampler=ResumableSampler(...)` to the `StatefulDataLoader` and wrap it in a
     `ResumableLoader`; for iterable data, there are `HuggingFaceLoader` and `TokenBufferLoader`; or pass `merge` and `split`
@@ -30,9 +30,10 @@ class TorchdataLoader(PerRankLoader):
     def __init__(self, loader: Any, **options: Any) -> None:
         super().__init__(loader, **options)
         self._sampler = self._divisible_sampler()
-        if (sampler := self._sampler) and (sampler.rank, sampler.num_replicas) != (self._rank, self._ranks):
+        sampler = self._sampler
+        if sampler and (sampler.rank, sampler.num_replicas) != (self._rank, self._ranks):
             raise UsageError(
-                f"the sampler feeds rank {sampler.rank} of {sampler.num_replicas}, and the loader is told {self._rank} of "
+                f"the sampler feeds rank {sampler.rank} of {sampler.num_replicas}, and the loader rank {self._rank} of "
                 f"{self._ranks}; pass both the data-parallel ones"
             )
 
@@ -54,19 +55,18 @@ class TorchdataLoader(PerRankLoader):
     # --- state ----------------------------------------------------------------------------------------------------
 
     def shared_state(self) -> Any:
-        """Return the kind of the loader, the numbers of ranks and workers, and what all ranks together have fed."""
+        """Return the kind of the loader, the numbers of ranks and workers, and the position of all ranks together."""
         shared = super().shared_state() | {"workers": self.loader.num_workers, "order": None}  # type: ignore[attr-defined]
         if self._sampler:
             taken = _taken(self.loader.state_dict(), self.loader.batch_size)  # type: ignore[attr-defined]
-            whole = (
-                taken >= self._sampler.num_samples
-            )  # with the samples that fill up, of which others need other numbers
+            # With the samples that fill up the last batch, whose number depends on the number of ranks.
+            whole = taken >= self._sampler.num_samples
             position = {"epoch": self._sampler.epoch, "taken": None if whole else taken * self._ranks}
             shared |= {"order": self._order()} | position
         return shared
 
     def _order(self) -> dict[str, Any] | None:
-        """Return what decides about the global batches, if that does not depend on the number of ranks."""
+        """Return the facts that decide the global batches, if these do not depend on the number of ranks."""
         return self._sampler and {
             "loader": type(self).__name__,
             "dataset_length": len(self._sampler.dataset),
@@ -88,7 +88,8 @@ class TorchdataLoader(PerRankLoader):
                 anew; or it has other data.
         """
         check_shared(shared, self._identity())
-        if (order := self._order()) is not None and shared["order"] is not None:
+        order = self._order()
+        if order is not None and shared["order"] is not None:
             check_shared(shared["order"], order)
             if (shared["taken"] or 0) % self._ranks:
                 raise IncompatibleCheckpointError(
@@ -108,7 +109,7 @@ class TorchdataLoader(PerRankLoader):
         return super().choose_streams(shared, saved)
 
     def load_streams(self, shared: Any, states: Mapping[int, Any]) -> None:
-        """Go on from this rank's state, or behind the samples that all ranks together have fed."""
+        """Continue from this rank's state, or behind the samples that all ranks together have fed."""
         if not self._sampler:
             super().load_streams(shared, states)
             return
@@ -121,7 +122,7 @@ class TorchdataLoader(PerRankLoader):
 
 
 def _taken(state: Mapping[str, Any], batch_size: int) -> int:
-    """Return how many samples of its epoch a rank has fed, from torchdata's state of a `StatefulDistributedSampler`."""
+    """Return the number of samples of its epoch that a rank has fed, by the state of its `StatefulDistributedSampler`."""
     if state["_iterator_finished"]:
         return 0  # the next iteration feeds another epoch
     since = 0

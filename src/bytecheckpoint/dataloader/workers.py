@@ -1,7 +1,7 @@
-"""Worker processes of a token loader: each makes the rows of some streams, a few batches ahead.
+"""Make the rows of some streams in worker processes, a few batches ahead.
 
 A worker keeps the state after each batch that it is ahead, so that the loader can be saved as of the last batch that the
-training took. A state that was asked for in advance is handed over as soon as the batch before it is made
+training took. A state that was requested in advance is handed over as soon as the batch before it is made
 (ByteCheckpoint, section 4.5: state prefetching).
 """
 
@@ -24,9 +24,9 @@ import torch.multiprocessing  # lets connections carry tensors in shared memory
 from msgspec import structs
 
 from bytecheckpoint.dataloader.handover import ALIGN, StateReceiver, States, StateSender, share_states
-from bytecheckpoint.dataloader.recipe import Recipe
-from bytecheckpoint.dataloader.rows import Rows, shared_tensor
-from bytecheckpoint.dataloader.stream import Snapshot, Stream
+from bytecheckpoint.dataloader.recipe import TokenRecipe
+from bytecheckpoint.dataloader.rows import PackedRows, shared_tensor
+from bytecheckpoint.dataloader.stream import Snapshot, TokenStream
 from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError, UsageError
 from bytecheckpoint.failures import Failure
 
@@ -39,14 +39,14 @@ class LocalMaker:
     """Makes the rows of some streams, and knows their states after each of the last batches.
 
     Args:
-        recipe: what to feed.
-        numbers: of the streams.
-        begin: batches that were made before.
-        states: of the streams at that moment; one that is not among them begins.
+        recipe: data of the loader.
+        numbers: numbers of the streams.
+        begin: number of batches that were made before.
+        states: states of the streams at that moment. A stream without a state begins.
 
     Attributes:
-        made: batches that were made so far.
-        late: never, as this answers at once.
+        made: number of batches that were made so far.
+        late: False, because this object answers at once.
     """
 
     late = False
@@ -54,23 +54,23 @@ class LocalMaker:
     # An error in the middle of a batch, or in another maker of the same batch, must not let streams drift apart: until a
     # batch is taken, it can be made again.
 
-    def __init__(self, recipe: Recipe, numbers: Sequence[int], begin: int, states: States) -> None:
+    def __init__(self, recipe: TokenRecipe, numbers: Sequence[int], begin: int, states: States) -> None:
         self.made = begin
         self._recipe = recipe
         self._ended = self._broken_off = False
-        self._streams = [Stream(recipe, number, states.get(number)) for number in numbers]
+        self._streams = [TokenStream(recipe, number, states.get(number)) for number in numbers]
         self._snapshots: dict[int, list[Snapshot]] = {begin: self._snapshot()}
 
-    def make(self, rows: Rows, batch: int) -> bool:
+    def make(self, rows: PackedRows, batch: int) -> bool:
         """Make the rows of a batch, ordered by stream; return False when a stream has ended.
 
         Args:
-            rows: receives them.
+            rows: memory for the rows.
             batch: number of the batch: the next one, or one that was made and is not taken yet.
         """
         if self._broken_off or batch != self.made:
             before = self.states(batch)
-            self._streams = [Stream(self._recipe, number, state) for number, state in before.items()]
+            self._streams = [TokenStream(self._recipe, number, state) for number, state in before.items()]
             self.made = batch
         self._broken_off = True
         each = self._recipe.rows
@@ -94,11 +94,11 @@ class LocalMaker:
             del self._snapshots[old]
 
     def knows(self, batches: int) -> bool:
-        """Return whether `states` can answer."""
+        """Return True if `states` can answer."""
         return batches in self._snapshots
 
     def ask(self, batches: int) -> None:
-        """Do nothing: `states` answers as quickly without having been asked before."""
+        """Do nothing: `states` needs no request in advance."""
 
     def states(self, batches: int) -> dict[int, Any]:
         """Return the states of the streams after that many batches."""
@@ -129,14 +129,14 @@ class Worker:
     """The loader's end of one worker process.
 
     Args:
-        name: for errors, e.g. "data loader worker 1 of 4, which feeds streams 4 to 7".
-        start_method: of the process.
-        ahead: batches to make before they are asked for.
+        name: name in errors, e.g. "data loader worker 1 of 4, which feeds streams 4 to 7".
+        start_method: start method of the process.
+        ahead: number of batches to make before they are wanted.
         timeout: seconds to wait for a batch or for states.
-        arguments: of the `LocalMaker`.
+        arguments: arguments of the `LocalMaker`.
 
     Attributes:
-        late: it gave no answer in time, and none since.
+        late: True if the worker gave no answer in time, and none since.
     """
 
     def __init__(self, name: str, start_method: str, ahead: int, timeout: float, arguments: tuple[Any, ...]) -> None:
@@ -145,9 +145,9 @@ class Worker:
         recipe, numbers, begin, states = arguments
         count = recipe.rows * len(numbers)
         # A batch stays in its slot until it is taken; the worker makes no further ones than there are slots.
-        words = Rows.words(count, recipe.context_length)
+        words = PackedRows.words(count, recipe.context_length)
         memory = shared_tensor((ahead, words), torch.int64)
-        self._slots = [Rows.over(part, count, recipe.context_length) for part in memory]
+        self._slots = [PackedRows.over(part, count, recipe.context_length) for part in memory]
         self._made: dict[int, bool] = {}  # number of a batch -> whether its slot holds it; False: a stream has ended
         self._states: dict[int, dict[int, Any]] = {}
         self._failures: dict[int, Failure] = {}  # by number of a batch; -1 for a failure of the worker itself
@@ -167,7 +167,7 @@ class Worker:
             self._process.start()
         except OSError:
             raise
-        except Exception as error:  # what a class raises when it cannot be sent
+        except Exception as error:  # of a class that cannot be sent
             raise UsageError(
                 f"the sources or the tokenizer cannot be sent to a {start_method} worker ({error}): define them at the top "
                 'of a module, use workers=0, or start_method="fork", which may hang in a process with threads'
@@ -175,7 +175,7 @@ class Worker:
         theirs.close()
         self.close = weakref.finalize(self, _end, self._process, self._link, os.getpid())
 
-    def make(self, rows: Rows, batch: int) -> bool:
+    def make(self, rows: PackedRows, batch: int) -> bool:
         """Copy the rows of a batch that is not taken yet; return False when a stream has ended."""
         self._receive(lambda: batch in self._made or batch in self._failures, "a batch")
         if batch in self._failures:
@@ -185,7 +185,7 @@ class Worker:
         return self._made[batch]
 
     def taken(self, batches: int) -> None:
-        """Tell the worker how many batches the training has taken."""
+        """Report to the worker how many batches the training has taken."""
         for known in (self._states, self._made):
             for old in [number for number in known if number < batches]:
                 del known[old]
@@ -195,7 +195,7 @@ class Worker:
             self._send(("released", released))
 
     def ask(self, batches: int) -> None:
-        """Ask for the states after that many batches, unless that has been asked."""
+        """Request the states after that many batches, once."""
         if batches not in self._asked:
             self._asked.add(batches)
             self._send(("states", batches))
@@ -263,13 +263,13 @@ def _end(process: Any, link: Connection, owner: int) -> None:
 
 def _work(link: Connection, memory: torch.Tensor, arguments: tuple[Any, ...]) -> None:
     """Be a worker, until the loader closes the link or its process dies."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the loader's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the loader handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     parent = os.getppid()  # the loader's process, or a fork server that ends with it
     try:
         recipe, numbers, begin, states = arguments
-        slots = [Rows.over(part, recipe.rows * len(numbers), recipe.context_length) for part in memory]
+        slots = [PackedRows.over(part, recipe.rows * len(numbers), recipe.context_length) for part in memory]
         _serve(link, parent, slots, LocalMaker(recipe, numbers, begin, StateReceiver().receive(states)))
     except _LoaderGoneError:
         return
@@ -286,13 +286,13 @@ def _failure(error: BaseException) -> Failure:
     return structs.replace(failure, message=f"{failure.message}\n{trace}")
 
 
-def _serve(link: Connection, parent: int, slots: list[Rows], maker: LocalMaker) -> None:
+def _serve(link: Connection, parent: int, slots: list[PackedRows], maker: LocalMaker) -> None:
     taken = maker.made
     wanted: set[int] = set()
-    told = False
+    ended = False
     sender = StateSender()
     while True:
-        idle = told or maker.made >= taken + len(slots)
+        idle = ended or maker.made >= taken + len(slots)
         if idle and wanted:
             sender.reserve(maker.state_bytes(maker.made))
         while idle or _polls(link):
@@ -309,15 +309,15 @@ def _serve(link: Connection, parent: int, slots: list[Rows], maker: LocalMaker) 
             if maker.knows(number):
                 wanted.discard(number)
                 _send(link, "states", number, maker.send_states(number, sender))
-        if not told and maker.made < taken + len(slots):
+        if not ended and maker.made < taken + len(slots):
             number = maker.made
             try:
-                told = not maker.make(slots[number % len(slots)], number)
+                ended = not maker.make(slots[number % len(slots)], number)
             except Exception as error:  # noqa: BLE001  the loader raises it for this batch; what is before can be saved
-                told = True
+                ended = True
                 _send(link, "failure", number, _failure(error))
             else:
-                _send(link, "rows", number, not told)
+                _send(link, "rows", number, not ended)
 
 
 def _polls(link: Connection) -> bool:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from bytecheckpoint.dataloader.loader import TokenBufferLoader
+from bytecheckpoint.dataloader.recipe import TokenRecipe
 from bytecheckpoint.dataloader.sources.sequence import SequenceSource
 
 __all__ = ["Batch", "Feed", "global_batches", "neighbours"]
@@ -39,15 +40,9 @@ class Feed:
     def __init__(self, sequences: int, length: int, vocabulary: int, rank: int, ranks: int, *, first: bool) -> None:
         dice = np.random.default_rng(9)
         documents = [dice.integers(0, vocabulary, dice.integers(1, 2 * length)) for _ in range(_DOCUMENTS)]
-        self.loader = TokenBufferLoader(
-            {SequenceSource(documents[:50], "many"): 2.0, SequenceSource(documents[50:], "few"): 1.0},
-            length,
-            sequences,
-            shuffle_buffer=3,
-            rank=rank,
-            ranks=ranks,
-            saves=first,
-        )
+        sources = {SequenceSource(documents[:50], "many"): 2.0, SequenceSource(documents[50:], "few"): 1.0}
+        recipe = TokenRecipe(sources, length, sequences, shuffle_buffer=3)
+        self.loader = TokenBufferLoader(recipe, rank=rank, ranks=ranks, saves=first)
         self._rank = rank
         self._fed: list[Batch] = []
 

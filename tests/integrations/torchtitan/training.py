@@ -24,7 +24,7 @@ from torchtitan.models.llama3 import _build_llama3_layers, model_registry
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from bytecheckpoint.dataloader import SequenceSource, TokenBufferLoader
+from bytecheckpoint.dataloader import SequenceSource, TokenBufferLoader, TokenRecipe
 from bytecheckpoint.integrations.torchtitan import CheckpointManager
 
 __all__ = ["CheckpointManager", "Losses", "OwnContainer", "StockManager", "StreamLoader", "make_config"]
@@ -79,10 +79,9 @@ class StreamLoader(BaseDataLoader):
         pass
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, **_: Any) -> None:
-        self._loader = TokenBufferLoader(
-            SequenceSource(numbers(), "numbers"), context_length=seq_len + 1, global_batch=8, tokenizer=list,
-            document_end=0, rank=dp_rank, ranks=dp_world_size,
-        )  # fmt: skip
+        source = SequenceSource(numbers(), "numbers")
+        recipe = TokenRecipe(source, context_length=seq_len + 1, global_batch=8, tokenizer=list, document_end=0)
+        self._loader = TokenBufferLoader(recipe, rank=dp_rank, ranks=dp_world_size)
         for name in ("stream_count", "shared_state", "stream_states", "choose_streams", "load_streams"):
             setattr(self, name, getattr(self._loader, name))
 

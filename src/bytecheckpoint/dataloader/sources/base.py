@@ -1,7 +1,7 @@
-"""What a data source is: documents that every epoch deals out to the streams, each once.
+"""Define data sources: documents that every epoch deals out to the streams, each once.
 
-A stream reads a source by a cursor, whose state is enough to go on exactly. Sources are pickled into worker processes:
-what they open is opened when it is first needed, and belongs to one process.
+A stream reads a source by a cursor, whose state is enough to continue exactly. Sources are pickled into worker processes:
+they open files when these are first needed, in one process.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from bytecheckpoint.errors import UsageError
 
 __all__ = ["Cursor", "Document", "MapSource", "OrderedCursor", "Source", "checked_taken"]
 
-#: Text, bytes, a 1-D integer array of tokens, or any other item that the user's tokenizer takes.
+#: Text, bytes, a 1-D integer array of tokens, or any other item for the user's tokenizer.
 Document = Any
 
-#: How many places of an order are computed at once: enough for a fraction of a microsecond each.
+#: Places of an order that are computed at once, so that each takes a fraction of a microsecond.
 _BLOCK: Final = 1024
 
 
@@ -30,21 +30,21 @@ class Cursor(Protocol):
         """Return the next document; `StopIteration` is the end of the epoch."""
 
     def state(self) -> Any:
-        """Return where the cursor is after the documents that were taken: plain values, which `Source.cursor` takes."""
+        """Return the position behind the taken documents, as plain values for `Source.cursor`."""
 
 
 class Source(ABC):
     """Documents under a name. The order of an epoch depends on the name, the seed and the epoch.
 
     Attributes:
-        name: unique among the sources of a loader.
+        name: name, unique among the sources of a loader.
     """
 
     name: str
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Return plain values that tell this data and its order from any other.
+        """Return plain values that identify this data and its order.
 
         They contain a fingerprint of sizes and of samples of the content, so they are cheap, and equal for data that
         was moved. A change of the content between the samples that keeps all sizes stays unseen.
@@ -59,7 +59,7 @@ class Source(ABC):
 
     @property
     def positions(self) -> bool:
-        """Whether a cursor goes on from a state without reading what came before it."""
+        """True if a cursor continues from a state without reading the documents before it."""
         return True
 
 
@@ -67,7 +67,7 @@ class MapSource(Source):
     """A source whose documents have numbers. Stream s has the places s, s + streams, ... of the epoch's order.
 
     Attributes:
-        shuffle: every epoch has a random order of its own; else all have the order of the source.
+        shuffle: True for a random order of its own in every epoch, False for the order of the source.
     """
 
     shuffle: bool
@@ -88,10 +88,10 @@ class MapSource(Source):
 
 
 def checked_taken(name: str, state: Any, most: int) -> int:
-    """Return the number of documents that a saved state says were taken.
+    """Return the number of taken documents in a saved state.
 
     Raises:
-        UsageError: the stream has fewer documents; the data changed.
+        UsageError: the stream has fewer documents, because the data changed.
     """
     taken = 0 if state is None else int(state)
     if not 0 <= taken <= most:
@@ -110,10 +110,10 @@ class OrderedCursor:
     """The documents at some places of an order.
 
     Args:
-        documents: what has documents under numbers.
+        documents: object with documents under numbers.
         places: places of the order.
-        order: None for the order of the source.
-        taken: how many of the places come before the first document.
+        order: order of the documents; None for the order of the source.
+        taken: number of places before the first document.
     """
 
     def __init__(self, documents: _Numbered, places: range, order: Permutation | None, taken: int) -> None:
@@ -139,5 +139,5 @@ class OrderedCursor:
         return document
 
     def state(self) -> int:
-        """Return how many of the places were taken."""
+        """Return the number of taken places."""
         return self._taken

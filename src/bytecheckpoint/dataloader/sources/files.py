@@ -1,4 +1,4 @@
-"""Local files of a source: found by path or pattern, read at positions, sampled for a fingerprint."""
+"""Find local files by path or pattern, read them at positions, and sample them for a fingerprint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 from bytecheckpoint.dataloader.sources.base import Document, MapSource
 from bytecheckpoint.errors import StorageError, UsageError
 
-__all__ = ["Files", "Paths", "RangeSource"]
+__all__ = ["Paths", "RangeSource", "SourceFiles"]
 
 #: A path, a pattern of `glob` ("**" crosses folders), or several paths. A pattern's files are sorted by path.
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -34,7 +34,7 @@ _SAMPLED_FILES: Final = 64
 _COMPRESSED: Final = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 
 
-class Files:
+class SourceFiles:
     """Files that are read at positions. Each is opened when it is first needed.
 
     Reads are `pread`: threads and forked processes share the open files, and a file that was cut short is an error, which
@@ -43,7 +43,7 @@ class Files:
     Attributes:
         paths: absolute paths.
         sizes: bytes of each file when the source was made, int64 [files].
-        name: the last component of the path, or of the first path.
+        name: last component of the first path.
 
     Raises:
         UsageError: a path is no file, a pattern matches none, or a file is compressed.
@@ -59,7 +59,7 @@ class Files:
                 raise UsageError(f"{path} is compressed, so its documents have no positions: decompress it")
         self.sizes = np.fromiter((_size(path) for path in self.paths), np.int64, len(self.paths))
         self.name = os.path.basename(os.fspath(given[0]))
-        self._open: dict[int, _OpenFile] = {}
+        self._open: dict[int, _OpenSourceFile] = {}
 
     def read(self, file: int, offset: int, length: int) -> bytes:
         """Return bytes of a file.
@@ -86,7 +86,11 @@ class Files:
             yield np.frombuffer(self.read(file, offset, min(_PIECE_BYTES, end - offset)), dtype)
 
     def check(self, file: int) -> None:
-        """Raise `StorageError` if a file has vanished or was cut short."""
+        """Check that a file has not vanished and was not cut short.
+
+        Raises:
+            StorageError: it has, or it was.
+        """
         try:
             size = os.stat(self.paths[file]).st_size
         except OSError as error:
@@ -96,7 +100,7 @@ class Files:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """The hash of all sizes, and of samples from up to 64 files."""
+        """Hash of all sizes, and of samples from up to 64 files."""
         running = xxhash.xxh3_64(self.sizes.astype("<i8").tobytes())
         count = len(self.paths)
         sampled = min(count, _SAMPLED_FILES)
@@ -112,11 +116,11 @@ class Files:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": {}}
 
-    def _opened(self, file: int) -> _OpenFile:
+    def _opened(self, file: int) -> _OpenSourceFile:
         opened = self._open.get(file)
         if opened is None:
             self.check(file)
-            opened = self._open[file] = _OpenFile(self.paths[file])
+            opened = self._open[file] = _OpenSourceFile(self.paths[file])
             if len(self._open) > _MAX_OPEN:
                 self._open.pop(next(iter(self._open)), None)  # closes it when no thread reads it any more
         return opened
@@ -128,8 +132,8 @@ class Files:
         )
 
 
-class _OpenFile:
-    """A file that closes when nobody uses it."""
+class _OpenSourceFile:
+    """A file that closes when its last user is gone."""
 
     __slots__ = ("descriptor",)
 
@@ -145,16 +149,18 @@ class RangeSource(MapSource):
     """A source whose documents are ranges of bytes in files.
 
     Args:
-        files: the files.
-        name: None takes the name of the files.
-        shuffle: each epoch has a random order of its own.
-        bounds: for each file, where its documents start and where the last one ends, int64 [documents + 1].
+        files: files with the documents.
+        name: name of the source; None for the name of the files.
+        shuffle: True for a random order of its own in every epoch.
+        bounds: starts of the documents of each file, and the end of the last one, int64 [documents + 1].
 
     Raises:
         UsageError: there are no documents.
     """
 
-    def __init__(self, files: Files, name: str | None, shuffle: bool, bounds: Iterable[NDArray[np.int64]]) -> None:
+    def __init__(
+        self, files: SourceFiles, name: str | None, shuffle: bool, bounds: Iterable[NDArray[np.int64]]
+    ) -> None:
         self.name = files.name if name is None else name
         self.shuffle = shuffle
         self._files = files
@@ -188,7 +194,7 @@ class RangeSource(MapSource):
 
 
 def _found(path: str) -> list[str]:
-    """Return the absolute paths that a path or a pattern stands for."""
+    """Return the absolute paths of a path or pattern."""
     if glob.has_magic(path) and not os.path.exists(path):
         found = sorted(os.path.abspath(one) for one in glob.iglob(path, recursive=True) if os.path.isfile(one))
         if not found:

@@ -1,4 +1,4 @@
-"""Documents that can only be read in order: iterables of any kind, streaming datasets of Hugging Face."""
+"""Read documents from iterables of any kind, such as streaming datasets of Hugging Face."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["IterableSource", "from_hugging_face"]
 class IterableSource(Source):
     """The documents of an iterable that `make` returns for a stream of an epoch.
 
-    A cursor goes on by the `state_dict` and `load_state_dict` of the iterable, or of its iterator. They must be exact after
-    every document. Without them, it reads again what was taken, and drops it.
+    A cursor resumes by the `state_dict` and `load_state_dict` of the iterable, or of its iterator. They must be exact after
+    every document. Without them, it reads the taken documents again, and drops them.
 
     Args:
-        make: takes (stream, streams, epoch), and returns an iterable of the documents of that stream in order, the same
+        make: function (stream, streams, epoch) that returns an iterable of the documents of that stream, in the same order
             each time. Each document is in one stream.
-        name: of the source.
-        column: takes `item[column]` for a document; None takes the whole item.
-        fingerprint: names the version of the data and its order: `describe` cannot find it.
+        name: name of the source.
+        column: column of an item that is the document; None for the whole item.
+        fingerprint: version of the data and its order, which `describe` cannot find.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class IterableSource(Source):
 
     @property
     def positions(self) -> bool:
-        """False: only the iterable knows."""
+        """False, because this depends on the iterable."""
         return False
 
 
@@ -94,7 +94,7 @@ class _IterableCursor:
 
     def state(self) -> dict[str, Any]:
         if not self._fresh:
-            # A copy, since many return what they go on changing.
+            # A copy, since many return an object that they change later.
             self._saved = None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
         return {"taken": self._taken, "iterable": self._saved}
 
@@ -104,21 +104,21 @@ def from_hugging_face(
 ) -> SequenceSource | IterableSource:
     """Return a source of a dataset of Hugging Face, map-style or streaming.
 
-    A streaming dataset is split among the streams by `split_dataset_by_node`. It goes on by its own state where that is
+    A streaming dataset is split among the streams by `split_dataset_by_node`. It resumes by its own state where that is
     exact: from `datasets` 5.2 on (before, `map` and `filter` made it skip rows), without a buffer of `shuffle` and
     without a format, whose contents the state lacks. Else it is read again from the beginning of the epoch. Give its
     `shuffle` a seed: the epoch is added to it.
 
     Args:
         dataset: `Dataset` or `IterableDataset`.
-        name: of the source.
-        column: takes `row[column]` for a document; None takes the whole row.
-        shuffle: each epoch of a map-style dataset has a random order of its own. A streaming one has the order that its
-            own `shuffle` gives.
-        fingerprint: names the version of the data.
+        name: name of the source.
+        column: column of a row that is the document; None for the whole row.
+        shuffle: True for a random order of its own in every epoch of a map-style dataset. A streaming one has the order of
+            its own `shuffle`.
+        fingerprint: version of the data.
 
     Raises:
-        UsageError: `dataset` is neither, or has no such column.
+        UsageError: `dataset` is of another kind, or has no such column.
     """
     if hasattr(dataset, "keys") or not hasattr(dataset, "column_names"):
         raise UsageError(
@@ -140,8 +140,8 @@ class _HuggingFaceStreams:
     """The streams of a streaming dataset.
 
     Args:
-        dataset: the dataset.
-        exact: whether its state is exact.
+        dataset: streaming dataset.
+        exact: True if its state is exact.
     """
 
     def __init__(self, dataset: Any, exact: bool) -> None:

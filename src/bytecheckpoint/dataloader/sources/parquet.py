@@ -1,4 +1,4 @@
-"""Documents of Parquet files: the values of one column, read by row groups."""
+"""Read documents from Parquet files: the values of one column, by row groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from bytecheckpoint.dataloader.permutation import Permutation, order_key
 from bytecheckpoint.dataloader.sources.base import Cursor, Document, OrderedCursor, Source, checked_taken
-from bytecheckpoint.dataloader.sources.files import Files, Paths
+from bytecheckpoint.dataloader.sources.files import Paths, SourceFiles
 from bytecheckpoint.errors import StorageError, UsageError, listed
 
 __all__ = ["ParquetSource"]
@@ -33,9 +33,9 @@ class ParquetSource(Source):
 
     Args:
         paths: Parquet files.
-        name: of the source; None takes the last component of the (first) path.
+        name: name of the source; None for the last component of the (first) path.
         column: name of the column.
-        shuffle: as above; else the order of the files, of which each stream still reads one section.
+        shuffle: True for the random order above, False for the order of the files, of which each stream reads one section.
         window_bytes: uncompressed bytes of the column in a window: whole row groups, at least one.
 
     Raises:
@@ -52,7 +52,7 @@ class ParquetSource(Source):
         shuffle: bool = True,
         window_bytes: int = _WINDOW_BYTES,
     ) -> None:
-        self._files = Files(paths)
+        self._files = SourceFiles(paths)
         self.name = self._files.name if name is None else name
         self.shuffle = shuffle
         self._column = column
@@ -98,7 +98,8 @@ class ParquetSource(Source):
         room = 0
         for place in range(int(ends.searchsorted(start, "right")), int(ends.searchsorted(stop, "left")) + 1):
             first = int(ends[place] - rows[place])
-            if (inside := (max(start - first, 0), min(stop - first, int(rows[place]))))[0] < inside[1]:
+            inside = max(start - first, 0), min(stop - first, int(rows[place]))
+            if inside[0] < inside[1]:
                 size = int(self._groups[order[place], 4])
                 if not windows or size > room:
                     windows.append([])
@@ -108,12 +109,13 @@ class ParquetSource(Source):
         return windows
 
     def read_group(self, group: int) -> pa.ChunkedArray:
-        """Return the column of a row group, which lives as long as somebody uses it.
+        """Return the column of a row group, which lives as long as it is in use.
 
         Raises:
             StorageError: the file vanished, was cut short or replaced.
         """
-        if (found := self._shared.get(group)) is None:
+        found = self._shared.get(group)
+        if found is None:
             file, number, _, rows, _ = self._groups[group].tolist()
             self._files.check(file)
             path = self._files.paths[file]
@@ -153,6 +155,7 @@ class _Window:
     """The rows of a window, in memory, under numbers from 0 on.
 
     Args:
+        source: source of the documents.
         parts: (row group, first row, last row + 1) of each part.
     """
 
@@ -174,9 +177,10 @@ class _ParquetCursor:
     """The documents of some windows.
 
     Args:
-        windows: the parts of each.
-        keys: makes the key of the order of a window from its number; None for the order of the files.
-        taken: how many documents come before the first one.
+        source: source of the documents.
+        windows: parts of each window.
+        keys: function number of a window -> key of its order; None for the order of the files.
+        taken: number of documents before the first one.
     """
 
     def __init__(
@@ -216,7 +220,7 @@ class _ParquetCursor:
         """Read the next window.
 
         Raises:
-            StopIteration: there is none.
+            StopIteration: there is no further window.
         """
         if self._number == len(self._windows):
             raise StopIteration
@@ -238,7 +242,8 @@ def _row_groups(file: int, path: str, column: str) -> Iterator[tuple[int, int, i
         metadata = pq.read_metadata(path)
     except (OSError, pa.ArrowException) as error:
         raise UsageError(f"{path} is not a Parquet file that can be read: {error}") from error
-    if column not in (names := metadata.schema.to_arrow_schema().names):
+    names = metadata.schema.to_arrow_schema().names
+    if column not in names:
         raise UsageError(f"{path} has no column {column!r}, but {listed(names)}")
     paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
     leaves = [i for i, leaf in enumerate(paths) if leaf == column or leaf.startswith(f"{column}.")]

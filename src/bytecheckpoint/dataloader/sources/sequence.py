@@ -1,4 +1,4 @@
-"""Documents of an object with a length and items: a list, a map-style dataset of torch, a dataset of Hugging Face."""
+"""Read documents from an object with a length and items, such as a list or a map-style data set."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _SAMPLES: Final = 16
 
 
 class Items(Protocol):
-    """What has a length and items of every number below it."""
+    """Object with a length and items of every number below it."""
 
     def __len__(self) -> int:
         """Return the number of items."""
 
     def __getitem__(self, index: int, /) -> Any:
-        """Return an item, the same each time."""
+        """Return an item, equal at every call."""
 
 
 class SequenceSource(MapSource):
     """The items of `items`, or one column of them.
 
     Args:
-        items: an item is the same each time that it is read.
-        name: of the source.
-        column: takes `items[i][column]` for a document; None takes the whole item.
-        shuffle: each epoch has a random order of its own.
-        fingerprint: names the version of the data. Without it, `describe` reads some items and hashes them.
+        items: object with the items. An item is equal each time that it is read.
+        name: name of the source.
+        column: column of an item that is the document; None for the whole item.
+        shuffle: True for a random order of its own in every epoch.
+        fingerprint: version of the data. Without it, `describe` reads some items and hashes them.
 
     Raises:
         UsageError: there are no items, or they have no such column.

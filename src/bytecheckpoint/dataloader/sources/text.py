@@ -1,4 +1,4 @@
-"""Documents of text files and JSON Lines files: each line, or each file."""
+"""Read documents from text files and JSON Lines files: each line, or each file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint.dataloader.sources.base import Document
-from bytecheckpoint.dataloader.sources.files import Files, Paths, RangeSource
+from bytecheckpoint.dataloader.sources.files import Paths, RangeSource, SourceFiles
 from bytecheckpoint.errors import UsageError
 
 __all__ = ["JsonLinesSource", "TextSource"]
@@ -26,10 +26,10 @@ class TextSource(RangeSource):
 
     Args:
         paths: files that are not compressed.
-        name: of the source; None takes the last component of the (first) path.
-        by: what is a document.
-        shuffle: each epoch has a random order of its own.
-        errors: what to do with bytes that are not UTF-8, as in `bytes.decode`.
+        name: name of the source; None for the last component of the (first) path.
+        by: unit of a document, "line" or "file".
+        shuffle: True for a random order of its own in every epoch.
+        errors: treatment of bytes that are not UTF-8, as in `bytes.decode`.
 
     Raises:
         UsageError: a file is missing or compressed, or there is no document.
@@ -46,7 +46,7 @@ class TextSource(RangeSource):
     ) -> None:
         if by not in {"line", "file"}:
             raise UsageError(f"by is {by!r}: give 'line' or 'file'")
-        files = Files(paths)
+        files = SourceFiles(paths)
         self._by = by
         self._errors = errors
         if by == "line":
@@ -66,7 +66,7 @@ class TextSource(RangeSource):
             ) from None
 
     def describe(self) -> dict[str, Any]:
-        """Return the count, the sizes and samples of the files, and what is a document."""
+        """Return the count, the sizes and samples of the files, and the unit of a document."""
         return {"kind": "text", "by": self._by, "errors": self._errors} | super().describe()
 
 
@@ -75,9 +75,9 @@ class JsonLinesSource(RangeSource):
 
     Args:
         paths: files that are not compressed, one object in each line that is not empty.
-        name: of the source; None takes the last component of the (first) path.
-        field: the key of the value; None takes the whole object.
-        shuffle: each epoch has a random order of its own.
+        name: name of the source; None for the last component of the (first) path.
+        field: key of the value; None for the whole object.
+        shuffle: True for a random order of its own in every epoch.
 
     Raises:
         UsageError: a file is missing or compressed, or there is no document. Reading a line that is no such object
@@ -87,7 +87,7 @@ class JsonLinesSource(RangeSource):
     def __init__(
         self, paths: Paths, name: str | None = None, *, field: str | None = "text", shuffle: bool = True
     ) -> None:
-        files = Files(paths)
+        files = SourceFiles(paths)
         self._field = field
         self._decoder = _decoder(field)
         super().__init__(files, name, shuffle, (_line_bounds(files, file) for file in range(len(files.paths))))
@@ -120,8 +120,8 @@ def _decoder(field: str | None) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(msgspec.defstruct("Line", [("value", str | list[int])], rename={"value": field}))
 
 
-def _line_bounds(files: Files, file: int) -> NDArray[np.int64]:
-    """Return where the lines that are not empty start, and the size of the file; int64 [lines + 1]."""
+def _line_bounds(files: SourceFiles, file: int) -> NDArray[np.int64]:
+    """Return the starts of the lines that are not empty, and the size of the file; int64 [lines + 1]."""
     size = int(files.sizes[file])
     start = len(_BYTE_ORDER_MARK) if files.read(file, 0, min(size, 3)) == _BYTE_ORDER_MARK else 0
     bounds: list[NDArray[np.int64]] = []
@@ -147,7 +147,7 @@ def _line(data: bytes) -> bytes:
     return data.partition(b"\n")[0].removesuffix(b"\r")
 
 
-def _place(files: Files, file: int, offset: int) -> str:
+def _place(files: SourceFiles, file: int, offset: int) -> str:
     """Return "PATH, line N" of a byte of a file."""
     newlines = sum(int(np.count_nonzero(piece == _NEWLINE)) for piece in files.pieces(file, end=offset))
     return f"{files.paths[file]}, line {newlines + 1},"

@@ -1,4 +1,4 @@
-"""Documents of files that hold nothing but token ids."""
+"""Read documents from files that hold nothing but token ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import xxhash
 from numpy.typing import DTypeLike, NDArray
 
 from bytecheckpoint.dataloader.sources.base import Document
-from bytecheckpoint.dataloader.sources.files import Files, Paths, RangeSource
+from bytecheckpoint.dataloader.sources.files import Paths, RangeSource, SourceFiles
 from bytecheckpoint.errors import UsageError
 
 __all__ = ["TokenFileSource"]
@@ -19,17 +19,17 @@ __all__ = ["TokenFileSource"]
 class TokenFileSource(RangeSource):
     """Tokens in flat binary files, as arrays (read-only) of the files' dtype.
 
-    Exactly one of `document_end`, `offsets` and `length` says what is a document.
+    Exactly one of `document_end`, `offsets` and `length` divides the tokens into documents.
 
     Args:
         paths: files of tokens of `dtype` and nothing else.
-        name: of the source; None takes the last component of the (first) path.
-        dtype: an integer type of numpy.
-        document_end: a token that ends each document, and belongs to it. It is searched for once, when the source is made.
-        offsets: the numbers of the tokens with which documents start, and the end of the last one: an integer array
+        name: name of the source; None for the last component of the (first) path.
+        dtype: integer type of numpy.
+        document_end: token that ends each document, and belongs to it. It is searched for once, when the source is made.
+        offsets: numbers of the tokens with which documents start, and the end of the last one: an integer array
             [documents + 1], or a .npy file of it. For one file. Empty documents are left out.
-        length: documents are pieces of so many tokens; the last piece of a file may be shorter.
-        shuffle: each epoch has a random order of its own.
+        length: number of tokens of a document; the last piece of a file may be shorter.
+        shuffle: True for a random order of its own in every epoch.
 
     Raises:
         UsageError: a file is missing or does not fit the dtype or the offsets, or there is no document.
@@ -47,8 +47,8 @@ class TokenFileSource(RangeSource):
         shuffle: bool = True,
     ) -> None:
         if sum(given is not None for given in (document_end, offsets, length)) != 1:
-            raise UsageError("give one of document_end, offsets and length: it says what is a document")
-        files = Files(paths)
+            raise UsageError("give one of document_end, offsets and length, to divide the tokens into documents")
+        files = SourceFiles(paths)
         self._dtype = np.dtype(dtype)
         if self._dtype.kind not in "iu":
             raise UsageError(f"tokens are integers, not {self._dtype}: give the dtype that the files were written with")
@@ -56,7 +56,7 @@ class TokenFileSource(RangeSource):
             if size % self._dtype.itemsize:
                 raise UsageError(f"{path} has {size} bytes, which is no whole number of {self._dtype} tokens")
         counts = (files.sizes // self._dtype.itemsize).tolist()
-        self._documents: dict[str, Any]  # what is a document, for `describe`
+        self._documents: dict[str, Any]  # division into documents, for `describe`
         if document_end is not None:
             self._documents = {"document_end": document_end}
             bounds = [self._ended(files, file, document_end, count) for file, count in enumerate(counts)]
@@ -73,8 +73,8 @@ class TokenFileSource(RangeSource):
             self._documents = {"offsets": xxhash.xxh3_64_hexdigest(bounds[0].astype("<i8").tobytes())}
         super().__init__(files, name, shuffle, (one.astype(np.int64) * self._dtype.itemsize for one in bounds))
 
-    def _ended(self, files: Files, file: int, document_end: int, count: int) -> NDArray[np.int64]:
-        """Return where the documents of a file of `count` tokens start, and where the last one ends, in tokens."""
+    def _ended(self, files: SourceFiles, file: int, document_end: int, count: int) -> NDArray[np.int64]:
+        """Return the starts of the documents of a file of `count` tokens, and the end of the last one, in tokens."""
         found, offset = [np.zeros(1, np.int64)], 0
         for piece in files.pieces(file, self._dtype):
             found.append(np.flatnonzero(piece == document_end) + (offset + 1))
@@ -86,7 +86,7 @@ class TokenFileSource(RangeSource):
         return np.frombuffer(data, self._dtype)
 
     def describe(self) -> dict[str, Any]:
-        """Return the count, the sizes and samples of the files, the dtype, and what is a document."""
+        """Return the count, the sizes and samples of the files, the dtype, and the division into documents."""
         return {"kind": "tokens", "dtype": self._dtype.str, **self._documents} | super().describe()
 
 
