@@ -30,7 +30,7 @@ class SaveFuture(Future[_T]):
     done-callbacks: public calls fail in them, and their exceptions do not reach the work.
 
     Attributes:
-        failure_retrieved: whether a caller has received the failure, so the next save does not raise it again.
+        failure_retrieved: True if a caller has received the failure, so the next save does not raise it again.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class SaveReport:
         blocking_seconds: seconds for which the caller waited.
         total_seconds: seconds from the call to the commit.
         phases: seconds by phase ("capture", "plan", "wait", "stage", "write", "finish", "commit").
-        plan_cached: whether the plan of an earlier save was used, without any planning communication.
+        plan_cached: True if the plan of an earlier save was used, without any planning communication.
         generation: the part of this save's file names that no other save has.
         retries: attempts after the first, of all requests to storages and of connections to other ranks, as far as their
             clients report them (docs/how-to/when-things-fail.md).
@@ -148,7 +148,7 @@ class SaveHandle:
 
     @property
     def failure_retrieved(self) -> bool:
-        """Whether a caller has received the failure of this save. Otherwise the next save raises it, once."""
+        """True if a caller has received the failure of this save. Otherwise the next save raises it, once."""
         return any(future.failure_retrieved for future in (self.staged, self.restorable, self.committed))
 
     def done(self) -> bool:
@@ -162,7 +162,7 @@ class SaveHandle:
             timeout: seconds to wait at most; None waits until the save's own time limits end it.
 
         Raises:
-            CheckpointTimeoutError: not done in time; the save goes on.
+            CheckpointTimeoutError: not done in time; the save continues.
             CheckpointError: the save failed, here or on another rank.
         """
         try:

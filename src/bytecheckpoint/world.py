@@ -1,4 +1,4 @@
-"""The objects that one rank keeps from call to call: one `World` for each collective, shared by its saves and loads."""
+"""Keep the objects of one rank from call to call: one `World` for each collective, shared by its saves and loads."""
 
 from __future__ import annotations
 
@@ -109,14 +109,14 @@ class SaveQueue:
 
 
 class World:
-    """What one rank keeps for one world of ranks. The ranks make the same calls, so their numbers are the same.
+    """The objects of one rank in one world of ranks. The ranks make the same calls, so their numbers are the same.
 
     Attributes:
-        collective: the ranks.
-        resources: staging pool, helper process, cached plans.
-        saves: the order of saves, and their threads.
-        flusher: copies commits of a tier to the durable storage.
-        collector: takes what operations have measured.
+        collective: ranks of the world.
+        resources: staging pools, helper process, cached plans.
+        saves: order of saves, and their threads.
+        flusher: copier of a tier's commits to the durable storage.
+        collector: collector of the measurements of operations.
     """
 
     def __init__(self, collective: Collective) -> None:
@@ -214,8 +214,8 @@ def world_of(collective: Collective) -> World:
 def release_memory() -> None:
     """Free the memory that this process keeps for later saves, and end its helper processes.
 
-    Waits for the saves in flight. Saves and loads go on as before: the next asynchronous save reserves its memory anew,
-    which makes it as slow as a first one. Ranks need not call it together.
+    Waits for the saves in flight. Later saves and loads work as before. The next asynchronous save reserves its memory
+    anew, which makes it as slow as a first one. Ranks need not call it together.
 
     Examples:
         >>> import bytecheckpoint

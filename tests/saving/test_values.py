@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bytecheckpoint.saving.messages import Key, ValueRecord
-from bytecheckpoint.saving.values import assign_values, owners_of_values, unwritten_values
+from bytecheckpoint.saving.plans import assign_values, owners_of_values, unwritten_values
 
 SHARED = -1
 KEY: Key = ("extra_states", "x", "")

@@ -1,4 +1,4 @@
-"""Lists of buffers that together hold one sequence of bytes."""
+"""Split and checksum lists of buffers that together hold one sequence of bytes."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class HelperProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the helper can still be used from this process."""
+        """True if this process can still use the helper."""
         return self._owner == os.getpid() and self._channel.sock.fileno() >= 0 and self._process.poll() is None
 
     @property

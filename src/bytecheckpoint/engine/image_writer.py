@@ -74,7 +74,7 @@ class WriteJob:
 
         Args:
             pool: staging pool that holds the chunks; None for chunks of other memory.
-            stable: whether the pool holds the whole image until the save ends.
+            stable: True if the pool holds the whole image until the save ends.
         """
         return FilesWriter(
             self.storage,
@@ -94,7 +94,7 @@ class HelperWriter:
         job: files to write.
         running_helper: function that returns the helper process, started if it does not run.
         pool: staging pool, which the helper maps.
-        stable: whether the pool holds the whole image until the save ends.
+        stable: True if the pool holds the whole image until the save ends.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How much memory this machine and this process's cgroups have free: plain files of the kernel, read anew at each call.
+"""Read from the kernel's files how much memory this machine and this process's cgroups have free, anew at each call.
 
 Page cache counts as free, because the kernel reclaims it before it refuses memory. Memory file systems (shmem) do not.
 """
@@ -20,8 +20,8 @@ class FreeMemory(NamedTuple):
     """Memory that a process may still take.
 
     Attributes:
-        nbytes: how much.
-        source: what limits it: "this machine", or the folder of a cgroup.
+        nbytes: number of bytes.
+        source: origin of the limit: "this machine", or the folder of a cgroup.
     """
 
     nbytes: int

@@ -1,4 +1,4 @@
-"""Page-locked host memory: a device copies from and to it without the processor, beside its computations."""
+"""Lock pages of host memory, so that a device copies from and to them without the processor, beside its computations."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def host_buffer(nbytes: int, devices: Sequence[torch.device]) -> torch.Tensor:
     """Allocate a uint8 buffer that is aligned to 4096 bytes.
 
     Args:
-        nbytes: its length.
-        devices: what it is copied to or from. It is pinned if there are any, and if torch can.
+        nbytes: length of the buffer.
+        devices: devices that it is copied to or from. It is pinned if there are any, and if torch can pin it.
     """
     buffer = None
     if devices:
@@ -57,7 +57,7 @@ def lock_pages(address: int, nbytes: int, device: torch.device) -> bool:
 
 
 def unlock_pages(address: int, device: torch.device) -> None:
-    """Unlock what `lock_pages` has locked."""
+    """Unlock the pages that `lock_pages` has locked."""
     with torch.accelerator.device_index(device.index):
         torch.cuda.cudart().cudaHostUnregister(address)
 

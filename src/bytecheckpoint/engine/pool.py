@@ -1,4 +1,4 @@
-"""The staging pool: shared memory that saves copy into.
+"""Keep a staging pool: shared memory that saves copy into.
 
 First use of a page costs ten times what copying into a touched one does. So the pool grows once, ahead of need where
 possible (`StagingPool.reserve` from a background thread), and every save reuses it. It is anonymous shared memory (memfd):
@@ -40,10 +40,10 @@ class StagingPool:
     """One contiguous buffer of memory that can grow while no save uses it.
 
     Args:
-        shared: the helper process can map it.
+        shared: True if the helper process can map it.
 
     Attributes:
-        shared: as given, and False from the growth on at which a sandbox denies shared memory; that is logged.
+        shared: True if the helper process can map it. It becomes False when a sandbox denies shared memory; that is logged.
         capacity: bytes now reserved.
         fd: file descriptor of the shared memory, for the helper process; -1 before the first `reserve`.
         generation: counts the growths, so that the helper process knows when to map the memory again.
@@ -64,7 +64,7 @@ class StagingPool:
 
         Args:
             nbytes: bytes wanted.
-            touch: write to every new page now (about 0.8 s per GiB), instead of at the first copy into it.
+            touch: True to write to every new page now (about 0.8 s per GiB), instead of at the first copy into it.
             device: an accelerator that copies into the pool, whose pages are locked then; None where there is none.
         """
         with self._lock:

@@ -1,4 +1,4 @@
-"""Staging: copies of live shards into the image of a rank's storage files.
+"""Copy live shards into the image of a rank's storage files.
 
 A rank's *image* consists of the data sections of its storage files, one after the other, each on a 4096-byte boundary.
 A pool as large as the image takes all shards in one copy. Through a smaller pool the image passes chunk by chunk.
@@ -86,7 +86,7 @@ class KnownTargets:
 
 
 class _Parts(NamedTuple):
-    """What one file holds: tensors with their starts in its data section, and runs with their starts in the image."""
+    """The contents of one file: tensors with their starts in its data section, and runs with their starts in the image."""
 
     file: ImageFile
     tensors: list[torch.Tensor]

@@ -80,7 +80,7 @@ class StagingPools:
         Args:
             nbytes: length of the image.
             settings: settings of the save.
-            touch: whether to write to every new page now.
+            touch: True to write to every new page now.
             device: an accelerator that copies into the pool.
         """
         limit = self._limit(settings)

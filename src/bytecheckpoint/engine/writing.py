@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -60,7 +60,7 @@ class StagedChunk(NamedTuple):
     nbytes: int
 
 
-class _OpenFile:
+class _CreatedFile:
     def __init__(self, task: FileTask, writer: FileWriter) -> None:
         self.task = task
         self.writer = writer
@@ -78,10 +78,10 @@ class FilesWriter:
     Args:
         storage: storage that receives the files.
         tasks: files to write.
-        direct: whether to bypass the page cache where the storage can. Then buffers must be aligned to 4096 bytes, and
+        direct: True to bypass the page cache where the storage can. Then buffers must be aligned to 4096 bytes, and
             chunks that do not end their file must have lengths that are multiples of 4096.
         threads: number of chunks written at the same time.
-        stable: whether the buffers given to `write` keep their contents until `finish` or `abort` has returned. Then a
+        stable: True if the buffers given to `write` keep their contents until `finish` or `abort` has returned. Then a
             storage that takes whole files need not copy them.
         pool: bytes of the staging pool, for `write_staged`.
         cancel: token of the save. A failure of another rank ends all calls, also those that wait for the storage.
@@ -103,10 +103,9 @@ class FilesWriter:
         self._request = functools.partial(NewFile, direct=direct, stable=stable)
         self._pool = memoryview(b"") if pool is None else pool
         self._cancel = cancel or Cancellation()
-        self._files: dict[int, _OpenFile] = {}
-        self._pending: list[Future[None]] = []  # calls that nobody has waited for
-        self._batches: list[list[Future[None]]] = []
-        self._skipping = self._timed_out = False
+        self._files: dict[int, _CreatedFile] = {}
+        self._batches: list[list[Future[None]]] = [[]]  # first single calls, then those of `write_staged`
+        self._ended: Literal["", "failed", "timed out"] = ""  # writes that have not begun are skipped
         # Not `call_with_timeout` per chunk: that takes a tenth more processor time, here and in reading.py.
         self._workers = Workers(threads, "bytecheckpoint-write")
 
@@ -118,7 +117,7 @@ class FilesWriter:
             task = tasks[number]
             request = self._request(task.name, task.data_offset + task.data_bytes)
             with span("create", subject=task.name):
-                self._files[number] = _OpenFile(task, self._storage.create(request))
+                self._files[number] = _CreatedFile(task, self._storage.create(request))
 
         self._cancel.on_set(lambda _: self._interrupt())
         try:
@@ -135,13 +134,13 @@ class FilesWriter:
 
     @property
     def direct(self) -> bool:
-        """Whether some file bypasses the page cache."""
+        """True if some file bypasses the page cache."""
         return any(f.writer.direct for f in self._files.values())
 
     def submit(self, function: Any, *args: Any) -> Future[None]:
         """Run `function(*args)` on a writer thread; `sums` raises its failure."""
         future: Future[None] = self._workers.submit(function, *args)
-        self._pending.append(future)
+        self._batches[0].append(future)
         return future
 
     def write(self, file: int, start: int, buffers: Sequence[memoryview], padded: memoryview | None = None) -> None:
@@ -153,7 +152,7 @@ class FilesWriter:
             buffers: the bytes, one buffer after the other. Their total is a multiple of the block length, or ends the file.
             padded: the single buffer extended to a multiple of 4096 bytes, for the unaligned end of a direct file.
         """
-        if self._skipping:
+        if self._ended:
             return
         entry = self._files[file]
         task = entry.task
@@ -174,7 +173,7 @@ class FilesWriter:
                         block += 1
                     entry.writer.write_at(task.data_offset + start + position, part)
         except BaseException:
-            self._skipping = True
+            self._ended = self._ended or "failed"
             raise
 
     def write_staged(self, chunks: Sequence[StagedChunk]) -> int:
@@ -182,7 +181,7 @@ class FilesWriter:
         futures = []
         for file, start, at, nbytes in chunks:
             padded = self._pool[at : at + -(-nbytes // 4096) * 4096]
-            futures.append(self.submit(self.write, file, start, [padded[:nbytes]], padded))
+            futures.append(self._workers.submit(self.write, file, start, [padded[:nbytes]], padded))
         self._batches.append(futures)
         return len(self._batches) - 1
 
@@ -208,15 +207,14 @@ class FilesWriter:
                 storage_result(future, seconds, f"write {self._storage.url}", self._cancel.future)
             except StorageUnavailableError:
                 if not future.done():
-                    self._timed_out = self._skipping = True
+                    self._ended = "timed out"
                 raise
 
     def sums(self) -> list[NDArray[np.uint64]]:
         """Wait for all writes, and return the block sums of each file; raise the first failure."""
-        while pending := self._pending:
-            self._pending = []
-            count("queued chunks", len(pending))
-            self._wait(pending)
+        for batch in self._batches:
+            count("queued chunks", len(batch))
+            self._wait(batch)
         self._cancel.raise_if_set()
         return [f.sums for f in self._files.values()]
 
@@ -237,7 +235,7 @@ class FilesWriter:
         self._files.clear()
 
     @staticmethod
-    def _finish_one(entry: _OpenFile, header: bytes) -> None:
+    def _finish_one(entry: _CreatedFile, header: bytes) -> None:
         assert len(header) == entry.task.data_offset
         with span("finish", entry.task.data_offset, entry.task.name):
             entry.writer.write_at(0, [_aligned_copy(header) if entry.writer.direct else memoryview(header)])
@@ -245,7 +243,7 @@ class FilesWriter:
 
     def _interrupt(self) -> None:
         """Skip the writes that have not begun, and interrupt the others."""
-        self._skipping = True
+        self._ended = self._ended or "failed"
         for entry in list(self._files.values()):
             entry.writer.interrupt()
 
@@ -255,7 +253,7 @@ class FilesWriter:
         Where the storage does not answer, a thread removes the files when it does.
         """
         self._interrupt()
-        seconds = 0.0 if self._timed_out else call_timeout(self._storage)
+        seconds = 0.0 if self._ended == "timed out" else call_timeout(self._storage)
         if self._cancel.failure is not None:
             seconds = min(seconds, tuning().stopped_calls)
         with contextlib.suppress(StorageUnavailableError):

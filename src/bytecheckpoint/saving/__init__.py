@@ -59,7 +59,7 @@ def save(
             their usual meaning; any other name may be added. Gradients are in no state_dict and are not saved: save
             after an optimizer step, not while gradients are being accumulated.
         framework: "auto", or one of the names that an unknown name's error lists.
-        async_checkpoint: whether to return when the state is copied ("staged"), and write in the background.
+        async_checkpoint: True to return when the state is copied ("staged"), and write in the background.
         staging: point at which an asynchronous save returns: "blocking" when staged, "background" at once. After
             "background" the caller waits for `handle.staged` before it changes its state.
         check_replicas: extent to which copies of replicated tensors are compared between ranks before the commit.

@@ -36,7 +36,7 @@ class Value:
         key: its key.
         data: contiguous tensor: live memory on any device when captured, a copy on the host when staged.
         dtype: name of its dtype in torch.
-        merged: whether the values of ranks complement each other (see `ValueRecord`).
+        merged: True if the values of ranks complement each other (see `ValueRecord`).
         digest: hash of dtype, shape and bytes; b"" until `hashed`.
         parts: number of the parts of its state (see `ValueRecord`).
     """

@@ -35,7 +35,7 @@ class CoordinatorChannel:
     Attributes:
         number: save number.
         stop: broadcast of a failure to all ranks; its `cancel` is this rank's token of the save.
-        commit_unknown: whether this rank has sent a message and had no reply, so the save may be committed or not.
+        commit_unknown: True if this rank has sent a message and had no reply, so the save may be committed or not.
     """
 
     def __init__(self, collective: Collective, number: int, timeout: float) -> None:

@@ -30,8 +30,13 @@ from bytecheckpoint.failures import Failure
 from bytecheckpoint.planning.local_table import LocalTable
 from bytecheckpoint.representation.catalog_file import encode as encode_catalog
 from bytecheckpoint.representation.names import CATALOG_NAME, new_generation
-from bytecheckpoint.saving.catalog import build_catalog
-from bytecheckpoint.saving.commit import may_have_committed, remove_stale_files, stale_files, stale_uploads
+from bytecheckpoint.saving.commit import (
+    build_catalog,
+    may_have_committed,
+    remove_stale_files,
+    stale_files,
+    stale_uploads,
+)
 from bytecheckpoint.saving.messages import (
     NEXT_STEP,
     CommitResult,
@@ -50,9 +55,16 @@ from bytecheckpoint.saving.messages import (
     reply_tag,
     tag,
 )
-from bytecheckpoint.saving.plans import GlobalPlan, check_arguments, check_calls, check_reports, plan_around
+from bytecheckpoint.saving.plans import (
+    GlobalPlan,
+    assign_values,
+    check_arguments,
+    check_calls,
+    check_reports,
+    plan_around,
+    unwritten_values,
+)
 from bytecheckpoint.saving.request import SaveRequest
-from bytecheckpoint.saving.values import assign_values, unwritten_values
 from bytecheckpoint.tracing.operation import span
 
 __all__ = ["Coordinator", "refuse_save"]

@@ -92,7 +92,7 @@ def check_copies(checks: Mapping[int, RankChecks], tables: Sequence[LocalTable],
     Args:
         checks: facts of all ranks.
         tables: shards of each rank.
-        replicated: whether some boxes have copies; else nothing is compared, which for thousands of ranks takes long.
+        replicated: True if some boxes have copies; else nothing is compared, which for thousands of ranks takes long.
 
     Raises:
         UsageError: ranks compare differently.

@@ -49,7 +49,7 @@ class PlannedFile:
     Attributes:
         state: name of the state that it holds.
         part: part number; files of values are counted separately.
-        values: whether it holds values, not planned shards.
+        values: True if it holds values, not planned shards.
         header: header without generation and sums.
         image: place of the data section in the image, with the tensors' places.
     """

@@ -75,7 +75,7 @@ class ValueRecord(msgspec.Struct, frozen=True, array_like=True):
         digest: xxh3-128 of dtype, shape and bytes; b"" in a world of one rank, which compares nothing.
         dtype: name of its dtype in torch.
         shape: shape of a tensor.
-        merged: whether the values of ranks complement each other (optimizer and module trees), so each distinct one is
+        merged: True if the values of ranks complement each other (optimizer and module trees), so each distinct one is
             stored once. Otherwise each rank's own value is stored, unless all are equal.
         file: index of the file that holds it among the reporting rank's files, -1 if this rank did not write it.
         offset: byte offset in that file's data section.
@@ -102,7 +102,7 @@ class FileRecord(msgspec.Struct, frozen=True, array_like=True):
         name: name in the checkpoint.
         state: escaped name of the state that it holds.
         part: part number; files of values are counted separately.
-        values: whether it holds values.
+        values: True if it holds values.
         size: length in bytes.
         data_offset: byte at which its data section begins.
         header_sum: checksum of the header.
@@ -131,7 +131,7 @@ class PlanRequest(msgspec.Struct, frozen=True, tag="plan-request"):
         url: escaped URL of the checkpoint.
         table: shards of the rank.
         values: values of the rank.
-        dry: whether the rank only plans (`prepare`) and sends no report.
+        dry: True if the rank only plans (`prepare`) and sends no report.
         host: name of the machine, equal for ranks that share it (`Collective.host`).
         selection: selected part of the rank's states.
     """
@@ -262,7 +262,7 @@ class SaveFailed(msgspec.Struct, frozen=True, tag="save-failed"):
 
     Attributes:
         failure: the failure.
-        commit_unknown: whether the catalog of this save may be in place all the same, so no rank may remove its files.
+        commit_unknown: True if the catalog of this save may be in place all the same, so no rank may remove its files.
     """
 
     failure: Failure

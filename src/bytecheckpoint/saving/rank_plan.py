@@ -67,7 +67,7 @@ class RankPlan:
         layout: on rank 0, JSON that describes how the objects are distributed.
         nbytes: bytes of the tensors that all ranks write.
         spared: bytes of this rank's shards that others write, because they hold the same.
-        compared: whether a save by this plan was committed, so copies on other ranks were compared.
+        compared: True if a save by this plan was committed, so copies on other ranks were compared.
     """
 
     name: str
@@ -93,7 +93,7 @@ class AgreedPlan:
         captured: live objects.
         key: key of the plan in the plan cache.
         plan: this rank's part.
-        cached: whether the plan of an earlier save is used.
+        cached: True if the plan of an earlier save is used.
     """
 
     captured: CapturedState

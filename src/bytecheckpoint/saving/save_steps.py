@@ -113,7 +113,7 @@ class Save:
 
         Args:
             captured: live objects.
-            dry: whether to ask in any case, and only plan (`prepare`).
+            dry: True to ask in any case, and only plan (`prepare`).
 
         Raises:
             IncompatibleCheckpointError: replicas on this rank differ.
@@ -199,7 +199,7 @@ class Save:
 
     @property
     def _live(self) -> bool:
-        """Whether the caller waits, so the live tensors keep their contents until the commit."""
+        """True if the caller waits, so the live tensors keep their contents until the commit."""
         return self._request.mode is SaveMode.SYNCHRONOUS
 
     @property

@@ -36,7 +36,7 @@ def check_step(step: object) -> int | None:
         return None
     if not isinstance(step, bool | np.bool_ | float):
         try:
-            number = operator.index(step)  # type: ignore[arg-type]  # whatever has no index raises
+            number = operator.index(step)  # type: ignore[arg-type]  # an object without an index raises
         except TypeError:
             number = -1
         if 0 <= number < 1 << 63:

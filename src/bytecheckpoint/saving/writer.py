@@ -234,7 +234,7 @@ class RankWriter:
             keys: keys of the values.
             written: files that are written already.
             copies: copies from the devices.
-            live: whether the values are in live memory; else they are staged copies.
+            live: True if the values are in live memory; else they are staged copies.
 
         Returns:
             All written files.
@@ -363,8 +363,8 @@ class RankWriter:
             job: files to write.
             nbytes: bytes of the tensors that all ranks write.
             pool: staging pool that is written from.
-            stable: whether the pool holds the whole image until the save ends.
-            by_helper: whether the helper process writes, where it can.
+            stable: True if the pool holds the whole image until the save ends.
+            by_helper: True if the helper process writes, where it can.
 
         Returns:
             The writer, and the version of the catalog that the commit replaces.
