@@ -212,8 +212,8 @@ class FilesWriter:
 
     def sums(self) -> list[NDArray[np.uint64]]:
         """Wait for all writes, and return the block sums of each file; raise the first failure."""
+        count("queued chunks", sum(map(len, self._batches)))
         for batch in self._batches:
-            count("queued chunks", len(batch))
             self._wait(batch)
         self._cancel.raise_if_set()
         return [f.sums for f in self._files.values()]
