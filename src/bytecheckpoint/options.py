@@ -45,10 +45,6 @@ class SaveOptions:
         """Return the arguments of `save`."""
         found = _values(self)
         del found["on_error"]
-        # `save` takes None, True and False.
-        found["check_replicas"] = {"sampled": None, "full": True, "off": False}.get(
-            found["check_replicas"], found["check_replicas"]
-        )
         return found
 
 
