@@ -118,7 +118,9 @@ def test_pieces_of_columns_load_as_pieces_of_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("check_replicas", ["sampled", "full"])
 @pytest.mark.parametrize("differ", [False, True])
-def test_pieces_that_ranks_hold_alike_are_compared(differ: bool, check_replicas: Literal["sampled", "full"], tmp_path: Path) -> None:
+def test_pieces_that_ranks_hold_alike_are_compared(
+    differ: bool, check_replicas: Literal["sampled", "full"], tmp_path: Path
+) -> None:
     def save(collective: Collective) -> None:
         memory = torch.arange(400.0)
         if collective.rank == 1 and differ:
