@@ -151,7 +151,7 @@ class Tuning:
     # --- tiers ---
     tier_save_timeout: float = 5.0
     tier_load_timeout: float = 15.0
-    lease_renewal: float = 10.0
+    lease_renewal: float = 5.0
     lease_expiry: float = 60.0
 
 

@@ -292,13 +292,13 @@ def test_cooldown_inside_a_bucket_is_left_to_the_store(
 def test_leases_are_renewed_and_taken_over(durable: str) -> None:
     storage = resolve(f"{durable}/cold/1")
     with tuned(lease_renewal=0.2, lease_expiry=2.0):
-        lost = Lease(storage, machine="another")
-        first = storage.read(LEASE_FILE)
-        with pytest.raises(StorageConflictError, match="let it finish"):
-            Lease(storage)
-        lost.check()
-        assert storage.read(LEASE_FILE) != first
-        lost._released.set()  # as if its process had been killed
+        with leased(storage) as renewed:
+            first = storage.read(LEASE_FILE)
+            with pytest.raises(StorageConflictError, match="let it finish"):
+                Lease(storage)
+            renewed.check()
+            assert storage.read(LEASE_FILE) != first
+        lost = Lease(storage)  # which nobody renews, as if its process had been killed
         with leased(storage) as lease:
             lease.check()
             with pytest.raises(StorageConflictError, match=f"this process lost {LEASE_FILE}"):

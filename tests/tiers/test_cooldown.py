@@ -21,6 +21,7 @@ from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
+from bytecheckpoint.tuning import tuned
 from tests.faults.coded import files_of, load_step, save_steps, states
 from tests.support.damage import damage, storage_file
 from tests.support.memory import new_memory
@@ -256,7 +257,7 @@ def test_killed_at_any_moment(moments: int, tmp_path: Path) -> None:
         print(root, cold, call, file=program.stdin, flush=True)
         return [int(word) for word in program.stdout.readline().split()]
 
-    with program:
+    with program, tuned(lease_renewal=0.05, lease_expiry=0.2):
         calls, code = killed_at(10**6)
         assert code == 0 and calls > 25
         # The last calls, which commit and remove, and others at even distances.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
 
@@ -14,12 +15,15 @@ from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.errors import StorageError, StorageUnavailableError
 from bytecheckpoint.retries import RetryBudget
 from bytecheckpoint.settings import settings
+from bytecheckpoint.storage.objects.aws import has_sdk
 from bytecheckpoint.storage.objects.config import environment, fingerprint, make_client, without_secrets
 from bytecheckpoint.storage.objects.errors import facts_of, no_credentials, storage_error
-from bytecheckpoint.storage.objects.uploads import Uploads
 from bytecheckpoint.storage.remote import BriefRetries, ClientCache, RemoteClient, is_panic
 from bytecheckpoint.tracing.operation import count_retries
 from bytecheckpoint.tuning import tuning
+
+if TYPE_CHECKING:
+    from bytecheckpoint.storage.objects.uploads import Uploads
 
 __all__ = ["REFUSED", "Bucket", "bucket_of"]
 
@@ -42,7 +46,7 @@ class Bucket(RemoteClient):
         make_deleter: makes a client that deletes one object per request, for stores without bulk deletion.
         first: a client with a shorter timeout for the first request; by default `single`.
         store: equal for buckets of the same name in the same store.
-        uploads: its unfinished uploads; None where these end by themselves or cannot be listed.
+        uploads: function that returns the unfinished uploads; None where these end by themselves or cannot be listed.
 
     Attributes:
         seconds, store, uploads: the arguments.
@@ -63,7 +67,7 @@ class Bucket(RemoteClient):
         make_deleter: Callable[[], Any] | None = None,
         first: Any = None,
         store: Hashable = None,
-        uploads: Uploads | None = None,
+        uploads: Callable[[], Uploads | None] = lambda: None,
     ) -> None:
         super().__init__(name)
         self.seconds = seconds
@@ -228,6 +232,15 @@ _Key = tuple[str, str, int, float]
 _buckets: ClientCache[_Key, Bucket] = ClientCache(lambda: tuning().object_clients)
 
 
+def _uploads(name: str, variables: Mapping[str, str]) -> Uploads | None:
+    """Return the unfinished uploads in a bucket of S3; None without the AWS SDK."""
+    if not has_sdk():
+        return None
+    from bytecheckpoint.storage.objects.uploads import Uploads
+
+    return Uploads(name, variables)
+
+
 def bucket_of(scheme: str, name: str) -> Bucket:
     """Return this process's client of a bucket, a new one after the environment or a credential file has changed."""
     variables, seconds = environment(), settings().storage.timeout
@@ -243,7 +256,7 @@ def bucket_of(scheme: str, name: str) -> Bucket:
             lambda: make_client(scheme, name, seconds, variables, disable_bulk_delete=True),
             make_client(scheme, name, min(seconds, tuning().object_first_contact), variables),
             store,
-            Uploads(name, variables) if scheme == "s3" else None,
+            functools.cache(lambda: _uploads(name, variables)) if scheme == "s3" else lambda: None,
         )
         cached = list(cached)
         bucket.known = any(other.known for _, other in cached if other.store == store)

@@ -145,9 +145,6 @@ def _s3(variables: Mapping[str, str], client: dict[str, Any]) -> dict[str, Any]:
         options["region"] = access.region
     if access.provider is not None:
         options["credential_provider"] = access.provider
-    elif access.keys is not None:
-        names = ("access_key_id", "secret_access_key", "session_token")
-        options |= {name: value for name, value in zip(names, access.keys, strict=True) if value}
     return options
 
 

@@ -145,7 +145,7 @@ def failed_request(status: int, text: str) -> Exception:
 
 def no_credentials(action: str, label: str, facts: Facts, attempts: int) -> StorageError:
     """Return the error for a process that finds no credentials."""
-    files = " (profiles in ~/.aws that log in or assume a role need boto3)" if label.startswith("s3://") else ""
+    files = " (profiles in ~/.aws need boto3)" if label.startswith("s3://") else ""
     return StorageError(
         f"cannot {action} {label}: found no credentials in the environment, and the machine's own service gave none "
         f"({facts.reason}, attempt {attempts}); set them as the storage's own tools want them{files}"

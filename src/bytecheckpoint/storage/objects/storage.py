@@ -180,11 +180,12 @@ class ObjectStorage(UploadingStorage, ServerCopy, UploadCleanup):
     # --- unfinished uploads -----------------------------------------------------------------------------------
 
     def unfinished_uploads(self) -> Sequence[UnfinishedUpload]:
-        return self._bucket.uploads.list(self._prefix) if self._bucket.uploads is not None else ()
+        uploads = self._bucket.uploads()
+        return uploads.list(self._prefix) if uploads is not None else ()
 
     def abort_uploads(self, uploads: Sequence[UnfinishedUpload]) -> None:
-        if self._bucket.uploads is not None:
-            self._bucket.uploads.abort(self._prefix, uploads)
+        if (of_bucket := self._bucket.uploads()) is not None:
+            of_bucket.abort(self._prefix, uploads)
 
 
 class _Reader(FileReader):
