@@ -30,6 +30,7 @@ from bytecheckpoint.settings import (
 )
 
 if TYPE_CHECKING:
+    from bytecheckpoint import tools as tools
     from bytecheckpoint.errors import (
         CheckpointError,
         CheckpointNotFoundError,
@@ -113,6 +114,8 @@ _HOME = {
 if not TYPE_CHECKING:  # or type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
+        if name == "tools":
+            return importlib.import_module(".tools", __name__)
         home = _HOME.get(name)
         if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,8 +10,7 @@ import pytest
 
 import bytecheckpoint
 from bytecheckpoint.storage import resolve
-from bytecheckpoint.tools.diff import compare
-from bytecheckpoint.tools.verify import verify_checkpoint
+from bytecheckpoint.tools import compare, verify
 from tests.distributed.fsdp1_layouts import FSDP1, WORLD_SIZE, adagrad, build, full_state, sgd
 from tests.distributed.layouts import adamw as two_groups
 from tests.distributed.matrix_jobs import AFTER, BEFORE, coordinates, open_all, source_values, target_values
@@ -123,7 +122,7 @@ def test_verify_and_compare(matrix: Matrix) -> None:
         matrix.saved(layout, "adamw")
     paths = [f"{matrix.folder('adamw')}/coordinates/{layout}" for layout in names]
     for path in paths:
-        report = verify_checkpoint(resolve(path))
+        report = verify(resolve(path))
         assert report.ok and not report.notes
     with bytecheckpoint.open(paths[0]) as plain:
         for path in paths[1:]:

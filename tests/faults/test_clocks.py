@@ -14,8 +14,8 @@ import pytest
 from bytecheckpoint.collectives import ThreadWorld
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.posix.publish import publish
+from bytecheckpoint.tools import verify
 from bytecheckpoint.tools.removal import collect_garbage
-from bytecheckpoint.tools.verify import verify_checkpoint
 from tests.faults.coded import load_step
 from tests.faults.ranks import load_all, save_all, succeeded
 from tests.support.memory import hot_tier
@@ -44,7 +44,7 @@ def test_saves_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: 
             collect_garbage(str(folder.parent), older_than=HOURS / 2)
             assert load_all(world, path, rows=ROWS) == [step] * 3
     assert load_step(folder, rows=ROWS) == 3  # all is flushed
-    assert not verify_checkpoint(resolve(str(folder))).findings
+    assert not verify(resolve(str(folder))).findings
 
 
 def test_a_publisher_at_work_is_not_taken_for_a_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,16 +159,16 @@ def test_the_damaged_block_and_only_its_tensors_are_named(path: Path) -> None:
 
 
 def test_verify_finds_a_flipped_bit_anywhere(damaged: Path) -> None:
-    from bytecheckpoint.tools.verify import verify_checkpoint
+    from bytecheckpoint.tools import verify
 
-    assert verify_checkpoint(resolve(damaged)).ok
+    assert verify(resolve(damaged)).ok
     for entry in catalog_of(damaged).files:
         for place in flips(damaged / entry.name, range(0, entry.size, 199)):
-            report = verify_checkpoint(resolve(damaged))
+            report = verify(resolve(damaged))
             assert len(report.findings) == 1, f"{entry.name}, byte {place}: {report.findings}"
             (finding,) = report.findings
             assert (finding.file, finding.kind) == (entry.name, "header" if place < entry.data_offset else "block")
-    assert verify_checkpoint(resolve(damaged)).ok
+    assert verify(resolve(damaged)).ok
 
 
 def test_open_detects_a_flipped_bit(damaged: Path) -> None:

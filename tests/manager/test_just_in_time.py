@@ -15,7 +15,7 @@ from bytecheckpoint import CheckpointManager
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.manager import SaveOptions
 from bytecheckpoint.storage import resolve
-from bytecheckpoint.tools.verify import verify_checkpoint
+from bytecheckpoint.tools import verify
 from tests.manager.lost_rank_job import EVERY, LEFT, train
 from tests.support.runs import steps_in
 from tests.support.worlds import Worlds
@@ -72,7 +72,7 @@ def test_the_step_before_is_saved(
     assert before == pytest.approx({number: wanted[number] for number in range(1, step)}, rel=1e-9)
     root = tmp_path / "run"
     assert steps_in(root) == [*range(EVERY, step, EVERY), step - 1]
-    assert verify_checkpoint(resolve(root / f"step_{step - 1:08d}")).ok
+    assert verify(resolve(root / f"step_{step - 1:08d}")).ok
     for losses, drawn in worlds.run(left, train, str(root), STOP, kind=kind):
         assert losses == pytest.approx({number: wanted[number] for number in range(step, STOP + 1)}, rel=1e-9)
         assert drawn == STOP
@@ -102,7 +102,7 @@ def test_a_save_in_flight(tmp_path: Path, worlds: Worlds) -> None:
     """It ends or it fails; the step before the loss is saved all the same."""
     lose(worlds, tmp_path, 3, (0,), EVERY + 1, keep=1)
     assert EVERY in steps_in(tmp_path / "run")
-    assert verify_checkpoint(resolve(tmp_path / "run" / f"step_{EVERY:08d}")).ok
+    assert verify(resolve(tmp_path / "run" / f"step_{EVERY:08d}")).ok
 
 
 @pytest.mark.parametrize(

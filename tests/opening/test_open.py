@@ -28,7 +28,7 @@ from bytecheckpoint import (
 )
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.opening.view import CheckpointView
-from bytecheckpoint.tools.stream import stream
+from bytecheckpoint.tools import stream
 from bytecheckpoint.tuning import tuned
 from tests.support.damage import flip_bit
 from tests.support.faulty_storage import Faults

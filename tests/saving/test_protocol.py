@@ -15,7 +15,7 @@ import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld, current
 from bytecheckpoint.saving.messages import SaveStep, reply_tag, tag
 from bytecheckpoint.storage import resolve
-from bytecheckpoint.tools.verify import verify_checkpoint
+from bytecheckpoint.tools import verify
 from tests.support.catalogs import catalog_at
 from tests.support.layouts import Leaf, coded
 from tests.support.settings import using
@@ -154,7 +154,7 @@ def test_a_plan_that_only_the_ranks_remember_is_still_good(tmp_path: Path, async
     checkpoint = bytecheckpoint.open(tmp_path / "b")
     assert torch.equal(checkpoint["model/part"][...], coded((12, 8), torch.float32))
     assert checkpoint.info["layout"] == bytecheckpoint.open(tmp_path / "a").info["layout"]
-    assert verify_checkpoint(resolve(tmp_path / "b")).ok
+    assert verify(resolve(tmp_path / "b")).ok
 
 
 def test_ranks_whose_states_change_back_and_forth_keep_their_plans(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_ranks_whose_states_change_back_and_forth_keep_their_plans(tmp_path: Pat
     assert [row[3:] for row in cached] == [[True] * 3] * 3
     for step, ranks in enumerate(holders):
         checkpoint = bytecheckpoint.open(tmp_path / str(step))
-        assert verify_checkpoint(resolve(tmp_path / str(step))).ok
+        assert verify(resolve(tmp_path / str(step))).ok
         assert torch.equal(checkpoint["model/part"][...], coded((12, 8), torch.float32, step))
         assert {k for k in checkpoint if "late" in k} == {f"model/late{rank}" for rank in ranks}
         for rank in ranks:
@@ -202,7 +202,7 @@ def test_a_replica_that_its_writer_has_no_more_is_written_by_another_holder(tmp_
 
     assert ThreadWorld(2).run(run, timeout=60) == [[False, True], [False, True]]
     for name in ("2", "3"):
-        assert verify_checkpoint(resolve(tmp_path / name)).ok
+        assert verify(resolve(tmp_path / name)).ok
         for rank in (0, 1):
             checkpoint = bytecheckpoint.open(tmp_path / name, rank=rank)
             assert [checkpoint[f"extra_states/{key}"] for key in ("rank", "same", "before")] == [rank, 1, False]

@@ -19,7 +19,7 @@ from bytecheckpoint import CheckpointManager
 from bytecheckpoint.dataloader import SequenceSource, TokenBufferLoader, TokenRecipe
 from bytecheckpoint.manager import Best, EverySeconds, Latest, Retention
 from bytecheckpoint.storage import resolve
-from bytecheckpoint.tools.verify import verify_checkpoint
+from bytecheckpoint.tools import verify
 from tests.manager.lost_rank_job import CONTEXT, EVERY, LEFT, ROWS, TEXTS, train
 from tests.soak.test_soak import check_growth, measure, shared_memory
 from tests.support.runs import steps_in
@@ -84,7 +84,7 @@ def test_a_week(tmp_path: Path, worlds: Worlds) -> None:
         steps = steps_in(tmp_path / "run")
         assert max(steps, default=0) >= newest, logs
         for step in steps:
-            assert verify_checkpoint(resolve(tmp_path / "run" / f"step_{step:08d}")).ok, (day, step)
+            assert verify(resolve(tmp_path / "run" / f"step_{step:08d}")).ok, (day, step)
         assert shared_memory() <= before, day
         if day == 0:
             descriptors = process.num_fds()

@@ -19,7 +19,7 @@ from bytecheckpoint.cli.main import run
 from bytecheckpoint.representation.names import new_generation
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.optional import unfinished_uploads
-from bytecheckpoint.tools.removal import collect_garbage, remove_checkpoint
+from bytecheckpoint.tools.removal import collect_garbage, remove
 from tests.faults.coded import load_step, states
 from tests.servers.fault_proxy import FaultProxy, HttpFault, asks, s3_error
 from tests.servers.s3 import S3Server
@@ -140,7 +140,7 @@ def test_gc_aborts_old_uploads(
 def test_rm_aborts_uploads(s3: S3Server, bucket: str, path: str, begin: Callable[[str], str]) -> None:
     bytecheckpoint.save(path, states(step=1))
     begin(f"runs/step/{OWN}")
-    remove_checkpoint(path)
+    remove(path)
     assert s3.uploads(bucket) == []
 
 

@@ -19,6 +19,6 @@ import bytecheckpoint.collectives.store_collective
 import bytecheckpoint.loading
 import bytecheckpoint.opening
 import bytecheckpoint.saving
-import bytecheckpoint.tools.verify  # noqa: F401
+import bytecheckpoint.tools.verification  # noqa: F401
 
 gc.freeze()  # no collection in a rank visits, and so copies, what was imported here

@@ -12,7 +12,7 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint import UsageError
-from bytecheckpoint.tools.diff import CompareReport, compare
+from bytecheckpoint.tools import CompareReport, compare
 from tests.tools.conftest import save_layout
 
 

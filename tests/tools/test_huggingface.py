@@ -15,16 +15,11 @@ from safetensors.torch import load_file
 
 import bytecheckpoint
 from bytecheckpoint import CorruptCheckpointError, IncompatibleCheckpointError, UsageError
-from bytecheckpoint.tools.export import ExportReport, export_huggingface
+from bytecheckpoint.tools import export
 from tests.support.damage import flip_bit
 from tests.support.layouts import coded
 from tests.support.processes import run_program
 from tests.tools.conftest import SHAPE
-
-
-def export(source: Path, target: Path, **options: Any) -> ExportReport:
-    with bytecheckpoint.open(source) as checkpoint:
-        return export_huggingface(checkpoint, target, **options)
 
 
 def test_one_file_from_any_layout(saved: Path, tmp_path: Path) -> None:
@@ -135,14 +130,14 @@ def test_a_damaged_block_leaves_nothing(saved: Path, tmp_path: Path) -> None:
 
 _PEAK = """
 import resource, sys, threading, torch, bytecheckpoint
-from bytecheckpoint.tools.export import export_huggingface
+from bytecheckpoint.tools import export
 path, target = sys.argv[1:]
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 with bytecheckpoint.open(path) as checkpoint:
     checkpoint["model/small"][...]
     before = peak()
-    export_huggingface(checkpoint, target, dtype="bfloat16")
+    export(checkpoint, target, dtype="bfloat16")
 print(peak() - before)
 """
 

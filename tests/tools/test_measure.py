@@ -15,7 +15,7 @@ from bytecheckpoint.errors import StorageError, StorageFullError, UsageError
 from bytecheckpoint.monitoring.reading import read_run
 from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER
 from bytecheckpoint.storage.posix.storage import PosixStorage
-from bytecheckpoint.tools.measure import measure_storage
+from bytecheckpoint.tools import measure
 from tests.support.mounts import small_tmpfs
 
 MIB = 1 << 20
@@ -31,27 +31,27 @@ def test_the_bandwidths_stay_beside_the_run(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_bytes_that_do_not_come_from_the_storage_are_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert measure_storage("mem://measured-here", 8 * MIB, 2).read is None
+    assert measure("mem://measured-here", 8 * MIB, 2).read is None
     assert run(["measure", "mem://measured-here", "--size", "8MiB"]) == 0
     assert "read from this machine's memory, so not measured" in capsys.readouterr().out
 
 
 def test_of_a_tier_the_durable_storage_is_measured(tmp_path: Path) -> None:
-    measure_storage(f"tier+{tmp_path.as_uri()}", MIB, 1)
+    measure(f"tier+{tmp_path.as_uri()}", MIB, 1)
     assert len(read_run(str(tmp_path)).limits) == 1
 
 
 def test_nothing_stays_of_a_measurement_that_fails_or_was_killed(tmp_path: Path) -> None:
     with small_tmpfs(tmp_path / "small", 8 * MIB):
         with pytest.raises(StorageFullError):
-            measure_storage(str(tmp_path / "small"), 64 * MIB, 2)
+            measure(str(tmp_path / "small"), 64 * MIB, 2)
         assert not list((tmp_path / "small").rglob("measure-*"))
     killed, running = (tmp_path / METRICS_FOLDER / f"measure-{name}" for name in ("killed", "running"))
     killed.parent.mkdir()
     killed.write_bytes(b"1")
     running.write_bytes(b"1")
     os.utime(killed, (time.time() - 90_000,) * 2)
-    measure_storage(str(tmp_path), MIB, 1)
+    measure(str(tmp_path), MIB, 1)
     assert running.exists() and not killed.exists()
 
 
@@ -63,11 +63,11 @@ def test_a_file_that_is_cut_meanwhile_measures_nothing(tmp_path: Path, monkeypat
     monkeypatch.setattr(PosixStorage, "sync", cut)
     monkeypatch.setattr(PosixStorage, "is_cached", lambda *_: False)
     with pytest.raises(StorageError, match="was cut or removed while it was measured"):
-        measure_storage(str(tmp_path), MIB, 2)
+        measure(str(tmp_path), MIB, 2)
     assert not list((tmp_path / METRICS_FOLDER).iterdir())
 
 
 def test_too_few_bytes(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="1000 bytes are too few for 8 threads"):
-        measure_storage(str(tmp_path), 1000, 8)
+        measure(str(tmp_path), 1000, 8)
     assert not list(tmp_path.iterdir())

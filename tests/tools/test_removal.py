@@ -25,7 +25,7 @@ from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from bytecheckpoint.tiers.flush.lock import flush_lock
 from bytecheckpoint.tiers.storage import TierStorage
 from bytecheckpoint.tools import removal
-from bytecheckpoint.tools.removal import collect_garbage, collect_hot_garbage, remove_checkpoint
+from bytecheckpoint.tools.removal import collect_garbage, collect_hot_garbage, remove
 from bytecheckpoint.tools.retirement import retire
 from bytecheckpoint.world import world_of
 from tests.faults.coded import files_of
@@ -71,23 +71,23 @@ def test_rm_removes_what_is_ours(tmp_path: Path, dry_run: bool) -> None:
     uncommitted(path)
     (path / "notes.txt").write_text("not ours")
     before = files_of(path)
-    (removal,) = remove_checkpoint(str(path), dry_run=dry_run)
+    (removal,) = remove(str(path), dry_run=dry_run)
     assert removal.files == len(before) - 1
     assert files_of(path) == (before if dry_run else ["notes.txt"])
 
 
 def test_rm_of_a_folder_without_other_files_removes_it(tmp_path: Path) -> None:
     save(tmp_path / "run" / "1")
-    remove_checkpoint(str(tmp_path / "run" / "1"))
+    remove(str(tmp_path / "run" / "1"))
     assert not any((tmp_path / "run" / "1").rglob("*"))
     with pytest.raises(CheckpointNotFoundError, match="holds no checkpoint"):
-        remove_checkpoint(str(tmp_path / "run" / "1"))
+        remove(str(tmp_path / "run" / "1"))
 
 
 def test_rm_of_a_run_names_its_steps(tmp_path: Path) -> None:
     save(tmp_path / "1")
     with pytest.raises(CheckpointNotFoundError, match="folder of 1 steps"):
-        remove_checkpoint(str(tmp_path))
+        remove(str(tmp_path))
 
 
 def test_rm_at_a_tier_removes_both_copies(tier: str) -> None:
@@ -95,8 +95,8 @@ def test_rm_at_a_tier_removes_both_copies(tier: str) -> None:
     save(f"{tier}/2")
     drain()
     with flush_lock(TierStorage(f"{tier}/2"), exclusive=False, timeout=5), pytest.raises(StorageConflictError):
-        remove_checkpoint(f"{tier}/2")
-    remove_checkpoint(f"{tier}/2")
+        remove(f"{tier}/2")
+    remove(f"{tier}/2")
     assert not hot_folder(f"{tier}/2").exists() and files_of(durable_folder(f"{tier}/2")) == []
     assert resolve(f"{tier}/1").read("metadata.parquet")
 
@@ -107,8 +107,8 @@ def test_rm_of_a_cooled_step(tmp_path: Path) -> None:
     plan = plan_cooldown(str(tmp_path / "run"), f"file://{tmp_path}/cold", older_than=0, keep=1)
     assert all(cool(step).done for step in plan if step.action == "move")
     with pytest.raises(UsageError, match="--cold"):
-        remove_checkpoint(str(tmp_path / "run" / "1"))
-    assert remove_checkpoint(str(tmp_path / "run" / "1"), cold=True)
+        remove(str(tmp_path / "run" / "1"))
+    assert remove(str(tmp_path / "run" / "1"), cold=True)
     assert files_of(tmp_path / "run" / "1") == files_of(tmp_path / "cold" / "1") == []
 
 
@@ -119,7 +119,7 @@ def test_files_that_another_step_uses_stay(tmp_path: Path) -> None:
     assert any(step.done for step in done)
     shutil.copytree(tmp_path / "run" / "1", tmp_path / "cold" / "beside")
     with pytest.raises(UsageError, match=r"cold/beside uses files of .*cold/1"):
-        remove_checkpoint(str(tmp_path / "cold" / "1"))
+        remove(str(tmp_path / "cold" / "1"))
 
 
 def test_rm_while_a_step_beside_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,12 +136,12 @@ def test_rm_while_a_step_beside_cannot_be_read(tmp_path: Path, monkeypatch: pyte
     with monkeypatch.context() as patched:
         patched.setattr(LocalStorage, "open", opened)
         with pytest.raises(StorageUnavailableError, match="no answer"):
-            remove_checkpoint(str(tmp_path / "1"))
+            remove(str(tmp_path / "1"))
         with pytest.raises(StorageUnavailableError, match="no answer"):
-            remove_checkpoint(str(tmp_path / "2"))
+            remove(str(tmp_path / "2"))
     assert len(files_of(tmp_path / "1")) == len(files_of(tmp_path / "2")) > 0
     (tmp_path / "2" / "metadata.parquet").write_bytes(b"damaged")
-    assert remove_checkpoint(str(tmp_path / "1")) and remove_checkpoint(str(tmp_path / "2"))
+    assert remove(str(tmp_path / "1")) and remove(str(tmp_path / "2"))
 
 
 def test_gc_removes_what_killed_saves_left(tmp_path: Path) -> None:

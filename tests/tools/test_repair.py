@@ -14,9 +14,7 @@ import bytecheckpoint
 from bytecheckpoint import CheckpointNotFoundError, CorruptCheckpointError
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.storage import resolve
-from bytecheckpoint.tools.diff import compare
-from bytecheckpoint.tools.repair import repair_checkpoint
-from bytecheckpoint.tools.verify import verify_checkpoint
+from bytecheckpoint.tools import compare, repair, verify
 from bytecheckpoint.tuning import tuned
 from tests.golden.make import FOLDER
 from tests.support.catalogs import catalog_at
@@ -43,10 +41,10 @@ def same(a: Path, b: Path) -> bool:
 
 
 def test_a_lost_catalog_comes_back(saved: Path, lost: Path) -> None:
-    report = repair_checkpoint(resolve(lost))
+    report = repair(resolve(lost))
     assert report.written and not report.findings
     assert [g.complete for g in report.generations] == [True]
-    assert same(saved, lost) and verify_checkpoint(resolve(lost)).ok
+    assert same(saved, lost) and verify(resolve(lost)).ok
     with bytecheckpoint.open(lost) as checkpoint:
         assert checkpoint.info["world_size"] == 3 and "rebuilt" in checkpoint.info
         assert bytecheckpoint.open(lost, rank=2)["extra_states/rank"] == 2
@@ -60,12 +58,12 @@ def test_a_lost_catalog_comes_back(saved: Path, lost: Path) -> None:
 def test_a_damaged_catalog_is_replaced_and_a_sound_one_is_not(saved: Path, copied: Path) -> None:
     catalog = copied / "metadata.parquet"
     good = catalog.read_bytes()
-    assert not repair_checkpoint(resolve(copied)).written
+    assert not repair(resolve(copied)).written
     assert catalog.read_bytes() == good
     catalog.write_bytes(good[: len(good) // 2])
-    assert repair_checkpoint(resolve(copied)).written
+    assert repair(resolve(copied)).written
     assert same(saved, copied)
-    assert any("replaced" in note for note in repair_checkpoint(resolve(copied), force=True).notes)
+    assert any("replaced" in note for note in repair(resolve(copied), force=True).notes)
 
 
 def test_tied_names_come_back(tmp_path: Path) -> None:
@@ -74,7 +72,7 @@ def test_tied_names_come_back(tmp_path: Path) -> None:
     for name in ("s", "t"):
         bytecheckpoint.save(tmp_path / name, {"model": model})
     (tmp_path / "s/metadata.parquet").unlink()
-    repair_checkpoint(resolve(tmp_path / "s"))
+    repair(resolve(tmp_path / "s"))
     assert same(tmp_path / "s", tmp_path / "t")
     assert "model/b.weight" in bytecheckpoint.open(tmp_path / "s")
 
@@ -86,7 +84,7 @@ def test_tied_names_come_back(tmp_path: Path) -> None:
 def test_a_lost_file_keeps_it_from_being_rebuilt(lost: Path, pattern: str, why: str) -> None:
     files_of(lost, pattern)[0].unlink()
     with pytest.raises(CorruptCheckpointError, match=why):
-        repair_checkpoint(resolve(lost))
+        repair(resolve(lost))
     assert not (lost / "metadata.parquet").exists()
 
 
@@ -100,8 +98,8 @@ def test_a_lost_parameter_of_the_optimizer_is_missed(tmp_path: Path) -> None:
     (tmp_path / "s/metadata.parquet").unlink()
     files_of(tmp_path / "s", "model/rank-00001*")[0].unlink()
     with pytest.raises(CorruptCheckpointError, match="parameters of the optimizer are in no file"):
-        repair_checkpoint(resolve(tmp_path / "s"))
-    assert repair_checkpoint(resolve(tmp_path / "s"), force=True).written
+        repair(resolve(tmp_path / "s"))
+    assert repair(resolve(tmp_path / "s"), force=True).written
     assert "model/l0.weight" in bytecheckpoint.open(tmp_path / "s")
 
 
@@ -110,7 +108,7 @@ def test_a_reference_to_a_lost_tensor_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "s/metadata.parquet").unlink()
     files_of(tmp_path / "s", "model/rank-*")[0].unlink()
     with pytest.raises(CorruptCheckpointError, match="'a', which the catalog lacks"):
-        repair_checkpoint(resolve(tmp_path / "s"))
+        repair(resolve(tmp_path / "s"))
 
 
 def save_stages(path: Path, ranks: int, silent: tuple[int, ...] = ()) -> None:
@@ -145,12 +143,12 @@ def test_a_lost_file_of_whole_tensors_is_missed(tmp_path: Path, pattern: str, wh
     for file in lost:
         file.unlink()
     with pytest.raises(CorruptCheckpointError, match=re.escape(why)):
-        repair_checkpoint(resolve(path))
-    assert repair_checkpoint(resolve(path), force=True).written
+        repair(resolve(path))
+    assert repair(resolve(path), force=True).written
     # With its files back it is whole, and nothing is said to be missing.
     for file, data in lost.items():
         file.write_bytes(data)
-    report = repair_checkpoint(resolve(path), force=True)
+    report = repair(resolve(path), force=True)
     assert [g.problems for g in report.generations] == [()]
     assert not any("found (" in note or "early" in note for note in report.notes)
 
@@ -161,7 +159,7 @@ def test_ranks_without_any_file_are_named(tmp_path: Path) -> None:
         file.unlink()
     save_stages(tmp_path / "nothing", 3, silent=(1,))
     for name in ("lost", "nothing"):  # which nobody can tell apart
-        report = repair_checkpoint(resolve(tmp_path / name))
+        report = repair(resolve(tmp_path / name))
         assert report.written
         (note,) = [note for note in report.notes if "no file of" in note]
         assert note.startswith("no file of 1 of 3 ranks was found (1): either they had nothing to write")
@@ -181,16 +179,15 @@ def test_a_value_that_was_written_late_is_no_second_part_of_a_lost_file(tmp_path
     path = tmp_path / "second"
     assert files_of(path, "extra/values-00001-p001.*") and not [*path.glob("extra/values-00001.*")]
     (path / "metadata.parquet").unlink()
-    assert repair_checkpoint(resolve(path)).written
+    assert repair(resolve(path)).written
     with bytecheckpoint.open(path, rank=1) as checkpoint:
         assert checkpoint["extra_states/n"] == 2
 
 
-def test_files_of_the_first_version_are_repaired_with_a_warning(tmp_path: Path) -> None:
+def test_golden_files_are_repaired(tmp_path: Path) -> None:
     shutil.copytree(FOLDER, tmp_path / "v1")
     (tmp_path / "v1/metadata.parquet").unlink()
-    report = repair_checkpoint(resolve(tmp_path / "v1"))
-    assert report.written and any("early version" in note for note in report.notes)
+    assert repair(tmp_path / "v1").written
     assert same(FOLDER, tmp_path / "v1")
 
 
@@ -198,9 +195,9 @@ def test_damaged_blocks_are_refused_unless_forced(lost: Path) -> None:
     file = files_of(lost, "model/rank-00001*")[0]
     flip_bit(file, -1)
     with pytest.raises(CorruptCheckpointError, match="checksum") as caught:
-        repair_checkpoint(resolve(lost))
+        repair(resolve(lost))
     assert caught.value.file == str(file.relative_to(lost))
-    report = repair_checkpoint(resolve(lost), force=True)
+    report = repair(resolve(lost), force=True)
     assert report.written and len(report.findings) == 1
     with bytecheckpoint.open(lost) as checkpoint, pytest.raises(CorruptCheckpointError):
         checkpoint["model/w"][...], checkpoint["model/n"][...]
@@ -210,8 +207,8 @@ def test_an_unreadable_header_is_refused_unless_the_rest_is_whole(lost: Path) ->
     file = files_of(lost, "layer/rank-*")[0]
     flip_bit(file, 20)
     with pytest.raises(CorruptCheckpointError):
-        repair_checkpoint(resolve(lost))
-    report = repair_checkpoint(resolve(lost), force=True)
+        repair(resolve(lost))
+    report = repair(resolve(lost), force=True)
     assert any("left out" in note for note in report.notes)
 
 
@@ -224,18 +221,18 @@ def test_the_newest_complete_save_and_never_a_mixture(saved: Path, tmp_path: Pat
         shutil.copy(file, path / file.parent.name / file.name)
         os.utime(path / file.parent.name / file.name, (4e9, 4e9))
     newest = catalog_at(tmp_path / "new").files[0].generation
-    report = repair_checkpoint(resolve(path))
+    report = repair(resolve(path))
     assert report.generation == newest and [g.complete for g in report.generations] == [True, True]
     assert any("older" in note for note in report.notes)
     assert same(path, tmp_path / "new")
     # Without one of its files the newer save does not count, and nothing of it is used.
     (path / "metadata.parquet").unlink()
     files_of(path, f"model/rank-00001.{newest}*")[0].unlink()
-    report = repair_checkpoint(resolve(path))
+    report = repair(resolve(path))
     assert report.generation != newest and [g.complete for g in report.generations] == [False, True]
     assert same(path, saved)
 
 
 def test_nothing_to_repair(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError):
-        repair_checkpoint(resolve(tmp_path))
+        repair(resolve(tmp_path))

@@ -13,8 +13,8 @@ from bytecheckpoint import CheckpointNotFoundError, CorruptCheckpointError, Inco
 from bytecheckpoint.collectives import current
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
+from bytecheckpoint.tools import verify
 from bytecheckpoint.tools.removal import collect_hot_garbage
-from bytecheckpoint.tools.verify import verify_checkpoint
 from bytecheckpoint.world import world_of
 from tests.faults.coded import save_steps, states
 from tests.support.damage import flip_bit
@@ -27,7 +27,7 @@ def storage_files(path: Path) -> list[Path]:
 
 def test_a_sound_checkpoint(saved: Path) -> None:
     seen: list[tuple[int, int]] = []
-    report = verify_checkpoint(resolve(saved), lambda done, total: seen.append((done, total)), threads=3)
+    report = verify(resolve(saved), lambda done, total: seen.append((done, total)), threads=3)
     size = sum(file.stat().st_size for file in storage_files(saved))
     assert report.ok and not report.notes
     assert (report.files, report.bytes_read) == (len(storage_files(saved)), size)
@@ -37,7 +37,7 @@ def test_a_sound_checkpoint(saved: Path) -> None:
 def test_damage_names_its_tensors(copied: Path) -> None:
     file = next(f for f in storage_files(copied) if f.parent.name == "model" and f.name.startswith("rank-00001"))
     flip_bit(file, -3)
-    (finding,) = verify_checkpoint(resolve(copied)).findings
+    (finding,) = verify(resolve(copied)).findings
     assert (finding.kind, finding.block, finding.blocks) == ("block", 0, 1)
     assert set(finding.tensors) <= {"model/w", "model/n"} and finding.tensor_count == len(finding.tensors) > 0
     assert str(file.relative_to(copied)) in finding.message
@@ -51,7 +51,7 @@ def test_missing_cut_extended_and_swapped_files(copied: Path) -> None:
     swap = fourth.read_bytes()
     fourth.write_bytes(fifth.read_bytes())
     fifth.write_bytes(swap)
-    findings = verify_checkpoint(resolve(copied)).findings
+    findings = verify(resolve(copied)).findings
     kinds: dict[Path, set[str]] = {file: set() for file in (first, second, third, fourth, fifth)}
     for finding in findings:
         kinds[copied / finding.file].add(finding.kind)
@@ -65,13 +65,13 @@ def test_neighbouring_blocks_are_one_finding(tmp_path: Path) -> None:
     start = int.from_bytes(file.read_bytes()[:8], "little") + 8
     for block in (1, 2, 3, 6):  # blocks of 64 KiB
         flip_bit(file, start + block * (64 << 10))
-    found = verify_checkpoint(resolve(tmp_path / "s")).findings
+    found = verify(resolve(tmp_path / "s")).findings
     assert [(f.block, f.blocks) for f in found] == [(1, 3), (6, 1)]
 
 
 def test_strangers_are_noted(copied: Path) -> None:
     (copied / "README").write_text("hello")
-    report = verify_checkpoint(resolve(copied))
+    report = verify(resolve(copied))
     assert report.ok
     assert any("README" in note for note in report.notes)
 
@@ -98,7 +98,7 @@ def test_a_checkpoint_that_changes_while_it_is_verified(
             if not changed:
                 changed.append(changes[change]())
 
-        report = verify_checkpoint(resolve(url), work, threads=1)
+        report = verify(resolve(url), work, threads=1)
     assert changed and report.ok, report.findings
 
 
@@ -110,13 +110,13 @@ def test_a_checkpoint_that_is_saved_all_the_time(tmp_path: Path) -> None:
         bytecheckpoint.save(tmp_path / "1", states(step=next(steps)))
 
     with pytest.raises(IncompatibleCheckpointError, match=r"replaced 3 times while it was being verified"):
-        verify_checkpoint(resolve(tmp_path / "1"), work, threads=1)
+        verify(resolve(tmp_path / "1"), work, threads=1)
 
 
 def test_without_a_catalog_there_is_nothing_to_check(copied: Path) -> None:
     (copied / "metadata.parquet").write_bytes(b"PAR1" + b"x" * 100 + b"PAR1")
     with pytest.raises(CorruptCheckpointError):
-        verify_checkpoint(resolve(copied))
+        verify(resolve(copied))
     (copied / "metadata.parquet").unlink()
     with pytest.raises(CheckpointNotFoundError):
-        verify_checkpoint(resolve(copied))
+        verify(resolve(copied))

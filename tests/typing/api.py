@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 import bytecheckpoint
-from bytecheckpoint import CheckpointError, LoadReport, SaveHandle, SaveReport, Settings
+from bytecheckpoint import CheckpointError, LoadReport, SaveHandle, SaveReport, Settings, tools
 from bytecheckpoint.settings import StorageSettings
-from bytecheckpoint.tools.stream import stream
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.tools import stream
 
 model = nn.Linear(4, 2)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -151,6 +152,19 @@ assert_type(bytecheckpoint.register(Mode, name="mode"), type[Mode])
 bytecheckpoint.register(Opaque, encode=lambda opaque: opaque.number, decode=lambda _: Opaque())
 bytecheckpoint.register(Opaque, encode=lambda opaque: opaque.numbr)  # type: ignore[attr-defined]
 bytecheckpoint.register(Opaque())  # type: ignore[arg-type]
+
+# ------------------------------------------------------------------------------------------------------------- tools
+
+with bytecheckpoint.open("ckpt") as opened:
+    for subject in ("ckpt", Path("ckpt"), resolve("ckpt"), opened):
+        assert_type(tools.verify(subject, threads=2), tools.VerifyReport)
+        assert_type(tools.repair(subject, force=True), tools.RepairReport)
+        assert_type(tools.compare(subject, subject, rtol=0.1), tools.CompareReport)
+        assert_type(tools.export(subject, "out", state="model", dtype=torch.bfloat16), tools.ExportReport)
+        assert_type(tools.remove(subject, dry_run=True), list[tools.Removal])
+        assert_type(tools.collect_garbage(subject, older_than=3600.0), list[tools.Removal])
+assert_type(bytecheckpoint.tools.verify("ckpt").ok, bool)
+tools.verify(3)  # type: ignore[arg-type]
 
 # ------------------------------------------------------------------------------------------------------------ errors
 

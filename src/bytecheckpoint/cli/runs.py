@@ -30,7 +30,6 @@ from bytecheckpoint.monitoring.record import path_without_secrets
 from bytecheckpoint.monitoring.report.report import Report, Reporter
 from bytecheckpoint.monitoring.report.server import RunView, make_app, require_token
 from bytecheckpoint.settings import settings
-from bytecheckpoint.tools.measure import measure_storage
 
 __all__ = ["make_reporter", "measure", "monitor", "plan_interval", "report"]
 
@@ -105,7 +104,9 @@ def monitor(root: str, *, reporter: Reporter, host: str, port: int, token: str) 
 
 def measure(root: str, *, size: str, threads: int, json: bool) -> int:
     """Measure the storage of a run and print its bandwidths."""
-    limit = measure_storage(root, parse_size(size), threads)
+    from bytecheckpoint import tools
+
+    limit = tools.measure(root, parse_size(size), threads)
     if json:
         print_json(msgspec.to_builtins(limit))
         return 0

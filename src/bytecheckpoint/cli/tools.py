@@ -32,12 +32,12 @@ def verify(path: str, *, threads: int, json: bool) -> int:
     """Verify a checkpoint and print the findings. Return 1 if there are any."""
     from bytecheckpoint.cli.ls import explain_missing_catalog
     from bytecheckpoint.monitoring import delivery
-    from bytecheckpoint.tools.verify import verify_checkpoint
+    from bytecheckpoint.tools import verify
 
     storage = resolve(path)
     try:
         with progress_bar("verifying") as progress:
-            report = verify_checkpoint(storage, progress, threads=threads)
+            report = verify(storage, progress, threads=threads)
     except CheckpointNotFoundError as error:
         raise explain_missing_catalog(storage, error) from None
     delivery.finish()  # an alert may be on its way
@@ -57,14 +57,12 @@ def verify(path: str, *, threads: int, json: bool) -> int:
 
 def diff(a: str, b: str, *, rtol: float, atol: float, json: bool) -> int:
     """Compare two checkpoints and print the differences. Return 1 if there are any."""
-    from bytecheckpoint.opening import open as open_checkpoint
-    from bytecheckpoint.tools.diff import compare
+    from bytecheckpoint.tools import compare
 
-    with open_checkpoint(a) as first, open_checkpoint(b) as second:
-        report = compare(first, second, rtol=rtol, atol=atol)
-        if json:
-            print_json({"a": first.path, "b": second.path, "equal": report.equal, **asdict(report)})
-            return int(not report.equal)
+    report = compare(a, b, rtol=rtol, atol=atol)
+    if json:
+        print_json({"a": resolve(a).url, "b": resolve(b).url, "equal": report.equal, **asdict(report)})
+        return int(not report.equal)
     for difference in report.differences:
         print(printable(difference.message))
     print_notes(report.notes)
@@ -76,14 +74,11 @@ def diff(a: str, b: str, *, rtol: float, atol: float, json: bool) -> int:
 
 def export(src: str, dst: str, *, state: str, dtype: str | None, max_shard_size: str, force: bool, json: bool) -> int:
     """Export a checkpoint. Return 1 if the conversion made finite values infinite."""
-    from bytecheckpoint.opening import open as open_checkpoint
-    from bytecheckpoint.tools.export import export_huggingface
+    from bytecheckpoint.tools import export
 
     limit = parse_size(max_shard_size)
-    with open_checkpoint(src) as checkpoint, progress_bar("exporting") as progress:
-        report = export_huggingface(
-            checkpoint, dst, state=state, dtype=dtype, max_shard_bytes=limit, force=force, progress=progress
-        )
+    with progress_bar("exporting") as progress:
+        report = export(src, dst, state=state, dtype=dtype, max_shard_bytes=limit, force=force, progress=progress)
     if json:
         print_json(asdict(report))
         return int(bool(report.overflowed))
@@ -96,11 +91,10 @@ def export(src: str, dst: str, *, state: str, dtype: str | None, max_shard_size:
 
 def repair(path: str, *, force: bool, json: bool) -> int:
     """Rebuild the catalog. Return 1 if it names damaged blocks (only with force)."""
-    from bytecheckpoint.tools.repair import repair_checkpoint
+    from bytecheckpoint.tools import repair
 
-    storage = resolve(path)
     with progress_bar("verifying") as progress:
-        report = repair_checkpoint(storage, force=force, progress=progress)
+        report = repair(path, force=force, progress=progress)
     if json:
         print_json(asdict(report))
         return int(bool(report.findings))
@@ -185,15 +179,15 @@ def flush(path: str, *, replicas: bool, json: bool) -> int:
 
 def rm(paths: Sequence[str], *, cold: bool, dry_run: bool, json: bool) -> int:
     """Remove checkpoints. Return 1 if one cannot be removed."""
-    from bytecheckpoint.tools.removal import remove_checkpoint
+    from bytecheckpoint.tools import remove
 
-    calls: _Calls = {path: partial(remove_checkpoint, path, cold=cold, dry_run=dry_run) for path in paths}
+    calls: _Calls = {path: partial(remove, path, cold=cold, dry_run=dry_run) for path in paths}
     return _run(calls, dry_run=dry_run, json=json)
 
 
 def gc(paths: Sequence[str], *, older_than: str, dry_run: bool, json: bool) -> int:
     """Remove garbage. Return 1 if a place cannot be looked at."""
-    from bytecheckpoint.tools.removal import collect_garbage, collect_hot_garbage
+    from bytecheckpoint.tools import collect_garbage, collect_hot_garbage
 
     age = parse_age(older_than)
     calls: _Calls = {path: partial(collect_garbage, path, older_than=age, dry_run=dry_run) for path in paths}

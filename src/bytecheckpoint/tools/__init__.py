@@ -1,1 +1,66 @@
-"""Tools over whole checkpoints: verify, diff, export, repair."""
+"""Work on whole checkpoints: verify, repair, compare, export and remove them, and measure their storage.
+
+Each function takes a path, a storage or an open checkpoint. All names are imported at their first use, and those that need
+no torch do not import it.
+
+    from bytecheckpoint import tools
+    report = tools.verify("checkpoints/step_100")
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bytecheckpoint.tools.bandwidth import measure
+    from bytecheckpoint.tools.catalog_repair import GenerationReport, RepairReport, repair
+    from bytecheckpoint.tools.comparison import CompareReport, Difference, compare
+    from bytecheckpoint.tools.huggingface import ExportReport, export
+    from bytecheckpoint.tools.reading import stream
+    from bytecheckpoint.tools.removal import Removal, collect_garbage, collect_hot_garbage, remove
+    from bytecheckpoint.tools.verification import Finding, VerifyReport, verify
+
+__all__ = [
+    "CompareReport",
+    "Difference",
+    "ExportReport",
+    "Finding",
+    "GenerationReport",
+    "Removal",
+    "RepairReport",
+    "VerifyReport",
+    "collect_garbage",
+    "collect_hot_garbage",
+    "compare",
+    "export",
+    "measure",
+    "remove",
+    "repair",
+    "stream",
+    "verify",
+]
+
+_HOME = {
+    "measure": "bandwidth",
+    "stream": "reading",
+    **dict.fromkeys(("GenerationReport", "RepairReport", "repair"), "catalog_repair"),
+    **dict.fromkeys(("CompareReport", "Difference", "compare"), "comparison"),
+    **dict.fromkeys(("ExportReport", "export"), "huggingface"),
+    **dict.fromkeys(("Removal", "collect_garbage", "collect_hot_garbage", "remove"), "removal"),
+    **dict.fromkeys(("Finding", "VerifyReport", "verify"), "verification"),
+}
+
+
+if not TYPE_CHECKING:  # or type checkers would accept any name
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

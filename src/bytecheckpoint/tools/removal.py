@@ -30,10 +30,11 @@ from bytecheckpoint.tiers.lease import LEASE_FILE
 from bytecheckpoint.tiers.names import INTERNAL_FILES
 from bytecheckpoint.tiers.room import hot_steps
 from bytecheckpoint.tiers.storage import PREFIX, TierStorage, hot_tier
-from bytecheckpoint.tools.repair import reports_of_saves
+from bytecheckpoint.tools.catalog_repair import reports_of_saves
 from bytecheckpoint.tools.retirement import TOMBSTONE, finish_retirement, remove_if_empty, tombstones, users_in
+from bytecheckpoint.tools.subject import Subject, storage_of
 
-__all__ = ["Removal", "collect_garbage", "collect_hot_garbage", "remove_checkpoint"]
+__all__ = ["Removal", "collect_garbage", "collect_hot_garbage", "remove"]
 
 #: Temporary files of publishes and probes. A process that ends removes its own.
 _TEMPORARY = re.compile(r"\.(publishing|bytecheckpoint-publishing|bytecheckpoint-probe)-[^/]+")
@@ -59,14 +60,14 @@ class Removal:
     kept: str = ""
 
 
-def remove_checkpoint(path: str, *, cold: bool = False, dry_run: bool = False) -> list[Removal]:
-    """Remove a checkpoint, committed or not, and whatever other saves have left at its path.
+def remove(checkpoint: Subject, *, cold: bool = False, dry_run: bool = False) -> list[Removal]:
+    """Remove a checkpoint, committed or not, and what other saves have left at its path.
 
     The catalog goes first, so a kill leaves uncommitted files and no damaged checkpoint. Files that are not a
     checkpoint's stay. At a `tier+` path both copies go, of the hot ones that on this machine.
 
     Args:
-        path: of the checkpoint.
+        checkpoint: path, storage or open checkpoint.
         cold: also remove the files in other folders that its catalog names (those of a cooled step).
         dry_run: only look.
 
@@ -76,7 +77,7 @@ def remove_checkpoint(path: str, *, cold: bool = False, dry_run: bool = False) -
         StorageConflictError: the step is being flushed.
         StorageError: the storage fails, perhaps for a catalog beside, which may name files of this one.
     """
-    storage = resolve(path)
+    storage = storage_of(checkpoint)
     places = [storage.hot, storage.durable] if isinstance(storage, TierStorage) else [storage]
     places = [with_time_limits(place) for place in places]
     elsewhere = {folder for place in places for folder in _other_folders(place)}
@@ -138,7 +139,7 @@ def _other_folders(storage: Storage) -> set[str]:
         return set()
 
 
-def collect_garbage(path: str, *, older_than: float, dry_run: bool = False) -> list[Removal]:
+def collect_garbage(checkpoint: Subject, *, older_than: float, dry_run: bool = False) -> list[Removal]:
     """Remove what killed saves left in a checkpoint's folder, or in all folders of a run.
 
     These are storage files that no catalog names, temporary files, and uploads that were not completed. What is younger
@@ -146,14 +147,14 @@ def collect_garbage(path: str, *, older_than: float, dry_run: bool = False) -> l
     Files that would make a whole checkpoint if they had a catalog stay too.
 
     Args:
-        path: a checkpoint, or a folder of them.
+        checkpoint: path, storage or open checkpoint; or a folder of checkpoints.
         older_than: seconds since the newest file of a save was written.
         dry_run: only look.
 
     Raises:
         StorageError: the storage fails.
     """
-    storage = resolve(path)
+    storage = storage_of(checkpoint)
     if isinstance(storage, TierStorage):
         storage = storage.durable
     folders = [storage, *(resolve(f"{storage.url}/{name}") for name in sorted(storage.folders(), key=natural_order))]

@@ -24,7 +24,7 @@ _WHOLE_FILE = ("missing", "size", "unreadable")
 
 
 def verify_tier(storage: TierStorage, progress: Progress | None = None, *, threads: int = 0) -> VerifyReport:
-    """Check this machine's hot copy and the durable copy of a step; see `verify_checkpoint`.
+    """Check this machine's hot copy and the durable copy of a step; see `verify`.
 
     Returns:
         Each finding names its copy. `restorable` says whether a load would succeed despite the findings: it reads each

@@ -19,11 +19,11 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, NoCredentialsError
 from botocore.session import Session
 
+from bytecheckpoint.concurrency import call_with_timeout, parallel_map
 from bytecheckpoint.errors import StorageError, StorageUnavailableError
 from bytecheckpoint.storage.objects.aws import s3_access
 from bytecheckpoint.storage.objects.errors import failed_request, storage_error
 from bytecheckpoint.storage.optional import UnfinishedUpload
-from bytecheckpoint.concurrency import call_with_timeout, parallel_map
 
 __all__ = ["Uploads"]
 

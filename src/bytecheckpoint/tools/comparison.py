@@ -12,10 +12,11 @@ import torch
 
 from bytecheckpoint.engine.tensor_bytes import movable
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
-from bytecheckpoint.opening import Checkpoint, Entry
+from bytecheckpoint.opening import Entry
 from bytecheckpoint.opening.plain_values import UnregisteredInstance
 from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.representation.values.codec import equal
+from bytecheckpoint.tools.subject import Subject, opened
 
 __all__ = ["CompareReport", "Difference", "compare"]
 
@@ -73,7 +74,7 @@ class CompareReport:
         return not self.differences
 
 
-def compare(a: Checkpoint, b: Checkpoint, *, rtol: float = 0.0, atol: float = 0.0) -> CompareReport:
+def compare(first: Subject, second: Subject, *, rtol: float = 0.0, atol: float = 0.0) -> CompareReport:
     """Compare every tensor and plain value of two checkpoints.
 
     Without tolerances elements are compared by their bits (so -0.0 differs from 0.0, and a nan equals itself), and
@@ -81,8 +82,8 @@ def compare(a: Checkpoint, b: Checkpoint, *, rtol: float = 0.0, atol: float = 0.
     equal.
 
     Args:
-        a: the first checkpoint.
-        b: the second checkpoint.
+        first: path, storage or open checkpoint.
+        second: path, storage or open checkpoint.
         rtol: relative tolerance.
         atol: absolute tolerance.
 
@@ -91,8 +92,11 @@ def compare(a: Checkpoint, b: Checkpoint, *, rtol: float = 0.0, atol: float = 0.
     """
     if not (rtol >= 0 and atol >= 0):
         raise UsageError(f"tolerances must be at least 0, not rtol={rtol}, atol={atol}")
-    a, b = CheckpointView.of(a), CheckpointView.of(b)
-    comparison = _Comparison(rtol, atol)
+    with opened(first) as a, opened(second) as b:
+        return _compare(CheckpointView.of(a), CheckpointView.of(b), _Comparison(rtol, atol))
+
+
+def _compare(a: CheckpointView, b: CheckpointView, comparison: _Comparison) -> CompareReport:
     comparison.compare_keys(a, b, None, list(a), set(b))
     both = sorted(set(a.ranks) & set(b.ranks))
     for rank in both:

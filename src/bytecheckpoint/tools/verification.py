@@ -1,4 +1,4 @@
-"""Verify a checkpoint, whatever storage it is in. Torch is not needed."""
+"""Verify a checkpoint in any storage. Torch is not needed."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tiers.storage import tier_of
+from bytecheckpoint.tools.subject import Subject, storage_of
 from bytecheckpoint.tools.verify_files import Finding, Progress, VerifyReport, verify_catalog
 from bytecheckpoint.tools.verify_tier import verify_tier
 
-__all__ = ["Finding", "Progress", "VerifyReport", "verify_checkpoint"]
+__all__ = ["Finding", "Progress", "VerifyReport", "verify"]
 
-#: How often a checkpoint is verified that is replaced, moved or evicted meanwhile.
+#: Attempts to verify a checkpoint that is replaced, moved or evicted meanwhile.
 _ATTEMPTS = 3
 
 
-def verify_checkpoint(storage: Storage, progress: Progress | None = None, *, threads: int = 0) -> VerifyReport:
+def verify(checkpoint: Subject, progress: Progress | None = None, *, threads: int = 0) -> VerifyReport:
     """Check every byte of a checkpoint: sizes, headers, block checksums, and that every tensor is complete.
 
-    Findings are an alert too, for the sinks of the setting `metrics`.
-    If another checkpoint is at the path afterwards and files were missing, that one is verified.
+    Findings also become an alert for the sinks of the setting `metrics`. If another save replaces the checkpoint meanwhile,
+    the new checkpoint is verified.
 
     Args:
-        storage: where the checkpoint is.
-        progress: called as (bytes checked, bytes in all), from one thread at a time.
-        threads: concurrent reads; 0 uses as many as a load.
+        checkpoint: path, storage or open checkpoint.
+        progress: function of (bytes checked, bytes in all), called by one thread at a time.
+        threads: number of concurrent reads; 0 for as many as a load makes.
 
     Raises:
         CheckpointNotFoundError: no committed checkpoint is there.
         CorruptCheckpointError: the catalog itself is damaged.
         IncompatibleCheckpointError: a newer version wrote it, or it is replaced all the time.
     """
+    storage = storage_of(checkpoint)
     for _ in range(_ATTEMPTS):
         before = _catalogs(storage)
         report = _verify(storage, progress, threads)

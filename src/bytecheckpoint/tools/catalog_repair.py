@@ -26,9 +26,10 @@ from bytecheckpoint.representation.names import CATALOG_NAME, file_stem, generat
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tools.rebuild import build_catalog
+from bytecheckpoint.tools.subject import Subject, storage_of
 from bytecheckpoint.tools.verify_files import Finding, Progress, verify_catalog
 
-__all__ = ["GenerationReport", "RepairReport", "repair_checkpoint", "reports_of_saves"]
+__all__ = ["GenerationReport", "RepairReport", "repair", "reports_of_saves"]
 
 _PART = re.compile(r"/(rank|values)-([0-9]+)(?:-p([0-9]+))?(?=\.|$)")
 
@@ -75,7 +76,7 @@ class RepairReport:
     notes: tuple[str, ...]
 
 
-def repair_checkpoint(storage: Storage, *, force: bool = False, progress: Progress | None = None) -> RepairReport:
+def repair(checkpoint: Subject, *, force: bool = False, progress: Progress | None = None) -> RepairReport:
     """Write a new catalog for the storage files of a folder.
 
     The catalog names the files of one save only: the newest save whose files are complete. Every byte is verified
@@ -84,10 +85,10 @@ def repair_checkpoint(storage: Storage, *, force: bool = False, progress: Progre
     all its files looks like a rank that wrote nothing, so the report names the ranks without files.
 
     Args:
-        storage: where the files are.
+        checkpoint: path, storage or open checkpoint.
         force: replace a sound catalog too; write the catalog even if blocks are damaged or a file cannot be read, as
             long as the rest is complete.
-        progress: as in `verify_checkpoint`.
+        progress: function, as for `verify`.
 
     Raises:
         CheckpointNotFoundError: there are no storage files.
@@ -95,6 +96,7 @@ def repair_checkpoint(storage: Storage, *, force: bool = False, progress: Progre
         IncompatibleCheckpointError: a newer version wrote the catalog or the files.
         StorageError: the catalog cannot be written.
     """
+    storage = storage_of(checkpoint)
     sound = _has_sound_catalog(storage)
     if sound and not force:
         return RepairReport(storage.url, False, "", (), (), ("the catalog is sound; nothing was changed",))
@@ -263,8 +265,6 @@ class _Generation:
                 f"no file of {len(without_files)} of {world} ranks was found ({listed(without_files, 8)}): either they "
                 f"had nothing to write, or all of their files are lost; check the numbers of tensors"
             )
-        if not all(header.files for header in self.headers):
-            found.append("an early version wrote the files: a lost one none of whose tensors is named leaves no trace")
         return [
             *found,
             "layout, framework and user metadata of the save are lost",

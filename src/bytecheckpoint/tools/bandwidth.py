@@ -22,9 +22,10 @@ from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.base import NewFile
 from bytecheckpoint.storage.optional import is_cached
 from bytecheckpoint.storage.time_limits import with_time_limits
-from bytecheckpoint.tiers.storage import PREFIX
+from bytecheckpoint.tiers.storage import tier_of
+from bytecheckpoint.tools.subject import Subject, storage_of
 
-__all__ = ["measure_storage"]
+__all__ = ["measure"]
 
 _PREFIX = "measure-"
 _PAGE = mmap.PAGESIZE
@@ -32,15 +33,15 @@ _PAGE = mmap.PAGESIZE
 _CHUNK = 8 << 20
 
 
-def measure_storage(root: str, nbytes: int, threads: int) -> StorageLimit:
+def measure(run: Subject, nbytes: int, threads: int) -> StorageLimit:
     """Write files beside a run as a save does, read them, remove them, and keep the bandwidths for its reports.
 
     Several machines may measure at once.
 
     Args:
-        root: folder or URL of the run. Of a tier, its durable storage is measured.
-        nbytes: to write, about.
-        threads: files that are written and read at once.
+        run: folder of a run: a path, storage or open checkpoint. Of a tier, the durable storage is measured.
+        nbytes: number of bytes to write, about.
+        threads: number of files that are written and read at once.
 
     Raises:
         UsageError: too few bytes.
@@ -49,7 +50,10 @@ def measure_storage(root: str, nbytes: int, threads: int) -> StorageLimit:
     share = nbytes // threads // _PAGE * _PAGE
     if not share:
         raise UsageError(f"{nbytes} bytes are too few for {threads} threads: give a page of {_PAGE} to each")
-    folder = with_time_limits(resolve(f"{root.removeprefix(PREFIX).rstrip('/')}/{METRICS_FOLDER}"))
+    storage = storage_of(run)
+    tier = tier_of(storage)
+    url = (storage if tier is None else tier.durable).url
+    folder = with_time_limits(resolve(f"{url.rstrip('/')}/{METRICS_FOLDER}"))
     host = socket.gethostname()
     remove_forgotten(folder, _PREFIX)
     names = [f"{_PREFIX}{uuid.uuid4().hex}" for _ in range(threads)]

@@ -18,7 +18,6 @@ import torch
 from bytecheckpoint.concurrency import call_with_timeout
 from bytecheckpoint.engine.tensor_bytes import flat_bytes
 from bytecheckpoint.errors import CheckpointError, StorageError, StorageFullError, UsageError
-from bytecheckpoint.opening import Checkpoint
 from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import NewFile, Storage, resolve
@@ -28,7 +27,7 @@ from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.storage.time_limits import TimeLimitedStorage, with_time_limits
 from bytecheckpoint.storage.wrappers import Call
 from bytecheckpoint.tiers.storage import tier_of
-from bytecheckpoint.tools.export_layout import (
+from bytecheckpoint.tools.huggingface_layout import (
     SINGLE_FILE,
     OutputFile,
     OutputTensor,
@@ -37,8 +36,9 @@ from bytecheckpoint.tools.export_layout import (
     header_bytes,
     tensors_to_export,
 )
+from bytecheckpoint.tools.subject import Subject, opened
 
-__all__ = ["ExportReport", "export_huggingface"]
+__all__ = ["ExportReport", "export"]
 
 _CHUNK_BYTES = 16 << 20
 _INDEX = "model.safetensors.index.json"
@@ -71,8 +71,8 @@ class ExportReport:
 Progress = Callable[[int, int], None]
 
 
-def export_huggingface(
-    source: Checkpoint,
+def export(
+    checkpoint: Subject,
     target: str | os.PathLike[str],
     *,
     state: str = "model",
@@ -89,7 +89,7 @@ def export_huggingface(
     other storages they appear one by one, the index last.
 
     Args:
-        source: an open checkpoint.
+        checkpoint: path, storage or open checkpoint.
         target: folder or URL; it must not exist or be empty unless `force` is set.
         state: name of the state to export.
         dtype: convert floating tensors to this dtype ("bfloat16", torch.bfloat16); None leaves all as they are.
@@ -111,23 +111,24 @@ def export_huggingface(
     wanted = export_dtype(dtype)
     if max_shard_bytes < 1:
         raise UsageError(f"max_shard_bytes is {max_shard_bytes}: give a positive number of bytes")
-    if state not in source.states:
-        raise UsageError(f"{source.path} has no {state!r}; it holds {', '.join(source.states)}")
-    view = CheckpointView.of(source)
-    tensors, skipped = tensors_to_export(view, state, wanted)
-    export = _Export(view, distribute(tensors, max_shard_bytes), progress)
-    with _translated(f"export to {storage.url}"):
-        if isinstance(storage, LocalStorage):
-            _export_to_folder(export, storage.url)
-        else:
-            _export_to_storage(export, storage, old)
+    with opened(checkpoint) as source:
+        if state not in source.states:
+            raise UsageError(f"{source.path} has no {state!r}; it holds {', '.join(source.states)}")
+        view = CheckpointView.of(source)
+        tensors, skipped = tensors_to_export(view, state, wanted)
+        running = _Export(view, distribute(tensors, max_shard_bytes), progress)
+        with _translated(f"export to {storage.url}"):
+            if isinstance(storage, LocalStorage):
+                _export_to_folder(running, storage.url)
+            else:
+                _export_to_storage(running, storage, old)
     return ExportReport(
         storage.url,
-        tuple(export.names),
+        tuple(running.names),
         len(tensors),
-        export.nbytes,
+        running.nbytes,
         sum(tensor.cast for tensor in tensors),
-        tuple(export.overflowed),
+        tuple(running.overflowed),
         tuple(skipped),
     )
 
