@@ -165,7 +165,7 @@ def test_the_age_is_by_the_clock_of_the_store(path: str, between: FaultProxy, be
         ({"status": 501, "body": s3_error("NotImplemented")}, "NotImplemented", 1),
         ({"status": 503, "body": s3_error("SlowDown")}, "SlowDown", 3),
         ({"status": 404, "body": b""}, "does not know this request", 1),
-        ({"status": 200, "body": b"<html>"}, "cannot list the uploads", 1),
+        ({"status": 200, "body": b"<html>"}, "cannot list the uploads", 3),
         ({"lose": True}, "cannot list the uploads", 3),
     ],
 )
@@ -191,7 +191,7 @@ def test_a_listing_that_never_ends(path: str, between: FaultProxy) -> None:
     rule = between.add(asks("GET", "uploads"), status=200, times=-1)
     rule.before = lambda: setattr(rule, "body", body.format(next(numbers)).encode())
     assert unfinished_uploads(resolve(path)) == []
-    assert rule.hits == 1000
+    assert rule.hits == 100
 
 
 def test_other_keys_than_those_asked_for(path: str, between: FaultProxy) -> None:

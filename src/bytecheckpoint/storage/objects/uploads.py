@@ -33,7 +33,7 @@ _ATTEMPTS = 3
 #: Time for which a listing that has failed is not tried again.
 _SECONDS_REFUSED = 600.0
 #: Pages of a listing, of a thousand uploads each: a listing that a server never ends is cut here.
-_MAX_PAGES = 1000
+_MAX_PAGES = 100
 _ABORTS = 8
 
 
