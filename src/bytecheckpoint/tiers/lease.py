@@ -1,4 +1,4 @@
-"""Hold a lease on a cold folder, so that one process at a time fills it (decision 0050).
+"""Hold a lease on a cold folder, so that one process at a time fills it (decision 0057).
 
 A second process would take the first one's unfinished files for damaged ones and remove them. The lease is a small file
 that is created like a catalog: of several creators one succeeds. Its holder renews it. A lease that stays unchanged for

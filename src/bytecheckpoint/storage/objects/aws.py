@@ -1,6 +1,6 @@
 """Find S3's endpoint, region and credentials: in the environment, and by the AWS SDK in the files of the AWS tools.
 
-The client library reads the environment, but no files. The SDK comes with the extra `s3-profiles` (decision 0049).
+The client library reads the environment, but no files. The SDK comes with the extra `s3-profiles` (decision 0056).
 """
 
 from __future__ import annotations
