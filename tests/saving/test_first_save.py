@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from bytecheckpoint.engine import staging_pools
 from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.world import world_of
 from tests.support.layouts import coded
+from tests.support.processes import environment, python
 
 
 @pytest.fixture
@@ -61,3 +63,35 @@ def test_the_quick_pool_is_used_once(tmp_path: Path, pools: list[Any], fails: bo
         bytecheckpoint.load(tmp_path / "second", {"model": destination})
         assert all(torch.equal(destination[name], state[name]) for name in state)
         world.close()
+
+
+_PROGRAM = """
+import sys
+import torch, torch.distributed.tensor
+import bytecheckpoint
+
+def status(name):
+    for line in open("/proc/self/status"):
+        if line.startswith(name):
+            return int(line.split()[1]) << 10
+
+state = {str(i): torch.ones(1 << 20) for i in range(32)}
+bytecheckpoint.save(sys.argv[1] + "/warm", {"model": {"a": torch.ones(2)}})
+open("/proc/self/clear_refs", "w").write("5")
+before = status("VmRSS")
+handle = bytecheckpoint.save(sys.argv[1] + "/first", {"model": state}, async_checkpoint=True)
+handle.result(60)
+bytecheckpoint.save(sys.argv[1] + "/second", {"model": state}, async_checkpoint=True).result(60)
+print((status("VmHWM") - before) / (32 << 22))
+"""
+
+
+@pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="pages are locked there, so the shared pool is used at once"
+)
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory cannot be reset here")
+def test_it_takes_the_memory_of_the_state_once(tmp_path: Path) -> None:
+    done = subprocess.run(
+        python("-c", _PROGRAM, tmp_path), env=environment(), capture_output=True, text=True, timeout=200, check=True
+    )
+    assert float(done.stdout) < 1.25, "the private pool and the shared one are touched at the same time"

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from bytecheckpoint.engine.helper import HelperProcess
@@ -113,17 +114,12 @@ class SaveResources:
         return True
 
     @contextlib.contextmanager
-    def warming_up(self, nbytes: int, settings: Settings) -> Iterator[None]:
-        """Start the helper and touch the shared pool on a thread while the body runs, for later saves.
-
-        Args:
-            nbytes: length of an image in bytes.
-            settings: settings of the save.
-        """
+    def starting_helper(self, settings: Settings) -> Iterator[None]:
+        """Start the helper on a thread while the body runs, for later saves."""
         thread = threading.Thread(
-            target=self._warm_up, args=(nbytes, settings), name="bytecheckpoint-ready", daemon=True
+            target=self.start_helper, args=(settings,), name="bytecheckpoint-helper-start", daemon=True
         )
-        started = try_start(thread)  # otherwise a later save prepares what it needs
+        started = try_start(thread)  # otherwise a later save starts it
         try:
             yield
         finally:
@@ -131,12 +127,20 @@ class SaveResources:
                 # A new process first closes what this one has open, for which a file system that hangs lets it wait.
                 thread.join(settings.timeout)
 
-    def _warm_up(self, nbytes: int, settings: Settings) -> None:
+    def warm_up(self, nbytes: int, settings: Settings) -> None:
+        """Reserve the shared pool for later saves and touch its pages on a thread. Do not wait for the thread.
+
+        Args:
+            nbytes: length of an image in bytes.
+            settings: settings of the save.
+        """
         try:
-            self.start_helper(settings)
-            self.pools.prewarm(nbytes, settings, touch=True)
+            self.pools.prewarm(nbytes, settings)
         except (CheckpointError, OSError) as error:
             _log.warning("the staging pool could not be made ready, the next save tries again: %s", error)
+            return
+        touch = partial(self.pools.prewarm, nbytes, settings, touch=True)
+        try_start(threading.Thread(target=touch, name="bytecheckpoint-ready", daemon=True))
 
     def release(self) -> None:
         """End the helper process and free the staging memory. The next save starts and reserves them anew."""

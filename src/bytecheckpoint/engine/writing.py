@@ -233,6 +233,7 @@ class FilesWriter:
         self._workers.shutdown()
         # From now on a catalog may name the files: `abort` must not remove them any more.
         self._files.clear()
+        self._pool = memoryview(b"")  # frees a private pool, although the save still holds this object
 
     @staticmethod
     def _finish_one(entry: _CreatedFile, header: bytes) -> None:
@@ -261,6 +262,7 @@ class FilesWriter:
 
     def _remove_files(self) -> None:
         self._workers.shutdown(cancel=True)  # no file may be closed while a thread is using it
+        self._pool = memoryview(b"")
         for entry in self._files.values():
             entry.writer.abort()
 

@@ -404,13 +404,15 @@ class RankWriter:
             yield
             pools.resize()
             return
-        warm = self._resources.warming_up(nbytes, self._settings) if nbytes else contextlib.nullcontext()
         try:
-            with warm:
+            with self._resources.starting_helper(self._settings) if nbytes else contextlib.nullcontext():
                 yield
         finally:
             pools.release(pool)
             agreed.plan.forget_targets()
+            if nbytes:
+                # Only now: with both pools touched the save would take twice the memory of the state.
+                self._resources.warm_up(nbytes, self._settings)
 
     def _finish(
         self, files: Sequence[PlannedFile], writer: ImageWriter, sums: Sequence[NDArray[np.uint64]]
