@@ -17,7 +17,7 @@ import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.engine import peer_memory
-from bytecheckpoint.engine.exchange import Exchange
+from bytecheckpoint.engine.exchange import ChunkExchange
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError
 from bytecheckpoint.storage import resolve
@@ -189,12 +189,12 @@ def test_addresses_go_to_ranks_of_the_same_machine_only(step: Path, monkeypatch:
 
 def test_a_ranks_memory_stays_until_all_ranks_have_copied(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last rank to end its exchange still finds the exchanges of all others, none of them released."""
-    run, release = Exchange.run, Exchange.release
-    begun: list[weakref.ref[Exchange]] = []
+    run, release = ChunkExchange.run, ChunkExchange.release
+    begun: list[weakref.ref[ChunkExchange]] = []
     ended, released, alive = [], [], []
     others_ended = threading.Semaphore(0)
 
-    def slow_run(self: Exchange) -> None:
+    def slow_run(self: ChunkExchange) -> None:
         begun.append(weakref.ref(self))
         run(self)
         if self.rank == 2:
@@ -205,12 +205,12 @@ def test_a_ranks_memory_stays_until_all_ranks_have_copied(step: Path, monkeypatc
         ended.append(self.rank)
         others_ended.release()
 
-    def noted_release(self: Exchange) -> None:
+    def noted_release(self: ChunkExchange) -> None:
         released.append(len(ended))
         release(self)
 
-    monkeypatch.setattr(Exchange, "run", slow_run)
-    monkeypatch.setattr(Exchange, "release", noted_release)
+    monkeypatch.setattr(ChunkExchange, "run", slow_run)
+    monkeypatch.setattr(ChunkExchange, "release", noted_release)
     ThreadWorld(3).run(load, step, ["m"] * 3, True, True, timeout=60)
     assert alive == [[True] * 3]
     assert released == [3] * 3

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bytecheckpoint.engine.reading import Readers, read_all
-from bytecheckpoint.engine.scatter import ScatterPlan, Target
+from bytecheckpoint.engine.scatter import BoxTarget, ScatterPlan
 from bytecheckpoint.errors import CorruptCheckpointError, StorageUnavailableError
 from bytecheckpoint.planning.read_plan import StoredRows, plan_reads
 from bytecheckpoint.representation.boxes import BoxTable
@@ -53,7 +53,7 @@ def load(files: Files, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     wanted = BoxTable.build([0], [[0, 7]], [[64, 100]])
     target = torch.zeros(64, 100, dtype=dtype)
     plan = plan_reads(stored, wanted, np.array([True]), CHUNK)
-    scatter_plan = ScatterPlan(plan, [Target(target, torch.uint8)])
+    scatter_plan = ScatterPlan(plan, [BoxTarget(target, torch.uint8)])
     ranges = range(len(plan.file))
     assert len(ranges) > 1
     assert read_all(files, scatter_plan, ranges, threads=2, chunk_bytes=CHUNK) == plan.nbytes  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytecheckpoint.engine.peer_memory import make_segments, read_peer_memory, slice_segments
-from bytecheckpoint.engine.scatter import ScatterPlan, Target
+from bytecheckpoint.engine.scatter import BoxTarget, ScatterPlan
 from bytecheckpoint.planning.read_plan import StoredRows, plan_reads
 from bytecheckpoint.representation.boxes import BoxTable
 from bytecheckpoint.tuning import tuned
@@ -52,8 +52,8 @@ def test_runs_are_what_scatter_does(case: tuple[list[int], list[int], list[int],
     wanted = BoxTable.build([0], [offsets], [lengths])
     one, other = destination(), destination()
     plan = plan_reads(stored, wanted, np.array([one.is_contiguous()]), 4 * _BLOCK)
-    scattered = ScatterPlan(plan, [Target(one, dtype)])
-    direct = ScatterPlan(plan, [Target(other, dtype)])
+    scattered = ScatterPlan(plan, [BoxTarget(one, dtype)])
+    direct = ScatterPlan(plan, [BoxTarget(other, dtype)])
     with tuned(scatter_run_bytes=1):
         for index in range(len(plan.file)):
             start, stop = int(plan.start[index]), int(plan.stop[index])
@@ -75,7 +75,7 @@ def test_no_runs_for_a_cast_or_for_many_short_runs() -> None:
     stored = stored_whole([64, 64], 4, 4096)
     wanted = BoxTable.build([0], [[0, 0]], [[64, 32]])
     plan = plan_reads(stored, wanted, np.array([True]), 1 << 20)
-    assert ScatterPlan(plan, [Target(torch.zeros(64, 32), torch.float32)]).runs(0) is None
+    assert ScatterPlan(plan, [BoxTarget(torch.zeros(64, 32), torch.float32)]).runs(0) is None
     plan = plan_reads(stored, BoxTable.build([0], [[0, 0]], [[64, 64]]), np.array([True]), 1 << 20)
-    assert ScatterPlan(plan, [Target(torch.zeros(64, 64), torch.float32)]).runs(0) is not None
-    assert ScatterPlan(plan, [Target(torch.zeros(64, 64, dtype=torch.float64), torch.float32)]).runs(0) is None
+    assert ScatterPlan(plan, [BoxTarget(torch.zeros(64, 64), torch.float32)]).runs(0) is not None
+    assert ScatterPlan(plan, [BoxTarget(torch.zeros(64, 64, dtype=torch.float64), torch.float32)]).runs(0) is None

@@ -1,4 +1,4 @@
-"""Reading the catalog of a checkpoint, without torch: tools that only list checkpoints need none."""
+"""Read the catalog of a checkpoint. Torch is not imported, since tools that only list checkpoints do not need it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ATTEMPTS = 2
 
 
 def read_catalog(storage: Storage) -> tuple[Catalog, bytes]:
-    """Read the catalog of the checkpoint in `storage`; return it and its bytes.
+    """Read the catalog of the checkpoint in `storage`; return the catalog and its bytes.
 
     Raises:
         CheckpointNotFoundError: there is no committed checkpoint.
@@ -49,7 +49,7 @@ def read_catalog(storage: Storage) -> tuple[Catalog, bytes]:
 
 
 def read_outline(storage: Storage) -> Catalog:
-    """Read the tensors and files of the catalog, which has fewer rows than the whole if it is large.
+    """Read the tensors and files of the catalog; of a large one, not all rows.
 
     Raises:
         CheckpointError: as `read_catalog`.
@@ -59,12 +59,12 @@ def read_outline(storage: Storage) -> Catalog:
 
 
 class CatalogHead(msgspec.Struct, frozen=True, array_like=True):
-    """What every rank of a load reads of a catalog: a small one whole; footer, index and plain values of a large one.
+    """The part of a catalog that every rank of a load needs: all of a small one, the head of a large one.
 
     Attributes:
-        whole: all bytes of a catalog that is read whole.
-        size: length in bytes of another one.
-        pieces: bytes of that, by their offset.
+        whole: all bytes of a small catalog; empty for a large one.
+        size: length in bytes of a large catalog.
+        pieces: bytes of a large catalog, by their offset.
     """
 
     whole: bytes = b""
@@ -73,15 +73,15 @@ class CatalogHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CatalogReader:
-    """Reads of a catalog what is needed: a small one whole, of a large one its head and then some groups.
+    """Reads only the row groups that a load needs. A small catalog is read whole.
 
     Args:
-        storage: of the checkpoint.
-        head: as another rank has read it; None: it is read from `storage`.
+        storage: storage of the checkpoint.
+        head: head of the catalog, which another rank has read; None: read it from `storage`.
 
     Attributes:
-        catalog: all tensors and files; all rows of a small catalog, those of plain values of a large one.
-        groups: the groups of a large catalog; None for a small one.
+        catalog: catalog with all tensors and files, and with all rows if it is small; else with those of plain values.
+        groups: row groups of a large catalog; None for a small one.
         identity: bytes at the end of the file that no other catalog has: all of a small catalog.
 
     Raises:
@@ -117,7 +117,7 @@ class CatalogReader:
                 self.groups, self._pieces = None, {}
             else:
                 return
-        # It is damaged, or replaced all the time: to read it at once tells.
+        # The catalog is damaged, or replaced between the reads: one read of the whole file decides.
         self.identity = self._storage.read(CATALOG_NAME)
         self.catalog = decode(self.identity)
 
@@ -134,19 +134,19 @@ class CatalogReader:
         self.catalog = decode(self.identity)
 
     def again(self) -> CatalogReader:
-        """Return the same with a lock and a file of its own, for a forked process."""
+        """Return a copy with a lock and a file of its own, for a forked process."""
         other = copy.copy(self)
         other._file, other._lock = None, threading.Lock()
         return other
 
     def replaced(self) -> bool:
-        """Return whether another catalog is at its place now."""
+        """Return whether another save has replaced the catalog."""
         with contextlib.suppress(CheckpointError), contextlib.closing(CatalogReader(self._storage)) as now:
             return now.identity != self.identity
         return False
 
     def head(self) -> CatalogHead:
-        """Return what was read at first, for other ranks."""
+        """Return the part that every rank needs, for other ranks."""
         if self.groups is None:
             return CatalogHead(self.identity)
         return CatalogHead(size=self.groups.size, pieces={offset: bytes(p) for offset, p in self._pieces.items()})
@@ -155,11 +155,11 @@ class CatalogReader:
         """Return the catalog with the rows of some groups.
 
         Args:
-            numbers: of the groups.
-            fill: gets the bytes of a group by its number; None: they are read from the storage.
+            numbers: numbers of the groups.
+            fill: function that writes the bytes of a group, by its number, to memory; None: read them from the storage.
 
         Raises:
-            CheckpointError: as of the constructor, or of `fill`.
+            CheckpointError: an error of `fill`, or of the constructor's kinds.
         """
         groups = self.groups
         assert groups is not None
@@ -227,15 +227,15 @@ def _located(storage: Storage) -> Iterator[None]:
 
 
 def check_rank(url: str, catalog: Catalog, rank: int | None) -> None:
-    """Check that a checkpoint has a rank; a rank that saved no values of its own counts too.
+    """Check that a rank saved the checkpoint, with or without values of its own.
 
     Args:
-        url: of the checkpoint.
-        catalog: of the checkpoint.
-        rank: its number; None: no particular rank.
+        url: URL of the checkpoint.
+        catalog: catalog of the checkpoint.
+        rank: number of the rank; None for no particular rank.
 
     Raises:
-        UsageError: it has no such rank.
+        UsageError: no such rank saved the checkpoint.
     """
     world_size = max(int(catalog.info.get("world_size", 0)), *(file.rank + 1 for file in catalog.files), 1)
     if rank is not None and rank >= world_size:

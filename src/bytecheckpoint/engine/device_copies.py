@@ -1,4 +1,4 @@
-"""Copies between devices and the host: on streams of their own, in order with the caller's work.
+"""Order copies between devices and the host after the caller's work, on streams of their own.
 
 The threads that copy have other current streams than the caller, and the current stream of the caller belongs to its
 computations. So every device has one stream for copies to the host and one for copies from it. Copies wait for what the
@@ -21,18 +21,18 @@ __all__ = ["DeviceCopies"]
 
 
 class DeviceCopies:
-    """The copies of one save or load, from or to devices. Construct it in the caller's thread, use it in any.
+    """The copies of one save or load, from or to devices. Construct it in the caller's thread, use it in any thread.
 
-    It takes the streams that are current there as the caller's. Copies start after the work that these have now.
+    Copies start after the work that the current streams of the constructing thread have by then.
 
     Args:
-        devices: devices of the tensors that are copied. Those of the host need nothing.
-        to_host: whether the tensors are copied to the host, else from it.
+        devices: devices of the tensors that are copied; the host may be among them.
+        to_host: True for copies to the host, False for copies from it.
         timeout: seconds that the caller's work may take from the first copy on: a kernel or collective that hangs never
             ends. None: without limit.
 
     Attributes:
-        devices: the accelerators among them.
+        devices: accelerators among the devices.
 
     Raises:
         UsageError: a graph is being captured on the current stream.
@@ -55,17 +55,17 @@ class DeviceCopies:
             self._caller_events.append(event)
 
     def wait_for_caller(self) -> None:
-        """Wait for the work that the caller had queued, if it may take `timeout` at most. Raises as `queued`."""
+        """Wait for the work that the caller had queued, if there is a time limit. Raises as `queued`."""
         if self._timeout is not None:
             for device, event in zip(self.devices, self._caller_events, strict=True):
                 _wait(device, event, self._timeout)
 
     @contextlib.contextmanager
     def queued(self) -> Iterator[None]:
-        """Queue what the body copies on the streams for copies; at its end, wait until the copies are done.
+        """Make the streams for copies current in a `with` block; at its end, wait until the copies are done.
 
-        The body uses `non_blocking=True`, and keeps both sides of every copy alive until its end. What it computes on a
-        device runs on these streams too.
+        The block copies with `non_blocking=True`, and keeps both sides of every copy alive until its end. Computations of
+        the block on a device run on these streams too.
 
         Raises:
             CheckpointTimeoutError: the work that the caller had queued does not end in time. No copy was queued.
@@ -116,6 +116,6 @@ def _copy_stream(device: torch.device, to_host: bool) -> torch.Stream:
 
 
 def _capturing(kind: str) -> bool:
-    """Return whether a graph is being captured on the current stream; not all kinds of devices have graphs."""
+    """Return whether a graph is being captured on the current stream. Not all types of devices have graphs."""
     capturing = getattr(torch.get_device_module(kind), "is_current_stream_capturing", None)
     return capturing is not None and bool(capturing())

@@ -82,9 +82,9 @@ class Distribution:
         rank: this rank.
 
     Attributes:
-        machines: the same numbers.
+        machines: number of each rank's machine.
         rank: this rank.
-        several: whether there are several machines.
+        several: True if there are several machines.
     """
 
     def __init__(self, schedule: Schedule, machines: Sequence[int], rank: int) -> None:

@@ -2,7 +2,7 @@
 
 Every rank reads its share of the chunks, where possible directly into its own destinations. The `Distribution` says
 which rank each chunk comes from. The other ranks of the reader's machine copy it out of its memory (`peer_memory`).
-Other machines receive it over sockets, or over the job's own fabric (`exchange_fabric`). An exchange consists of rounds:
+Other machines receive it over sockets or over the job's own fabric (`exchange_transfers`). An exchange consists of rounds:
 ranks read the chunks of a round, agree that all are read, and copy them while the threads read the next round.
 """
 
@@ -14,28 +14,26 @@ from concurrent.futures import Future
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.concurrency import Workers
 from bytecheckpoint.engine.distribution import Distribution, Schedule
 from bytecheckpoint.engine.exchange_chunks import ChunkMover, LoadedChunk
-from bytecheckpoint.engine.exchange_fabric import FabricExchange
 from bytecheckpoint.engine.exchange_rounds import MachineChunks, PeerProcesses
-from bytecheckpoint.engine.fabric import Fabric, offer_fabric, warn_no_fabric
+from bytecheckpoint.engine.exchange_transfers import FabricTransfers, MovedChunks, SocketTransfers, start_fabric
+from bytecheckpoint.engine.fabric import offer_fabric
 from bytecheckpoint.engine.file_set import FileSet
-from bytecheckpoint.engine.peer_memory import segments_of_buffers
 from bytecheckpoint.engine.reading import Readers
 from bytecheckpoint.engine.scatter import ScatterPlan
-from bytecheckpoint.errors import CheckpointError, PeerLostError
+from bytecheckpoint.errors import PeerLostError
 from bytecheckpoint.representation.plans import ExchangePlan
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["Exchange"]
+__all__ = ["ChunkExchange"]
 
 
-class Exchange:
+class ChunkExchange:
     """One rank's part of an exchange. All ranks construct it, call `run`, and call `release` when all have returned.
 
     Args:
@@ -50,7 +48,6 @@ class Exchange:
         settings: settings with the number of threads and the use of the fabric.
 
     Attributes:
-        rank: this rank.
         read: bytes read from storage.
         received: bytes copied from other ranks.
     """
@@ -68,7 +65,6 @@ class Exchange:
         chunks_per_round: int,
         settings: Settings,
     ) -> None:
-        self.rank = agreement.rank
         self.read = 0
         self.received = 0
         self._agreement = agreement
@@ -79,10 +75,14 @@ class Exchange:
         self._schedule = Schedule(plan.shared, chunks_per_round, most)
         devices = {target.data.device for target in scatter_plan.targets}
         nbytes = int((plan.shared.stop - plan.shared.start).sum())
-        self._offer = offer_fabric(agreement.collective, settings.transport.fabric, devices, nbytes)
-        self._peers = PeerProcesses(hosts, self.rank, handshakes)
-        self._chunks = MachineChunks(agreement, self._peers, self._offer)
+        offer = offer_fabric(agreement.collective, settings.transport.fabric, devices, nbytes)
+        self._chunks = MachineChunks(agreement, PeerProcesses(hosts, agreement.rank, handshakes), offer)
         self._resources = contextlib.ExitStack()
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._agreement.rank
 
     def run(self) -> None:
         """Read this rank's share of the chunks, and deliver all chunks that this rank wants.
@@ -100,7 +100,7 @@ class Exchange:
             following = self._submit_round(1, readers)
             topology = self._chunks.start("0", self._collect(reads, readers))
             distribution = Distribution(self._schedule, topology.machines, self.rank)
-            fabric = self._start_fabric(distribution) if topology.fabric else None
+            transfers = self._start_transfers(distribution, fabric=topology.fabric)
             for number in range(self._schedule.rounds):
                 if number > 0:
                     # One round ahead. That takes buffers for three rounds: one being read, one whose readers wait for
@@ -108,7 +108,7 @@ class Exchange:
                     reads, following = following, self._submit_round(number + 1, readers)
                     for previous in self._chunks.start_round(str(number), self._collect(reads, readers)):
                         self._mover.recycle(previous)
-                self._move_round(number, distribution, fabric, copiers)
+                self._move_round(number, transfers, copiers)
             if self._chunks.failure is not None:
                 raise self._chunks.failure
 
@@ -132,17 +132,29 @@ class Exchange:
             self._chunks.failure = self._chunks.failure or error
         return loaded
 
-    def _move_round(
-        self, number: int, distribution: Distribution, fabric: FabricExchange | None, copiers: Workers
-    ) -> None:
+    def _start_transfers(self, distribution: Distribution, *, fabric: bool) -> FabricTransfers | SocketTransfers | None:
+        """Return the transfers between machines; None on a single machine."""
+        if fabric:
+            transfers = start_fabric(
+                self._agreement, self._chunks.offer, self._files.stopped, self._mover, distribution
+            )
+            if transfers is not None:
+                self._resources.callback(transfers.close)
+                return transfers
+        return SocketTransfers(self._agreement, self._mover, distribution) if distribution.several else None
+
+    def _move_round(self, number: int, transfers: FabricTransfers | SocketTransfers | None, copiers: Workers) -> None:
         """Bring the chunks of a round to the machines and destinations that want them."""
-        arrived: set[int] = set()
-        if fabric is not None:
-            arrived = self._exchange_over_fabric(fabric, number)
-        elif distribution.several:
-            self._exchange_over_sockets(distribution, number)
+        moved = MovedChunks(set(), {}, 0)
+        if transfers is not None:
+            try:
+                moved = transfers.run(number, self._chunks.loaded)
+            except BaseException as error:  # noqa: BLE001  reported to the other ranks, then raised
+                self._chunks.failure = error
+            self.received += moved.nbytes
+            self._chunks.add(f"{number}/across", moved.received)
         try:
-            self._deliver(number, arrived, copiers)
+            self._deliver(number, moved.delivered, copiers)
         except BaseException as error:  # noqa: BLE001  reported to the other ranks in the next round, then raised
             self._chunks.failure = error
 
@@ -163,85 +175,6 @@ class Exchange:
     def _copy_from_rank(self, chunk: int, rank: int, segments: bytes) -> int:
         try:
             memory = np.frombuffer(segments, np.int64).reshape(-1, 2)
-            return self._mover.copy_from_peer(chunk, self._peers.pids[rank], memory)
+            return self._mover.copy_from_peer(chunk, self._chunks.peers.pids[rank], memory)
         except OSError as error:
             raise PeerLostError(f"rank {self.rank}: rank {rank} went away during an exchange: {error}") from error
-
-    # --- other machines ---------------------------------------------------------------------------------------
-
-    def _start_fabric(self, distribution: Distribution) -> FabricExchange | None:
-        """Start the fabric, unless that fails on any rank: then bytes go over sockets."""
-        fabric: list[Fabric] = []
-
-        def start() -> str:
-            try:
-                name = self._agreement.tag
-                fabric.append(
-                    Fabric(self._agreement.collective, name, self._offer, self._agreement.timeout, self._files.stopped)
-                )
-            except PeerLostError:
-                raise
-            except CheckpointError as error:
-                return str(error)
-            return ""
-
-        def first_failure(failures: list[str]) -> str:
-            return next(filter(None, failures), "")
-
-        failure = "the ranks did not agree"
-        try:
-            failure = self._agreement.agree("fabric", start, first_failure, reports=str, decisions=str)
-        finally:
-            if failure:
-                for each in fabric:
-                    each.close()
-        if failure:
-            if self.rank == 0:
-                warn_no_fabric(failure)
-            return None
-        exchange = FabricExchange(fabric[0], self._mover, distribution)
-        self._resources.callback(exchange.close)
-        return exchange
-
-    def _exchange_over_fabric(self, fabric: FabricExchange, number: int) -> set[int]:
-        """Send and receive the chunks of a round that pass between machines; return those that were delivered here."""
-        arrived: dict[int, int] = {}
-        try:
-            arrived = fabric.run(number, self._chunks.loaded)
-        except BaseException as error:  # noqa: BLE001  reported to the other ranks, then raised
-            self._chunks.failure = error
-        self.received += sum(arrived.values())
-        self._chunks.add(f"{number}/across", {})
-        return set(arrived)
-
-    def _exchange_over_sockets(self, distribution: Distribution, number: int) -> None:
-        """Send chunks that this rank has read to other machines, and receive chunks for this machine."""
-        outgoing, incoming = distribution.sent_by_rank(number), distribution.received_by_rank(number)
-        # One array for all machines that get the same chunks.
-        arrays = {tuple(chunks): self._joined(chunks) for chunks in outgoing.values()}
-        memory = {rank: np.empty(sum(map(self._mover.nbytes, chunks)), np.uint8) for rank, chunks in incoming.items()}
-        try:
-            self._agreement.collective.exchange(
-                f"{self._agreement.tag}/{number}/far",
-                {rank: arrays[tuple(chunks)] for rank, chunks in outgoing.items()},
-                memory,
-                timeout=self._agreement.timeout,
-            )
-        except BaseException as error:  # noqa: BLE001  reported to the other ranks, then raised
-            self._chunks.failure = error
-        received: dict[int, LoadedChunk] = {}
-        for rank, chunks in incoming.items():
-            begin = 0
-            for chunk in chunks:
-                data = memory[rank][begin : begin + self._mover.nbytes(chunk)]
-                # `scatter` needs aligned data.
-                buffers = [memoryview(data if begin % 16 == 0 else data.copy())]
-                received[chunk] = LoadedChunk(buffers, segments_of_buffers(buffers))
-                self.received += data.nbytes
-                begin += data.nbytes
-        self._chunks.add(f"{number}/across", received)
-
-    def _joined(self, chunks: Sequence[int]) -> NDArray[np.uint8]:
-        """Return the bytes of chunks that this rank has read; those of a single buffer without a copy."""
-        buffers = [np.frombuffer(b, np.uint8) for chunk in chunks for b in self._chunks.loaded[chunk].buffers]
-        return buffers[0] if len(buffers) == 1 else np.concatenate(buffers)

@@ -1,4 +1,4 @@
-"""Chunks of an exchange on one rank: read from storage, copied from another rank, scattered to the destinations."""
+"""Move the chunks of an exchange on one rank: from storage or from another rank's memory to the destinations."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class LoadedChunk:
     """A chunk in this rank's memory.
 
     Attributes:
-        buffers: the chunk's bytes, one buffer after the other.
-        segments: the memory of `buffers`.
-        pooled: the buffer to give back by `ChunkMover.recycle`, if any.
-        delivered: whether this rank's own destinations hold the chunk.
+        buffers: bytes of the chunk, one buffer after the other.
+        segments: addresses of `buffers`.
+        pooled: buffer for `ChunkMover.recycle`, if any.
+        delivered: True if this rank's own destinations hold the chunk.
     """
 
     buffers: list[memoryview]
@@ -37,10 +37,10 @@ class ChunkMover:
     """Moves the chunks that one rank wants to its destinations. Several threads may use it.
 
     Args:
-        plan: the chunks, and the ranges of this rank's read plan that they cover.
-        files: the checkpoint's files.
-        scatter_plan: the read plan with its destinations.
-        chunk_bytes: longest chunk.
+        plan: chunks, and the ranges of this rank's read plan that they cover.
+        files: storage files of the checkpoint.
+        scatter_plan: read plan with its destinations.
+        chunk_bytes: length of the longest chunk.
     """
 
     def __init__(self, plan: ExchangePlan, files: FileSet, scatter_plan: ScatterPlan, chunk_bytes: int) -> None:
@@ -55,7 +55,7 @@ class ChunkMover:
             self._ranges.setdefault(chunk, []).append(index)
 
     def wants(self, chunk: int) -> bool:
-        """Whether this rank has a destination for bytes of the chunk."""
+        """Return whether this rank has a destination for bytes of the chunk."""
         return chunk in self._ranges
 
     def nbytes(self, chunk: int) -> int:
@@ -94,7 +94,7 @@ class ChunkMover:
 
         Args:
             chunk: number of the chunk.
-            data: uint8, on the host or on a device; its address is a multiple of 16.
+            data: bytes of the chunk, uint8, on the host or on a device; its address is a multiple of 16.
         """
         data = self._scratch.within_reach(data)
         for index in self._ranges[chunk]:
@@ -105,8 +105,8 @@ class ChunkMover:
 
         Args:
             chunk: number of the chunk.
-            pid: the process.
-            segments: memory of the whole chunk there.
+            pid: id of the process.
+            segments: addresses of the whole chunk there.
 
         Returns:
             The number of bytes copied.
@@ -132,7 +132,7 @@ class ChunkMover:
         return total
 
     def recycle(self, loaded: LoadedChunk) -> None:
-        """Use the buffer of a chunk again, once no other rank reads it any more."""
+        """Keep the buffer of a chunk for another chunk. No other rank may read it any more."""
         if loaded.pooled is not None:
             self._free.append(loaded.pooled)
 

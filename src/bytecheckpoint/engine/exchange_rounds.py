@@ -37,7 +37,7 @@ class _RoundReport(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         segments: chunk in this rank's memory -> addresses of its bytes, int64 rows of `Segments`.
-        unreadable: whether this rank cannot read the memory of some rank of its host, and should. Only in the first round.
+        unreadable: True if this rank cannot read the memory of some rank of its host, and should. Only in the first round.
         fabric, no_fabric: `FabricOffer.kind` and `reason` of this rank. Only in the first round.
     """
 
@@ -70,7 +70,7 @@ class PeerProcesses:
         handshakes: `peer_handshake` of every rank; empty for one that takes no part in the exchange.
 
     Attributes:
-        hosts: the same numbers.
+        hosts: number of each rank's host.
         pids: process id of each rank of this host, 0 where this rank cannot read its memory.
     """
 
@@ -80,11 +80,11 @@ class PeerProcesses:
         pairs = list(zip(hosts, handshakes, strict=True))
         self.pids = [pid_if_readable(handshake) if other == host else 0 for other, handshake in pairs]
         takes_part = [other == host and handshake != b"" for other, handshake in pairs]
-        self._peers = list(itertools.compress(self.pids, takes_part)) if handshakes[rank] else []
+        self._readable = list(itertools.compress(self.pids, takes_part)) if handshakes[rank] else []
 
     def some_unreadable(self) -> bool:
         """Return whether this rank cannot read the memory of some rank of its host with which it exchanges."""
-        unreadable = not all(self._peers)
+        unreadable = not all(self._readable)
         if unreadable:
             _warn_unreadable()
         return unreadable
@@ -95,7 +95,7 @@ class Topology(NamedTuple):
 
     Attributes:
         machines: number of each rank's machine.
-        fabric: whether all ranks offer the same fabric, and there are several machines.
+        fabric: True if all ranks offer the same fabric, and there are several machines.
     """
 
     machines: list[int]
@@ -111,6 +111,8 @@ class MachineChunks:
         offer: fabric that this rank could use between machines.
 
     Attributes:
+        peers: processes of this host.
+        offer: fabric that this rank could use.
         loaded: chunks in this rank's memory.
         failure: failure of this rank; raised on every rank at the next agreement.
     """
@@ -119,8 +121,8 @@ class MachineChunks:
         self.loaded: dict[int, LoadedChunk] = {}
         self.failure: BaseException | None = None
         self._agreement = agreement
-        self._peers = peers
-        self._offer = offer
+        self.peers = peers
+        self.offer = offer
         self._machines: list[int] = []  # on rank 0, which decides for each machine
         self._places: dict[int, tuple[int, bytes]] = {}
 
@@ -128,7 +130,7 @@ class MachineChunks:
         """Start the first round as `start_round` does, and find out which ranks share a machine and a fabric."""
         decision = self._agree(step, loaded, first=True)
         self.loaded, self._places = loaded, _places(decision)
-        machines = number_machines(self._peers.hosts, decision.unreadable_hosts)
+        machines = number_machines(self.peers.hosts, decision.unreadable_hosts)
         return Topology(machines, decision.fabric != "" and len(set(machines)) > 1)
 
     def start_round(self, step: str, loaded: dict[int, LoadedChunk]) -> Collection[LoadedChunk]:
@@ -164,7 +166,7 @@ class MachineChunks:
             segments = {chunk: entry.segments.tobytes() for chunk, entry in loaded.items()}
             if not first:
                 return _RoundReport(segments)
-            return _RoundReport(segments, self._peers.some_unreadable(), self._offer.kind, self._offer.reason)
+            return _RoundReport(segments, self.peers.some_unreadable(), self.offer.kind, self.offer.reason)
 
         decide = self._decide_first if first else self._decide
         decision: _RoundDecision = self._agreement.agree_each(
@@ -174,7 +176,7 @@ class MachineChunks:
 
     def _decide_first(self, reports: Sequence[_RoundReport]) -> list[_RoundDecision]:
         """Decide which ranks share a machine, then decide as in every round. Runs on rank 0."""
-        hosts = self._peers.hosts
+        hosts = self.peers.hosts
         unreadable_hosts = sorted({hosts[rank] for rank, report in enumerate(reports) if report.unreadable})
         self._machines = number_machines(hosts, unreadable_hosts)
         fabric = self._common_fabric(reports) if len(set(self._machines)) > 1 else ""
@@ -195,7 +197,7 @@ class MachineChunks:
     def _common_fabric(self, reports: Sequence[_RoundReport]) -> str:
         """Return the fabric that all ranks offer. Warn if there is none although some rank could use one."""
         kinds = {report.fabric for report in reports}
-        if len(kinds) == 1 and (kinds != {""} or not self._offer.asked):
+        if len(kinds) == 1 and (kinds != {""} or not self.offer.asked):
             return kinds.pop()
         refusing = [f"rank {rank}: {report.no_fabric}" for rank, report in enumerate(reports) if not report.fabric]
         warn_no_fabric(refusing[0] if refusing else f"ranks have {' and '.join(sorted(kinds))}")

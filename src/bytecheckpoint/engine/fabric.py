@@ -1,4 +1,4 @@
-"""The job's own fabric: a process group of one load, over which bytes go straight into the memory of devices.
+"""Move bytes straight into the memory of devices, over a process group of one load: the job's own fabric.
 
 The group belongs to the load alone, so its operations meet none of the training's, and a failure breaks nothing else. It
 is made over the store of the training's group and is not registered with torch: `dist.new_group` needs every rank of
@@ -37,20 +37,20 @@ _log = logging.getLogger("bytecheckpoint")
 _ADVICE = "; restart the job from its last committed checkpoint"
 #: Backends that carry the memory of devices without the host.
 _DEVICE_BACKENDS = {"nccl"}
-#: Seconds after a failed transfer in which the messages may still tell which rank is gone.
+#: Seconds after a failed transfer in which a message may still name the rank that is gone.
 _NEWS = 5.0
 #: Seconds that the end of a load waits for the end of its group.
 _SHUTDOWN = 10.0
 
 
 class FabricOffer(NamedTuple):
-    """What one rank could use.
+    """The fabric that one rank could use.
 
     Attributes:
-        kind: backend and type of device, "nccl cuda"; "" for nothing.
-        reason: why it is nothing.
-        device: where bytes arrive.
-        asked: the setting asks for it.
+        kind: backend and type of device, "nccl cuda"; "" for none.
+        reason: reason why there is none.
+        device: device at which bytes arrive.
+        asked: True if the setting demands a fabric.
     """
 
     kind: str
@@ -60,11 +60,11 @@ class FabricOffer(NamedTuple):
 
 
 class Transfers(NamedTuple):
-    """What one rank sends and receives in one stage; the order of what goes between two ranks is equal on both.
+    """The transfers of one rank in one stage. Transfers between two ranks have the same order on both.
 
     Attributes:
-        sends: (destination rank, number, bytes).
-        receives: (source rank, number, memory).
+        sends: (destination rank, number, bytes) of each transfer.
+        receives: (source rank, number, memory) of each transfer.
     """
 
     sends: list[tuple[int, int, torch.Tensor]]
@@ -72,20 +72,20 @@ class Transfers(NamedTuple):
 
 
 def offer_fabric(collective: Collective, mode: str, devices: set[torch.device], nbytes: int) -> FabricOffer:
-    """Return what this rank could use for the bytes of a load.
+    """Return the fabric that this rank could use for the bytes of a load.
 
     Args:
-        collective: the ranks.
-        mode: the setting `fabric`.
-        devices: where this rank's destinations are.
-        nbytes: what the ranks share, equal on all of them.
+        collective: ranks of the load.
+        mode: value of the setting `fabric`.
+        devices: devices of this rank's destinations.
+        nbytes: number of bytes that the ranks share, equal on all of them.
     """
     offer = _offer(collective, mode, devices, nbytes)
     return offer._replace(asked=mode == "on")
 
 
 def warn_no_fabric(reason: str) -> None:
-    """Warn that a load uses sockets, where a fabric was asked for or some rank has one."""
+    """Warn that a load uses sockets, although a fabric was demanded or some rank has one."""
     _log.warning("bytes of this load pass between machines over sockets, not over the fabric: %s", reason)
 
 
@@ -111,7 +111,7 @@ def _offer(collective: Collective, mode: str, devices: set[torch.device], nbytes
 
 
 def _backends_of(collective: Collective) -> dict[str, str]:
-    """Return the backend for each type of device of the ranks' process group; nothing where it has none any more."""
+    """Return the backend of the ranks' process group for each type of device; none after the group was destroyed."""
     group = collective.process_group()
     if group is None:
         return {}
@@ -126,15 +126,15 @@ def _backends_of(collective: Collective) -> dict[str, str]:
 class Fabric:
     """One rank's part in the process group of one load. All ranks construct it at the same time.
 
-    What may hang runs on a thread. This rank waits for it, for the loss of another rank, for the failure of the load
-    and for the time limit.
+    Calls that may hang run on a thread. This rank waits for the call, for the loss of another rank, for the failure of the
+    load and for the time limit.
 
     Args:
-        collective: the ranks.
-        name: of the load; never used before in this world.
-        offer: of this rank; the kinds of all ranks are equal.
+        collective: ranks of the load.
+        name: name of the load; never used before in this world.
+        offer: offer of this rank; the kinds of all ranks are equal.
         timeout: seconds for one exchange.
-        stopped: its exception ends every wait.
+        stopped: future whose exception ends every wait.
 
     Raises:
         CheckpointError: the group cannot be made, or does not work.
@@ -143,15 +143,14 @@ class Fabric:
     def __init__(
         self, collective: Collective, name: str, offer: FabricOffer, timeout: float, stopped: Future[NoReturn]
     ) -> None:
-        self.device = offer.device
-        self.kind = offer.kind
+        self.offer = offer
         self._rank = collective.rank
         self._timeout = timeout
         self._stopped = stopped
         self._lost: Future[NoReturn] = Future()
         self._group: Any = None
         # After the caller's work, so that operations of the training's groups come first on every rank.
-        self._copies = DeviceCopies([self.device], to_host=False)
+        self._copies = DeviceCopies([offer.device], to_host=False)
         self._worker = Workers(1, "bytecheckpoint-fabric")
         if not self._worker.count:
             raise CheckpointError(f"rank {self._rank} cannot start a thread")
@@ -174,11 +173,17 @@ class Fabric:
 
         self._call(start, "starting", min(timeout, tuning().fabric_start), news=0.0)
 
+    @property
+    def device(self) -> torch.device:
+        """Device at which bytes arrive."""
+        return self.offer.device
+
     def run(self, work: Callable[[Callable[[Transfers], None]], _T]) -> _T:
-        """Return `work(transfer)`, on the fabric's thread with its stream; what it has queued there is done then.
+        """Return `work(transfer)`, called on the fabric's thread with its stream, when its transfers are done.
 
         Args:
-            work: calls `transfer(transfers)` for each stage. What a stage has received, later ones may send.
+            work: function that calls `transfer(transfers)` for each stage. Later stages may send the bytes that earlier
+                ones have received.
 
         Raises:
             CheckpointError: as `_call`. The fabric cannot be used any more, and touches only memory that `work` has made.
@@ -196,7 +201,7 @@ class Fabric:
         return self._call(run, "an exchange", self._timeout, news=_NEWS, hint="; fabric='off' loads over sockets")
 
     def close(self) -> None:
-        """End the group, when all ranks have received all."""
+        """End the group. All ranks have received everything by now."""
         self._end_watch()
         group, self._group = self._group, None
         if group is not None:
@@ -220,11 +225,11 @@ class Fabric:
         """Return `function()`, called on the thread.
 
         Args:
-            function: what may hang.
-            what: says so in errors.
-            seconds: the time limit.
-            news: seconds in which, after a failure, the messages may tell of a lost rank.
-            hint: end of the error of a failure.
+            function: function that may hang.
+            what: name of the work in errors.
+            seconds: time limit.
+            news: seconds to wait, after a failure, for the message that a rank is lost.
+            hint: advice at the end of the error.
 
         Raises:
             PeerLostError: a rank is gone.
@@ -240,14 +245,14 @@ class Fabric:
                 if done and error is None:
                     return future.result()
                 if error is not None:
-                    # Who keeps the error must not keep the group and the staging memory.
+                    # An error that is kept must not keep the group and the staging memory.
                     traceback.clear_frames(error.__traceback__)
                     # The others' death often shows here first, without a name.
                     wait([self._lost, self._stopped], news, FIRST_COMPLETED)
-            for told in (self._lost, self._stopped):
-                if told.done():
-                    told.result()
-            where = f"rank {self._rank}: {what} over {self.kind}"
+            for cause in (self._lost, self._stopped):
+                if cause.done():
+                    cause.result()
+            where = f"rank {self._rank}: {what} over {self.offer.kind}"
             if error is None:
                 raise CheckpointTimeoutError(
                     f"{where} has not ended within {seconds:g} s; look for a hung rank, or raise the time-out"
@@ -259,7 +264,7 @@ class Fabric:
             raise
 
     def _abandon(self) -> None:
-        """Let go of a group that others may wait in; its thread ends by itself."""
+        """Abort a group in which other ranks may wait; its thread ends by itself."""
         self._end_watch()
         group, self._group = self._group, None
         if group is not None:
@@ -269,7 +274,7 @@ class Fabric:
     def _note_loss(self, rank: int, reason: str) -> None:
         if not self._lost.done():
             lost = f"lost rank {rank}: {reason.removesuffix(_ADVICE)}{_ADVICE}"
-            self._lost.set_exception(PeerLostError(f"rank {self._rank}: an exchange over {self.kind}: {lost}"))
+            self._lost.set_exception(PeerLostError(f"rank {self._rank}: an exchange over {self.offer.kind}: {lost}"))
 
 
 def _build_gloo(store: Any, rank: int, size: int, timeout: float, device: torch.device) -> Any:

@@ -1,4 +1,4 @@
-"""The storage files of a checkpoint, opened on demand; reads verify every block in the same pass."""
+"""Open the storage files of a checkpoint on demand, and verify every block in the pass that reads it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from bytecheckpoint.tuning import tuning
 
 __all__ = ["FileSet", "other_folders", "parallel_reads"]
 
-#: Ranges that are looked at in order to know whether the page cache has all of them.
+#: Number of ranges that `is_cached` looks up in the page cache.
 _CACHE_SAMPLES = 64
 _log = logging.getLogger("bytecheckpoint")
 
@@ -59,7 +59,7 @@ class FileSet:
         stopped: future whose exception ends all reads, those that wait in `Readers` at once.
 
     Attributes:
-        stopped: the same future.
+        stopped: future whose exception ends all reads.
     """
 
     def __init__(self, storage: Storage, catalog: Catalog, stopped: Future[NoReturn] | None = None) -> None:
@@ -94,11 +94,11 @@ class FileSet:
 
     @lazy
     def in_memory(self) -> bool:
-        """Whether all files are in memory, so that no read waits for a device or a server."""
+        """True if all files are in memory, so that no read waits for a device or a server."""
         return self._storage.capabilities.in_memory and not other_folders(self._catalog)
 
     def is_cached(self, ranges: Int64s) -> bool:
-        """Return whether samples of some ranges are in this machine's memory, so that reads wait for nothing.
+        """Return whether samples of some ranges are in this machine's memory, so that reads need no device or server.
 
         Args:
             ranges: (file, start, stop) rows, int64 [n, 3].

@@ -1,4 +1,4 @@
-"""Copies out of the memory of another process of this machine, without shared pages and in one step.
+"""Copy out of the memory of another process of this machine, without shared pages and in one step.
 
 Linux lets processes of one user read each other's memory (process_vm_readv), unless a security module or another
 container stands between them. So the reader always tests it: each process sends the others a handshake, which holds a
@@ -53,7 +53,7 @@ _secret = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
 
 
 def _renew_secret() -> None:
-    """Take a secret of its own for a forked child. Its siblings have the parent's at the same address."""
+    """Make a new secret for a forked child, whose siblings have the parent's at the same address."""
     _secret.raw = secrets.token_bytes(16)
 
 
@@ -61,7 +61,7 @@ os.register_at_fork(after_in_child=_renew_secret)
 
 
 def peer_handshake() -> bytes:
-    """Let other processes of this user read the memory of this one; return the bytes by which they test whether they can.
+    """Let other processes of this user read the memory of this one; return the bytes by which they test that.
 
     Yama, a security module, by default restricts such reads to parents. The restriction is lifted before the handshake
     exists, so nobody tests too early. It stays lifted: a process has one permission, which it cannot read, and
@@ -144,9 +144,9 @@ def read_peer_memory(pid: int, remote: Segments, local: Segments) -> None:
     """Copy bytes from process `pid` to this process.
 
     Args:
-        pid: the process to read from.
-        remote: memory of the bytes there.
-        local: memory for the bytes here, of the same total length.
+        pid: id of the process to read from.
+        remote: addresses of the bytes there.
+        local: addresses for the bytes here, of the same total length.
 
     Raises:
         OSError: the process is gone, or this process may not read its memory.

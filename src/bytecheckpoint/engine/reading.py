@@ -1,4 +1,4 @@
-"""Reader threads: they read ranges of a plan from storage and deliver the bytes to the destination tensors."""
+"""Read the ranges of a plan from storage, on threads, into the destination tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bytecheckpoint.tuning import tuning
 __all__ = ["Readers", "ScratchBuffers", "read_all"]
 
 _T = TypeVar("_T")
-#: Reads of failed loads that had no answer when the load ended. They write to the memory of that load when one comes.
+#: Reads of failed loads that had no answer when the load ended. A late answer writes to the memory of that load.
 _unanswered: list[Future[Any]] = []
 
 
@@ -33,8 +33,8 @@ class ScratchBuffers:
     Construct it in the caller's thread: copies to devices start after the work that its streams have now.
 
     Args:
-        plan: the destinations.
-        chunk_bytes: longest range.
+        plan: read plan with its destinations.
+        chunk_bytes: length of the longest range.
     """
 
     def __init__(self, plan: ScatterPlan, chunk_bytes: int) -> None:
@@ -55,7 +55,7 @@ class ScratchBuffers:
         return host_buffer(self._chunk_bytes, self._copies.devices)
 
     def within_reach(self, data: torch.Tensor) -> torch.Tensor:
-        """Return `data` where `scatter` can copy from: on the host, or on a device of some destination."""
+        """Return `data` in memory from which `scatter` can copy: on the host, or on a device of some destination."""
         return data if data.is_cpu or data.device in self._copies.devices else data.cpu()
 
     def scatter(self, index: int, data: torch.Tensor, start: int) -> None:
@@ -71,7 +71,7 @@ class Readers:
     for them first.
 
     Args:
-        files: the files.
+        files: storage files of the checkpoint.
         threads: number of threads.
 
     Raises:
@@ -133,11 +133,11 @@ def read_all(
     """Read and verify some ranges of a plan, and copy them to their destinations.
 
     Args:
-        files: the checkpoint's files.
-        scatter_plan: the plan with its destinations.
+        files: storage files of the checkpoint.
+        scatter_plan: read plan with its destinations.
         ranges: numbers of the ranges in the plan.
-        threads: ranges read at the same time; 0: as many as suit the storage.
-        chunk_bytes: longest range.
+        threads: number of ranges read at the same time; 0: as many as suit the storage.
+        chunk_bytes: length of the longest range.
 
     Returns:
         The number of bytes read.

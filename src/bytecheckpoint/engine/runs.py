@@ -1,4 +1,4 @@
-"""Runs: many short pieces of one 1-D tensor, as columns. They are copied together, without a view of each."""
+"""Copy many short runs of elements of one 1-D tensor together, without a view of each."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def move_runs(
     Args:
         target: elements of the host (`elements_of`), or a 1-D tensor of stride 1 on a device.
         target_at: number of each run's first element there, [n].
-        source: as `target`; one of both is of the host.
+        source: elements like `target`; one of both is of the host.
         source_at: number of each run's first element there, [n].
         counts: elements of each run, [n].
     """

@@ -1,4 +1,4 @@
-"""The scatter plan: where the bytes of a read plan's ranges go in the destination tensors."""
+"""Copy the bytes of a read plan's ranges to the destination tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bytecheckpoint.representation.boxes import Int64s, Mask
 from bytecheckpoint.representation.plans import Copies, ReadPlan
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["MemoryRuns", "ScatterPlan", "Target"]
+__all__ = ["BoxTarget", "MemoryRuns", "ScatterPlan"]
 
 #: Ranges whose copies are shorter than this on average are quicker read into one buffer and copied from there.
 _DIRECT_BYTES = 256 << 10
@@ -25,7 +25,7 @@ _DIRECT_BYTES = 256 << 10
 _MANY_COPIES = 64
 
 
-class Target(msgspec.Struct, frozen=True):
+class BoxTarget(msgspec.Struct, frozen=True):
     """The destination of one wanted box.
 
     Attributes:
@@ -38,12 +38,12 @@ class Target(msgspec.Struct, frozen=True):
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements are contiguous in memory."""
+        """True if the elements are contiguous in memory."""
         return self.data.is_contiguous()
 
     @property
     def addressable(self) -> bool:
-        """Whether storage can read straight into the memory."""
+        """True if storage can read straight into the memory."""
         return self.contiguous and self.data.device.type == "cpu" and self.data.dtype == self.dtype
 
 
@@ -68,7 +68,7 @@ class ScatterPlan:
         targets: destinations, numbered as the plan's wanted boxes.
     """
 
-    def __init__(self, plan: ReadPlan, targets: Sequence[Target]) -> None:
+    def __init__(self, plan: ReadPlan, targets: Sequence[BoxTarget]) -> None:
         self.plan = plan
         self.targets = targets
         self._many_copies_lock = threading.Lock()
@@ -78,7 +78,7 @@ class ScatterPlan:
         self._first = plan.first_copy.tolist()
         direct = _direct_ranges(plan, targets, nbytes)
         self._direct = direct.tolist()
-        # Computed now: later the bytes that stream through the processor's caches push the code for this out of them.
+        # Computed now, since later the loaded bytes push the code for this out of the processor's caches.
         ranges = np.flatnonzero(direct).tolist()
         wanted = {w for r in ranges for w in self._copies.wanted[self._first[r] : self._first[r + 1]]}
         self._memory = {w: memoryview(flat_bytes(targets[w].data).numpy()) for w in wanted}
@@ -181,7 +181,7 @@ class ScatterPlan:
         copy_all(targets, sources)
 
     def _without_runs(self, first: int, end: int, data: torch.Tensor, start: int) -> Sequence[int]:
-        """Copy what goes to a target in many short runs; return the other ones of copies `first` to `end`."""
+        """Copy those of copies `first` to `end` that fill a target in many short runs; return the other copies."""
         if end - first <= _MANY_COPIES:
             return range(first, end)
         columns = self.plan.copies
@@ -206,7 +206,7 @@ class ScatterPlan:
             )
         return (first + np.flatnonzero(rest)).tolist()
 
-    def _box(self, copy: int, data: torch.Tensor, at: int, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+    def _box(self, copy: int, data: torch.Tensor, at: int, target: BoxTarget) -> tuple[torch.Tensor, torch.Tensor]:
         """Return strided views of the source, which begins at byte `at` of `data`, and of the target of a box."""
         copies = self.plan.copies
         ndim = target.data.ndim
@@ -240,7 +240,7 @@ class _CopyLists:
         return _CopyLists(*(column.tolist() for column in columns))
 
 
-def _direct_ranges(plan: ReadPlan, targets: Sequence[Target], nbytes: Int64s) -> Mask:
+def _direct_ranges(plan: ReadPlan, targets: Sequence[BoxTarget], nbytes: Int64s) -> Mask:
     """Return whether storage reads each range straight into its destinations; `nbytes` is the length of each copy."""
     copies, first = plan.copies, plan.first_copy[:-1]
     if not len(first):
@@ -270,8 +270,8 @@ def _box_runs(
 
     Args:
         lengths: extent of the box.
-        strides: of the source; may have more dimensions than the box.
-        target_strides: of the target.
+        strides: strides of the source; may have more dimensions than the box.
+        target_strides: strides of the target.
 
     Returns:
         The first element of each run in the source and in the target, relative to the box's first; the runs' length.

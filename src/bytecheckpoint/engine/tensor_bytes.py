@@ -1,4 +1,4 @@
-"""Tensors as bytes: views of their memory, and copies between tensors as fast as the machine copies."""
+"""View tensors as bytes, and copy between tensors at the speed of the machine."""
 
 from __future__ import annotations
 

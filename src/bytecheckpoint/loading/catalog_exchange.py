@@ -1,4 +1,4 @@
-"""Open a checkpoint for a load: some ranks read the catalog and the plain values, and pass them on to the others."""
+"""Open a checkpoint for a load: few ranks read the catalog and the plain values, and pass them on to the others."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class OpenCheckpoint:
 class CatalogExchange:
     """One rank's part in reading the catalog and the plain values.
 
-    Where the page cache keeps files, or ranks may see different ones, each rank reads the catalog. From other storages
-    rank 0 reads the part that all ranks need, and sends it with its decision. One rank of each machine reads the rest,
-    groups of a large catalog and trees of plain values, for the ranks of the machine.
+    Each rank reads the catalog itself if the page cache keeps files, or if ranks may see different files. From other
+    storages rank 0 reads the part that all ranks need, and sends it with its decision. One rank of each machine reads the
+    rest for the ranks of the machine: row groups of a large catalog, and trees of plain values.
 
     Args:
         collective: ranks of the load.

@@ -203,7 +203,7 @@ def unexpected_keys(catalog: Catalog, states: Collection[str], recognized: bytes
     """List the keys of the checkpoint that no rank recognizes.
 
     Args:
-        catalog: of the checkpoint.
+        catalog: catalog of the checkpoint.
         states: the states that the caller loads; keys of others are left out.
         recognized: bitmap of the tensors that some rank recognizes.
     """

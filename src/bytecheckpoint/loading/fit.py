@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from bytecheckpoint.engine.scatter import Target
+from bytecheckpoint.engine.scatter import BoxTarget
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, listed
 from bytecheckpoint.frameworks.base import SavedTensor
 from bytecheckpoint.loading.saved import SavedView
@@ -57,7 +57,7 @@ class Fit:
     """
 
     plan: ReadPlan
-    targets: list[Target]
+    targets: list[BoxTarget]
     converted: list[str]
     chunk_bytes: int
 
@@ -172,7 +172,7 @@ def fit_wanted(
     return Fit(plan, targets, converted, chunk_bytes)
 
 
-def _with_fragments(plan: ReadPlan, wanted: Sequence[LiveShard], rows: Int64s, targets: list[Target]) -> ReadPlan:
+def _with_fragments(plan: ReadPlan, wanted: Sequence[LiveShard], rows: Int64s, targets: list[BoxTarget]) -> ReadPlan:
     """Let copies refer to targets instead of wanted boxes: those of fragments have one, their 1-D tensor.
 
     Args:
@@ -192,19 +192,19 @@ def _with_fragments(plan: ReadPlan, wanted: Sequence[LiveShard], rows: Int64s, t
     first = np.cumsum(rows) - rows
     for row, shard in zip(own.tolist(), shard_of[own].tolist(), strict=True):
         view = wanted[shard].box(row - int(first[shard])).data
-        targets.append(Target(view, targets[shard].dtype))
+        targets.append(BoxTarget(view, targets[shard].dtype))
     return replace(plan, copies=replace(copies, wanted=target, target=copies.target + shift))
 
 
 def _make_targets(
     url: str, tensors: Sequence[SavedTensor], wanted: Sequence[LiveShard], numbers: Sequence[int], *, cast: bool
-) -> tuple[list[Target], list[str]]:
+) -> tuple[list[BoxTarget], list[str]]:
     """Make the target of each wanted box; return them with the keys of the tensors that are cast.
 
     Raises:
         IncompatibleCheckpointError: shapes or dtypes differ.
     """
-    targets: list[Target] = []
+    targets: list[BoxTarget] = []
     wrong: list[str] = []
     converted: list[str] = []
     for shard, number in zip(wanted, numbers, strict=True):
@@ -218,7 +218,7 @@ def _make_targets(
             if not _torch_converts(stored_dtype, shard.data.dtype):
                 wrong.append(f"{shard.key} is {dtype} in the checkpoint, which torch cannot convert to {shard.dtype}")
             converted.append(str(shard.key))
-        targets.append(Target(shard.data, stored_dtype))
+        targets.append(BoxTarget(shard.data, stored_dtype))
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise IncompatibleCheckpointError(f"{url} does not fit: {'; '.join(wrong[:_SHOWN])}{more}")

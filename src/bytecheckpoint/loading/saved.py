@@ -103,7 +103,7 @@ class SavedView:
 
         Args:
             keys: keys of the tensors.
-            by_content: whether these are values, which may differ between ranks. Then this rank's own copy is taken, else
+            by_content: True for values, which may differ between ranks. Then this rank's own copy is taken, else
                 the shared one, else rank 0's; otherwise the shared tensor, also by an alias.
         """
         if not keys:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.collectives.stop import StopSignal
-from bytecheckpoint.engine.exchange import Exchange
+from bytecheckpoint.engine.exchange import ChunkExchange
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.peer_memory import peer_handshake
 from bytecheckpoint.engine.reading import read_all
@@ -106,7 +106,7 @@ class _FittedLoad:
         view: catalog as the adapter sees it.
         destination: live objects to fill.
         fit: ranges to read, and the memory that they fill.
-        exchanges: whether this rank exchanges chunks with other ranks.
+        exchanges: True if this rank exchanges chunks with other ranks.
     """
 
     request: LoadRequest
@@ -128,8 +128,8 @@ class FilledStates:
         bytes_read: bytes that this rank read from storage.
         bytes_received: bytes that this rank received from other ranks.
         unexpected: names that the checkpoint holds and no rank wants.
-        recognizes_some: whether some rank wants something of the checkpoint.
-        prepare_save: whether some rank wants the next save prepared.
+        recognizes_some: True if some rank wants something of the checkpoint.
+        prepare_save: True if some rank wants the next save prepared.
         rank: this rank.
     """
 
@@ -286,7 +286,7 @@ class Load:
         Args:
             storage: storage of the checkpoint, or an error to raise on all ranks.
             request: checked arguments, or an error to raise on all ranks.
-            last: whether this is the last attempt.
+            last: True in the last attempt.
 
         Raises:
             CheckpointReplacedError: ranks see different catalogs, and this is not the last attempt.
@@ -425,7 +425,7 @@ class Load:
 
     def _plan_exchange(
         self, fitted: _FittedLoad, scatter: ScatterPlan, decision: FitDecision
-    ) -> tuple[Exchange | None, Sequence[int]]:
+    ) -> tuple[ChunkExchange | None, Sequence[int]]:
         """Plan the exchange of shared chunks; return it with the ranges that this rank reads for itself."""
         shared = SharedChunks.from_columns(decision.shared)
         if not len(shared):
@@ -433,7 +433,7 @@ class Load:
         # A rank that does not exchange still takes part in the others' messages.
         ranges = ranges_of(scatter.plan)
         plan = exchange_plan_of_rank(shared, ranges if fitted.exchanges else ranges[:0], fitted.fit.chunk_bytes)
-        exchange = Exchange(
+        exchange = ChunkExchange(
             self._agreement.part("exchange"),
             plan,
             decision.hosts,

@@ -1,4 +1,4 @@
-"""Read-only access to a checkpoint of any layout as a lazy mapping, in one process."""
+"""Open a checkpoint of any layout for reading, as a lazy mapping, in one process."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["Checkpoint", "Entry", "OutOfRangeError", "open"]
 def open(path: str | os.PathLike[str] | Storage, *, rank: int | None = None) -> Checkpoint:
     """Open a checkpoint of any layout for reading.
 
-    This call reads only the catalog; of a large one, only what tensors there are: their places follow when they are read.
-    The result is a read-only mapping: `model/<fqn>` and the other keys lead to an `Entry` (a tensor, read when it is
-    sliced) or to a plain value.
+    This call reads only the catalog; of a large one, only the list of tensors, whose places are read with them. The result
+    is a read-only mapping from keys such as `model/<fqn>` to an `Entry` (a tensor, read when it is sliced) or to a plain
+    value.
 
     Args:
         path: folder or URL of the checkpoint, or its storage.
-        rank: the rank whose values to show where ranks saved different values under one key (random number generators,
-            dataloaders). Without a value of this rank, or with None, a key shows the shared value if there is one, else
-            that of the lowest rank.
+        rank: rank whose values to show where ranks saved different values under one key (random number generators,
+            dataloaders). If this rank has no value, or with None, a key shows the shared value if there is one, else that
+            of the lowest rank.
 
     Returns:
         The checkpoint; `close` it or use it in a `with` statement to release its files early.

@@ -14,7 +14,7 @@ import torch
 from bytecheckpoint.engine.catalogs import CatalogReader
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.reading import read_all
-from bytecheckpoint.engine.scatter import ScatterPlan, Target
+from bytecheckpoint.engine.scatter import BoxTarget, ScatterPlan
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
 from bytecheckpoint.opening.slices import row_major_boxes
@@ -185,7 +185,7 @@ class BoxReader:
         if ranges:
             longest = int((plan.stop - plan.start).max())
             targets = [
-                Target(part, dtype)
+                BoxTarget(part, dtype)
                 for request, data, dtype in zip(requests, out, dtypes, strict=True)
                 for part in request.parts(data)
             ]

@@ -18,7 +18,7 @@ from bytecheckpoint.representation.dtypes import itemsize
 __all__ = ["Entry"]
 
 _SEPARATE_READ_DISTANCE = 128 << 10
-"""Distance in bytes from which on strided elements are read separately and the bytes between them are not read."""
+"""Smallest distance in bytes at which strided elements are read separately, without the bytes between them."""
 _MAX_SEPARATE_READS = 1 << 16
 
 

@@ -1,4 +1,4 @@
-"""The plain values of a checkpoint under the keys of `bytecheckpoint.open`."""
+"""Decode the plain values of a checkpoint, under the keys of `bytecheckpoint.open`."""
 
 from __future__ import annotations
 

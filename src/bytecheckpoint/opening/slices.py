@@ -1,4 +1,4 @@
-"""Turn an index expression into the start, count and step of each dimension, before anything is read."""
+"""Turn an index expression into the start, count and step of each dimension."""
 
 from __future__ import annotations
 

@@ -161,9 +161,9 @@ def _spread_evenly(size: Int64s, loads: Int64s) -> Int64s:
     order = np.argsort(loads, kind="stable")
     base = loads[order]
     total = int(size.sum())
-    # room[k]: bytes that raise the k lowest loads to the level of the next load.
-    room = base * np.arange(len(base)) - (np.cumsum(base) - base)
-    filled = int(np.searchsorted(room, total, side="left")) or 1
+    # spare[k]: bytes that raise the k lowest loads to the level of the next load.
+    spare = base * np.arange(len(base)) - (np.cumsum(base) - base)
+    filled = int(np.searchsorted(spare, total, side="left")) or 1
     surface = (total + int(base[:filled].sum())) / filled
     ends = np.cumsum(surface - base[:filled])
     middles = np.cumsum(size) - size / 2

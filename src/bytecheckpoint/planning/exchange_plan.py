@@ -1,4 +1,4 @@
-"""Choice of the rank that reads each chunk that several ranks want (ByteCheckpoint, section 4.1: redundant reads)."""
+"""Choose the rank that reads each chunk that several ranks want (ByteCheckpoint, section 4.1: redundant reads)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _NO_CHUNKS = SharedChunks.from_columns([])
 def plan_shared_reads(ranges: Sequence[Int64s], chunk_bytes: int) -> SharedChunks:
     """Assign each chunk that several ranks want to one of them, Worst-Fit by bytes.
 
-    A chunk is shared where ranks copy at most `_MOST_COPIES` bytes from each other for each byte that is not read again.
-    So replicas share their chunks, and so do columns of stored rows. Neighbours do not share a chunk in which they want
-    different rows: both read the block at their border. When there are fewer bytes to share than
-    `tuning().min_exchange_bytes`, no chunk is shared.
+    Ranks share a chunk if they copy at most `_MOST_COPIES` bytes from each other for each byte that is not read again. So
+    replicas share their chunks, and so do columns of stored rows. Neighbours that want different rows of a chunk do not
+    share it: both read the block at their border. If there are fewer bytes to share than `tuning().min_exchange_bytes`, no
+    chunk is shared.
 
     Args:
         ranges: byte ranges that each rank wants: (file, start, stop) rows, int64 [r, 3].
@@ -63,11 +63,11 @@ def plan_shared_reads(ranges: Sequence[Int64s], chunk_bytes: int) -> SharedChunk
 
 
 def _saves_enough(ranks: Int64s, alone: Int64s, once: Int64s) -> Mask:
-    """Return whether sharing a chunk saves enough bytes of reading for those that ranks copy from each other.
+    """Return whether sharing a chunk saves enough reads for the bytes that ranks copy from each other.
 
     Args:
         ranks: number of ranks that want each chunk, [n].
-        alone: bytes of it that they read in all, each for itself, [n].
+        alone: bytes that these ranks read in all, each for itself, [n].
         once: bytes that one of them reads for all, [n].
     """
     enough: Mask = (alone - once) * _MOST_COPIES * ranks >= alone * (ranks - 1)
@@ -95,7 +95,7 @@ def _rank_sets(chunk: Int64s, rank: Int64s, chunks: int, world: int) -> tuple[In
 
 
 def exchange_plan_of_rank(shared: SharedChunks, ranges: Int64s, chunk_bytes: int) -> ExchangePlan:
-    """Return one rank's part of the exchange: what it reads alone, and which shared chunks it wants.
+    """Return one rank's part of the exchange: the ranges that it reads alone, and the shared chunks that it wants.
 
     Args:
         shared: result of `plan_shared_reads` over the ranges of all ranks.

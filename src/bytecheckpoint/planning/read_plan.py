@@ -1,4 +1,4 @@
-"""Planning of reads: the bytes to read, and the destination of each (ByteCheckpoint, section 3.3, load plan).
+"""Plan the bytes to read, and the destination of each (ByteCheckpoint, section 3.3, load plan).
 
 The plan intersects stored boxes with wanted boxes, for every pair of layouts alike. All data are columns; no loop runs
 over shards. Files are read in block-aligned ranges, each inside one chunk of a fixed grid, so that no block is read or
@@ -77,9 +77,9 @@ class _Sources:
     Attributes:
         boxes: the boxes, [n].
         row: catalog row that holds each box, int64 [n].
-        file, element: of that row, as in `StoredRows`.
+        file, element: columns of that row, as in `StoredRows`.
         start: byte offset of each box in its file's data section, int64 [n].
-        range_bytes: where to cut: a row at the multiples of this, and the ranges that read it, int64 [n].
+        range_bytes: length at whose multiples the row, and the ranges that read it, are cut, int64 [n].
     """
 
     boxes: BoxTable
@@ -104,7 +104,7 @@ def plan_reads(stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_byt
     Args:
         stored: the catalog's rows.
         wanted: boxes to fill, numbered by the catalog's tensors.
-        contiguous: whether the destination of each wanted box is contiguous, [len(wanted)].
+        contiguous: mask of the wanted boxes whose destinations are contiguous, [len(wanted)].
         chunk_bytes: size of a chunk, which is a multiple of every file's block length; no range crosses a multiple of it.
 
     Example: columns 0 and 1 (`W`) of a stored matrix of 3 x 8 bytes, in blocks of 2 bytes and chunks of 16 bytes.

@@ -76,7 +76,7 @@ def differing_rows(group: Int64s, value: NDArray[Any]) -> Int64s:
 
     Args:
         group: number of each row's box, as `group_equal` returns it, [n].
-        value: of each row, [n].
+        value: value of each row, [n].
     """
     order = np.argsort(group, kind="stable")
     same_group = group[order][1:] == group[order][:-1]

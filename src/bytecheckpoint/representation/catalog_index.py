@@ -21,7 +21,7 @@ class CatalogIndex:
         catalog: catalog of the checkpoint; of a large one any rows.
 
     Attributes:
-        catalog: the same catalog.
+        catalog: catalog of the checkpoint.
     """
 
     def __init__(self, catalog: Catalog) -> None:
