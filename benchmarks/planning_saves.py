@@ -25,7 +25,7 @@ from bytecheckpoint.planning.read_plan import plan_reads, stored_rows
 from bytecheckpoint.planning.replicas import group_equal
 from bytecheckpoint.representation import catalog_file
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
-from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog, StorageFile
+from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog, StorageFile, TensorTable
 from bytecheckpoint.representation.checksums import block_bytes, block_count
 from bytecheckpoint.representation.names import new_generation, storage_file_name
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
@@ -293,15 +293,17 @@ def fsdp_file(boxes: BoxTable, tensors: int, shards: int) -> Catalog:
         files.append(StorageFile(name, "model", rank, header + size, header, rank, block, _GENERATION))
         sums.append(np.frombuffer(random.bytes(8 * block_count(size, block)), np.uint64))
     ends = (boxes.offsets + boxes.lengths)[shards - 1 :: shards]
-    return Catalog.from_columns(
-        states=["model"] * tensors,
-        fqns=[f"layers.{i}.weight" for i in range(tensors)],
-        slots=[""] * tensors,
-        dtypes=["bfloat16"] * tensors,
-        shapes=ends,
-        ndims=np.full(tensors, 2, np.int64),
-        owner=np.full(tensors, -1, np.int32),
-        requires_grad=np.ones(tensors, bool),
+    return Catalog.build(
+        TensorTable.of(
+            states=["model"] * tensors,
+            fqns=[f"layers.{i}.weight" for i in range(tensors)],
+            slots=[""] * tensors,
+            dtypes=["bfloat16"] * tensors,
+            shapes=ends,
+            ndims=np.full(tensors, 2, np.int64),
+            owner=np.full(tensors, -1, np.int32),
+            requires_grad=np.ones(tensors, bool),
+        ),
         boxes=boxes,
         file=np.tile(np.arange(shards, dtype=np.int32), tensors),
         byte_offset=start,

@@ -34,7 +34,7 @@ from bytecheckpoint.planning.local_table import LocalTable, TensorRecord, descri
 from bytecheckpoint.planning.read_plan import groups_to_read, plan_reads, stored_rows
 from bytecheckpoint.planning.save_plan import SavePlan, plan_save
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
-from bytecheckpoint.representation.catalog import Catalog, StorageFile, StringColumn
+from bytecheckpoint.representation.catalog import Catalog, StorageFile, StringColumn, TensorTable
 from bytecheckpoint.representation.catalog_file import encode
 from bytecheckpoint.representation.checksums import block_bytes, block_count
 from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
@@ -210,15 +210,17 @@ def catalog_of(plan: SavePlan) -> Catalog:
         name = storage_file_name(state, rank, _GENERATION, part)
         files.append(StorageFile(name, state, rank, start + data, start, rank, block, _GENERATION))
         sums.append(np.frombuffer(random.bytes(8 * block_count(data, block)), np.uint64))
-    return Catalog.from_columns(
-        states=[t.state for t in plan.tensors],
-        fqns=[t.fqn for t in plan.tensors],
-        slots=[t.slot for t in plan.tensors],
-        dtypes=[t.dtype for t in plan.tensors],
-        shapes=plan.shapes,
-        ndims=plan.ndims,
-        owner=np.full(len(plan.tensors), -1, np.int32),
-        requires_grad=np.ones(len(plan.tensors), bool),
+    return Catalog.build(
+        TensorTable.of(
+            states=[t.state for t in plan.tensors],
+            fqns=[t.fqn for t in plan.tensors],
+            slots=[t.slot for t in plan.tensors],
+            dtypes=[t.dtype for t in plan.tensors],
+            shapes=plan.shapes,
+            ndims=plan.ndims,
+            owner=np.full(len(plan.tensors), -1, np.int32),
+            requires_grad=np.ones(len(plan.tensors), bool),
+        ),
         boxes=plan.boxes,
         file=plan.file.astype(np.int32),
         byte_offset=plan.offset + header[plan.file],

@@ -57,6 +57,13 @@ MANY_FIELDS: dict[str, str] = {
     "bytecheckpoint.monitoring.record.RankRecord": "a message that becomes the columns of a documented table",
     "bytecheckpoint.monitoring.simulation.SimulatedRun": "keyword options, each with a default",
     "bytecheckpoint.handles.LoadReport": "a flat report for users",
+    "bytecheckpoint.frameworks.base.Destination": "the parts of a load plan that adapters add to, each with a default",
+    "bytecheckpoint.planning.save_plan.SavePlan": "the columns of one table",
+    "bytecheckpoint.representation.catalog_footer._FileColumns": "a record of the format",
+    "bytecheckpoint.representation.header_reader.StorageHeader": "a record of the format",
+    "bytecheckpoint.representation.shards.LiveShard": "made for every tensor of a save: a second object would cost time",
+    "bytecheckpoint.representation.storage_file.EntryRecord": "a record of the format",
+    "bytecheckpoint.representation.storage_file.StoredEntry": "a record of the format",
     "bytecheckpoint.loading.load": "a call of the paper, with keyword options",
     "bytecheckpoint.saving.save": "a call of the paper, with keyword options",
     "bytecheckpoint.tuning.Tuning": "a flat list of internal constants",
@@ -64,6 +71,8 @@ MANY_FIELDS: dict[str, str] = {
 #: Small modules with one importer that stay by themselves, with the reason.
 SMALL_MODULES: dict[str, str] = {
     "bytecheckpoint.monitoring.report.trace": "an output format of its own, beside the page",
+    "bytecheckpoint.frameworks.coordinates": "all that a world takes from the frameworks",
+    "bytecheckpoint.frameworks.fsdp1.adapter": "each framework has such a module",
 }
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.representation.boxes import BoxTable
-from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog, StorageFile
+from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog, StorageFile, TensorTable
 from bytecheckpoint.representation.catalog_file import decode, encode
 from bytecheckpoint.representation.catalog_validation import catalog_problem
 from bytecheckpoint.representation.dtypes import itemsize
@@ -56,16 +56,18 @@ def catalog_of(tensors: Spec, files: int = 2, block: int = 4096, **columns: Any)
     ]
     shapes = BoxTable.build(range(len(tensors)), [t[2] for t in tensors], [t[2] for t in tensors])
     shuffled = np.random.default_rng(len(number)).permutation(len(number))
-    return Catalog.from_columns(
-        states=[t[0][0] for t in tensors],
-        fqns=[t[0][1] for t in tensors],
-        slots=[t[0][2] for t in tensors],
-        owner=np.array([t[0][3] for t in tensors], np.int32),
-        dtypes=[t[1] for t in tensors],
-        shapes=shapes.lengths,
-        ndims=np.array([len(t[2]) for t in tensors], np.int64),
-        requires_grad=np.arange(len(tensors)) % 2 == 0,
-        devices=["cpu" if i % 3 else "cuda" for i in range(len(tensors))],
+    return Catalog.build(
+        TensorTable.of(
+            states=[t[0][0] for t in tensors],
+            fqns=[t[0][1] for t in tensors],
+            slots=[t[0][2] for t in tensors],
+            owner=np.array([t[0][3] for t in tensors], np.int32),
+            dtypes=[t[1] for t in tensors],
+            shapes=shapes.lengths,
+            ndims=np.array([len(t[2]) for t in tensors], np.int64),
+            requires_grad=np.arange(len(tensors)) % 2 == 0,
+            devices=["cpu" if i % 3 else "cuda" for i in range(len(tensors))],
+        ),
         boxes=BoxTable.build(number, offsets, lengths).take(shuffled),
         file=file[shuffled],
         byte_offset=np.array(byte_offset, np.int64)[shuffled],
@@ -373,15 +375,15 @@ import os, sys
 sys.argv[0] = "bytecheckpoint"  # as in our own programs
 import bytecheckpoint.representation.catalog_file as cf
 import bytecheckpoint.representation.header_reader, bytecheckpoint.representation.header_writer
-from bytecheckpoint.representation.catalog import Catalog, StorageFile
+from bytecheckpoint.representation.catalog import Catalog, TensorTable, StorageFile
 from bytecheckpoint.representation.boxes import BoxTable
 import numpy as np
 before = len(os.listdir("/proc/self/task"))
 none, one = np.zeros(0, np.int64), np.ones(1, np.int64)
 for rows, column in ((0, none), (1, one)):
-    catalog = Catalog.from_columns(states=["k"] * rows, fqns=["f"] * rows, slots=[""] * rows, dtypes=["bool"] * rows,
-        shapes=np.ones((rows, 1), np.int64), ndims=column, owner=column.astype(np.int32),
-        requires_grad=column.astype(bool), boxes=BoxTable.build([0] * rows, [[0]] * rows, [[1]] * rows),
+    tensors = TensorTable.of(states=["k"] * rows, fqns=["f"] * rows, slots=[""] * rows, dtypes=["bool"] * rows,
+        shapes=np.ones((rows, 1), np.int64), ndims=column, owner=column.astype(np.int32), requires_grad=column.astype(bool))
+    catalog = Catalog.build(tensors, boxes=BoxTable.build([0] * rows, [[0]] * rows, [[1]] * rows),
         file=0 * column.astype(np.int32), byte_offset=column * 0, byte_length=column,
         files=[StorageFile("f", "k", 0, 1, 0, 0, 65536, "")] * rows, sums=[np.ones(1, np.uint64)] * rows)
     assert cf.decode(cf.encode(catalog)).count == rows

@@ -145,7 +145,7 @@ def test_every_changed_byte_is_noticed_by_those_who_read_it(first: int) -> None:
 def test_a_damaged_group_hurts_only_those_who_read_it() -> None:
     data = bytearray(in_groups(sharded()))
     whole = File(bytes(data)).open()
-    data[whole._places.offsets[5] + 20] ^= 1
+    data[whole._contents.places.offsets[5] + 20] ^= 1
     file = File(bytes(data))
     groups = file.open()
     for number in np.unique(groups.group).tolist():

@@ -31,7 +31,7 @@ __all__ = [
 #: Explicit parameter names for optimizers: parameter -> FQN, or FQN -> parameter.
 UserNames = Mapping[Any, Any]
 
-#: Whether what is missing or unexpected is an error: for all states, or by state; True for states that are not named.
+#: Strictness: whether missing and unexpected names are errors, for all states or by state (True for states not named).
 Strict = bool | Mapping[str, bool]
 
 #: The FQN of a parameter and its aliases: further FQNs of the same tensor (tied weights).
@@ -124,16 +124,16 @@ class Destination:
         checks: the steps of `check`, in order.
         finish: the steps of `apply`, in order.
         missing: names that the live objects hold and the checkpoint lacks, as `bytecheckpoint.open` spells them.
-        states: names of the states that the load fills beside those that the program names (what an engine stands for).
+        states: names of the states that the load fills beside those of the program: the model and optimizer of an engine.
         recognized: every saved key that this rank loads or knowingly skips. Keys that no rank recognizes are unexpected.
-        extra_states: state of modules -> the saved names of the extra states that this rank loads. Others in the state's
-            trees that no rank names are unexpected.
+        extra_states: saved names of the extra states that this rank loads, by the state of their modules. Names in the
+            state's trees that no rank lists are unexpected.
         notes: remarks for the user (parameters left without state, settings that keep their live value).
-        mismatches: saved state that belongs to other objects than those here, a sentence for each, which begins with the
-            state. A strict load refuses it, before it reads or before it installs. `checks` may add some.
+        mismatches: sentences about saved state that belongs to other objects than the live ones; each begins with the
+            state's name. A strict load fails with them before it reads or before it installs. `checks` may add some.
         tied: pairs of saved tensors that are one tensor here. The load fills it from the first (see `native.py`).
-        left_out: key of a tensor -> what the load leaves out of it, since the live one is smaller: "36 of the 132 rows of
-            model/w".
+        left_out: rows that the load leaves out by key of the tensor, because the live one is smaller: "36 of the 132 rows
+            of model/w".
     """
 
     wanted: list[LiveShard] = field(default_factory=list)
@@ -210,12 +210,12 @@ class Framework(Protocol):
         Args:
             states: the live objects.
             saved: the checkpoint.
-            strict: as in `load`; ask `is_strict`.
-            names: as in `load`.
+            strict: strictness of the load by state; `is_strict` reads it.
+            names: parameter names from the caller of `load`.
 
         Raises:
             UsageError: an object in `states` cannot be represented.
-            IncompatibleCheckpointError: the checkpoint does not fit in a way that only the adapter can tell.
+            IncompatibleCheckpointError: the checkpoint does not fit, in a way that only the adapter can detect.
         """
 
 
@@ -258,7 +258,7 @@ class SupportsStreams(Protocol):
         """Number of streams of all ranks."""
 
     def shared_state(self) -> Any:
-        """Return what is equal on all ranks (sources, ratios, seed, ...), without tensors. It is stored once."""
+        """Return the values that are equal on all ranks (sources, ratios, seed), without tensors, to be stored once."""
 
     def stream_states(self) -> Mapping[int, Any]:
         """Return the states of the streams that this rank saves, by number."""
@@ -267,7 +267,7 @@ class SupportsStreams(Protocol):
         """Return the saved streams that this rank needs, and change nothing.
 
         Args:
-            shared: what `shared_state` returned when the checkpoint was saved.
+            shared: value of `shared_state` when the checkpoint was saved.
             saved: numbers of the saved streams, ascending.
 
         Raises:
@@ -275,7 +275,7 @@ class SupportsStreams(Protocol):
         """
 
     def load_streams(self, shared: Any, states: Mapping[int, Any]) -> Sequence[str] | None:
-        """Go on from the states of the streams that `choose_streams` chose; called once, at the end of a load.
+        """Continue from the states of the streams that `choose_streams` chose; called once, at the end of a load.
 
         Returns:
             Remarks for the `LoadReport`, or None.

@@ -15,7 +15,7 @@ from bytecheckpoint.frameworks.tensors.dtensors import dtensor_type, is_dtensor
 
 __all__ = ["axis_of", "mesh_coordinates"]
 
-#: What mesh dimensions are called. Dimensions of one axis are joined, the outer one first.
+#: Names of mesh dimensions by axis. Dimensions of one axis are joined, the outer one first.
 _NAMES = {
     "dp": (
         "dp",
@@ -48,7 +48,7 @@ def mesh_coordinates(states: Mapping[str, object], mesh: str, rank: int, world_s
     """Return this rank's coordinate by mesh dimension, and by axis where dimensions have other names; {} if not known.
 
     Args:
-        states: as for `save`.
+        states: live objects, as for `save`.
         mesh: extents by dimension, the outermost first, as the setting `mesh`; "" to find them.
         rank: this rank.
         world_size: number of ranks.
@@ -57,7 +57,7 @@ def mesh_coordinates(states: Mapping[str, object], mesh: str, rank: int, world_s
         extents = {name: int(extent) for name, _, extent in (part.partition("=") for part in mesh.split(","))}
         fits = math.prod(extents.values()) == world_size
         return _along_axes(extents, _unravel(rank, [*extents.values()])) if fits else {}
-    with contextlib.suppress(Exception):  # of a framework's version that nobody has tried: metrics must not fail a save
+    with contextlib.suppress(Exception):  # an untested version of a framework must not fail a save for its metrics
         return _of_megatron() or _of_meshes(states) or _of_wrappers(states, rank)
     return {}
 
@@ -88,7 +88,7 @@ def _of_megatron() -> dict[str, int]:
 
 
 def _of_meshes(states: Mapping[str, object]) -> dict[str, int]:
-    """Look at the mesh of the first distributed tensor, and at the mesh of the job that it is a part of."""
+    """Return the coordinates in the job's root mesh of the first distributed tensor; {} if there is none."""
     for tensor in _distributed_tensors(states):
         mesh = tensor.device_mesh
         root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
@@ -110,7 +110,7 @@ def _distributed_tensors(states: Mapping[str, object]) -> Iterator[Any]:
 
 
 def _of_wrappers(states: Mapping[str, object], rank: int) -> dict[str, int]:
-    """Where a module is wrapped for data parallelism and nothing else is known, the rank is the coordinate."""
+    """Return the rank as data-parallel coordinate if a module is wrapped for data parallelism; else {}."""
     wrappers = (
         loaded_class("torch.nn.parallel.distributed", "DistributedDataParallel"),
         loaded_class("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),

@@ -42,11 +42,11 @@ class _ScannedModule:
     """One module of a state and its state_dict.
 
     Attributes:
-        module: as the user passed it, wrappers included.
+        module: module of the user, wrappers included.
         entries: its state_dict, with torch's keys.
         names: state_dict key -> FQN in the bare model.
         owners: state_dict prefix ("" or "a.b.") -> the module whose entries start with it.
-        prefixes: the same prefixes -> those in the bare model.
+        prefixes: prefix in the bare model by state_dict prefix.
     """
 
     module: nn.Module

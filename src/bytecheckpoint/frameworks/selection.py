@@ -37,10 +37,10 @@ class SelectionReport(msgspec.Struct, frozen=True):
     """A rank's selection, for comparison with those of the other ranks.
 
     Attributes:
-        include: its patterns; None selects everything.
-        exclude: its patterns.
-        matched: for each pattern, those of `include` first, whether it matches a name of this rank.
-        similar: for each pattern, names of this rank that are like it; empty where it matches, or where nobody looked.
+        include: patterns of the names to select; None selects everything.
+        exclude: patterns of the names to leave out.
+        matched: one bool per pattern, those of `include` first: True if the pattern matches a name of this rank.
+        similar: names of this rank like each pattern; empty if the pattern matches, or without a search.
     """
 
     include: list[str] | None = None
@@ -50,14 +50,14 @@ class SelectionReport(msgspec.Struct, frozen=True):
 
 
 class NameSelection:
-    """Tells which names a call selects, and remembers which patterns have matched.
+    """Decide by patterns which names a call selects, and remember which patterns have matched.
 
     Args:
         include: patterns of the names to select; None selects all.
         exclude: patterns of names that are not selected.
 
     Attributes:
-        active: whether anything may be left out.
+        active: True if any name may be left out.
     """
 
     def __init__(self, include: Sequence[str] | None = None, exclude: Sequence[str] = ()) -> None:
@@ -101,7 +101,7 @@ class NameSelection:
         return bool(taken)
 
     def may_take(self, state_name: str) -> bool:
-        """Return whether some name of `state` may be selected, as far as one can tell without its names."""
+        """Return whether some name of the state may be selected, without knowing its names."""
         start = f"{state_name}/"
         literals = (_WILDCARD.split(pattern, 1)[0] for pattern in self._include or ("",))
         return any(start.startswith(literal) or literal.startswith(start) for literal in literals)
@@ -147,10 +147,10 @@ def check_selections(reports: Sequence[SelectionReport]) -> None:
     """Refuse selections that differ between ranks, and a pattern that matches nothing on any rank.
 
     Args:
-        reports: of all ranks, in order of rank.
+        reports: selections of all ranks, in order of rank.
 
     Raises:
-        UsageError: as above. Names like the pattern are in the message.
+        UsageError: selections differ, or a pattern matches nothing; names like the pattern are in the message.
     """
     first = reports[0]
     for rank, report in enumerate(reports):
@@ -183,7 +183,7 @@ def select_states(states: Sequence[LiveState], selection: NameSelection) -> Sequ
     """Reduce captured states, in place, to what `selection` selects; return them.
 
     Raises:
-        UsageError: a part of something is to be left out that has no parts.
+        UsageError: the selection would leave out a part of a list or an object.
     """
     if selection.active:
         for state in states:

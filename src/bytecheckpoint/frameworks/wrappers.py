@@ -1,4 +1,4 @@
-"""Wrappers around modules (DDP, FSDP, torch.compile, ...) and optimizers (accelerate), seen through."""
+"""Look through wrappers around modules (DDP, FSDP, torch.compile, ...) and optimizers (accelerate)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WRAPPERS = (
     ("deepspeed.runtime.data_pipeline.data_routing.basic_layer", "RandomLayerTokenDrop", "random_ltd_layer", False),
 )
 
-# (module, class, attribute of the wrapped object) of wrappers with the methods of what they wrap, and another type
+# (module, class, attribute of the wrapped object) of wrappers that have the methods of the object, but not its type
 _OBJECT_WRAPPERS = (
     ("accelerate.optimizer", "AcceleratedOptimizer", "optimizer"),
     ("accelerate.scheduler", "AcceleratedScheduler", "scheduler"),

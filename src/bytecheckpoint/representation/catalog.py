@@ -8,7 +8,7 @@ runs over rows; loops over tensors run inside one C call per column.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import repeat
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.checksums import block_count
 from bytecheckpoint.representation.shards import TensorKey
 
-__all__ = ["MAX_DIMS", "SHARED", "VALUES_SLOT", "Catalog", "StorageFile", "StringColumn", "row_order"]
+__all__ = ["MAX_DIMS", "SHARED", "VALUES_SLOT", "Catalog", "StorageFile", "StringColumn", "TensorTable", "row_order"]
 
 VALUES_SLOT: Final = "//values"
 """Slot of the uint8 tensor that holds a state's encoded tree of plain values; its FQN is ""."""
@@ -108,25 +108,15 @@ class StringColumn:
 
 
 @dataclass(frozen=True, eq=False)
-class Catalog:
-    """All tensors, rows and files of one checkpoint. Immutable; `t` tensors, `n` rows, at most `d` dimensions.
+class TensorTable:
+    """The tensors of one checkpoint as columns; `t` tensors of at most `d` dimensions.
 
     Attributes:
         state, fqn, slot, dtype, device: one string per tensor.
         shapes: global shape of each tensor, padded on the right with 1, int64 [t, d].
         ndims: number of dimensions of each tensor, int64 [t].
-        owner: the rank whose own value the tensor is, or -1 when all ranks share it, int32 [t].
+        owner: rank that has the tensor as its own value, or -1 when all ranks share it, int32 [t].
         requires_grad: bool [t].
-        boxes: the n stored boxes, sorted by (tensor, offsets); every tensor has at least one.
-        file: position in `files`, int32 [n].
-        byte_offset: first byte of each row, from the start of its file, int64 [n].
-        byte_length: number of bytes of each row, int64 [n].
-        files: the table of files.
-        file_sums: for each file the sums of its blocks, uint64.
-        aliases: state -> further name of a tied tensor -> the FQN under which the tensor is stored.
-        info: plain JSON: world size, framework, layout, creation time, package versions.
-        files_read: mask of the files whose rows and sums are here, all of each file's; None: all files. Tensors and files
-            are complete in any case.
     """
 
     state: StringColumn
@@ -138,6 +128,43 @@ class Catalog:
     ndims: Int64s
     owner: NDArray[np.int32]
     requires_grad: NDArray[np.bool_]
+
+    @staticmethod
+    def of(
+        *,
+        states: Sequence[str],
+        fqns: Sequence[str],
+        slots: Sequence[str],
+        dtypes: Sequence[str],
+        devices: Sequence[str] | None = None,
+        shapes: Int64s,
+        ndims: Int64s,
+        owner: NDArray[np.int32],
+        requires_grad: NDArray[np.bool_],
+    ) -> TensorTable:
+        """Build the table from lists of strings and the other columns; without `devices` all tensors are of the CPU."""
+        devices = ["cpu"] * len(fqns) if devices is None else devices
+        state, fqn, slot, dtype, device = map(StringColumn.of, (states, fqns, slots, dtypes, devices))
+        return TensorTable(state, fqn, slot, dtype, device, shapes, ndims, owner, requires_grad)
+
+
+@dataclass(frozen=True, eq=False)
+class Catalog(TensorTable):
+    """All tensors, rows and files of one checkpoint. Immutable; `n` rows.
+
+    Attributes:
+        boxes: the n stored boxes, sorted by (tensor, offsets); every tensor has at least one.
+        file: position in `files`, int32 [n].
+        byte_offset: first byte of each row, from the start of its file, int64 [n].
+        byte_length: number of bytes of each row, int64 [n].
+        files: table of files.
+        file_sums: sums of the blocks of each file, uint64.
+        aliases: FQN under which a tied tensor is stored, by state and further name.
+        info: plain JSON: world size, framework, layout, creation time, package versions.
+        files_read: mask of the files whose rows and sums are here, all of each file's; None: all files. Tensors and files
+            are complete in any case.
+    """
+
     boxes: BoxTable
     file: NDArray[np.int32]
     byte_offset: Int64s
@@ -148,19 +175,10 @@ class Catalog:
     info: Mapping[str, Any]
     files_read: NDArray[np.bool_] | None = None
 
-    @classmethod
-    def from_columns(
-        cls,
+    @staticmethod
+    def build(
+        tensors: TensorTable,
         *,
-        states: Sequence[str],
-        fqns: Sequence[str],
-        slots: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Int64s,
-        ndims: Int64s,
-        owner: NDArray[np.int32],
-        requires_grad: NDArray[np.bool_],
-        devices: Sequence[str] | None = None,
         boxes: BoxTable,
         file: NDArray[np.int32],
         byte_offset: Int64s,
@@ -171,25 +189,18 @@ class Catalog:
         info: Mapping[str, Any] | None = None,
     ) -> Catalog:
         """Build a catalog from its columns, which the class describes; the rows may have any order."""
-        order = row_order(boxes)
-        if order is not None:
+        if (order := row_order(boxes)) is not None:
             boxes, file, byte_offset, byte_length = (
                 boxes.take(order),
                 file[order],
                 byte_offset[order],
                 byte_length[order],
             )
-        width = max(boxes.ndim, shapes.shape[1], 1)
-        return cls(
-            state=StringColumn.of(states),
-            fqn=StringColumn.of(fqns),
-            slot=StringColumn.of(slots),
-            dtype=StringColumn.of(dtypes),
-            device=StringColumn.of(devices if devices is not None else ["cpu"] * len(fqns)),
-            shapes=np.pad(shapes, ((0, 0), (0, width - shapes.shape[1])), constant_values=1),
-            ndims=ndims,
-            owner=owner,
-            requires_grad=requires_grad,
+        width = max(boxes.ndim, tensors.shapes.shape[1], 1)
+        padding = ((0, 0), (0, width - tensors.shapes.shape[1]))
+        columns = {column.name: getattr(tensors, column.name) for column in fields(TensorTable)}
+        return Catalog(
+            **{**columns, "shapes": np.pad(tensors.shapes, padding, constant_values=1)},
             boxes=boxes.widened(width),
             file=file,
             byte_offset=byte_offset,

@@ -83,7 +83,7 @@ def seal(parquet: memoryview, index: bytes = b"") -> bytes:
 
     Args:
         parquet: the file without seal.
-        index: for a catalog in groups, which is version 2.
+        index: index of a catalog in groups (version 2); empty for a catalog of version 1.
     """
     (length,) = struct.unpack("<I", parquet[-8:-4])
     pages, footer = parquet[: -8 - length], parquet[-8 - length :]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,6 +24,7 @@ from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog, row_order
 from bytecheckpoint.representation.catalog_footer import (
     FOOTER_KEY,
+    Footer,
     damaged,
     decode_footer,
     read_locator,
@@ -50,7 +51,7 @@ _Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class _Places(msgspec.Struct):
-    """Where the groups are: first byte, length and xxh3_128 of each."""
+    """The place of each group in the file: first byte, length and xxh3_128."""
 
     offsets: list[_Natural]
     lengths: list[_Natural]
@@ -121,21 +122,27 @@ def _hulls(catalog: Catalog, rows: Int64s) -> tuple[BoxTable, NDArray[np.int32],
     return BoxTable(boxes.tensor[first], low, high - low), file, np.diff(first, append=len(rows))
 
 
+class _Contents(NamedTuple):
+    """The file of a catalog in groups: its Parquet file, its footer, and the place of each group."""
+
+    parquet: Any
+    footer: Footer
+    places: _Places
+
+
 class CatalogGroups:
     """A catalog in groups.
 
     Attributes:
-        size: length of the file in bytes.
-        tail: the end of the file, which has hashes of all the rest.
-        hulls: for each group and tensor the smallest box around the tensor's boxes, sorted by tensor, then by group.
-        group: group of each hull.
-        file: the first file with rows of each hull's group and tensor.
+        tail: end of the file, which has hashes of all the rest.
+        hulls: smallest box around the boxes of each tensor in each group, sorted by tensor, then by group.
+        group: number of each hull's group.
+        file: first file with rows of each hull's group and tensor.
         value_groups: groups that hold plain values.
     """
 
     def __init__(self, memory: memoryview, tail_at: int, read: Callable[[int, int], None]) -> None:
         self._memory = memory
-        self.size = len(memory)
         self._here: set[int] = set()  # groups that were loaded and verified
         self.tail = memory[tail_at:]
         located = read_locator(self.tail)
@@ -155,20 +162,26 @@ class CatalogGroups:
             self.group = read_numbers(table, "group", pa.int32())
             self.file = read_numbers(table, "file", pa.int32())
             self._rows = read_numbers(table, "rows", pa.int64())
-            self._places = msgspec.json.decode(parquet.metadata.metadata[FOOTER_KEY], type=_Places)
-            self._parquet = open_parquet(memory)
-            self._footer = decode_footer(self._parquet)
-            count = self._parquet.num_row_groups
-            sizes = np.array([self._parquet.metadata.row_group(i).num_rows for i in range(count)], np.int64)
-            sound = len(self._places.offsets) == len(self._places.lengths) == len(self._places.hashes) == count
-            for column, limit in ((self.group, count), (self.file, self._footer.files.count)):
+            places = msgspec.json.decode(parquet.metadata.metadata[FOOTER_KEY], type=_Places)
+            parquet_file = open_parquet(memory)
+            footer = decode_footer(parquet_file)
+            count = parquet_file.num_row_groups
+            sizes = np.array([parquet_file.metadata.row_group(i).num_rows for i in range(count)], np.int64)
+            sound = len(places.offsets) == len(places.lengths) == len(places.hashes) == count
+            for column, limit in ((self.group, count), (self.file, footer.files.count)):
                 sound &= bool((column >= 0).all() and (column < limit).all())
             sound &= bool((self._rows > 0).all())
             if not sound or not np.array_equal(np.bincount(self.group, self._rows, count), sizes):
                 raise damaged("its index and its groups do not match")
             slots = self._tensors["slot"]
             values = (slots.codes == slots.code_of(VALUES_SLOT))[self.hulls.tensor]
+            self._contents = _Contents(parquet_file, footer, places)
             self.value_groups: Int64s = np.unique(self.group[values]).astype(np.int64)
+
+    @property
+    def size(self) -> int:
+        """Length of the file in bytes."""
+        return len(self._memory)
 
     @staticmethod
     def find(data: memoryview) -> CatalogGroups | None:
@@ -187,7 +200,7 @@ class CatalogGroups:
         Raises:
             CorruptCheckpointError: bytes do not match their hash.
         """
-        # Memory that was never touched takes no room, and offsets are those of the file.
+        # Memory that was never touched takes no space, and offsets are those of the file.
         memory = memoryview(np.empty(size, np.uint8))
 
         def read(start: int, stop: int) -> None:
@@ -208,11 +221,11 @@ class CatalogGroups:
         Raises:
             CorruptCheckpointError: the content contradicts itself.
         """
-        wanted = np.arange(self._parquet.num_row_groups) if groups is None else np.unique(groups)
+        wanted = np.arange(self._contents.parquet.num_row_groups) if groups is None else np.unique(groups)
         assert groups is None or self._here.issuperset(wanted.tolist())
         with decoding():
             columns = ["offsets", "lengths", "file", "byte_offset", "byte_length", "sums", "view"]
-            table = self._parquet.read_row_groups(wanted.tolist(), columns=columns, use_threads=False)
+            table = self._contents.parquet.read_row_groups(wanted.tolist(), columns=columns, use_threads=False)
             table.validate(full=True)
             # The rows of each group are sorted by tensor; those of the catalog by tensor, then by offsets.
             hull = np.flatnonzero(np.isin(self.group, wanted))
@@ -233,26 +246,28 @@ class CatalogGroups:
             again = row_order(sorted_boxes)
             if again is not None:
                 sorted_boxes, order = sorted_boxes.take(again), order[again]
-            return catalog_of_rows(self._tensors, sorted_boxes, table, self._footer, order, whole=groups is None)
+            return catalog_of_rows(
+                self._tensors, sorted_boxes, table, self._contents.footer, order, whole=groups is None
+            )
 
     def load(self, number: int, read_into: Callable[[int, memoryview], None]) -> memoryview:
         """Load the bytes of a group, unless they are here; return them. Several threads may call this.
 
         Args:
-            number: of the group.
+            number: number of the group.
             read_into: fills memory from a place in the file.
 
         Raises:
             CorruptCheckpointError: bytes do not match their hash.
         """
-        start = self._places.offsets[number]
-        stop = start + self._places.lengths[number]
+        start = self._contents.places.offsets[number]
+        stop = start + self._contents.places.lengths[number]
         if stop > len(self._memory) - len(self.tail):
             raise damaged("a group of it lies elsewhere")
         group = self._memory[start:stop]
         if number not in self._here:
             read_into(start, group)
-            if xxhash.xxh3_128_hexdigest(group) != self._places.hashes[number]:
+            if xxhash.xxh3_128_hexdigest(group) != self._contents.places.hashes[number]:
                 raise damaged(f"the bytes of its row group {number} do not match their hash")
             self._here.add(number)
         return group

@@ -174,7 +174,7 @@ def catalog_of_rows(
         tensors: columns of all tensors, by their names in `Catalog`.
         boxes: boxes of the rows.
         table: the other columns of the rows.
-        footer: of the catalog's file.
+        footer: footer of the catalog's file.
         order: the row of `table` for each box; None: they have one order.
         whole: the rows are all of the catalog's. Otherwise they are all rows of some of its files.
 

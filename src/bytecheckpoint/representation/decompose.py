@@ -1,4 +1,4 @@
-"""Decomposition of irregular shards into boxes (ByteCheckpoint, section 3.2, "irregular tensor sharding").
+"""Decompose flat ranges into boxes (ByteCheckpoint, section 3.2, "irregular tensor sharding").
 
 ZeRO and flattened FSDP cut tensors anywhere in their row-major order. Such a range consists of a few boxes, which every
 rank computes for itself: a save gathers nothing.

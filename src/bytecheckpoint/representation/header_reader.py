@@ -46,7 +46,7 @@ class StorageHeader:
         entries: entries in file order; they tile the data section.
         data_offset: first byte of the data section.
         data_length: size of the data section, which ends the file.
-        state, rank, world_size, generation: of the save that wrote the file; "model", 0, 1, "" for a foreign file.
+        state, rank, world_size, generation: facts of the save that wrote the file; "model", 0, 1, "" for a foreign file.
         block_bytes: size of a checksum block; 0 for a foreign file, which has no sums.
         sums: sum of each block, shape [blocks], uint64.
         files: number of files that the rank writes in this save; 0 when the header does not hold it.

@@ -161,7 +161,7 @@ def _described(entries: Sequence[StoredEntry | StoredFragments], data_length: in
     """Describe entries as JSON, without the outer brackets.
 
     Returns:
-        The members of the table that every safetensors file has, and the records of what it has no place for.
+        The members of the table that every safetensors file has, and the records of the facts that this table lacks.
     """
     fragments = [e for e in entries if isinstance(e, StoredFragments)]
     plain = [e for e in entries if isinstance(e, StoredEntry)]

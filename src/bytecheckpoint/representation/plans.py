@@ -23,8 +23,8 @@ class Copies:
         wanted: number of the wanted box, [m]; where boxes share one destination, the number of that.
         source: byte offset of the first element in the file's data section, [m].
         elements: number of elements, [m].
-        flat: whether the copy is flat, [m].
-        target: for a flat copy the row-major number of its first element in the destination box, [m].
+        flat: True for flat copies, [m].
+        target: row-major number of a flat copy's first element in the destination box, [m].
         source_shape: shape that gives the strides of the source elements, [m, d].
         target_offsets: first coordinate inside the destination box, [m, d].
         lengths: extent of the copied box, [m, d].

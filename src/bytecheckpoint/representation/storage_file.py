@@ -1,4 +1,4 @@
-"""What a storage file is: a safetensors file whose metadata describes each entry exactly (docs/format.md, section 2)."""
+"""Storage files: safetensors files whose metadata describes each entry exactly (docs/format.md, section 2)."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class StoredFragments:
     """Many boxes of one tensor that follow each other in a storage file, as columns.
 
     Attributes:
-        key, dtype, global_shape, aliases, requires_grad: as in `StoredEntry`. All ranks share the tensor.
+        key, dtype, global_shape, aliases, requires_grad: facts of the tensor, as in `StoredEntry`; all ranks share it.
         offsets: first coordinate of each box, int64 [n, d].
         lengths: extent of each box, int64 [n, d].
         byte_offset: first byte of the first box, relative to the data section.

@@ -12,7 +12,7 @@ from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.errors import StorageConflictError, StorageError, StorageUnavailableError
 from bytecheckpoint.planning.save_plan import SavePlan
 from bytecheckpoint.representation.boxes import BoxTable
-from bytecheckpoint.representation.catalog import SHARED, Catalog, StorageFile
+from bytecheckpoint.representation.catalog import SHARED, Catalog, StorageFile, TensorTable
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, unescape
 from bytecheckpoint.saving.messages import FileRecord, WriteReport
 from bytecheckpoint.saving.plans import owners_of_values
@@ -81,16 +81,18 @@ def build_catalog(
     shapes = np.pad(plan.shapes, ((0, 0), (0, boxes.ndim - plan.shapes.shape[1])), constant_values=1)
     offsets = plan.offset + (data_offset[plan.file] if len(plan.file) else 0)
     value_offsets = [files[f].data_offset + r.offset for f, (_, r, _) in zip(value_file, values, strict=True)]
-    return Catalog.from_columns(
-        states=[unescape(t.state) for t in tensors] + [unescape(r.key[0]) for _, r, _ in values],
-        fqns=[unescape(t.fqn) for t in tensors] + [unescape(r.key[1]) for _, r, _ in values],
-        slots=[unescape(t.slot) for t in tensors] + [unescape(r.key[2]) for _, r, _ in values],
-        dtypes=[t.dtype for t in tensors] + [r.dtype for _, r, _ in values],
-        shapes=np.concatenate([shapes, value_boxes.lengths.reshape(len(values), -1)]) if values else shapes,
-        ndims=np.concatenate([plan.ndims, np.array([len(s) for s in value_shapes], np.int64)]),
-        owner=np.array([SHARED] * count + [o for _, _, o in values], np.int32),
-        requires_grad=np.array([t.requires_grad for t in tensors] + [False] * len(values), bool),
-        devices=[t.device for t in tensors] + ["cpu"] * len(values),
+    return Catalog.build(
+        TensorTable.of(
+            states=[unescape(t.state) for t in tensors] + [unescape(r.key[0]) for _, r, _ in values],
+            fqns=[unescape(t.fqn) for t in tensors] + [unescape(r.key[1]) for _, r, _ in values],
+            slots=[unescape(t.slot) for t in tensors] + [unescape(r.key[2]) for _, r, _ in values],
+            dtypes=[t.dtype for t in tensors] + [r.dtype for _, r, _ in values],
+            shapes=np.concatenate([shapes, value_boxes.lengths.reshape(len(values), -1)]) if values else shapes,
+            ndims=np.concatenate([plan.ndims, np.array([len(s) for s in value_shapes], np.int64)]),
+            owner=np.array([SHARED] * count + [o for _, _, o in values], np.int32),
+            requires_grad=np.array([t.requires_grad for t in tensors] + [False] * len(values), bool),
+            devices=[t.device for t in tensors] + ["cpu"] * len(values),
+        ),
         boxes=boxes,
         file=np.concatenate([plan.file, np.array(value_file, np.int64)]).astype(np.int32),
         byte_offset=np.concatenate([offsets, np.array(value_offsets, np.int64)]),

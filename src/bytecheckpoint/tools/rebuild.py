@@ -10,7 +10,7 @@ import numpy as np
 
 from bytecheckpoint.planning.coverage import overlapping
 from bytecheckpoint.representation.boxes import BoxTable
-from bytecheckpoint.representation.catalog import SHARED, Catalog, StorageFile
+from bytecheckpoint.representation.catalog import SHARED, Catalog, StorageFile, TensorTable
 from bytecheckpoint.representation.catalog_validation import catalog_problem
 from bytecheckpoint.representation.header_reader import StorageHeader
 from bytecheckpoint.representation.shards import TensorKey
@@ -93,15 +93,17 @@ def _to_catalog(
     shapes = BoxTable.build(range(len(firsts)), [e.global_shape for e in firsts], [e.global_shape for e in firsts])
     file = np.array(index.file, np.int64)
     data_offset = np.array([f.data_offset for f in files], np.int64)
-    return Catalog.from_columns(
-        states=[key.state for key in keys],
-        fqns=[key.fqn for key in keys],
-        slots=[key.slot for key in keys],
-        dtypes=[e.dtype for e in firsts],
-        shapes=shapes.lengths,
-        ndims=np.array([len(e.global_shape) for e in firsts], np.int64),
-        owner=np.array([owner for _, owner in index.tensors], np.int32),
-        requires_grad=np.array([e.requires_grad for e in firsts], bool),
+    return Catalog.build(
+        TensorTable.of(
+            states=[key.state for key in keys],
+            fqns=[key.fqn for key in keys],
+            slots=[key.slot for key in keys],
+            dtypes=[e.dtype for e in firsts],
+            shapes=shapes.lengths,
+            ndims=np.array([len(e.global_shape) for e in firsts], np.int64),
+            owner=np.array([owner for _, owner in index.tensors], np.int32),
+            requires_grad=np.array([e.requires_grad for e in firsts], bool),
+        ),
         boxes=BoxTable.build(index.number, [e.offsets for e in entries], [e.lengths for e in entries]),
         file=file.astype(np.int32),
         byte_offset=np.array([e.byte_offset for e in entries], np.int64) + (data_offset[file] if len(file) else 0),

@@ -66,7 +66,7 @@ class ZeroModules:
     """All modules of one state.
 
     Attributes:
-        whole: what is whole on this rank: parameters of stages up to 2, buffers, extra states.
+        whole: tensors and values that are whole on this rank: parameters of stages up to 2, buffers, extra states.
         split: the parameters that stage 3 or AutoTP splits.
         modules: all modules of the state.
         parameters: id of a parameter -> its name.
@@ -84,7 +84,9 @@ class ZeroModules:
         yield from (describe_layout(tensor.value) for tensor in self.whole.tensors)
         for weight in self.split:
             cuts = [f"AutoTP (dim {weight.part.dim})"] if weight.part is not None else []
-            yield " ".join(cuts + ["ZeRO-3"] * is_zero3_param(weight.parameter))
+            if is_zero3_param(weight.parameter):
+                cuts.append("ZeRO-3")
+            yield " ".join(cuts)
 
 
 def scan_zero_modules(state_name: str, modules: Sequence[nn.Module]) -> ZeroModules:
@@ -161,7 +163,7 @@ def load_zero_modules(
 
     Args:
         state_name: name of the state.
-        scan: of its modules.
+        scan: scan of the state's modules.
         saved: the checkpoint.
         destination: receives the plan.
         master_state: name of the state that holds the master weights; None: unknown.

@@ -49,7 +49,7 @@ class AutoTPShard:
     """This rank's part of a parameter: intervals along one dimension, joined.
 
     Attributes:
-        shape: of the whole parameter.
+        shape: shape of the whole parameter.
         dim: the dimension that is cut.
         intervals: (first, length) of each interval in the whole parameter, in the order of the part.
     """

@@ -62,12 +62,12 @@ class FlatParameter:
 
     @property
     def sharded(self) -> bool:
-        """Whether ranks hold different parts; False under NO_SHARD."""
+        """True if ranks hold different parts; False under NO_SHARD."""
         return bool(self.handle.uses_sharded_strategy)
 
     @property
     def use_orig_params(self) -> bool:
-        """Whether optimizers see the original parameters (use_orig_params=True)."""
+        """True if optimizers see the original parameters (use_orig_params=True)."""
         return bool(self.handle._use_orig_params)
 
     @property

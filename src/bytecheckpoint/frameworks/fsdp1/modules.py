@@ -58,7 +58,7 @@ class FlatModuleScan:
     """All modules of one state.
 
     Attributes:
-        rest: what FSDP1 does not flatten: buffers, ignored parameters, extra states.
+        rest: tensors and values that FSDP1 does not flatten: buffers, ignored parameters, extra states.
         flats: the flat parameters.
         buffers: buffers that mixed precision has cast.
         parameters: id of a parameter -> its name, the originals of flat parameters included.

@@ -48,8 +48,8 @@ class TensorBox:
         offsets: first coordinate of the box.
         lengths: extent of the box; dimensions that the parameter lacks come first and are 1.
         start: row-major number, within the parameter, of the box's first element.
-        slices: where the box lies in the parameter; None: it is the whole parameter.
-        resizable: whether a checkpoint may hold the tensor with another shape (a vocabulary padded for another layout).
+        slices: place of the box in the parameter; None: the box is the whole parameter.
+        resizable: True if a checkpoint may hold the tensor with another shape (a vocabulary padded for another layout).
     """
 
     names: tuple[str, ...]
@@ -94,13 +94,13 @@ class TensorBox:
 
 @dataclass(slots=True)
 class ParameterLayout:
-    """How one parameter or buffer is stored in a checkpoint.
+    """The boxes and names under which one parameter or buffer is stored in a checkpoint.
 
     Attributes:
         names: its FQN in the model without parallelism, then its aliases.
         tensor: the live tensor.
         boxes: the boxes that it consists of: one, unless the parameter is fused.
-        saved_by_other_stage: whether another pipeline stage holds the same tensor and saves it.
+        saved_by_other_stage: True if another pipeline stage holds the same tensor and saves it.
         parts: the parameters of a model that does not fuse them, if the parameter is several of these: each has optimizer
             state of its own in a checkpoint. Their boxes are this layout's.
     """

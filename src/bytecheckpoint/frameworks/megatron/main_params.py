@@ -36,7 +36,7 @@ class MainParam:
         group: its param group.
         tensor: the tensor; the optimizer's state is under it.
         model_param: the model's parameter.
-        start: for a flat range, the number of its first element in the parameter; None: the tensor has all elements.
+        start: number of the flat range's first element in the parameter; None: the tensor has all elements.
     """
 
     inner: Optimizer
@@ -47,7 +47,7 @@ class MainParam:
 
     @property
     def is_master(self) -> bool:
-        """Whether the tensor is a master weight: memory of its own beside the model's parameter."""
+        """True if the tensor is a master weight: memory of its own beside the model's parameter."""
         return self.tensor.untyped_storage().data_ptr() != self.model_param.untyped_storage().data_ptr()
 
     def state(self) -> Mapping[Any, Any]:
@@ -56,7 +56,7 @@ class MainParam:
 
     @property
     def step_in_group(self) -> bool:
-        """Whether the optimizer keeps the step in the param group."""
+        """True if the optimizer keeps the step in the param group."""
         return type(self.inner).__module__.partition(".")[0] in _STEP_IN_GROUP
 
 
@@ -103,7 +103,7 @@ def main_params(state_name: str, optimizers: Iterable[Any]) -> list[list[MainPar
 
 
 def params_with_masters(state_name: str, optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the model parameters that have master weights, on whatever rank of a distributed optimizer these are."""
+    """Yield the model parameters that have master weights, on any rank of a distributed optimizer."""
     for optimizer in flatten_chain(state_name, optimizers):
         for main in _main_params_of(state_name, optimizer):
             if main.is_master:

@@ -29,7 +29,7 @@ from bytecheckpoint.frameworks.tensors.dtensors import local_tensor
 
 __all__ = ["MegatronModuleScan", "StateDictEntry", "scan_megatron_modules"]
 
-# One name for each layer, whatever pipeline stage it is on, and one tensor for all of a fused gate.
+# One name for each layer on all pipeline stages, and one tensor for all of a fused gate.
 _METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": False}
 
 
@@ -183,7 +183,7 @@ def _is_data_parallel(wrapper: object) -> bool:
 
 
 def _add_ranges(state_name: str, scan: MegatronModuleScan, wrapper: Any) -> None:
-    """Add what Megatron's DistributedDataParallel tells: which elements this rank steps, and which are up to date."""
+    """Add the ranges of elements that this rank steps, or that are up to date, from Megatron's DistributedDataParallel."""
     require(state_name, wrapper, "ddp_config", "remove_forward_pre_hook_handles")
     require(state_name, wrapper.ddp_config, "use_distributed_optimizer")
     ranges = _stepped_ranges(state_name, wrapper) if wrapper.ddp_config.use_distributed_optimizer else {}

@@ -162,7 +162,7 @@ class _LinkedMaster(NamedTuple):
 
     Attributes:
         tensor: the master weights.
-        start: for a flat range, the number of its first element in the parameter; None: the tensor has all elements.
+        start: number of the flat range's first element in the parameter; None: the tensor has all elements.
     """
 
     tensor: torch.Tensor
@@ -170,7 +170,7 @@ class _LinkedMaster(NamedTuple):
 
 
 def _has_linked_master(parameter: torch.Tensor) -> bool:
-    """Return whether the parameter has master weights, on whatever rank."""
+    """Return whether the parameter has master weights on any rank."""
     attributes = vars(parameter)
     return attributes.get("main_param") is not None or bool(attributes.get("main_param_sharded", False))
 

@@ -1,4 +1,4 @@
-"""What a load requests for Megatron's parameters: boxes of saved tensors, into whole tensors or flat ranges."""
+"""Request boxes of saved tensors for Megatron's parameters, as whole tensors or flat ranges."""
 
 from __future__ import annotations
 

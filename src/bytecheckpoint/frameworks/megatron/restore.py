@@ -1,4 +1,4 @@
-"""Load Megatron optimizers from state by parameter name, whatever framework saved it."""
+"""Load Megatron optimizers from state by parameter name, saved by any framework."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load_megatron_optimizers(
         model_states: state name of the module of each parameter, by the parameter's id.
         saved: the checkpoint.
         destination: receives the plan.
-        strict: as in `load`.
+        strict: strictness of the load about this state.
 
     Raises:
         IncompatibleCheckpointError: saved state does not follow the elements of its parameter. The plan's `finish` raises
@@ -84,10 +84,11 @@ def _check_group_steps(state_name: str, loads: Sequence[_ParamLoad]) -> None:
     for load in loads:
         if (step := load.group_step()) is None:
             continue
-        first = first_of_group.setdefault(id(load.main.group), load)
+        first = first_of_group.setdefault(id(load.param.main.group), load)
         if (known := first.group_step()) != step:
             raise IncompatibleCheckpointError(
-                f"{state_name}: {type(load.main.inner).__name__} keeps one step for all parameters of a group, and the "
+                f"{state_name}: {type(load.param.main.inner).__name__} keeps one step for all parameters of a group, "
+                "and the "
                 f"checkpoint has {known} for {first.name!r}, {step} for {load.name!r}: use AdamW of torch, or groups of "
                 "their own"
             )
@@ -124,8 +125,7 @@ class _ParamLoad:
     ) -> None:
         self._state_name = state_name
         self._optimizer = optimizer
-        self._layout = param.layout
-        self.main = param.main
+        self.param = param
         self._names = (name[0], *name[1])
         self._on_device = on_device
         self._model_state = model_state
@@ -135,7 +135,7 @@ class _ParamLoad:
 
     def plan(self, saved: SavedStates, trees: SavedTrees, destination: Destination) -> bool:
         """Request this rank's elements of the state, the single values, and the master weights."""
-        state_name, boxes = self._state_name, self._layout.boxes
+        state_name, boxes = self._state_name, self.param.layout.boxes
         filled: dict[str, list[TensorBox]] = {}
         for box in boxes:
             # The single values of a fused parameter are saved under the parameter's own name.
@@ -148,14 +148,14 @@ class _ParamLoad:
                 for name in names:
                     # Tied here, but stored separately: the other copies are claimed too.
                     destination.recognized.update(other.key for other in saved.slots(state_name, (name,)))
-        if self.main.is_master:
+        if self.param.main.is_master:
             for box in boxes:
                 if box in filled.get(MASTER, ()):
                     continue
                 weight = saved.find(self._model_state, box.names)
                 if weight is not None:
                     # The checkpoint has no master weights: the model's own weights are exact.
-                    self._requests.add(box, weight, self.main.tensor.detach(), self.main.start)
+                    self._requests.add(box, weight, self.param.main.tensor.detach(), self.param.main.start)
         for slot, filled_boxes in filled.items():
             destination.missing += [
                 str(b.key(state_name, slot)) for b in boxes if b not in filled_boxes and slot != MASTER
@@ -175,18 +175,18 @@ class _ParamLoad:
         slot, shape = found.key.slot, found.global_shape
         if (found.key.fqn, slot) in trees.nested:
             raise self._incompatible(found, "is inside a container")
-        if slot == MASTER and not self.main.is_master:
+        if slot == MASTER and not self.param.main.is_master:
             return
         is_elementwise = shape == box.global_shape or (box.resizable and len(shape) == len(box.global_shape))
         if is_elementwise and slot not in SINGLE_VALUE_SLOTS:
             if box not in filled.setdefault(slot, []):
                 filled[slot].append(box)
-                self._requests.add(box, found, self._target(found, slot, box, trees), self.main.start)
+                self._requests.add(box, found, self._target(found, slot, box, trees), self.param.main.start)
         elif shape.count(1) != len(shape):
             raise self._incompatible(found, f"has shape {shape}")
         elif slot not in self._own_scalars:
             self._own_scalars.add(slot)
-            tensor = self.main.tensor.detach()
+            tensor = self.param.main.tensor.detach()
             dtype = self._choose_dtype(found, trees, None)
             target = allocate_state(found, tensor, dtype, on_device=self._on_device)
             first = self._state.scalars.setdefault(slot, target)
@@ -195,18 +195,18 @@ class _ParamLoad:
             request_state(destination, found, target)
 
     def _choose_dtype(self, found: SavedTensor, trees: SavedTrees, live: object) -> torch.dtype:
-        shape = tuple(self._layout.tensor.shape)
-        stepped = self.main.tensor.dtype
+        shape = tuple(self.param.layout.tensor.shape)
+        stepped = self.param.main.tensor.dtype
         return trees.dtypes.choose(found, self._optimizer, shape, stepped, live, on_device=self._on_device)
 
     def _target(self, found: SavedTensor, slot: str, box: TensorBox, trees: SavedTrees) -> torch.Tensor:
         """Return memory for this rank's elements: the live tensor where it fits, else a new one."""
-        tensor = self.main.tensor.detach()
+        tensor = self.param.main.tensor.detach()
         if slot == MASTER:
             return tensor
         target = self._state.memory.get(slot)
         if target is None:
-            live = self.main.state().get(slot)
+            live = self.param.main.state().get(slot)
             dtype = self._choose_dtype(found, trees, live)
             fits = (
                 isinstance(live, torch.Tensor)
@@ -228,9 +228,10 @@ class _ParamLoad:
 
     def _incompatible(self, found: SavedTensor, problem: str) -> IncompatibleCheckpointError:
         return IncompatibleCheckpointError(
-            f"{found.key} {problem}, and Megatron's optimizers step the parameter of shape "
-            f"{tuple(self._layout.tensor.shape)} here element by element: state that does not follow the elements cannot "
-            "be loaded"
+            f"{found.key} {problem}, and Megatron's optimizers step the parameter of "
+            "shape "
+            f"{tuple(self.param.layout.tensor.shape)} here element by element: state that does not follow the elements "
+            "cannot be loaded"
         )
 
     @property
@@ -240,15 +241,17 @@ class _ParamLoad:
 
     def group_step(self) -> int | None:
         """Return the loaded step if the optimizer keeps it in the group; to be called after the bytes have arrived."""
-        step = self._state.scalars.get("step", self._state.values.get("step")) if self.main.step_in_group else None
+        step = (
+            self._state.scalars.get("step", self._state.values.get("step")) if self.param.main.step_in_group else None
+        )
         return None if step is None else int(step)
 
     def install(self) -> None:
         """Replace the parameter's state by the loaded one."""
-        inner, tensor = self.main.inner, self.main.tensor
+        inner, tensor = self.param.main.inner, self.param.main.tensor
         values = {**self._state.scalars, **self._state.values}
         if (step := self.group_step()) is not None:
-            self.main.group["step"] = step
+            self.param.main.group["step"] = step
             del values["step"]
         inner.state.pop(tensor, None)
         if self._state.memory or values:
@@ -257,4 +260,4 @@ class _ParamLoad:
     def clear(self) -> None:
         """Remove the parameter's state, unless a parameter fused with it has some."""
         if not (self._state.memory or self._state.scalars or self._state.values):
-            self.main.inner.state.pop(self.main.tensor, None)
+            self.param.main.inner.state.pop(self.param.main.tensor, None)

@@ -100,11 +100,11 @@ class TensorExtractor:
     """One walk over a value that replaces live objects by their state_dict, and tensors by references to them.
 
     Args:
-        add: called as (path, tensor) for every tensor; returns the name by which to refer to it.
+        add: callback (path, tensor) for every tensor; returns the name that stands for the tensor.
 
     Attributes:
         state_dicts: id of a live object -> its state_dict.
-        needs_encoder: whether the value contains anything but dicts, lists, tuples, tensors and plain scalars; only the
+        needs_encoder: True if the value contains anything but dicts, lists, tuples, tensors and plain scalars; only the
             encoder finds the tensors inside.
     """
 

@@ -29,7 +29,7 @@ class HeldClasses:
     """Makes instances of classes that are not registered, for `decode(..., on_unregistered=)`.
 
     Args:
-        live: what the load fills.
+        live: objects that the load fills.
     """
 
     def __init__(self, live: object) -> None:

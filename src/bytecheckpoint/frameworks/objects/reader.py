@@ -231,7 +231,8 @@ def _check_schedule(state_name: str, live: object, saved: object, own: object, d
         live: any object; only a scheduler of torch is checked.
         saved: its state in the checkpoint.
         own: its state_dict now.
-        destination: gets a mismatch if the saved state has settings that the scheduler lacks, a note if it lacks some.
+        destination: plan that receives a mismatch if the saved state has settings that the scheduler lacks, or a note if
+            it lacks some.
     """
     if not isinstance(live, LRScheduler) or not isinstance(saved, dict) or not isinstance(own, dict):
         return

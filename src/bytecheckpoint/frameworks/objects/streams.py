@@ -64,7 +64,7 @@ def _encoded(state_name: str, value: Any, part: LiveStream | None) -> bytes:
 
 
 def load_streams(state_name: str, live: SupportsStreams, saved: SavedStates, destination: Destination) -> None:
-    """Plan the load of the streams that `live` chooses, whoever saved them."""
+    """Plan the load of the streams that `live` chooses from those of all ranks."""
     if state_name not in saved.states():
         destination.missing.append(state_name)
         return

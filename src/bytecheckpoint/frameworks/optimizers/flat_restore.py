@@ -1,4 +1,4 @@
-"""Load optimizers over flat tensors from state by original parameter, whatever layout saved it."""
+"""Load optimizers over flat tensors from state by original parameter, saved at any layout."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def load_flat_tensors(
         tensors: the flat tensors.
         saved: the checkpoint.
         destination: receives the plan.
-        strict: as in `load`.
+        strict: strictness of the load about this state.
 
     Raises:
         IncompatibleCheckpointError: saved state of a parameter that is flat here does not have one value per element, or
@@ -202,7 +202,7 @@ class _RangeRestore:
         original: the parameter and its elements on this rank.
         fqn: the parameter's FQN in the live optimizer.
         elements: number of elements of the whole parameter.
-        known: whether the checkpoint knows the parameter at all.
+        known: True if the checkpoint has the parameter, with or without state.
         slots: slot -> dtype of the state tensors.
         scalars: slot -> memory for single values.
         values: state that is not plain tensors.
@@ -223,7 +223,7 @@ class _RangeRestore:
 
     @property
     def has_state(self) -> bool:
-        """Whether the checkpoint has state of the parameter."""
+        """True if the checkpoint has state of the parameter."""
         return bool(self.slots or self.values)
 
     def plan(self, saved: SavedStates, trees: SavedTrees, destination: Destination) -> bool:
@@ -232,7 +232,7 @@ class _RangeRestore:
         names = (self.fqn, *self._aliases)
         for found in saved.slots(state_name, names):
             destination.recognized.add(found.key)
-            if flat.skips_slot(found.key.slot, trees.optimizer_types):
+            if flat.skips_slot(found.key.slot, trees.merged.optimizer_types):
                 continue
             if (found.key.fqn, found.key.slot) in trees.nested:
                 raise self._does_not_fit(found, "stands in a container")

@@ -22,13 +22,13 @@ __all__ = ["ErrorAdvice", "FlatOptimizerTensor"]
 
 
 class ErrorAdvice(NamedTuple):
-    """What errors say about a framework.
+    """Advice in the errors about flat tensors of a framework.
 
     Attributes:
-        framework: its name.
-        on_save: what to do when state cannot be split by parameter.
-        on_load: what to do when saved state cannot be loaded.
-        on_difference: what to do when joined parameters differ.
+        framework: name of the framework.
+        on_save: advice if state cannot be split by parameter.
+        on_load: advice if saved state cannot be loaded.
+        on_difference: advice if joined parameters differ.
     """
 
     framework: str
@@ -46,10 +46,10 @@ class FlatOptimizerTensor:
         view: its view.
         tensor: the flat tensor, as the optimizer has it.
         ranges: the original parameters behind it.
-        joined: whether the parameters share its step and hyperparameters. False: the tensor is the range of one parameter.
+        joined: True if the parameters share its step and hyperparameters; False if the tensor is one parameter's range.
         local_shape: shape of state that has one value per element.
-        description: what the flat tensor is, for errors.
-        advice: what to do, for errors.
+        description: name of the flat tensor in errors.
+        advice: advice of the framework's errors.
         placeholders: the view's parameter for each of `ranges`.
     """
 
@@ -86,5 +86,5 @@ class FlatOptimizerTensor:
 
     @property
     def zeroes_missing_state(self) -> bool:
-        """Whether joined parameters without saved state begin with zeros: the optimizer steps them like the others."""
+        """True if joined parameters without saved state begin with zeros: the optimizer steps them like the others."""
         return False

@@ -40,7 +40,7 @@ def load_hyperparameters(
         saved_groups: the saved groups of each of its parameters: none if the checkpoint has none, several for a parameter
             that had replicas, if it stands for more than one of them.
         destination: receives the plan.
-        strict: as in `load`.
+        strict: strictness of the load about this state.
 
     Returns:
         The hyperparameters that the group gets.
@@ -125,14 +125,14 @@ def _set_hyperparameters(group: ParamGroup, settings: dict[str, Any]) -> None:
 
 def load_globals(state_name: str, optimizers: Sequence[Optimizer], trees: SavedTrees, destination: Destination) -> None:
     """Plan the load of state that belongs to no parameter, by the optimizer's position."""
-    if not any(trees.globals):
+    if not any(trees.merged.globals):
         return
-    if len(trees.globals) != len(optimizers):
+    if len(trees.merged.globals) != len(optimizers):
         destination.notes.append(
             f"{state_name}: state that belongs to no parameter was not loaded: the number of optimizers differs"
         )
         return
-    for optimizer, values in zip(optimizers, trees.globals, strict=True):
+    for optimizer, values in zip(optimizers, trees.merged.globals, strict=True):
         destination.finish.append(partial(_set_globals, optimizer, values))
 
 

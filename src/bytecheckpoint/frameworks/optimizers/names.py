@@ -79,7 +79,7 @@ class ParamGroup:
         live: its param group.
         params: the parameters of the group.
         names: their names, in the same order.
-        copies: for each of them, the number of its replicas in earlier groups.
+        copies: number of replicas of each in earlier groups.
     """
 
     optimizer: Optimizer

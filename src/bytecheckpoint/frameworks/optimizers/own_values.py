@@ -1,4 +1,4 @@
-"""What the state_dict of an optimizer holds beside its state and groups: a count of a class that overrides it, say.
+"""Save and load the values of an optimizer's state_dict beside its state and groups, such as the count of a subclass.
 
 torch's PostLocalSGDOptimizer counts steps there, and hooks may add anything. Only the optimizer itself knows where these
 values belong, so a load hands them to its own load_state_dict.

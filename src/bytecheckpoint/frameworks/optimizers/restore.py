@@ -74,7 +74,7 @@ def load_optimizers(
         names: names of their parameters.
         saved: the checkpoint.
         destination: receives the plan.
-        strict: as in `load`.
+        strict: strictness of the load, for all states or by state.
         restorer: makes the load of one parameter. None: `PlainParameterRestore`, for plain tensors and DTensors.
 
     Raises:
@@ -83,7 +83,7 @@ def load_optimizers(
     """
     groups = named_groups(state_name, optimizers, names)
     trees = SavedTrees(state_name, saved, groups)
-    types = trees.optimizer_types
+    types = trees.merged.optimizer_types
     stateless: list[str] = []
     foreign: list[str] = []
     others: list[Optimizer] = []
@@ -98,7 +98,8 @@ def load_optimizers(
             state_name, index, group, saved_groups, destination, strict=is_strict(strict, state_name)
         )
         check = SlotCheck(group.optimizer, types)
-        others += [group.optimizer] * check.is_other_algorithm()
+        if check.is_other_algorithm():
+            others.append(group.optimizer)
         on_device = any(settings.get(key, group.live.get(key)) for key in ("capturable", "fused"))
         for parameter, name, found in zip(group.params, group.names, saved_groups, strict=True):
             slots = {slot.key.slot: slot.key for slot in saved.slots(state_name, (name[0], *name[1]))}
@@ -142,7 +143,7 @@ def load_optimizers(
             f"{state_name}: {len(stateless)} parameters have no state in the checkpoint and none now: {listed(stateless)}"
         )
     load_globals(state_name, optimizers, trees, destination)
-    load_own_values(state_name, optimizers, trees.own_values, destination)
+    load_own_values(state_name, optimizers, trees.merged.own_values, destination)
 
 
 class PlainParameterRestore:
@@ -177,7 +178,7 @@ class PlainParameterRestore:
             outer, _, name = found.key.slot.rpartition(".")
             if outer in wrapped:
                 inside[outer][name] = found
-            elif not is_unused_master(found.key.slot, live, self._optimizer, trees.optimizer_types):
+            elif not is_unused_master(found.key.slot, live, self._optimizer, trees.merged.optimizer_types):
                 slots.append(found)
                 if found.key.slot == MASTER:
                     stepped = dtype_named(found.dtype)
@@ -211,9 +212,9 @@ class PlainParameterRestore:
 
     def _check_takes(self, key: TensorKey, form: str, live: Mapping[Any, Any], trees: SavedTrees) -> None:
         """Refuse state in a form of another optimizer's own, which the step of this one may not know."""
-        if type(self._optimizer).__name__ not in trees.optimizer_types and not is_wrapped(live.get(key.slot)):
+        if type(self._optimizer).__name__ not in trees.merged.optimizer_types and not is_wrapped(live.get(key.slot)):
             raise IncompatibleCheckpointError(
-                f"{key} is a {form} in the checkpoint, of {', '.join(sorted(trees.optimizer_types))}: "
+                f"{key} is a {form} in the checkpoint, of {', '.join(sorted(trees.merged.optimizer_types))}: "
                 f"{type(self._optimizer).__name__} cannot continue with it; leave the optimizer out, or use that one"
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,6 +26,28 @@ __all__ = ["SavedTrees"]
 _Found = TypeVar("_Found")
 
 
+@dataclass(slots=True)
+class MergedTrees:
+    """The contents of several trees.
+
+    Attributes:
+        groups: saved param groups that have the parameter or a replica of it, by saved FQN; each with the number of its
+            tree in the order of reading.
+        values: state that is not plain tensors, by saved FQN.
+        fqn_of_alias: saved FQN by alias.
+        globals: state that belongs to no parameter, one dict per optimizer.
+        own_values: further entries of the optimizers' state_dicts, one dict per optimizer, or none at all.
+        optimizer_types: names of the types of all optimizers.
+    """
+
+    groups: dict[str, list[tuple[int, dict[str, Any]]]] = field(default_factory=dict)
+    values: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    fqn_of_alias: dict[str, str] = field(default_factory=dict)
+    globals: list[dict[Any, Any]] = field(default_factory=list)
+    own_values: list[dict[str, Any]] = field(default_factory=list)
+    optimizer_types: set[str] = field(default_factory=set)
+
+
 class SavedTrees:
     """The trees of all ranks as one: hyperparameters and plain state by parameter name, this rank's own tree first.
 
@@ -37,25 +60,14 @@ class SavedTrees:
         live: the param groups to find.
 
     Attributes:
-        groups: saved FQN -> the saved param groups that have the parameter or a replica of it, each with the number of
-            its tree in the order of reading.
-        values: saved FQN -> state that is not plain tensors.
-        fqn_of_alias: alias -> saved FQN.
-        globals: state that belongs to no parameter, one dict per optimizer.
-        own_values: further entries of the optimizers' state_dicts, one dict per optimizer, or none at all.
-        optimizer_types: names of the types of all optimizers.
-        dtypes: chooses the dtypes of the loaded state.
-        nested: saved (FQN, slot) -> memory for a tensor inside a container, for the parameters of this rank.
+        merged: contents of the trees that were read.
+        dtypes: choice of the dtypes of the loaded state.
+        nested: memory for tensors inside containers, for the parameters of this rank, by saved (FQN, slot).
     """
 
     def __init__(self, state_name: str, saved: SavedStates, live: Sequence[ParamGroup]) -> None:
-        self.groups: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-        self.values: dict[str, dict[Any, Any]] = {}
-        self.fqn_of_alias: dict[str, str] = {}
-        self.globals: list[dict[Any, Any]] = []
-        self.own_values: list[dict[str, Any]] = []
-        self.optimizer_types: set[str] = set()
-        self.dtypes = StateDtypes(state_name, saved, self.optimizer_types)
+        self.merged = MergedTrees()
+        self.dtypes = StateDtypes(state_name, saved, self.merged.optimizer_types)
         self.nested: dict[tuple[str, str], torch.Tensor] = {}
         self._state_name = state_name
         self._saved = saved
@@ -71,11 +83,11 @@ class SavedTrees:
             tree = self._read(blob)
             for group in tree["groups"]:
                 for fqn in group["params"]:
-                    self.groups.setdefault(fqn, []).append((position, group))
+                    self.merged.groups.setdefault(fqn, []).append((position, group))
             for fqn, values in tree["state"].items():
-                self.values.setdefault(fqn, values)
+                self.merged.values.setdefault(fqn, values)
             if position == 0:
-                self.globals, self.own_values = tree["globals"], tree.get("own", [])
+                self.merged.globals, self.merged.own_values = tree["globals"], tree.get("own", [])
             if tree.get("complete", False):
                 missing = [name for name in missing if not self.knows(name)]
                 if not missing:
@@ -89,9 +101,9 @@ class SavedTrees:
             raise IncompatibleCheckpointError(
                 f"{self._state_name} was saved from plain values, not from an optimizer: load it into a dict"
             )
-        self.optimizer_types.update(tree["optimizers"])
+        self.merged.optimizer_types.update(tree["optimizers"])
         for fqn, aliases in tree["aliases"].items():
-            self.fqn_of_alias.update(dict.fromkeys(aliases, fqn))
+            self.merged.fqn_of_alias.update(dict.fromkeys(aliases, fqn))
         # The aliases are known now: decode again, with memory in place of the tensors.
         return decode(blob, on_tensor=self._memory, on_unregistered=self._classes) if references else tree
 
@@ -118,13 +130,13 @@ class SavedTrees:
                 for group in self._live
                 for parameter, (fqn, aliases) in zip(group.params, group.names, strict=True)
                 for name in self._names(fqn, aliases)
-                for saved in (name, self.fqn_of_alias.get(name, name))
+                for saved in (name, self.merged.fqn_of_alias.get(name, name))
             }
         return self._live_parameters.get(saved_fqn)
 
     def knows(self, name: ParameterName) -> bool:
         """Return whether a saved param group has the parameter."""
-        return bool(self._by_name(self.groups, *name))
+        return bool(self._by_name(self.merged.groups, *name))
 
     def groups_of(self, group: ParamGroup) -> list[list[dict[str, Any]]]:
         """Return for each parameter of a live group the saved groups that its hyperparameters come from.
@@ -133,7 +145,7 @@ class SavedTrees:
         other parameters of the live group too, else the one of the replica with the same number. All of them, if the
         number of replicas differs.
         """
-        named = [self._by_name(self.groups, *name) or [] for name in group.names]
+        named = [self._by_name(self.merged.groups, *name) or [] for name in group.names]
         sole = {id(found[0][1]) for found in named if len(found) == 1}
         return [
             [saved for _, saved in found] if len(found) < 2 else self._groups_of_replica(found, sole, name, number)
@@ -153,7 +165,7 @@ class SavedTrees:
 
     def values_of(self, fqn: str, aliases: tuple[str, ...]) -> dict[Any, Any]:
         """Return the saved state of a parameter that is not plain tensors."""
-        return self._by_name(self.values, fqn, aliases) or {}
+        return self._by_name(self.merged.values, fqn, aliases) or {}
 
     def take_values(
         self, fqn: str, aliases: tuple[str, ...]
@@ -169,7 +181,7 @@ class SavedTrees:
 
     def _by_name(self, table: Mapping[str, _Found], fqn: str, aliases: tuple[str, ...]) -> _Found | None:
         for name in self._names(fqn, aliases):
-            found = table.get(name) or table.get(self.fqn_of_alias.get(name, name))
+            found = table.get(name) or table.get(self.merged.fqn_of_alias.get(name, name))
             if found is not None:
                 return found
         return None

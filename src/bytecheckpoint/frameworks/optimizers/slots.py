@@ -1,7 +1,7 @@
-"""Which state an optimizer keeps for each parameter: state of another algorithm must not pass for its own.
+"""Check that saved state belongs to the algorithm of the live optimizer, by the names of its state tensors.
 
-A new optimizer has no state that would show it, and only a step makes some. So torch's optimizers are listed here. Of
-others only the state that they have already tells.
+A new optimizer has no state before its first step, so the slots of torch's optimizers are listed here. Other optimizers
+are checked only against state that they have already.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _SLOTS: dict[str, tuple[set[str], set[str]]] = {
     "Adam": _ADAM,
     "AdamW": _ADAM,
     "Adamax": ({"exp_avg", "exp_inf"}, set()),
-    "Muon": (set(), {"momentum_buffer", "momentum_average"}),  # SGD's buffer is a sum: the second name tells them apart
+    "Muon": (
+        set(),
+        {"momentum_buffer", "momentum_average"},
+    ),  # SGD's buffer is a sum: the second name distinguishes them
     "NAdam": ({"exp_avg", "exp_avg_sq", "mu_product"}, set()),
     "RAdam": ({"exp_avg", "exp_avg_sq"}, set()),
     "RMSprop": ({"square_avg"}, {"momentum_buffer", "grad_avg"}),
@@ -39,7 +42,7 @@ _COMMON = frozenset({"step", MASTER})
 
 
 class SlotCheck:
-    """Tells state of a live optimizer's own algorithm from that of others.
+    """Distinguish state of a live optimizer's own algorithm from that of other algorithms.
 
     Args:
         optimizer: the live optimizer.

@@ -1,8 +1,8 @@
-"""The dtype of loaded optimizer state: the one that the live optimizer makes itself.
+"""Choose the dtype of loaded optimizer state: the one that the live optimizer makes itself.
 
-Optimizers make their state in the dtype of what they step: a parameter, or its float32 master weight. Saved state follows
-the same rule where it has the dtype of what the saved optimizer stepped. State of another dtype is a choice of the
-optimizer's own (moments in eight bits), and an optimizer of that type gets it as it was saved.
+An optimizer makes its state in the dtype of the tensor that it steps: a parameter, or its float32 master weight. Saved
+state that has the dtype of the saved optimizer's stepped tensor is cast to the dtype of the live one. State of another
+dtype (moments in eight bits) was a choice of the optimizer, and an optimizer of the same type gets it unchanged.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from bytecheckpoint.representation.shards import LiveShard, TensorKey
 
 __all__ = ["SINGLE_VALUE_SLOTS", "StateDtypes", "converts_exactly", "mark_exact_conversions"]
 
-#: States with one value for each parameter, also for a parameter without dimensions, whose shape does not tell. torch's
-#: optimizers hold them on the CPU, whatever the parameter's device, unless capturable or fused.
+#: States with one value for each parameter. For a parameter without dimensions, the shape does not show that. torch's
+#: optimizers hold them on the CPU for parameters on any device, unless capturable or fused.
 SINGLE_VALUE_SLOTS = frozenset({"step", "mu_product"})
 
 
@@ -58,9 +58,9 @@ class StateDtypes:
             found: the saved state tensor.
             optimizer: the live optimizer.
             shape: shape of the whole parameter.
-            stepped: dtype of what the live optimizer steps.
-            live: the state that it has in this slot now, if any.
-            on_device: whether it holds scalars on the parameter's device.
+            stepped: dtype of the tensor that the live optimizer steps.
+            live: state tensor that the optimizer has in this slot now, if any.
+            on_device: True if the optimizer holds scalars on the parameter's device.
         """
         dtype = dtype_named(found.dtype)
         name = found.key.slot.rpartition(".")[2]

@@ -20,7 +20,7 @@ def allocate_state(found: SavedTensor, parameter: torch.Tensor, dtype: torch.dty
         found: the saved state tensor.
         parameter: the live parameter.
         dtype: dtype of the new tensor (see `StateDtypes`).
-        on_device: whether the optimizer holds scalars on the parameter's device.
+        on_device: True if the optimizer holds scalars on the parameter's device.
     """
     if found.key.slot.rpartition(".")[2] in SINGLE_VALUE_SLOTS and not found.global_shape and not on_device:
         return torch.empty((), dtype=dtype, device="cpu")

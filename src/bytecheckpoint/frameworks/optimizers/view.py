@@ -47,7 +47,7 @@ def placeholder_parameter(shape: tuple[int, ...], like: torch.Tensor, *, require
     Args:
         shape: shape of the whole parameter.
         like: a tensor of the same device and dtype; the memory of one without dimensions and gradient is shared.
-        requires_grad: whether the parameter is trained.
+        requires_grad: True if the parameter is trained.
     """
     one = like.detach().new_empty(()) if like.ndim or like.requires_grad else like
     return one.expand(shape).requires_grad_(requires_grad)

@@ -44,10 +44,10 @@ class _LocalRange(NamedTuple):
     """The elements of a parameter that a rank has, which are consecutive.
 
     Attributes:
-        key: of the state, for errors.
-        shape: of the parameter.
-        local: of this rank's part of it.
-        start: row-major number of its first element.
+        key: key of the state, for errors.
+        shape: shape of the parameter.
+        local: shape of this rank's part of the parameter.
+        start: row-major number of the part's first element.
     """
 
     key: TensorKey
@@ -151,7 +151,7 @@ def make_wrapped(
     """Make the state tensor of `parameter` that a checkpoint holds, and append what fills it to `wanted`.
 
     Args:
-        key: of the state.
+        key: key of the state.
         described: its item of `wrapped_slots`.
         found: name of a tensor inside -> the saved tensor.
         parameter: the live parameter.

@@ -29,9 +29,9 @@ class RandomSource:
 
     Attributes:
         get: returns a copy of its state, uint8 [n].
-        set: goes on from a state.
+        set: sets the state of the generator.
         seeded: returns the state of a generator of this kind that is seeded with 64 bits.
-        seed: of a generator that a framework has seeded by the layout; None: the program has seeded it.
+        seed: seed that a framework gave the generator by the layout; None: the program has seeded the generator.
     """
 
     get: Callable[[], torch.Tensor]

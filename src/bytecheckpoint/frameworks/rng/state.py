@@ -40,7 +40,7 @@ def rng_state(
     They are those of Python, NumPy (its global one) and torch, on the CPU and on all devices of the accelerator; the
     states in the trackers of Megatron and DeepSpeed; and those in `generators`.
 
-    A load at the layout of the save goes on bit for bit. At another layout, where no rank's numbers can go on, every
+    A load at the layout of the save continues bit for bit. At another layout, where no rank's numbers can continue, every
     generator is seeded by the checkpoint's first rank and by `rank`: the same in every such load, and different on
     ranks that differ. Where Megatron has seeded the generators, its seed stands for `rank`, because it knows which
     ranks must draw the same numbers. The `LoadReport` says so.
@@ -63,7 +63,7 @@ def rng_state(
 
 
 class RngState:
-    """What `rng_state` returns; implements `SupportsStreams`, with a stream for each of its ranks.
+    """The state that `rng_state` returns. It implements `SupportsStreams`, with one stream for each rank.
 
     Inside of another state it saves and loads by `state_dict` and `load_state_dict`, per rank.
 
@@ -164,8 +164,9 @@ class RngState:
 
 
 def _place_in_words(shared: Mapping[str, Any]) -> str:
+    ranks = "1 rank" if shared["ranks"] == 1 else f"{shared['ranks']} ranks"
     sizes = ", ".join(f"{name} {size}" for name, size in shared["layout"].items())
-    return f"{shared['ranks']} rank{'s' * (shared['ranks'] != 1)}{f' ({sizes})' * bool(sizes)}"
+    return f"{ranks} ({sizes})" if sizes else ranks
 
 
 def _seed(name: str, saved: torch.Tensor, place: int) -> int:

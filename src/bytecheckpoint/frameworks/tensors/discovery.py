@@ -30,7 +30,7 @@ def add_shards(
         key: the tensor's key.
         value: a plain tensor, a DTensor, or an object that lists its own shards.
         aliases: further names of the same tensor.
-        by_content: as in `LiveShard`.
+        by_content: value of that attribute of the `LiveShard`s.
         like: the DTensor whose boxes `value` has, where `value` is a plain tensor but the local part of a distributed one.
 
     Raises:

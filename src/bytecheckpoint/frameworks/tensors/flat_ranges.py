@@ -1,4 +1,4 @@
-"""Irregular shards: flat ranges of tensors, as ZeRO and FSDP1 cut them, decomposed into boxes without copying.
+"""Flat ranges of tensors, as ZeRO and FSDP1 cut them, decomposed into boxes without copying.
 
 An optimizer that shards by bytes holds ranges of elements that begin and end anywhere in a tensor. An adapter describes
 each as a `FlatRange`, and `flat_range_shards` turns all flat ranges of a rank into live shards, which are views of the
@@ -73,7 +73,7 @@ class FlatRange:
     """Consecutive elements of one flattened tensor, as this rank holds them right now.
 
     Attributes:
-        key: which tensor.
+        key: key of the tensor.
         global_shape: shape of the whole tensor.
         start: number of the first element, in the memory order of `box`.
         data: the live memory of the elements: 1-D, any stride, any device. Many flat ranges may share one buffer.
@@ -81,7 +81,7 @@ class FlatRange:
         count: number of elements; -1: up to the end of `data`.
         box: the box that was flattened, or the boxes.
         aliases: further FQNs of the tensor.
-        requires_grad: as the whole tensor has it.
+        requires_grad: value of the whole tensor's attribute.
     """
 
     key: TensorKey
@@ -102,13 +102,13 @@ class ParameterRange:
     Attributes:
         fqn: name of the parameter in the bare model.
         aliases: further names (shared parameters).
-        shape: of the whole parameter.
+        shape: shape of the whole parameter.
         start: number of the first element on this rank, in the memory order of `box`.
         offset: place of that element in the flat tensor.
         count: number of elements on this rank.
-        owned: whether this rank saves the elements.
+        owned: True if this rank saves the elements.
         box: the box that was flattened, or the boxes: a transposed parameter, a tensor-parallel part.
-        requires_grad: whether the parameter is trained.
+        requires_grad: True if the parameter is trained.
     """
 
     fqn: str

@@ -41,7 +41,7 @@ def table_shards(key: TensorKey, shape: tuple[int, ...], table: Int64s, data: to
 
     Args:
         key: the tensor.
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         table: number of each range's first element in the tensor, its place in `data`, and the number of elements;
             int64 [n, 3].
         data: the live memory.

@@ -1,4 +1,4 @@
-"""Which elements of a DTensor a rank holds: boxes from mesh coordinates and placements.
+"""Find the boxes of a DTensor that a rank holds, from its mesh coordinates and placements.
 
 `Shard` follows torch.chunk: parts of ceil(size / parts), the last ones shorter or empty. `_StridedShard` marks a
 dimension that was split right to left (tensor parallelism first, then FSDP over the local part). One pair of
@@ -9,7 +9,7 @@ placements therefore describes two layouts, which differ when sizes are uneven:
 - *left to right*: what `distribute_tensor` makes from the placements themselves. A strided split interleaves, and the
   next split cuts through the interleaved part, so a rank may hold several intervals of one dimension.
 
-The extent of the local tensor tells the two apart, except for a few uneven splits over four and more tensor-parallel
+The extent of the local tensor distinguishes the two, except for a few uneven splits over four and more tensor-parallel
 ranks. There this module assumes right to left, the only layout that exists in practice; a save of the other one then
 shows a hole. (torch's own compute_local_shape_and_global_offset knows left to right only, and only its first offset.)
 ByteCheckpoint, section 3.2: nD_offsets and nD_lengths of ShardMeta.
@@ -90,7 +90,7 @@ def local_boxes(
         coordinate: this rank's coordinate in the mesh.
         placements: one per mesh dimension.
         global_shape: shape of the whole tensor.
-        local_shape: shape of the local tensor; tells the two layouts of `_StridedShard` apart.
+        local_shape: shape of the local tensor, which distinguishes the two layouts of `_StridedShard`.
     """
     splits: dict[int, list[tuple[int, int, int]]] = {}
     for parts, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
