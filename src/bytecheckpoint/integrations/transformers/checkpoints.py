@@ -140,7 +140,7 @@ class TrainerCheckpoints:
         return CheckpointManager(
             arguments.root,
             self._states,
-            every=Cadence([lambda _: self._asked, cadence], at_end=cadence.at_end, overlap=cadence.overlap),
+            every=Cadence([lambda _: self._asked, *cadence.rules], at_end=cadence.at_end, overlap=cadence.overlap),
             keep=arguments.retention,
             preemption=arguments.preemption,
             save_options=save_options,
