@@ -59,7 +59,7 @@ def test_the_longest_way_through_a_save() -> None:
         play.reply(step, reply)
         assert play.channel.ask(message) == reply
         assert play.received(step) == message
-        assert not play.channel.commit_unknown
+        assert play.channel.may_be_committed is isinstance(reply, CommitResult)
 
 
 def test_a_failure_names_rank_and_stage_and_cancels_the_save() -> None:
@@ -80,7 +80,7 @@ def test_a_failed_commit_may_leave_a_catalog(unknown: bool) -> None:
     play.reply(SaveStep.FIRST, SaveFailed(failure, commit_unknown=unknown))
     with pytest.raises(StorageError, match="rank 0, commit: no answer") as raised:
         play.channel.ask(REPORT)
-    assert play.channel.commit_unknown is unknown
+    assert play.channel.may_be_committed is unknown
     assert str(play.channel.fail("commit", raised.value)) == "rank 0, commit: no answer", "named once"
     play.channel.close()
 
@@ -107,7 +107,7 @@ def test_without_a_reply_the_save_may_be_committed(step: SaveStep) -> None:
         play.channel.ask(REPORT)
     with pytest.raises(CheckpointTimeoutError):
         play.channel.ask(PlanDescription(TABLE, b"") if step is SaveStep.DESCRIPTION else REPORT)
-    assert play.channel.commit_unknown
+    assert play.channel.may_be_committed
 
 
 def test_a_message_of_another_version() -> None:

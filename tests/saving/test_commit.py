@@ -15,11 +15,11 @@ import pytest
 
 import bytecheckpoint
 from bytecheckpoint import StorageConflictError, StorageError, StorageUnavailableError
-from bytecheckpoint.collectives import current
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.saving.commit import may_have_committed, stale_files
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.posix.storage import PosixStorage
 from tests.faults.coded import files_of, load_step, states
 from tests.faults.ranks import attempt, save_all, succeeded
 from tests.support.faulty_storage import Faults
@@ -83,26 +83,19 @@ def test_a_save_that_begins_during_anothers_commit_keeps_its_files(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("asynchronous", "listed"), [(False, True), (True, True), (False, False)])
-def test_ranks_that_do_not_share_the_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, listed: bool
-) -> None:
+def test_ranks_that_do_not_share_the_path(tmp_path: Path, asynchronous: bool, listed: bool) -> None:
     """As when every machine has a disk of its own at the same path: no checkpoint without rank 1's files."""
     world = ThreadWorld(2)
 
+    class Unlisted(PosixStorage):
+        def list(self) -> list[tuple[str, int]]:
+            raise StorageError("permission denied")
+
     def run(collective: Collective) -> Any:
-        handle = attempt(
-            bytecheckpoint.save, "mem://x/step", states(collective.rank, 2, 1), async_checkpoint=asynchronous
-        )
+        storage = (PosixStorage if listed else Unlisted)(str(tmp_path / str(collective.rank)), "mem://x/step")
+        handle = attempt(bytecheckpoint.save, storage, states(collective.rank, 2, 1), async_checkpoint=asynchronous)
         return handle if isinstance(handle, Exception) else attempt(handle.result, 30)
 
-    def by_rank(path: Any) -> Any:
-        storage = resolve(tmp_path / str(current().rank))
-        storage.url = str(path)
-        if not listed:
-            monkeypatch.setattr(storage, "list", lambda: raise_error(StorageError("permission denied")))
-        return storage
-
-    monkeypatch.setattr("bytecheckpoint.saving.request.resolve_storage", by_rank)
     got = world.run(run, timeout=60)
     for raised in got:
         assert type(raised) is StorageError, got

@@ -8,6 +8,7 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.failures import Cancellation, Failure
 from bytecheckpoint.saving.messages import (
     NEXT_STEP,
+    CommitResult,
     RankMessage,
     Reply,
     SaveFailed,
@@ -35,13 +36,14 @@ class CoordinatorChannel:
     Attributes:
         number: save number.
         stop: broadcast of a failure to all ranks; its `cancel` is this rank's token of the save.
-        commit_unknown: True if this rank has sent a message and had no reply, so the save may be committed or not.
+        may_be_committed: True if a catalog may name the files of this rank: the save is committed, or this rank had no
+            reply to its message.
     """
 
     def __init__(self, collective: Collective, number: int, timeout: float) -> None:
         self.number = number
         self.stop = StopSignal(collective, f"save/{number}", Cancellation())
-        self.commit_unknown = False
+        self.may_be_committed = False
         self._collective = collective
         self._timeout = timeout
         self._step = SaveStep.FIRST  # of the next message
@@ -55,13 +57,14 @@ class CoordinatorChannel:
             CheckpointTimeoutError, PeerLostError: no reply came.
         """
         number, step = self.number, self._step
-        self.commit_unknown = True  # first, as an interrupt may come at any moment
+        self.may_be_committed = True  # first, as an interrupt may come at any moment
         self._collective.send(0, tag(number, step), encode(message))
         reply: Reply = decode(self._collective.recv(0, reply_tag(number, step), timeout=self._timeout))
-        self.commit_unknown = isinstance(reply, SaveFailed) and reply.commit_unknown
         if isinstance(reply, SaveFailed):
+            self.may_be_committed = reply.commit_unknown
             self.stop.cancel.set(reply.failure)
             raise reply.failure.as_error()
+        self.may_be_committed = isinstance(reply, CommitResult)
         self._step = NEXT_STEP.get(type(reply), step)
         return reply
 

@@ -72,7 +72,7 @@ class ValueRecord(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         key: name of its state, FQN and slot.
-        digest: xxh3-128 of dtype, shape and bytes; b"" in a world of one rank, which compares nothing.
+        digest: xxh3-128 of dtype, shape and bytes.
         dtype: name of its dtype in torch.
         shape: shape of a tensor.
         merged: True if the values of ranks complement each other (optimizer and module trees), so each distinct one is

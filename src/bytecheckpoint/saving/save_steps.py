@@ -190,7 +190,7 @@ class Save:
 
     def discard(self) -> None:
         """Remove the files of this rank after a failure, unless a commit may still name them."""
-        if self._channel.commit_unknown:
+        if self._channel.may_be_committed:
             self._writer.abort()
         else:
             self._writer.discard()
