@@ -12,6 +12,14 @@ export VENV
 # Parallel workers of the tests: two for each core, because many tests wait. WORKERS=0 runs them in one process.
 WORKERS ?= $(shell cores=$$(env -u OMP_NUM_THREADS nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 PYTEST := $(PY) -m pytest -n $(WORKERS)
+# COVERAGE=1 measures which lines of the package a test target runs, also in its ranks and helper processes.
+ifdef COVERAGE
+PYTEST := $(PY) -m coverage run -m pytest -n $(WORKERS)
+define coverage
+	$(PY) -m coverage combine --quiet
+	$(PY) -m coverage report
+endef
+endif
 # Extras and dependency groups of the environments in which the package's own tests run.
 TESTED := cli,s3-profiles,fsspec,hdfs,prometheus,otlp,monitor,dev
 SEED := 1
@@ -47,7 +55,9 @@ check: venv lint types imports ## the inner loop: linters, types, and the tests 
 	$(PYTEST) $(QUICK:%=tests/%) --ignore=tests/frameworks/test_world.py
 
 test: venv lint types imports ## linters, types, and all tests but slow, soak and server: six to eight minutes on two cores
+	$(if $(COVERAGE),$(PY) -m coverage erase)
 	$(PYTEST)
+	$(call coverage)
 
 test-all: venv lint types imports ## the same, with the slow tests (tests/README.md lists them)
 	$(PYTEST) -m "not soak and not server"

@@ -1,4 +1,4 @@
-"""The command line: output, JSON, exit status, and one line on stderr for whatever goes wrong."""
+"""The command line: output, JSON, exit status, and one line on stderr for every error."""
 
 from __future__ import annotations
 

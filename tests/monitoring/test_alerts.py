@@ -72,7 +72,7 @@ def test_none_in_200_healthy_saves_of_512_ranks() -> None:
     "error", ["CheckpointNotFoundError: no catalog", "KeyboardInterrupt:", "StorageError: refused"]
 )
 def test_what_a_program_expects_is_no_failure(error: str) -> None:
-    """As on a first start: many programs try to load, and go on without a checkpoint."""
+    """Many programs try to load at a first start, and continue without a checkpoint."""
     failed = simulated(Fault("fail", [6], "write", first=7))[-1]
     failed = replace(failed, failures=tuple(replace(failure, error=error) for failure in failed.failures))
     assert [alert.rule for alert in alerts_of([failed])] == ["failed"] * error.startswith("StorageError")

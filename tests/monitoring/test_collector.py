@@ -105,7 +105,7 @@ def test_a_failure_says_which_rank_and_where(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_load_that_fails_before_its_first_phase(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As the first one of a new run does, which finds nothing to resume from."""
+    """The first job of a new run finds no checkpoint."""
     with collecting():
         save_all(ThreadWorld(1), tmp_path / "step_1", 1)
         wait_for_operations(tmp_path, 1)

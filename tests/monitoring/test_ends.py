@@ -73,7 +73,7 @@ def save_and_leave(path: str) -> bool:
 
 
 def test_a_world_ends_with_its_process_group(worlds: Worlds, tmp_path: Path) -> None:
-    """So a process that goes on with another group keeps no threads, connections and memory of this one."""
+    """So a process that continues with another group keeps no threads, connections and memory of this one."""
     world = worlds.fresh(2)
     try:
         assert world.run(save_and_leave, str(tmp_path / "step_1")) == [True, True]

@@ -144,7 +144,7 @@ def test_only_new_files_are_read_again(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_rows_of_the_newest_operations_only_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operation of 8,960 ranks takes 20 MB; of a thousand of them there would be no room."""
+    """An operation of 8,960 ranks takes 20 MB; a thousand of them would not fit."""
     records = list(SimulatedRun({"dp": 2}, saves=40, loads=1).records())
     rows = records[-1].table.num_rows
     monkeypatch.setattr(reading, "KEPT_ROWS", 3 * rows)

@@ -381,7 +381,7 @@ def test_a_long_load_asks_the_storage_once_whether_its_run_has_metrics(
 
 
 def test_a_run_that_is_removed_at_once_stays_removed(tmp_path: Path) -> None:
-    """As those of `tempfile.TemporaryDirectory`: nothing is in the way of their removal, and nothing comes back."""
+    """Nothing prevents the removal of a temporary folder, and no file appears in it later."""
     with collecting():
         for run in [tmp_path / str(number) for number in range(20)]:
             bytecheckpoint.save(run / "step_1", STATES)

@@ -1,4 +1,4 @@
-"""What users install: the wheel holds what it must, and works with nothing but the core dependencies."""
+"""The wheel holds the package and nothing else, and works with the core dependencies alone."""
 
 from __future__ import annotations
 
