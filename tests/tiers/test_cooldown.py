@@ -224,7 +224,7 @@ def counted(owner, name):
     setattr(owner, name, call)
 
 for owner, names in ((local.LocalStorage, ("create", "publish", "delete", "sync", "list")),
-                     (open_files.Writer, ("write_at", "finish")), (os, ("fsync", "replace", "unlink"))):
+                     (open_files.PosixWriter, ("write_at", "finish")), (os, ("fsync", "replace", "unlink"))):
     for name in names:
         counted(owner, name)
 for line in sys.stdin:

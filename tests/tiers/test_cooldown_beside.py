@@ -88,8 +88,8 @@ def test_a_step_that_moves_while_it_is_loaded(root: Path, tmp_path: Path, moment
     here = str(root / "1")
     owner, name, fits = {
         "catalog read": (local.PosixStorage, "open", lambda storage, _: storage.root == here),
-        "file opened": (open_files.Reader, "read_into", lambda reader, *_: here in reader._path),
-        "file read": (open_files.Reader, "read_into", lambda reader, *_: f"{here}/optimizer" in reader._path),
+        "file opened": (open_files.PosixReader, "read_into", lambda reader, *_: here in reader._path),
+        "file read": (open_files.PosixReader, "read_into", lambda reader, *_: f"{here}/optimizer" in reader._path),
     }[moment]
     with paused(owner, name, fits, load_step, root / "1") as loading:
         assert cool(plan).done
@@ -130,7 +130,7 @@ def test_a_cooled_step_can_be_exported_and_compared(root: Path, tmp_path: Path) 
 def test_a_second_cooldown_leaves_the_step_to_the_first(root: Path, tmp_path: Path, short_leases: None) -> None:
     cold = tmp_path / "cold"
     (plan, *_) = planned(root, cold)
-    with paused(open_files.Writer, "finish", lambda writer, *_: str(cold) in writer._path, cool, plan) as first:
+    with paused(open_files.PosixWriter, "finish", lambda writer, *_: str(cold) in writer._path, cool, plan) as first:
         second = cool(plan)
         assert not second.done and "being filled by another cooldown" in second.error
     assert first.result().done
@@ -192,7 +192,9 @@ def test_a_cooldown_that_has_lost_its_lease_removes_nothing(root: Path, tmp_path
     (plan, *_) = planned(root, cold)
     before = files_of(root)
     with ExitStack() as leases:
-        with paused(open_files.Writer, "finish", lambda writer, *_: str(cold) in writer._path, cool, plan) as first:
+        with paused(
+            open_files.PosixWriter, "finish", lambda writer, *_: str(cold) in writer._path, cool, plan
+        ) as first:
             second = leases.enter_context(leased(resolve(plan.target)))
         assert f"this process lost {LEASE_FILE}" in first.result().error
         second.check()

@@ -1,4 +1,4 @@
-"""The storage protocol: bytes under names inside one checkpoint folder, whatever the bytes mean.
+"""The storage protocol: bytes under names inside one checkpoint folder. It knows nothing of their meaning.
 
 A backend implements `Storage` with a `FileWriter` and a `FileReader`. A backend that can only take whole files derives from
 `uploading.UploadingStorage` instead. The tests of a backend derive from `bytecheckpoint.storage.testing`. Several threads

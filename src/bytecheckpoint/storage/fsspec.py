@@ -175,7 +175,7 @@ class FsspecStorage(UploadingStorage):
             raise
 
     def open(self, name: str) -> FileReader:
-        return _Reader(self, name, self.stat(name).size)
+        return _FsspecReader(self, name, self.stat(name).size)
 
     def read(self, name: str) -> bytes:
         path = self._path(name)
@@ -337,7 +337,7 @@ def _move(fs: Any, source: str, target: str) -> None:
         fs.mv(source, target)
 
 
-class _Reader(FileReader):
+class _FsspecReader(FileReader):
     preferred_bytes = _READ_BYTES
 
     def __init__(self, storage: FsspecStorage, name: str, size: int) -> None:

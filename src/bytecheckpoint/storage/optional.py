@@ -58,7 +58,7 @@ class FolderProbe(ABC):
 
 
 class RoomCheck(ABC):
-    """A storage that knows its free room."""
+    """A storage that knows how many bytes still fit."""
 
     @abstractmethod
     def check_room(self, nbytes: int) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from bytecheckpoint.calls import SharedLock
 from bytecheckpoint.concurrency import parallel_map
 
-__all__ = ["Connections", "RangeRequest", "RequestSizes", "read_in_parallel"]
+__all__ = ["ConnectionShares", "RangeRequest", "RequestSizes", "read_in_parallel"]
 
 #: Connections to one server: for all reads of a process, and at most for one read.
 _CONNECTIONS_PER_PROCESS, _CONNECTIONS_PER_READ = 16, 4
@@ -45,7 +45,7 @@ class RequestSizes:
         return min(max(-(-nbytes // parts >> 20), 1) << 20, self.longest)
 
 
-class Connections:
+class ConnectionShares:
     """Divides the connections to one server between the reads of a process."""
 
     def __init__(self) -> None:

@@ -110,7 +110,7 @@ def known_schemes() -> list[str]:
 def _refuse_broken_url(text: str) -> None:
     """Raise UsageError for a malformed URL. Taken as a path, it would name a folder on each machine.
 
-    The same for a home folder that no shell has expanded: whoever removes a folder `~` by that name loses the other one.
+    The same for a home folder that no shell has expanded: a later `rm -r ~` would remove the other one.
     """
     if text.partition("/")[0] == "~":
         raise UsageError(

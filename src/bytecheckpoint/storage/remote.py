@@ -1,4 +1,4 @@
-"""What the clients of object stores and of HDFS share: retries, a cache of clients, and an error after a fork."""
+"""Share code between the clients of object stores and of HDFS: retries, a cache of clients, an error after a fork."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bytecheckpoint.errors import CheckpointError, StorageError
 from bytecheckpoint.liveness import busy
 from bytecheckpoint.retries import RetryBudget, retry_classified
 from bytecheckpoint.settings import settings
-from bytecheckpoint.storage.ranged import Connections
+from bytecheckpoint.storage.ranged import ConnectionShares
 
 __all__ = ["BriefRetries", "ClientCache", "RemoteClient", "is_panic"]
 
@@ -24,7 +24,7 @@ _C = TypeVar("_C")
 
 @dataclass(frozen=True, slots=True)
 class BriefRetries:
-    """How long a cleanup is retried after another operation has failed: it does not wait for the full time again.
+    """Limits for the retries of a cleanup after a failed operation, so that it does not wait for the full time again.
 
     Attributes:
         window: seconds after the failure for which this holds.
@@ -53,7 +53,7 @@ class RemoteClient:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.connections = Connections()
+        self.connections = ConnectionShares()
         self._failed_at = float("-inf")
 
     @classmethod
@@ -81,7 +81,7 @@ class RemoteClient:
 
         Args:
             call: one attempt.
-            classify: called with an error and the number of attempts. Returns the typed error, and the attempts that may
+            classify: function of an error and the number of attempts. It returns the typed error, and the attempts that may
                 follow, None for a permanent error. Raises an error that is not of the client library.
             at_least: attempts that are made even past the deadline.
 

@@ -34,7 +34,7 @@ _VERBS = {
 class TimeLimitedStorage(WrappedStorage, CacheProbe):
     """A wrapper whose calls, also of writers and readers, raise `StorageUnavailableError` after `call_timeout`.
 
-    A call that timed out goes on and still uses its buffers, so the caller must not reuse them. Until it returns, other
+    A call that timed out continues and still uses its buffers, so the caller must not reuse them. Until it returns, other
     calls are refused at once, because each would wait as long and occupy a thread.
     """
 

@@ -32,7 +32,7 @@ class Call:
         operation: name of the method; "write" stands for `FileWriter.write_at`.
         names: names of the files, any number of them.
         nbytes: bytes that the caller gives or asks for; 0 for "read", whose result shows them.
-        tear: for "write": writes the first half of the first buffer, so that a fault can leave a torn write behind.
+        tear: function of a "write" that writes the first half of the first buffer, so that a fault can leave a torn write.
     """
 
     operation: str
@@ -85,7 +85,7 @@ class WrappedStorage(Storage, FolderProbe, RoomCheck, UploadCleanup):
 
     @property
     def timeout(self) -> float | None:
-        """That of the inner storage, which uses it."""
+        """Timeout of the inner storage, which uses it."""
         return self.inner.timeout
 
     @timeout.setter

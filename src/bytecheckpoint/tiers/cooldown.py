@@ -47,17 +47,17 @@ class CoolStep:
     """One step of a run, with the action that cooldown plans or has carried out.
 
     Attributes:
-        name: of the step's folder.
-        path: where the step is loaded from, before and after the move.
+        name: name of the step's folder.
+        path: address that the step is loaded from, before and after the move.
         target: the cold folder of the step.
         action: "move"; "finish" (moved, but some hot files are left); "keep" (too young, or one of the newest); "cold"
             (moved already); "skip" (cannot be moved).
-        reason: why this action.
-        created: when the step was saved, seconds since 1970.
+        reason: reason for the action.
+        created: time of the save, seconds since 1970.
         files: number of files that the action moves or removes.
-        nbytes: their size.
-        done: whether the action was carried out.
-        error: why it failed.
+        nbytes: size of these files in bytes.
+        done: True once the action was carried out.
+        error: text of the failure.
     """
 
     name: str
@@ -216,7 +216,7 @@ def cool(step: CoolStep, progress: Callable[[int], None] = lambda _: None) -> Co
 
     Args:
         step: planned by `plan_cooldown`; other actions than "move" and "finish" do nothing.
-        progress: called with the bytes of each file that was moved.
+        progress: function of the bytes of each file that was moved.
 
     Returns:
         The step, with `done` or `error` set. Errors are not raised, so that the other steps can go on.

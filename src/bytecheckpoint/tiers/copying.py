@@ -91,7 +91,7 @@ def copy_file(source: Storage, target: Storage, catalog: Catalog, number: int) -
         source: the storage that has the file.
         target: the storage that gets it.
         catalog: names and checksums.
-        number: of the file.
+        number: number of the file.
 
     Raises:
         FileNotFoundError: `source` does not have it.
@@ -168,9 +168,9 @@ def copy_if_missing(
         source: the storage that has the file.
         target: the storage that gets it.
         catalog: names and checksums.
-        number: of the file.
+        number: number of the file.
         present: bytes that `target` lists under the name, None when it lists none.
-        check: called before `target` is changed; raises if it must not be.
+        check: function to call before `target` is changed; it raises if the change is not allowed.
 
     Returns:
         Bytes that were copied.

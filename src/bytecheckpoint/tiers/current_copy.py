@@ -1,4 +1,4 @@
-"""Which copy of a step counts: the hot one of this machine, or the durable one.
+"""Decide which copy of a step counts: the hot one of this machine, or the durable one.
 
 The hot copy counts while the durable catalog is the same, or is the one that the hot save was to replace. If somebody
 replaces the durable checkpoint without the tier, the hot copy no longer counts.
@@ -30,7 +30,7 @@ def ask_durable(url: str, call: Callable[[], _T], seconds: float) -> _T:
     """Return `call()`, a question to the durable storage behind a step.
 
     Args:
-        url: of the step's tier.
+        url: address of the step's tier.
         call: the question.
         seconds: the timeout.
 
@@ -59,8 +59,8 @@ def hot_copy_counts(url: str, durable: Storage, catalog: bytes, record: StepReco
     Args:
         url: display name of the tier.
         durable: the storage behind it.
-        catalog: of the hot step.
-        record: of the hot step, if there is one.
+        catalog: catalog of the hot step.
+        record: record of the hot step, if there is one.
     """
     try:
         version = ask_durable(url, lambda: durable.version(CATALOG_NAME), tuning().tier_load_timeout)

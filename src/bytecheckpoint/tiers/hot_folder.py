@@ -25,15 +25,15 @@ UNKNOWN = "?"
 
 
 class StepRecord(msgspec.Struct, frozen=True):
-    """What a machine stores about a step in its hot tier, in a file beside the step.
+    """A record of a step in the hot tier of a machine, in a file beside the step.
 
     Attributes:
-        url: of the durable checkpoint.
+        url: address of the durable checkpoint.
         replaces: version of the durable catalog when the save began, "" for none, UNKNOWN when its storage did not answer.
-        saved: when the step was committed in the hot tier, seconds since 1970; later than for all older steps of the run on
-            the machine, also if its clock was set back.
+        saved: time of the commit in the hot tier, seconds since 1970; later than for all older steps of the run on the
+            machine, also if its clock was set back.
         ranks: the ranks that saved on this machine; empty while that is unknown.
-        flushed: whether the durable storage has the step.
+        flushed: True if the durable storage has the step.
     """
 
     url: str
@@ -52,7 +52,7 @@ class HotStep(msgspec.Struct, frozen=True):
 
     Attributes:
         catalog: the bytes of its catalog.
-        record: what this machine stores about it.
+        record: record of the step.
     """
 
     catalog: bytes
@@ -97,8 +97,8 @@ class HotFolder:
         """Return whether the step may have a record that `wanted` takes, without a look at its catalog, which may be large.
 
         Args:
-            wanted: tells whether a record is looked for.
-            names: of the files in the folder.
+            wanted: function that returns whether a record is looked for.
+            names: names of the files in the folder.
         """
         records = (self._record(name) for name in names if IS_RECORD.fullmatch(name))
         return any(record is not None and wanted(record) for record in records)
@@ -141,8 +141,8 @@ class HotFolder:
         Args:
             step: the step with its present record.
             ranks: the ranks that saved on this machine.
-            flushed: whether the durable storage has the step.
-            saved: when it was saved; None: as this machine has it.
+            flushed: True if the durable storage has the step.
+            saved: time of the save; None to keep the time in the record.
         """
         if self.catalog() != step.catalog:
             return

@@ -21,10 +21,10 @@ _log = logging.getLogger("bytecheckpoint")
 
 
 class Machines:
-    """Which ranks share a machine.
+    """The machines of a job, and the ranks on each.
 
     Args:
-        hosts: for each rank, what names its machine.
+        hosts: name of the machine of each rank.
 
     Attributes:
         groups: the ranks of each machine, machines in the order of their first rank.

@@ -30,9 +30,9 @@ def replicate(agreement: Agreement, machines: Machines, hot: Storage, catalog: C
 
     Args:
         agreement: the ranks.
-        machines: which ranks share a machine.
+        machines: machines of the ranks.
         hot: this machine's hot folder.
-        catalog: of the step.
+        catalog: catalog of the step.
         replicas: machines that keep a replica of each file.
 
     Raises:
@@ -42,9 +42,9 @@ def replicate(agreement: Agreement, machines: Machines, hot: Storage, catalog: C
     rank = agreement.rank
     partners = machines.partners(rank, replicas)
     sent = list(_pieces_of(catalog, rank)) if partners else []
-    sender = _Sender(hot, catalog)
+    sender = _ReplicaReader(hot, catalog)
     receivers = {
-        source: _Receiver(hot, catalog, list(_pieces_of(catalog, source)))
+        source: _ReplicaWriter(hot, catalog, list(_pieces_of(catalog, source)))
         for source in range(len(machines.machine_of))
         if rank in machines.partners(source, replicas)
     }
@@ -86,7 +86,7 @@ def _pieces_of(catalog: Catalog, rank: int) -> Iterator[_Piece]:
                 yield number, start, min(start + _PIECE, file.size)
 
 
-class _Sender:
+class _ReplicaReader:
     """Reads the pieces that this rank sends."""
 
     def __init__(self, hot: Storage, catalog: Catalog) -> None:
@@ -115,7 +115,7 @@ class _Sender:
             self._open = None
 
 
-class _Receiver:
+class _ReplicaWriter:
     """Writes the files that one rank sends."""
 
     def __init__(self, hot: Storage, catalog: Catalog, pieces: list[_Piece]) -> None:

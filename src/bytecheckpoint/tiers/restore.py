@@ -8,10 +8,13 @@ import logging
 from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.agreement import Agreement
-from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.collectives.base import DataProvider
+from bytecheckpoint.errors import CheckpointError, StorageError, StorageUnavailableError
 from bytecheckpoint.representation.catalog_file import decode_outline
 from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
 from bytecheckpoint.settings import Settings
@@ -22,7 +25,6 @@ from bytecheckpoint.tiers.current_copy import open_durable_catalog
 from bytecheckpoint.tiers.hot_folder import StepRecord
 from bytecheckpoint.tiers.machines import Machines, find_machines
 from bytecheckpoint.tiers.names import digest_of
-from bytecheckpoint.tiers.remote_files import RemoteFiles, RemoteReader, file_provider
 from bytecheckpoint.tiers.storage import TierStorage, tier_of
 
 __all__ = ["SharedTier", "choose_copy"]
@@ -92,9 +94,9 @@ class SharedTier(TierStorage):
     """A tier as the ranks of a load see it together: this machine's files, those of other machines, the durable ones.
 
     Args:
-        url: of the tier.
-        own: whether this machine has the catalog of the hot step that counts.
-        holders: for each file, the catalog too, its size and the ranks of other machines that serve it.
+        url: address of the tier.
+        own: True if this machine has the catalog of the hot step that counts.
+        holders: size of each file (and of the catalog), and the ranks of other machines that serve it.
         remote: reads the files of these ranks.
     """
 
@@ -121,7 +123,7 @@ class _DurableOnly(TierStorage):
     """A tier whose hot copies do not count.
 
     Args:
-        url: of the tier.
+        url: address of the tier.
         missing: files that an otherwise valid hot step lacks on all machines.
     """
 
@@ -134,11 +136,11 @@ class _DurableOnly(TierStorage):
 
 
 class _Found(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank has found in the hot folder of its machine; ranks that do not lead their machine find nothing.
+    """The findings of one rank in the hot folder of its machine; only the first rank of a machine looks.
 
     Attributes:
-        digest: of the catalog, "" when there is none.
-        record: of the step.
+        digest: digest of the catalog, "" when there is none.
+        record: record of the step.
         files: sizes by name.
     """
 
@@ -148,11 +150,11 @@ class _Found(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Choice(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 decides about one hot step.
+    """The decision of rank 0 about one hot step.
 
     Attributes:
-        counts: whether it counts and is complete.
-        holders: for each of its files, the catalog too, its size and the ranks whose machines have it.
+        counts: True if the step counts and is complete.
+        holders: size of each file (and of the catalog), and the ranks whose machines have it.
         missing: files that no machine and not the durable storage has, if the step counts but is incomplete.
     """
 
@@ -224,3 +226,105 @@ def _serve_files(
         turn = rank % len(others) if others else 0
         holders[name] = size, others[turn:] + others[:turn]
     return SharedTier(storage.url, own, holders, RemoteFiles(collective, tag, agreement.timeout))
+
+
+#: Bytes of one request, which the rank that serves it holds in memory.
+_PIECE = 8 << 20
+
+
+class _Range(msgspec.Struct, frozen=True, array_like=True):
+    """A request: bytes [offset, offset + size) of a file."""
+
+    name: str
+    offset: int
+    size: int
+
+
+# Built at import: msgspec (0.22) crashes if two threads use a type for the first time at once.
+_DECODER = msgspec.msgpack.Decoder(_Range)
+
+
+def file_provider(files: Storage) -> DataProvider:
+    """Make the provider that serves ranges of the files of a folder."""
+
+    def read(request: bytes) -> NDArray[np.uint8]:
+        wanted = _DECODER.decode(request)
+        data = np.empty(wanted.size, np.uint8)
+        reader = files.open(wanted.name)
+        try:
+            count = reader.read_into(wanted.offset, [memoryview(data)])
+        finally:
+            reader.close()
+        if count != wanted.size:
+            raise StorageError(f"{files.url}/{wanted.name} ends before byte {wanted.offset + wanted.size}")
+        return data
+
+    return read
+
+
+class RemoteFiles:
+    """The hot folders of other machines, as the ranks of one load serve them.
+
+    Args:
+        collective: the ranks.
+        tag: identifies the service of this load on every rank that serves.
+        timeout: seconds for one request.
+    """
+
+    def __init__(self, collective: Collective, tag: str, timeout: float) -> None:
+        self._collective = collective
+        self._tag = tag
+        self._timeout = timeout
+
+    def read_into(self, rank: int, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer from byte `offset` of a file in the memory of rank `rank`'s machine.
+
+        Raises:
+            StorageError: the file is gone, or ends before.
+            StorageUnavailableError: the other rank does not answer.
+        """
+        for start in range(0, len(buffer), _PIECE):
+            piece = np.frombuffer(buffer[start : start + _PIECE], np.uint8)
+            request = msgspec.msgpack.encode(_Range(name, offset + start, piece.nbytes))
+            failed = f"cannot read {name} in the memory of rank {rank}'s machine"
+            try:
+                self._collective.fetch(rank, self._tag, request, piece, timeout=self._timeout)
+            except FileNotFoundError:
+                raise StorageError(f"{failed}: it is gone") from None
+            except StorageError as error:
+                raise StorageError(f"{failed}: {error}") from error
+            except CheckpointError as error:
+                raise StorageUnavailableError(f"{failed}: {error}") from error
+
+
+class RemoteReader(FileReader):
+    """A file in another machine's memory.
+
+    Args:
+        files: files of the other machines.
+        rank: rank of that machine, which serves the file.
+        name: name of the file.
+        size: length of the file in bytes.
+    """
+
+    preferred_bytes = _PIECE
+
+    def __init__(self, files: RemoteFiles, rank: int, name: str, size: int) -> None:
+        self._files, self._rank, self._name = files, rank, name
+        self.size = size
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
+        total = min(sum(map(len, buffers)), max(self.size - offset, 0))
+        if len(buffers) == 1:
+            self._files.read_into(self._rank, self._name, offset, buffers[0][:total])
+            return total
+        # Buffers may be small, and a request for each would cost a round trip each.
+        data = memoryview(np.empty(total, np.uint8))
+        self._files.read_into(self._rank, self._name, offset, data)
+        for buffer in buffers:
+            buffer[: len(data)] = data[: len(buffer)]
+            data = data[len(buffer) :]
+        return total
+
+    def close(self) -> None:
+        pass

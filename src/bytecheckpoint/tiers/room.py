@@ -30,7 +30,7 @@ def hot_steps(
 
     Args:
         root: the tier.
-        wanted: tells by a step's record whether it is looked for. Catalogs of others, which may be large, are not read.
+        wanted: function of a record that returns whether the step is looked for. Catalogs of others are not read.
     """
     for folder, _, files in os.walk(root.root):
         if CATALOG_NAME in files:
@@ -44,8 +44,8 @@ def with_room(root: PosixStorage, nbytes: int, write: Callable[[], _T]) -> _T:
 
     Args:
         root: the tier.
-        nbytes: what it takes.
-        write: writes or reserves it.
+        nbytes: number of bytes that `write` needs.
+        write: function that writes or reserves them.
 
     Raises:
         StorageFullError: there is no room, although no flushed step is left.

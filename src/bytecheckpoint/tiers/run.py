@@ -19,7 +19,7 @@ def run_of(url: str) -> str:
 
 
 def folders_of_run(run: str) -> Iterator[TierStorage]:
-    """Yield the folders of a run in this machine's hot tier, in the order of their names, whatever is in them."""
+    """Yield the folders of a run in this machine's hot tier, in the order of their names, with any content."""
     try:
         root = os.path.dirname(TierStorage(f"{run}/-").hot.root)
         names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())

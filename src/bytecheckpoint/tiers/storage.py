@@ -236,7 +236,7 @@ class HotTier(TierStorage):
         hot, others = self._by_place(names)
         self.hot_folder.remove(hot)
         if others:
-            # Files for which the hot tier had no room. What the durable checkpoint names stays in any case.
+            # Files that did not fit into the hot tier. The files of the durable checkpoint stay in any case.
             needed = {CATALOG_NAME}
             with contextlib.suppress(FileNotFoundError):
                 needed |= {file.name for file in decode_outline(self.durable.read(CATALOG_NAME))[0]}

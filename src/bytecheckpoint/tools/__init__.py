@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from bytecheckpoint.tools.huggingface import ExportReport, export
     from bytecheckpoint.tools.reading import stream
     from bytecheckpoint.tools.removal import Removal, collect_garbage, collect_hot_garbage, remove
-    from bytecheckpoint.tools.verification import Finding, VerifyReport, verify
+    from bytecheckpoint.tools.verification import VerifyFinding, VerifyReport, verify
 
 __all__ = [
     "CompareReport",
     "Difference",
     "ExportReport",
-    "Finding",
     "GenerationReport",
     "Removal",
     "RepairReport",
+    "VerifyFinding",
     "VerifyReport",
     "collect_garbage",
     "collect_hot_garbage",
@@ -48,7 +48,7 @@ _HOME = {
     **dict.fromkeys(("CompareReport", "Difference", "compare"), "comparison"),
     **dict.fromkeys(("ExportReport", "export"), "huggingface"),
     **dict.fromkeys(("Removal", "collect_garbage", "collect_hot_garbage", "remove"), "removal"),
-    **dict.fromkeys(("Finding", "VerifyReport", "verify"), "verification"),
+    **dict.fromkeys(("VerifyFinding", "VerifyReport", "verify"), "verification"),
 }
 
 

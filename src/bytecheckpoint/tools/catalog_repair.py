@@ -27,7 +27,7 @@ from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tools.rebuild import build_catalog
 from bytecheckpoint.tools.subject import Subject, storage_of
-from bytecheckpoint.tools.verify_files import Finding, Progress, verify_catalog
+from bytecheckpoint.tools.verify_files import Progress, VerifyFinding, verify_catalog
 
 __all__ = ["GenerationReport", "RepairReport", "repair", "reports_of_saves"]
 
@@ -43,7 +43,7 @@ class GenerationReport:
         files: number of files.
         nbytes: their size.
         modified: modification time of the newest file, seconds since 1970.
-        complete: whether the files form a whole checkpoint, as far as their headers tell.
+        complete: True if the files form a whole checkpoint, as far as their headers show.
         problems: the faults, in words.
     """
 
@@ -61,18 +61,18 @@ class RepairReport:
 
     Attributes:
         path: the checkpoint.
-        written: whether a catalog was written.
+        written: True if a catalog was written.
         generation: generation of the files that the new catalog names, "" if none was written.
         generations: every generation found, newest first.
         findings: damage in the chosen files (only with `force`).
-        notes: what the user should know.
+        notes: remarks for the user.
     """
 
     path: str
     written: bool
     generation: str
     generations: tuple[GenerationReport, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[VerifyFinding, ...]
     notes: tuple[str, ...]
 
 

@@ -1,4 +1,4 @@
-"""Compare two checkpoints tensor by tensor, in bounded memory, whatever their layouts."""
+"""Compare two checkpoints tensor by tensor, of any layouts, in bounded memory."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CompareReport:
         values: number of plain values compared.
         bytes_compared: bytes of the tensors of one side.
         differences: the differences, in the order of the first checkpoint's keys.
-        notes: what could not be compared and why.
+        notes: remarks on parts that could not be compared.
     """
 
     tensors: int

@@ -96,7 +96,7 @@ def export(
         max_shard_bytes: bytes of tensors per file; a larger tensor has a file of its own.
         force: replace weights at the target. Other files of the folder stay. On storages other than local folders the
             old weights are removed first.
-        progress: called as (bytes read, bytes in all).
+        progress: function of (bytes read, bytes in all).
 
     Raises:
         UsageError: wrong arguments, or the target is not empty.

@@ -40,7 +40,7 @@ class OutputTensor:
         dtype: dtype to write.
         nbytes: bytes to write.
         stored_bytes: bytes that the checkpoint stores.
-        cast: whether the elements are converted.
+        cast: True if the elements are converted.
         start: byte offset in the data section of its file.
     """
 

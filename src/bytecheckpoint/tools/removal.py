@@ -48,7 +48,7 @@ class Removal:
         path: their folder.
         what: "checkpoint", "retired" (a removal that was begun), "uncommitted", "temporary", "empty folder", "upload" or
             "hot copy".
-        files: number of files; of "upload", of uploads that were not completed, whose size no store tells.
+        files: number of files; of "upload", of uploads that were not completed, whose size no store reports.
         nbytes: their size.
         kept: why they stay; "" if they go.
     """
@@ -194,7 +194,7 @@ def _collect_uploads(storage: Storage, older_than: float, dry_run: bool) -> Iter
 
 
 def _is_in_step(name: str) -> bool:
-    """Whether a name is one of a storage file, in a checkpoint or in a folder of checkpoints."""
+    """Return whether a name is that of a storage file, in a checkpoint or in a folder of checkpoints."""
     return any(generation_of(inside) is not None for inside in (name, name.partition("/")[2]))
 
 

@@ -1,6 +1,6 @@
 """Removal in two phases: a checkpoint that other machines may be reading loses its catalog first, and its files later.
 
-A tombstone beside the files names them. Whoever finds one that is old enough ends the removal, so a kill between the
+A tombstone beside the files names them. A process that finds an old tombstone ends the removal, so a kill between the
 phases leaves nothing behind for ever.
 """
 
@@ -31,8 +31,8 @@ def retire(storage: Storage, created: float) -> str:
     """Begin the removal of a checkpoint: from now on nobody finds it. Readers that have its catalog read on.
 
     Args:
-        storage: of the checkpoint; no tier.
-        created: when it was saved. What was saved there since stays.
+        storage: storage of the checkpoint, no tier.
+        created: time of the save. A later save to the same path stays.
 
     Returns:
         "", or why it stays: it has files in other folders, is elsewhere itself, or was replaced.
@@ -75,7 +75,7 @@ def finish_retirement(storage: Storage, stone: str, *, dry_run: bool = False) ->
     A catalog that names the files all the same (`repair` made it) keeps them.
 
     Args:
-        storage: of the checkpoint.
+        storage: storage of the checkpoint.
         stone: name of the tombstone.
         dry_run: only look.
 

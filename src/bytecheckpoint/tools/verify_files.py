@@ -22,7 +22,7 @@ from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import FileReader, Storage, open_named
 from bytecheckpoint.storage.time_limits import with_time_limits
 
-__all__ = ["Finding", "Progress", "VerifyReport", "verify_catalog"]
+__all__ = ["Progress", "VerifyFinding", "VerifyReport", "verify_catalog"]
 
 _CHUNK = 8 << 20
 _MAX_PENDING = 64
@@ -30,7 +30,7 @@ _MAX_NAMED_TENSORS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class VerifyFinding:
     """One fault of a checkpoint.
 
     Attributes:
@@ -67,7 +67,7 @@ class VerifyReport:
         tensors: number of tensors, encoded plain values not counted.
         findings: the faults; empty for a sound checkpoint.
         notes: harmless observations, such as files that do not belong to the checkpoint.
-        restorable: whether a load would find sound bytes for every tensor, if need be in another copy.
+        restorable: True if a load would find sound bytes for every tensor, if need be in another copy.
         verdict: `restorable` in words, if a tiered path has findings.
     """
 
@@ -75,7 +75,7 @@ class VerifyReport:
     files: int
     bytes_read: int
     tensors: int
-    findings: tuple[Finding, ...]
+    findings: tuple[VerifyFinding, ...]
     notes: tuple[str, ...]
     restorable: bool = True
     verdict: str = ""
@@ -95,9 +95,9 @@ def verify_catalog(
     """Check every file that `catalog` names: size, header, block checksums, and that every tensor is complete.
 
     Args:
-        storage: where the files are.
+        storage: storage of the files.
         catalog: the catalog to check against.
-        progress: called as (bytes checked, bytes in all), from one thread at a time.
+        progress: function of (bytes checked, bytes in all), called by one thread at a time.
         threads: concurrent reads; 0 uses as many as a load.
     """
     check = _FileCheck(storage, catalog, progress)
@@ -120,7 +120,7 @@ class _FileCheck:
         self._total = sum(f.size for f in catalog.files)
         self._lock = threading.Lock()
         self._local = threading.local()
-        self._findings: list[tuple[int, int, Finding]] = []  # (file, block, finding)
+        self._findings: list[tuple[int, int, VerifyFinding]] = []  # (file, block, finding)
         self._bad_blocks: list[tuple[int, int]] = []  # (file, block)
         self._open: dict[int, tuple[FileReader, int]] = {}  # file -> (reader, ranges left)
         self.done = 0
@@ -245,11 +245,11 @@ class _FileCheck:
             more = f" and {len(touched) - 3} more" if len(touched) > 3 else ""
             text += f"; touches {', '.join(tensors[:3])}{more}"
         name = catalog.files[number].name
-        finding = Finding(kind, name, block, blocks, tensors, len(touched), text)
+        finding = VerifyFinding(kind, name, block, blocks, tensors, len(touched), text)
         with self._lock:
             self._findings.append((number, block, finding))
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[VerifyFinding]:
         """Return the findings in order of file and block. Consecutive damaged blocks form one finding."""
         damaged, self._bad_blocks = sorted(self._bad_blocks), []
         for _, run in itertools.groupby(enumerate(damaged), lambda item: (item[1][0], item[1][1] - item[0])):
@@ -301,7 +301,7 @@ def _disagreement(catalog: Catalog, number: int, header: StorageHeader) -> str:
     return ""
 
 
-def _coverage(catalog: Catalog) -> Iterator[Finding]:
+def _coverage(catalog: Catalog) -> Iterator[VerifyFinding]:
     """Yield a finding for each tensor of which a part is missing or stored twice."""
     whole = np.prod(catalog.shapes, axis=1, dtype=np.float64)
     have = np.zeros(catalog.count)
@@ -310,11 +310,11 @@ def _coverage(catalog: Catalog) -> Iterator[Finding]:
     twice = np.unique(catalog.boxes.tensor[pairs.left])
     for tensor in twice.tolist():
         name = _display_key(catalog, tensor)
-        yield Finding("overlap", "", -1, 0, (name,), 1, f"parts of {name} are stored at two places")
+        yield VerifyFinding("overlap", "", -1, 0, (name,), 1, f"parts of {name} are stored at two places")
     short = np.setdiff1d(np.flatnonzero(have != whole), twice)
     for tensor in short.tolist():
         name = _display_key(catalog, tensor)
-        yield Finding(
+        yield VerifyFinding(
             "hole", "", -1, 0, (name,), 1, f"{name} is incomplete: {whole[tensor] - have[tensor]:.0f} elements lack"
         )
 

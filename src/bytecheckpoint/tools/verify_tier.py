@@ -13,7 +13,7 @@ from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
 from bytecheckpoint.tiers.names import INTERNAL_FILES
 from bytecheckpoint.tiers.storage import TierStorage
-from bytecheckpoint.tools.verify_files import Finding, Progress, VerifyReport, verify_catalog
+from bytecheckpoint.tools.verify_files import Progress, VerifyFinding, VerifyReport, verify_catalog
 
 __all__ = ["verify_tier"]
 
@@ -33,7 +33,7 @@ def verify_tier(storage: TierStorage, progress: Progress | None = None, *, threa
     durable, unreachable = _durable_catalog(storage)
     hot = storage.hot_folder.catalog()
     notes: list[str] = []
-    findings: list[Finding] = []
+    findings: list[VerifyFinding] = []
     if unreachable:
         findings.append(_copy_finding("durable", "unreadable", storage.durable.url, unreachable))
     catalog, ranks = _hot_catalog(storage, hot, bool(unreachable), findings, notes)
@@ -75,14 +75,14 @@ def verify_tier(storage: TierStorage, progress: Progress | None = None, *, threa
 
 
 def _hot_catalog(
-    storage: TierStorage, data: bytes | None, unreachable: bool, findings: list[Finding], notes: list[str]
+    storage: TierStorage, data: bytes | None, unreachable: bool, findings: list[VerifyFinding], notes: list[str]
 ) -> tuple[Catalog | None, set[int]]:
     """Return the hot catalog, and the ranks whose files lie beside it (none: not recorded).
 
     Args:
         storage: the tier.
         data: bytes of the hot catalog, if there is one.
-        unreachable: whether the durable storage gives no answer, so that the hot copy counts in any case.
+        unreachable: True if the durable storage gives no answer, so that the hot copy counts in any case.
         findings: receives that the hot catalog is damaged.
         notes: receives that the hot catalog is too old.
     """
@@ -101,7 +101,7 @@ def _hot_catalog(
 
 
 def _verify_durable(
-    storage: TierStorage, findings: list[Finding], notes: list[str], progress: Progress | None, threads: int
+    storage: TierStorage, findings: list[VerifyFinding], notes: list[str], progress: Progress | None, threads: int
 ) -> VerifyReport:
     """Check the durable copy, because no hot copy counts. `findings` and `notes` say why none does."""
     report = verify_catalog(storage.durable, read_catalog(storage.durable)[0], progress, threads=threads)
@@ -131,11 +131,11 @@ def _verdict(how: str, restorable: bool) -> str:
     return f"restorable: {how}" if restorable else "not restorable from here, unless another machine has sound copies"
 
 
-def _copy_finding(copy: str, kind: str, url: str, text: str) -> Finding:
-    return Finding(kind, "", -1, 0, (), 0, f"the {copy} copy ({url}): {text}", copy)
+def _copy_finding(copy: str, kind: str, url: str, text: str) -> VerifyFinding:
+    return VerifyFinding(kind, "", -1, 0, (), 0, f"the {copy} copy ({url}): {text}", copy)
 
 
-def _with_copy(finding: Finding, copy: str, url: str) -> Finding:
+def _with_copy(finding: VerifyFinding, copy: str, url: str) -> VerifyFinding:
     return replace(finding, message=f"the {copy} copy ({url}): {finding.message}", copy=copy)
 
 
@@ -143,7 +143,7 @@ def _writer_of(catalog: Catalog, name: str) -> int:
     return next((file.rank for file in catalog.files if file.name == name), -1)
 
 
-def _bad_blocks(findings: Iterable[Finding]) -> dict[str, set[int] | None]:
+def _bad_blocks(findings: Iterable[VerifyFinding]) -> dict[str, set[int] | None]:
     """Return, by file, the blocks that a load cannot read from a copy; None for all blocks."""
     found: dict[str, set[int] | None] = {}
     for finding in findings:

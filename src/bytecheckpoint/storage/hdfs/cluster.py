@@ -7,30 +7,34 @@ or another one takes over. If none has answered yet, its address may be wrong, a
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import hdfs_native
 
 from bytecheckpoint.calls import SharedLock
 from bytecheckpoint.concurrency import CallTimeoutError, wait_for_call
-from bytecheckpoint.errors import StorageError
+from bytecheckpoint.errors import StorageError, StorageFullError
 from bytecheckpoint.retries import RetryBudget
 from bytecheckpoint.settings import settings
-from bytecheckpoint.storage.hdfs.config import Address, Target, target_of
+from bytecheckpoint.storage.hdfs.config import Address, ClusterAddress, target_of
 from bytecheckpoint.storage.hdfs.errors import facts_of, storage_error
 from bytecheckpoint.storage.hdfs.rpc import concat, remaining_bytes
 from bytecheckpoint.storage.remote import BriefRetries, ClientCache, RemoteClient, is_panic
+from bytecheckpoint.tracing.operation import pause
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["Cluster", "call_client", "cluster_of"]
+__all__ = ["Cluster", "call_client", "check_room", "cluster_of"]
 
 _T = TypeVar("_T")
 #: Lower bound of timeouts that follow `storage_timeout`.
 _SHORTEST_SECONDS = 2.0
-#: "No room" is retried for so many seconds: the NameNode learns late of the room on a DataNode that has just started.
+#: Seconds for which a lack of space is retried: the NameNode learns late of the space on a DataNode that has just started.
 _NO_ROOM_SECONDS = 15.0
 #: A read that takes this many seconds has waited for a DataNode that does not answer. For a while a client with a shorter
 #: timeout for DataNodes then opens the files.
@@ -47,15 +51,15 @@ class Cluster(RemoteClient):
 
     Attributes:
         client: hdfs_native's client, for all threads. Another one replaces it when its first NameNode hangs.
-        joins: whether the cluster can join sub-files, as far as is known.
-        answered: whether a NameNode has answered this process.
+        joins: True if the cluster can join sub-files, False if not, as far as is known.
+        answered: True once a NameNode has answered this process.
         without_quota: folders that had no space quota when they were looked at.
     """
 
     service = "HDFS"
     brief_retries = BriefRetries(120.0, 1.0)
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: ClusterAddress) -> None:
         super().__init__(f"hdfs://{target.authority}")
         self.joins = not target.secure
         self._target = target
@@ -197,7 +201,7 @@ def call_client(call: Callable[[], _T], seconds: float) -> _T:
 
     Raises:
         TimeoutError: it takes longer than `seconds`.
-        RuntimeError: the library panics, or whatever else it raises.
+        RuntimeError: the library panics, or any other error of the library.
     """
 
     def attempt() -> _T:
@@ -214,7 +218,7 @@ def call_client(call: Callable[[], _T], seconds: float) -> _T:
         raise TimeoutError(f"no answer in {seconds:g} s") from None
 
 
-_clusters: ClientCache[Target, Cluster] = ClientCache(lambda: tuning().hdfs_clients)
+_clusters: ClientCache[ClusterAddress, Cluster] = ClientCache(lambda: tuning().hdfs_clients)
 
 
 def cluster_of(authority: str) -> Cluster:
@@ -222,3 +226,71 @@ def cluster_of(authority: str) -> Cluster:
     target = target_of(authority)
     Cluster.refuse_fork(f"hdfs://{authority}")
     return _clusters.get(target, lambda _: Cluster(target))
+
+
+_log = logging.getLogger("bytecheckpoint")
+#: Timeout of one question. Without an answer the save continues, and fails later if it does not fit.
+_ROOM_SECONDS = 5.0
+#: Seconds in which DataNodes register at a NameNode that was restarted, and until then count as none: two heartbeats.
+_REGISTRATION = 6.0
+#: Folders that are looked at for a quota: the checkpoint's, and those above it. A NameNode that knows no quota of a folder
+#: counts all files in it, which must not be those of the whole cluster.
+_FOLDERS = 3
+#: The client reports "none", which is -1 for the NameNode, as a number without a sign.
+_NO_QUOTA = 1 << 63
+
+
+def check_room(cluster: Cluster, path: str, label: str, nbytes: int) -> None:
+    """Raise an error if `nbytes` more do not fit.
+
+    Args:
+        cluster: cluster of the folder.
+        path: path of the folder, which need not exist.
+        label: address of the folder, for messages.
+        nbytes: size of its new files in bytes.
+
+    Raises:
+        StorageFullError: they do not fit.
+    """
+    try:
+        remaining = _remaining(cluster)
+        if remaining is not None and nbytes > remaining:
+            pause(_REGISTRATION)
+            remaining = _remaining(cluster)
+        limits = [("the cluster", remaining)] if remaining is not None else []
+        for what, available in itertools.chain(limits, _quotas(cluster, path)):
+            if nbytes > available:
+                raise StorageFullError(
+                    f"cannot save to {label}: it takes {nbytes} bytes, and {what} has {max(available, 0)} left; free space "
+                    f"or raise the quota, then save again"
+                )
+    except StorageFullError:
+        raise
+    except Exception as error:  # noqa: BLE001  the NameNode refuses or does not answer: the save finds out if it matters
+        _log.info("%s: the free space is unknown: %s", label, facts_of(error).reason)
+
+
+def _remaining(cluster: Cluster) -> int | None:
+    """Return the free bytes of the cluster, which writes fewer replicas than asked for if no more fit."""
+    return call_client(lambda: cluster.remaining_bytes(_ROOM_SECONDS), 2 * _ROOM_SECONDS)
+
+
+def _quotas(cluster: Cluster, path: str) -> Iterator[tuple[str, int]]:
+    """Yield the folders with a quota, and the bytes of files that each has left."""
+    parts = [part for part in path.split("/") if part]
+    for depth in range(len(parts), max(len(parts) - _FOLDERS, 0), -1):
+        folder = "/" + "/".join(parts[:depth])
+        if folder in cluster.without_quota:
+            continue
+        try:
+            summary = call_client(partial(cluster.client.get_content_summary, folder), _ROOM_SECONDS)
+        except Exception as error:
+            if not facts_of(error).absent:
+                raise
+            continue
+        if summary.space_quota >= _NO_QUOTA:  # a quota that is set later is the NameNode's to enforce
+            cluster.without_quota.add(folder)
+        else:
+            # A byte counts once per replica, or less with erasure coding: as those that are there do.
+            per_byte = max(summary.space_consumed / summary.length, 1.0) if summary.length else 1.0
+            yield f"the space quota of {folder}", int((summary.space_quota - summary.space_consumed) / per_byte)

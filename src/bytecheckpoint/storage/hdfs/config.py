@@ -17,7 +17,7 @@ from xml.etree import ElementInclude, ElementTree
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.storage.base import UNENCODABLE
 
-__all__ = ["Address", "Target", "parse_url", "target_of"]
+__all__ = ["Address", "ClusterAddress", "parse_url", "target_of"]
 
 _DEFAULT_PORT = 8020
 _FILES = ("core-site.xml", "hdfs-site.xml")
@@ -33,7 +33,7 @@ Address = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ClusterAddress:
     """A file system and the configuration of its client. Equal targets can share one client.
 
     Attributes:
@@ -52,10 +52,10 @@ class Target:
 
     @property
     def secure(self) -> bool:
-        """Whether the cluster uses Kerberos or tokens."""
+        """Return whether the cluster uses Kerberos or tokens."""
         return not self.user
 
-    def rotated(self) -> Target:
+    def rotated(self) -> ClusterAddress:
         """Return the same file system with its first NameNode moved to the end."""
         options = dict(self.options)
         names = f"dfs.ha.namenodes.{self.authority}"
@@ -90,7 +90,7 @@ def parse_url(url: str) -> tuple[str, str]:
     return authority, f"/{path}"
 
 
-def target_of(authority: str) -> Target:
+def target_of(authority: str) -> ClusterAddress:
     """Read the environment and the configuration of a cluster.
 
     Raises:
@@ -100,7 +100,7 @@ def target_of(authority: str) -> Target:
     options = {
         # The timeout for a DataNode: another one, or another block, is quicker than the default minute.
         "dfs.client.socket-timeout": "20000",
-        # A write goes on with the remaining DataNodes, as long as there is one.
+        # A write continues with the remaining DataNodes, as long as there is one.
         "dfs.client.block.write.replace-datanode-on-failure.best-effort": "true",
         **properties,
         # The client asks each NameNode once; `Cluster.run` decides about retries.
@@ -112,7 +112,7 @@ def target_of(authority: str) -> Target:
     secure = properties.get("hadoop.security.authentication", "simple") != "simple"
     user = "" if secure else os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
     environment = tuple((name, os.environ[name]) for name in _VARIABLES if name in os.environ)
-    return Target(authority, namenodes, tuple(sorted(options.items())), user, environment)
+    return ClusterAddress(authority, namenodes, tuple(sorted(options.items())), user, environment)
 
 
 def _namenodes(authority: str, properties: dict[str, str], options: dict[str, str]) -> tuple[Address, ...]:

@@ -14,7 +14,7 @@ from bytecheckpoint.errors import StorageError, StorageFullError, StorageUnavail
 from bytecheckpoint.storage.hdfs.config import Address
 from bytecheckpoint.storage.hdfs.rpc import RemoteError
 
-__all__ = ["Facts", "absent", "facts_of", "storage_error"]
+__all__ = ["HdfsFacts", "absent", "facts_of", "storage_error"]
 
 _DUMP = re.compile(r"^(\w+)(?:\((.*)\))?$", re.DOTALL)
 _REMOTE = re.compile(r'^"([\w.$]*)", "(.*)"?$', re.DOTALL)
@@ -36,7 +36,7 @@ _PERMISSION_DUMPS = {"SASLError", "GSSAPIError", "NoSASLMechanism"}
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class HdfsFacts:
     """The facts about a failed call.
 
     Attributes:
@@ -60,45 +60,45 @@ class Facts:
     running: int = -1
 
 
-def facts_of(error: BaseException) -> Facts:
+def facts_of(error: BaseException) -> HdfsFacts:
     """Extract the facts from an error of the client library or of `rpc`."""
     text = str(error)
     if isinstance(error, FileNotFoundError):
-        return Facts("FileNotFound", "no such file", absent=True)
+        return HdfsFacts("FileNotFound", "no such file", absent=True)
     if isinstance(error, FileExistsError):
-        return Facts("FileExists", _short(text), exists=True)
+        return HdfsFacts("FileExists", _short(text), exists=True)
     if isinstance(error, RemoteError):
         return _remote(error.kind, error.text)
     if isinstance(error, TimeoutError):
-        return Facts("Timeout", _short(text) or "no answer in time", transient=True, answered=False)
+        return HdfsFacts("Timeout", _short(text) or "no answer in time", transient=True, answered=False)
     if isinstance(error, OSError):
         reason = error.strerror or text
-        return Facts("IOError", re.sub(r" \(os error \d+\)", "", _short(reason)), transient=True, answered=False)
+        return HdfsFacts("IOError", re.sub(r" \(os error \d+\)", "", _short(reason)), transient=True, answered=False)
     found = _DUMP.match(text)
     kind, inner = (found[1], found[2] or "") if found else (type(error).__name__, text)
     if kind in ("RPCError", "FatalRPCError") and (remote := _REMOTE.match(inner)):
         return _remote(remote[1].rpartition(".")[2], remote[2])
     if kind == "IsADirectoryError":
-        return Facts(kind, "it is a folder", absent=True)
+        return HdfsFacts(kind, "it is a folder", absent=True)
     inner = inner.strip('"').partition(": [")[0]  # a list of DataNodes follows
     if kind == "IOError":
-        return Facts(kind, _short(inner), transient=True, answered=False)
+        return HdfsFacts(kind, _short(inner), transient=True, answered=False)
     if kind in _PERMISSION_DUMPS:
-        return Facts("AccessControlException", f"{kind}: {_short(inner)}".removesuffix(": "))
-    return Facts(kind, _short(inner) or kind, transient=kind in _TRANSIENT_DUMPS)
+        return HdfsFacts("AccessControlException", f"{kind}: {_short(inner)}".removesuffix(": "))
+    return HdfsFacts(kind, _short(inner) or kind, transient=kind in _TRANSIENT_DUMPS)
 
 
-def _remote(kind: str, message: str) -> Facts:
+def _remote(kind: str, message: str) -> HdfsFacts:
     first = _short(_LINE_END.split(message, maxsplit=1)[0])
     if kind == "ParentNotDirectoryException" or (kind == "AccessControlException" and "is not a directory" in first):
-        return Facts(kind, first, absent=True)
+        return HdfsFacts(kind, first, absent=True)
     if kind in ("FileNotFoundException", "PathNotFoundException"):
-        return Facts(kind, first, absent=True)
+        return HdfsFacts(kind, first, absent=True)
     if kind in ("FileAlreadyExistsException", "AlreadyBeingCreatedException"):
-        return Facts(kind, first, exists=True)
+        return HdfsFacts(kind, first, exists=True)
     no_room = _NO_ROOM in first
     running = int(found[1]) if (found := _RUNNING.search(first)) else -1
-    return Facts(
+    return HdfsFacts(
         kind,
         f"{kind}: {first}" if first else kind,
         transient=kind in _TRANSIENT or no_room,
@@ -118,7 +118,7 @@ def absent(label: str) -> FileNotFoundError:
 
 
 def storage_error(
-    facts: Facts, action: str, label: str, attempts: int, namenodes: Sequence[Address], *, undecided: bool = False
+    facts: HdfsFacts, action: str, label: str, attempts: int, namenodes: Sequence[Address], *, undecided: bool = False
 ) -> Exception:
     """Return the typed error for a failed call.
 

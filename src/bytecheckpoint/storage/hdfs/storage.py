@@ -22,10 +22,9 @@ import numpy as np
 from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.errors import StorageError, StorageUnavailableError
 from bytecheckpoint.storage.base import FileReader, FileStat, check_name, conflict_error
-from bytecheckpoint.storage.hdfs.cluster import Cluster, call_client, cluster_of
+from bytecheckpoint.storage.hdfs.cluster import Cluster, call_client, check_room, cluster_of
 from bytecheckpoint.storage.hdfs.config import parse_url
 from bytecheckpoint.storage.hdfs.errors import absent
-from bytecheckpoint.storage.hdfs.room import check_room
 from bytecheckpoint.storage.hdfs.upload import PART_MARK, Upload
 from bytecheckpoint.storage.optional import FolderProbe, RoomCheck
 from bytecheckpoint.storage.ranged import RangeRequest, RequestSizes, read_in_parallel
@@ -79,7 +78,7 @@ class HdfsStorage(UploadingStorage, FolderProbe, RoomCheck):
         Upload(self._cluster, self._path(name), self._label(name), size, pieces).send()
 
     def open(self, name: str) -> FileReader:
-        return _Reader(self._cluster, self._path(name), self._label(name))
+        return _HdfsReader(self._cluster, self._path(name), self._label(name))
 
     def read(self, name: str) -> bytes:
         path = self._path(name)
@@ -260,7 +259,7 @@ class HdfsStorage(UploadingStorage, FolderProbe, RoomCheck):
             pass
 
 
-class _Reader(FileReader):
+class _HdfsReader(FileReader):
     preferred_bytes = 16 << 20
 
     def __init__(self, cluster: Cluster, path: str, label: str) -> None:

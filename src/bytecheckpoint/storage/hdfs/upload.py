@@ -64,8 +64,8 @@ class Upload:
     """The upload of one file.
 
     Args:
-        cluster: where the file goes.
-        path: of the file. Nobody else writes it.
+        cluster: cluster that receives the file.
+        path: path of the file, which nobody else writes.
         label: its address, for messages.
         size: its length in bytes.
         pieces: its bytes.
@@ -203,12 +203,12 @@ class Upload:
 
     def _create(self, path: str, whole: bool) -> Any:
         # A sub-file is one block: it needs one chain of DataNodes and never waits for a block before it. A block longer
-        # than the file would reserve room that DataNodes which are nearly full do not have.
+        # than the file would reserve space that DataNodes which are nearly full do not have.
         fitting = max(-(-self._stream_bytes >> 20) << 20, _MIN_BLOCK_BYTES)
         block = self._block or (None if whole and self._size > _MAX_PART_BYTES else fitting)
         options = hdfs_native.WriteOptions(block_size=block, overwrite=True, create_parent=True)
         self._begun[path] = None
-        # Not `client.create`: when its result is garbage-collected, in whatever thread that is, it asks the NameNode for up
+        # Not `client.create`: when its result is garbage-collected, in any thread, it asks the NameNode for up
         # to 16 s to complete an abandoned file.
         writer = self._call_namenode(lambda: self._cluster.client.inner.create(path, options))
         self._cluster.answered = True

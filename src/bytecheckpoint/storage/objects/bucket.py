@@ -50,8 +50,8 @@ class Bucket(RemoteClient):
 
     Attributes:
         seconds, store, uploads: the arguments.
-        known: whether the store has answered this process, perhaps under other credentials or settings.
-        commits: what `commit.py` has learned about conditional puts; None before it has tried them.
+        known: True once the store has answered this process, perhaps under other credentials or settings.
+        commits: findings of `commit.py` about conditional puts; None before it has tried them.
         lock: held while `commits` is being determined.
     """
 

@@ -45,7 +45,7 @@ class Commits:
     """The conditional puts that a bucket honours.
 
     Attributes:
-        create: of concurrent puts with If-None-Match, exactly one succeeds.
+        create: True if exactly one of several concurrent puts with If-None-Match succeeds.
         replace: a put with If-Match succeeds if the object has that version, and is refused otherwise.
     """
 
@@ -153,7 +153,7 @@ def _is_condition_unknown(client: Any, key: str, error: BaseException) -> bool:
 def _winners(client: Any, key: str) -> int:
     """Let several writers create one object at the same time; return how many responses say that it succeeded.
 
-    Requests may fail meanwhile. The race tells enough if half of the writers have an answer and one of them has won.
+    Requests may fail meanwhile. The race proves enough if half of the writers have an answer and one of them has won.
     """
 
     async def race() -> list[Any]:

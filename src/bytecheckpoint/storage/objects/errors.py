@@ -40,7 +40,7 @@ _CLOCK = {"RequestTimeTooSkewed", "RequestExpired"}
 _FOREIGN = "Encountered object with invalid path"
 _WRONG_REGION = "incorrectly configured region"
 _REGION = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "InvalidRegion"}
-#: Error codes that another attempt may cure, whatever the status.
+#: Error codes that another attempt may cure, with any status.
 _TRANSIENT_CODES = {
     "RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "Throttling", "ThrottlingException",
     "RequestThrottled", "TooManyRequests", "OperationAborted", "ConditionalRequestConflict", "ServerBusy",

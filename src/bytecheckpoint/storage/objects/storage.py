@@ -115,7 +115,7 @@ class ObjectStorage(UploadingStorage, ServerCopy, UploadCleanup):
         raise obstore.exceptions.GenericError("HTTP error: the object is not there after its upload")
 
     def open(self, name: str) -> FileReader:
-        return _Reader(self._bucket, self._key(name), self._label(name))
+        return _ObjectReader(self._bucket, self._key(name), self._label(name))
 
     def read(self, name: str) -> bytes:
         key = self._key(name)
@@ -146,7 +146,7 @@ class ObjectStorage(UploadingStorage, ServerCopy, UploadCleanup):
         here, there = self._key(name), source._key(name)
         try:
             self._bucket.run("copy", self._label(name), lambda client: obstore.copy(client, there, here))
-        except (FileNotFoundError, StorageError):  # a copy through this machine tells what is wrong
+        except (FileNotFoundError, StorageError):  # a copy through this machine reports the cause
             return False
         return True
 
@@ -188,7 +188,7 @@ class ObjectStorage(UploadingStorage, ServerCopy, UploadCleanup):
             of_bucket.abort(self._prefix, uploads)
 
 
-class _Reader(FileReader):
+class _ObjectReader(FileReader):
     preferred_bytes = 64 << 20
 
     def __init__(self, bucket: Bucket, key: str, label: str) -> None:

@@ -92,7 +92,7 @@ class Uploads:
             for page in itertools.islice(pages, _MAX_PAGES):
                 now = _server_time(page)
                 for upload in page.get("Uploads", ()):
-                    if upload["Key"].startswith(prefix):  # some stores list all uploads, whatever the prefix
+                    if upload["Key"].startswith(prefix):  # some stores ignore the prefix
                         age = now - upload["Initiated"].timestamp()
                         yield UnfinishedUpload(upload["Key"][len(prefix) :], age, upload["UploadId"])
 

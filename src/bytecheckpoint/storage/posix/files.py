@@ -85,7 +85,7 @@ def may_pass(error: BaseException | None, path: str) -> bool:
     A broken connection may. An I/O error of a network file system may, too; that of a local disk does not.
 
     Args:
-        error: what the file system raised.
+        error: error that the file system raised.
         path: the file or folder, absolute.
     """
     if not isinstance(error, OSError) or isinstance(error, NotSyncedError):

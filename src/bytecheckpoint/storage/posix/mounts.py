@@ -29,7 +29,7 @@ class _Mount(NamedTuple):
     """One line of the list.
 
     Attributes:
-        number: what the kernel numbers it by; another one after it was mounted anew.
+        number: device number of the kernel; another one after the file system was mounted anew.
         kind: type of the file system.
     """
 
@@ -85,7 +85,7 @@ def mounted(point: str) -> Iterator[None]:
     looks as if there were no checkpoint.
 
     Args:
-        point: of `network_mount`; "": nothing is checked.
+        point: mount point, from `network_mount`; "" to check nothing.
     """
     if not point:
         yield

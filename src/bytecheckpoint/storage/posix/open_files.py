@@ -17,7 +17,7 @@ from bytecheckpoint.storage.posix.mounts import mounted, network_mount, on_netwo
 from bytecheckpoint.tracing.operation import pause
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["Reader", "Retry", "Writer", "write_fully"]
+__all__ = ["PosixReader", "PosixWriter", "Retry", "write_fully"]
 
 #: Carries out a call, and carries it out again while its errors may pass.
 Retry = Callable[[Callable[[], None]], None]
@@ -91,7 +91,7 @@ class _Descriptor:
             os.close(fd)
 
 
-class Writer(FileWriter):
+class PosixWriter(FileWriter):
     """A new file.
 
     On a network file system every call is retried. When the server was lost, it may have lost bytes that it had taken
@@ -99,9 +99,9 @@ class Writer(FileWriter):
     caller's buffers if these are stable, otherwise it reads them back and compares their checksums first.
 
     Args:
-        path: where.
+        path: absolute path of the file.
         label: address for messages.
-        request: what is to be written.
+        request: request for the new file.
         direct: bypass the page cache, if the file system can.
         reserve: reserve the space.
         first: no earlier attempt to create the file was made, which may have created it.
@@ -235,11 +235,11 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-class Reader(FileReader):
+class PosixReader(FileReader):
     """An open file.
 
     Args:
-        path: where.
+        path: absolute path of the file.
         label: address for messages.
         retry: retries a call.
     """

@@ -37,7 +37,7 @@ from bytecheckpoint.storage.posix.files import (
     version_of,
 )
 from bytecheckpoint.storage.posix.mounts import is_in_memory, mounted, network_mount, on_network
-from bytecheckpoint.storage.posix.open_files import Reader, Writer
+from bytecheckpoint.storage.posix.open_files import PosixReader, PosixWriter
 from bytecheckpoint.storage.posix.publish import publish
 from bytecheckpoint.storage.remote import BriefRetries
 
@@ -97,7 +97,7 @@ class PosixStorage(Storage, CacheProbe, FolderProbe):
         """
         if self.capabilities.in_memory:
             return call()
-        # Whoever waits for this thread gives up after `call_timeout`, and must hear the error before.
+        # The caller gives up after `call_timeout`, and must receive the error before.
         seconds = min(settings().storage.timeout, call_timeout(self) / 2)
         if brief and time.monotonic() - self._failed_at < _BRIEF.window:
             seconds = min(seconds, _BRIEF.seconds)
@@ -162,7 +162,7 @@ class PosixStorage(Storage, CacheProbe, FolderProbe):
             direct = request.direct and (disk or settings().storage.direct_io == "on")
             remote = not (disk or self.capabilities.in_memory) and on_network(folder)
             first, again = not again, True
-            return Writer(
+            return PosixWriter(
                 path, label, request, direct=direct, reserve=disk or self.capabilities.in_memory, first=first,
                 retry=self._retry if remote else None,
             )  # fmt: skip
@@ -171,7 +171,7 @@ class PosixStorage(Storage, CacheProbe, FolderProbe):
 
     def open(self, name: str) -> FileReader:
         path, label = self._path(name), self._label(name)
-        return self._retry(self._attempt("open", label, lambda: Reader(path, label, self._retry), absent=True))
+        return self._retry(self._attempt("open", label, lambda: PosixReader(path, label, self._retry), absent=True))
 
     def read(self, name: str) -> bytes:
         path = self._path(name)

@@ -16,21 +16,21 @@ __all__ = ["FaultRule"]
 
 @dataclass
 class FaultRule:
-    """Which calls fail, and how.
+    """Choose calls, and let them fail.
 
     Attributes:
         call: the operation, "*" for all operations, or a predicate of the call.
-        error: what a hit call raises; None: nothing, it only waits.
+        error: error that a hit call raises; None if it only waits.
         name: part of the file's name; "" matches all.
-        rank: of the caller; None: any.
-        skip: how many matching calls pass first.
-        times: how many calls are hit after those; -1: all.
+        rank: rank of the caller; None for any.
+        skip: number of matching calls that pass first.
+        times: number of calls that are hit after those; -1 for all.
         delay: seconds that a hit call waits.
         hold: an event that a hit call waits for.
-        before: called before a hit call does anything.
-        partial: of "write": some bytes reach the file before the error.
-        lose: the call takes effect, but its answer is lost: the error, or a broken connection, comes instead.
-        hits: how many calls were hit.
+        before: function to call before a hit call does anything.
+        partial: True if a hit "write" puts some bytes into the file before the error.
+        lose: True if a hit call takes effect, and its answer is lost: the error, or a broken connection, comes instead.
+        hits: number of calls that were hit.
     """
 
     call: str | Callable[[Any], bool]

@@ -24,7 +24,7 @@ def _aligned(nbytes: int) -> NDArray[np.uint8]:
 
 
 class FileTests(Suite):
-    """A file is read as it was written, whatever happens to other files."""
+    """Read each file as it was written, with other files beside it."""
 
     @pytest.mark.parametrize("stable", [True, False])
     @pytest.mark.parametrize("nbytes", [0, 1, 99, 100, 101, 4095, 4096, 4097, (1 << 20) + 1])

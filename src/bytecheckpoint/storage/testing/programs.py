@@ -25,7 +25,7 @@ class ProgramTests(Suite):
     """A storage works in any program, and leaks nothing."""
 
     def test_inside_an_event_loop(self, storage: Storage) -> None:
-        """As in a notebook: the caller may be in a coroutine, and the storage must not use its loop."""
+        """Call the storage from a coroutine, as a notebook does: it must not use the caller's event loop."""
         data = content(100_000)
 
         async def program() -> None:

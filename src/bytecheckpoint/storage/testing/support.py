@@ -41,10 +41,10 @@ def write_file(
     """Write a file as the engine does: pieces from several threads in any order, the first bytes last.
 
     Args:
-        storage: where to write.
+        storage: storage to write to.
         name: name of the file.
         data: its bytes, shape [nbytes].
-        stable: as in `NewFile`. Otherwise each buffer is overwritten as soon as `write_at` returns.
+        stable: True if buffers stay as they are, as in `NewFile`; False to overwrite each as soon as `write_at` returns.
         piece: bytes of one piece; 0: about a tenth of the file.
         announced: the size in the request, which is an estimate; None: the true size.
     """

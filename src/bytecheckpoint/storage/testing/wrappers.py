@@ -147,7 +147,7 @@ class FaultyStorage(WrappedStorage):
 
     Args:
         inner: the storage that does the work.
-        rules: which calls fail; more may be added later.
+        rules: rules of the calls that fail; more may be added later.
         rank: the rank whose calls these are.
     """
 

@@ -6,6 +6,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 import msgspec
 
@@ -13,12 +15,13 @@ from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.concurrency import Workers
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, StorageError, listed
-from bytecheckpoint.handles import SaveHandle, SaveReport
+from bytecheckpoint.handles import SaveHandle, SaveReport, fail_handle
+from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.tiers.copying import own_files
-from bytecheckpoint.tiers.flush.job import flush_together
-from bytecheckpoint.tiers.flush.pending import PendingFlush, Stage
+from bytecheckpoint.tiers.flush.job import flush_together, transfer_limit
 from bytecheckpoint.tiers.flush.unflushed import UnflushedSteps, evict
 from bytecheckpoint.tiers.hot_folder import UNKNOWN, HotStep, StepRecord
 from bytecheckpoint.tiers.machines import Machines, find_machines
@@ -60,9 +63,9 @@ class Flusher:
         A save also waits for an earlier save to the same path.
 
         Args:
-            handle: of the save.
-            url: of the tier.
-            settings: of the save.
+            handle: handle of the save.
+            url: address of the tier.
+            settings: settings of the save.
         """
         if self._replicating is None:
             self._replicating, self._flushing = Workers(1, "bytecheckpoint-share"), Workers(1, "bytecheckpoint-flush")
@@ -90,13 +93,13 @@ class Flusher:
         """Take over a step that was committed in the hot tier. Every rank calls it for every save, in order.
 
         Args:
-            number: of the save, equal on all ranks.
-            storage: where the step is.
-            handle: whose `restorable` and `committed` are set.
-            report: for `committed`.
-            settings: of the save.
+            number: save number, the same on all ranks.
+            storage: tier that holds the step.
+            handle: handle whose `restorable` and `committed` are set.
+            report: report of the save, for `committed`.
+            settings: settings of the save.
             operation: this rank's part of the save.
-            on_failure: called with the error of a flush that fails.
+            on_failure: callback, given the error of a flush that fails.
         """
         assert self._replicating is not None
         with self._changed:
@@ -265,3 +268,90 @@ class Flusher:
         with self._changed:  # so that no save begins meanwhile
             if storage.url not in self._busy.values():
                 storage.hot_folder.remove_step(catalog)
+
+
+class Stage(StrEnum):
+    """The stage of a flush. The values appear in errors, and two of them are phases of the save."""
+
+    REPLICATE = "replicate"  # all machines get the catalog, and partners the files; then the step is restorable
+    FLUSH = "flush"  # the files go to the durable storage
+    COMMITTED = "committed"  # the durable storage has the step
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class PendingFlush:
+    """One save that is committed in the hot tier, on one rank.
+
+    Attributes:
+        number: save number, the same on all ranks.
+        storage: tier that holds the step.
+        handle: handle whose `restorable` and `committed` are set.
+        report: report of the save so far.
+        settings: settings of the save.
+        on_failure: callback, given the error if the step never became restorable.
+        operation: this rank's part of the save.
+        stage: how far the flush is.
+        step: the step, once the ranks have agreed upon it.
+    """
+
+    number: int
+    storage: TierStorage
+    handle: SaveHandle
+    report: SaveReport
+    settings: Settings
+    on_failure: Callable[[CheckpointError], None]
+    operation: Operation
+    stage: Stage = Stage.REPLICATE
+    step: HotStep | None = None
+    _catalog: Catalog | None = field(default=None, repr=False)
+
+    @property
+    def agreed_step(self) -> HotStep:
+        """The step; only after the ranks have agreed upon it."""
+        assert self.step is not None
+        return self.step
+
+    @property
+    def catalog(self) -> Catalog:
+        """The catalog of the step; only after the ranks have agreed upon it."""
+        if self._catalog is None:
+            self._catalog = decode(self.agreed_step.catalog)
+        return self._catalog
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that one stage may take."""
+        return self.settings.timeout + transfer_limit(self.catalog)
+
+    def set_restorable(self) -> None:
+        """Report that the loss of a machine does not lose the step any more."""
+        if not self.handle.restorable.done():
+            self.handle.restorable.set_result(None)
+
+    def set_committed(self) -> None:
+        """Report that the durable storage has the step."""
+        self.stage = Stage.COMMITTED
+        self.set_restorable()
+        operation = self.operation
+        report = replace(
+            self.report,
+            phases=operation.seconds_by_phase(),
+            total_seconds=operation.seconds(),
+            retries=operation.retries,
+            retry_seconds=operation.retry_seconds,
+        )
+        self.handle.committed.set_result(report)
+
+    def describe(self, rank: int, error: BaseException) -> CheckpointError:
+        """Return the error to report when this stage has failed on this rank."""
+        kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
+        cause = error if isinstance(error, CheckpointError) else repr(error)
+        return kind(f"rank {rank}, {self.stage} of {self.storage.url}: {cause}")
+
+    def set_failed(self, failure: CheckpointError) -> None:
+        """Report that the flush has failed. Later saves go on if a restart can use the step."""
+        self.stage = Stage.FAILED
+        if not self.handle.restorable.done():
+            self.on_failure(failure)
+        fail_handle(self.handle, failure)

@@ -40,8 +40,8 @@ def flush_together(agreement: Agreement, machines: Machines, storage: TierStorag
 
     Args:
         agreement: the ranks.
-        machines: which ranks share a machine.
-        storage: where the step is.
+        machines: machines of the ranks.
+        storage: tier that holds the step.
         step: the step.
         threads: files that a rank copies at the same time.
 
@@ -83,7 +83,7 @@ class _Orders(msgspec.Struct, frozen=True, array_like=True):
     """The files that all ranks copy in one round.
 
     Attributes:
-        files: for each rank, numbers of the files that it copies.
+        files: numbers of the files to copy, for each rank.
         present: sizes by name of the files that the durable storage has already.
     """
 
@@ -95,9 +95,9 @@ class _FlushPlan:
     """Assigns files to the ranks that copy them. Used on rank 0.
 
     Args:
-        machines: which ranks share a machine.
-        storage: where the step is.
-        catalog: of the step.
+        machines: machines of the ranks.
+        storage: tier that holds the step.
+        catalog: catalog of the step.
     """
 
     def __init__(self, machines: Machines, storage: TierStorage, catalog: Catalog) -> None:

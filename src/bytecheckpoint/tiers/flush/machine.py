@@ -22,10 +22,10 @@ __all__ = ["FlushReport", "flush", "unflushed"]
 
 @dataclass(frozen=True, slots=True)
 class FlushReport:
-    """What `flush` did.
+    """The result of a flush.
 
     Attributes:
-        path: of the durable checkpoint.
+        path: address of the durable checkpoint.
         state: "committed", "already there", or "incomplete": files are on other machines, where `flush` must run too.
         files: number of files that were copied.
         nbytes: bytes that were copied.

@@ -31,7 +31,7 @@ class UnflushedSteps:
     """The steps that earlier flushes left in the hot tiers of these machines: of killed jobs, or of this job.
 
     Args:
-        begun: when this job began, seconds since 1970. Steps that other jobs saved later are left to those jobs.
+        begun: start of this job, seconds since 1970. Steps that other jobs saved later are left to those jobs.
     """
 
     def __init__(self, begun: float) -> None:
@@ -56,8 +56,8 @@ class UnflushedSteps:
         """Note that the flush of a step has failed.
 
         Args:
-            url: of the step.
-            catalog: of the step; empty when it is not known.
+            url: address of the step.
+            catalog: catalog of the step; empty when it is not known.
         """
         self._failed.pop(url, None)
         self._failed[url] = catalog
@@ -87,10 +87,10 @@ class UnflushedSteps:
 
         Args:
             agreement: the ranks.
-            machines: which ranks share a machine.
+            machines: machines of the ranks.
             storage: a step of the run, which was just flushed.
             busy: URLs of the steps that this job is saving or flushing.
-            settings: of this job.
+            settings: settings of this job.
 
         Raises:
             CheckpointTimeoutError: a rank hangs.
@@ -198,8 +198,8 @@ def evict(
 ) -> None:
     """Remove the oldest hot steps of a run, beyond the numbers of flushed and unflushed steps that the settings keep.
 
-    A step that was flushed and that somebody has removed from the durable storage since goes too: whoever removed it could
-    not reach this machine's copy, and nobody shall take that for a step of the run. Of other runs all flushed steps go that
+    A step that was flushed and that somebody has removed from the durable storage since goes too: its remover could
+    not reach this machine's copy, which must not count as a step of the run. Of other runs all flushed steps go that
     were saved before this job began: their jobs have ended, or will save others.
 
     Args:
@@ -207,7 +207,7 @@ def evict(
         busy: URLs of the steps that this job is saving or flushing; they do not count.
         remove: removes a step from the hot tier, given its catalog, unless a save to its path is under way.
         settings: how many.
-        begun: when this job began, seconds since 1970.
+        begun: start of this job, seconds since 1970.
     """
     found = [(tier, step) for tier, step in steps_of_run(run_of(storage.url)) if tier.url not in busy]
     found.sort(key=lambda item: item[1].record.saved, reverse=True)
