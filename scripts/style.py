@@ -50,6 +50,8 @@ _PHRASES = [(re.compile(pattern, re.IGNORECASE), say) for pattern, say in PHRASE
 
 #: Functions and classes that may have more parameters or fields, with the reason.
 MANY_FIELDS: dict[str, str] = {
+    "bytecheckpoint.storage.testing.fault_rule.FaultRule": "keyword options, each with a default",
+    "bytecheckpoint.tiers.cooldown.CoolStep": "members of a documented JSON object",
     "bytecheckpoint.monitoring.alert.Alert": "members of a documented JSON object",
     "bytecheckpoint.monitoring.analysis.run.RunSummary": "members of a documented JSON object",
     "bytecheckpoint.monitoring.analysis.summary.OperationSummary": "members of a documented JSON object",
@@ -70,6 +72,8 @@ MANY_FIELDS: dict[str, str] = {
 }
 #: Small modules with one importer that stay by themselves, with the reason.
 SMALL_MODULES: dict[str, str] = {
+    "bytecheckpoint.storage.testing.fault_rule": "a FUSE program of the tests loads it without the package",
+    "bytecheckpoint.tiers.flush.machine": "its importer is in another package",
     "bytecheckpoint.monitoring.report.trace": "an output format of its own, beside the page",
     "bytecheckpoint.frameworks.coordinates": "all that a world takes from the frameworks",
     "bytecheckpoint.frameworks.fsdp1.adapter": "each framework has such a module",

@@ -28,7 +28,7 @@ __all__ = [
 
 
 class UnfinishedUpload(NamedTuple):
-    """An upload that was begun and not completed. It takes room, and no listing of files shows it.
+    """An upload that was begun and not completed. It takes up space, and no listing of files shows it.
 
     Attributes:
         name: relative name of the file, which may be in a folder of any depth.

@@ -40,7 +40,7 @@ def hot_steps(
 
 
 def with_room(root: PosixStorage, nbytes: int, write: Callable[[], _T]) -> _T:
-    """Return `write()`, which puts `nbytes` into a hot tier, and remove flushed steps for it as far as it needs room.
+    """Return `write()`, which puts `nbytes` into a hot tier, and remove flushed steps as far as it needs their space.
 
     Args:
         root: the tier.
@@ -48,7 +48,7 @@ def with_room(root: PosixStorage, nbytes: int, write: Callable[[], _T]) -> _T:
         write: function that writes or reserves them.
 
     Raises:
-        StorageFullError: there is no room, although no flushed step is left.
+        StorageFullError: it does not fit, although no flushed step is left.
     """
     flushed: list[tuple[HotFolder, HotStep]] | None = None
     while True:
