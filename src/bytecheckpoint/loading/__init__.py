@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -18,17 +19,20 @@ from bytecheckpoint.arguments import (
     settings_with_timeout,
 )
 from bytecheckpoint.calls import one_at_a_time
-from bytecheckpoint.collectives import current
-from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.collectives import Collective, current
+from bytecheckpoint.errors import CheckpointError, CheckpointReplacedError, IncompatibleCheckpointError
 from bytecheckpoint.frameworks.registry import resolve as resolve_framework
 from bytecheckpoint.frameworks.wrappers import unwrap_states
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.loading.request import LoadRequest, Matching
-from bytecheckpoint.loading.steps import fill_states
+from bytecheckpoint.loading.steps import FilledStates, Load
 from bytecheckpoint.saving import prepare_next
+from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage import resolve as resolve_storage
-from bytecheckpoint.tracing.operation import Operation
+from bytecheckpoint.tiers.restore import choose_copy
+from bytecheckpoint.tiers.storage import tier_of
+from bytecheckpoint.tracing.operation import Operation, pause
 from bytecheckpoint.world import world_of
 
 if TYPE_CHECKING:
@@ -37,6 +41,9 @@ if TYPE_CHECKING:
 __all__ = ["load"]
 
 _log = logging.getLogger("bytecheckpoint")
+#: Seconds to wait after each attempt: where ranks see different checkpoints, caches of a network file system may need a
+#: moment.
+_PAUSES = (0.0, 1.0, 0.0)
 
 
 @one_at_a_time
@@ -139,7 +146,7 @@ def load(
         except Exception as error:  # noqa: BLE001  raised on all ranks, when they open the checkpoint
             request = error
         try:
-            filled = fill_states(collective, number, storage, request, settings, operation)
+            filled = _fill_states(collective, number, storage, request, settings, operation)
             try:
                 report = filled.install(operation)
             finally:
@@ -161,6 +168,56 @@ def _resolved(path: str | os.PathLike[str] | Storage) -> Storage | Exception:
         return resolve_storage(path)
     except Exception as error:  # noqa: BLE001  see above
         return error
+
+
+def _fill_states(
+    collective: Collective,
+    number: int,
+    storage: Storage | Exception,
+    request: LoadRequest | Exception,
+    settings: Settings,
+    operation: Operation,
+) -> FilledStates:
+    """Open a checkpoint, fit it to the live objects and read it. Start again if another save replaces it meanwhile.
+
+    Args:
+        collective: ranks of the load; all of them call this.
+        number: number of the load, equal on all ranks.
+        storage: storage of the checkpoint, or the error of its path.
+        request: checked arguments, or the error of a wrong one, which all ranks then raise.
+        settings: settings in force at the call.
+        operation: measurements of this load.
+    """
+    for attempt, seconds in enumerate(_PAUSES):
+        tag = f"load/{number}.{attempt}"
+        operation.attempt = attempt + 1
+        try:
+            with contextlib.ExitStack() as stack:  # open until all ranks are done, since they read this rank's memory
+                copy_to_read = _choose_copy(storage, collective, tag, settings, stack)
+                load = Load(collective, tag, settings, operation, stack)
+                opened = load.open(copy_to_read, request, last=attempt + 1 == len(_PAUSES))
+                return load.read(*load.fit(opened))
+        except CheckpointReplacedError:
+            pause(seconds)
+    raise IncompatibleCheckpointError(
+        f"the checkpoint was replaced {len(_PAUSES)} times while it was being loaded; load one that is not being saved"
+    )
+
+
+def _choose_copy(
+    storage: Storage | Exception, collective: Collective, tag: str, settings: Settings, stack: contextlib.ExitStack
+) -> Storage | Exception:
+    """Return the copy of a tier that all ranks read; a failure is returned, so that `open` reports it to all ranks."""
+    if isinstance(storage, Exception):
+        return storage
+    # Ranks agree on the copy of a tier first, so they would wait in vain for those that load from something else.
+    collective.describe_call("tier" if tier_of(storage) is not None else "storage", storage.url)
+    try:
+        chosen = choose_copy(storage, collective, f"{tag}/tier", settings, stack)
+    except Exception as error:  # noqa: BLE001  raised by `open`
+        return error
+    chosen.timeout = settings.timeout
+    return chosen
 
 
 def _prepare_save(

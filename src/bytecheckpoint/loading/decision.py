@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from bytecheckpoint.collectives.base import different_paths
 from bytecheckpoint.engine.catalogs import CatalogHead
 from bytecheckpoint.errors import CheckpointReplacedError, IncompatibleCheckpointError, UsageError
-from bytecheckpoint.frameworks.selection import SelectionReport, check_selections
+from bytecheckpoint.frameworks.selection import NameSelection, SelectionReport, check_selections
 from bytecheckpoint.planning.exchange_plan import plan_shared_reads
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
+from bytecheckpoint.representation.names import unescape
 from bytecheckpoint.representation.plans import ReadPlan
 from bytecheckpoint.representation.shards import TensorKey
 
@@ -28,6 +29,7 @@ __all__ = [
     "ranges_of",
     "recognized_bitmap",
     "unexpected_keys",
+    "unexpected_names",
 ]
 
 
@@ -214,6 +216,21 @@ def unexpected_keys(catalog: Catalog, states: Collection[str], recognized: bytes
     unexpected = np.flatnonzero(asked & ~known & ~tree & (catalog.owner == SHARED))
     keys = (catalog.key(i) for i in unexpected.tolist())
     return [key._replace(slot="") if key.slot == VALUES_SLOT else key for key in keys]
+
+
+def unexpected_names(
+    catalog: Catalog, states: Collection[str], decision: FitDecision, selection: NameSelection
+) -> list[str]:
+    """List the names that the checkpoint holds, the load selects and no rank wants.
+
+    Args:
+        catalog: catalog of the checkpoint.
+        states: states that the caller loads.
+        decision: decision of rank 0.
+        selection: selection of the load.
+    """
+    keys = unexpected_keys(catalog, states, decision.recognized)
+    return [*(str(key) for key in keys if selection.takes_any(key)), *map(unescape, decision.other_extra_states)]
 
 
 def ranges_of(plan: ReadPlan) -> NDArray[np.int64]:

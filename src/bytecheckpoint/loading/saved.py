@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
 from bytecheckpoint.representation.catalog_groups import CatalogGroups
 from bytecheckpoint.representation.catalog_index import CatalogIndex
+from bytecheckpoint.representation.names import escape
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.values.codec import TensorRef, decode, leaves_with_paths
 
@@ -134,7 +135,20 @@ class SavedView:
             known = self._tree_cache[state] = list(dict.fromkeys(read))
         return known
 
-    def extra_states(self, state: str, world_size: int) -> Iterator[str]:
+    def extra_state_names(self, loaded: Mapping[str, Collection[str]], world_size: int) -> tuple[list[str], list[str]]:
+        """Return the names of the extra states that this rank loads or leaves alone, and of others in the checkpoint.
+
+        Args:
+            loaded: state of modules -> names of the extra states that this rank loads.
+            world_size: number of ranks, among which the trees of plain values are divided.
+        """
+        known = {(state, name) for state, names in loaded.items() for name in names}
+        known |= {name for name in self._live.skipped if name[0] in loaded}
+        found = {(state, name) for state in loaded for name in self._extra_states(state, world_size)}
+        others = {name for name in found - known if self._live.selection.takes(*name)}
+        return _escaped(known), _escaped(others)
+
+    def _extra_states(self, state: str, world_size: int) -> Iterator[str]:
         """Iterate over the names of the extra states in this rank's share of the trees of a state.
 
         The shares of all ranks are all trees. A name may come twice. An empty value is nothing to load, and a tensor
@@ -207,3 +221,7 @@ class SavedView:
             if number >= 0:
                 return self.tensors[number]
         return None
+
+
+def _escaped(names: Iterable[tuple[str, str]]) -> list[str]:
+    return [escape(str(TensorKey(*name))) for name in sorted(names)]

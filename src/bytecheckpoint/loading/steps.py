@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.peer_memory import peer_handshake
 from bytecheckpoint.engine.reading import read_all
 from bytecheckpoint.engine.scatter import ScatterPlan
-from bytecheckpoint.errors import CheckpointReplacedError, IncompatibleCheckpointError, listed
+from bytecheckpoint.errors import CheckpointReplacedError, listed
 from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.frameworks.base import Destination
 from bytecheckpoint.garbage_collection import gc_paused
@@ -34,7 +34,7 @@ from bytecheckpoint.loading.decision import (
     decide_open,
     ranges_of,
     recognized_bitmap,
-    unexpected_keys,
+    unexpected_names,
 )
 from bytecheckpoint.loading.fit import (
     Fit,
@@ -53,24 +53,18 @@ from bytecheckpoint.planning.exchange_plan import exchange_plan_of_rank
 from bytecheckpoint.planning.read_plan import groups_to_read, stored_rows
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
-from bytecheckpoint.representation.names import escape, unescape
 from bytecheckpoint.representation.plans import SharedChunks
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
-from bytecheckpoint.tiers.restore import choose_copy
-from bytecheckpoint.tiers.storage import tier_of
-from bytecheckpoint.tracing.operation import Operation, pause, retries_so_far, span
+from bytecheckpoint.tracing.operation import Operation, retries_so_far, span
 
-__all__ = ["FilledStates", "fill_states"]
+__all__ = ["FilledStates", "Load"]
 
 _log = logging.getLogger("bytecheckpoint")
 _Own = TypeVar("_Own")
 _Report = TypeVar("_Report")
 _Decision = TypeVar("_Decision")
-#: Seconds to wait after each attempt: where ranks see different checkpoints, caches of a network file system may need a
-#: moment.
-_PAUSES = (0.0, 1.0, 0.0)
 #: Smallest number of chunks that each rank reads in a round of an exchange.
 _FEWEST_CHUNKS = 2
 
@@ -180,56 +174,6 @@ class FilledStates:
         if self.rank == 0:
             _log.warning("%s; compare the names", warning)
         return [warning]
-
-
-def fill_states(
-    collective: Collective,
-    number: int,
-    storage: Storage | Exception,
-    request: LoadRequest | Exception,
-    settings: Settings,
-    operation: Operation,
-) -> FilledStates:
-    """Open a checkpoint, fit it to the live objects and read it. Start again if another save replaces it meanwhile.
-
-    Args:
-        collective: ranks of the load; all of them call this.
-        number: number of the load, equal on all ranks.
-        storage: storage of the checkpoint, or the error of its path.
-        request: checked arguments, or the error of a wrong one, which all ranks then raise.
-        settings: settings in force at the call.
-        operation: measurements of this load.
-    """
-    for attempt, seconds in enumerate(_PAUSES):
-        tag = f"load/{number}.{attempt}"
-        operation.attempt = attempt + 1
-        try:
-            with contextlib.ExitStack() as stack:  # open until all ranks are done, since they read this rank's memory
-                copy_to_read = _choose_copy(storage, collective, tag, settings, stack)
-                load = Load(collective, tag, settings, operation, stack)
-                opened = load.open(copy_to_read, request, last=attempt + 1 == len(_PAUSES))
-                return load.read(*load.fit(opened))
-        except CheckpointReplacedError:
-            pause(seconds)
-    raise IncompatibleCheckpointError(
-        f"the checkpoint was replaced {len(_PAUSES)} times while it was being loaded; load one that is not being saved"
-    )
-
-
-def _choose_copy(
-    storage: Storage | Exception, collective: Collective, tag: str, settings: Settings, stack: contextlib.ExitStack
-) -> Storage | Exception:
-    """Return the copy of a tier that all ranks read; a failure is returned, so that `open` reports it to all ranks."""
-    if isinstance(storage, Exception):
-        return storage
-    # Ranks agree on the copy of a tier first, so they would wait in vain for those that load from something else.
-    collective.describe_call("tier" if tier_of(storage) is not None else "storage", storage.url)
-    try:
-        chosen = choose_copy(storage, collective, f"{tag}/tier", settings, stack)
-    except Exception as error:  # noqa: BLE001  raised by `open`
-        return error
-    chosen.timeout = settings.timeout
-    return chosen
 
 
 class Load:
@@ -343,7 +287,7 @@ class Load:
                 refuse_missing(url, missing, view.other_names(destination.recognized), selection.unmatched)
                 destination.mismatches += lost_positions(catalog, request.states, world_size)
                 refuse_mismatches(url, request.refused_mismatches(destination))
-                loaded, others = _extra_states(view, live, destination, world_size)
+                loaded, others = view.extra_state_names(destination.extra_states, world_size)
                 boxes = wanted_boxes(view, destination.wanted)
                 rows = checkpoint.trees.rows
                 if groups is not None:
@@ -401,7 +345,8 @@ class Load:
     def _read(self, fitted: _FittedLoad, decision: FitDecision) -> tuple[int, int, list[str]]:
         """Fill the destinations; return the bytes read and received, and the names that no rank wants."""
         request, destination, files = fitted.request, fitted.destination, fitted.checkpoint.files
-        unexpected = _unexpected(fitted, decision)
+        states = {*request.states, *destination.states}
+        unexpected = unexpected_names(fitted.catalog, states, decision, request.matching.selection)
         refused = list(filter(request.strict_about, unexpected))
         refuse_unexpected(files.url, refused, (str(shard.key) for shard in destination.wanted))
         nbytes = received = 0
@@ -458,30 +403,6 @@ def _decide_open(
 
 def _any(_: object, reports: list[bool]) -> bool:
     return any(reports)
-
-
-def _extra_states(
-    view: SavedView, live: LiveNames, destination: Destination, world_size: int
-) -> tuple[list[str], list[str]]:
-    """Return the names of the extra states that this rank loads or leaves alone, and of others in the checkpoint."""
-    loaded = {(state, name) for state, names in destination.extra_states.items() for name in names}
-    loaded |= {name for name in live.skipped if name[0] in destination.extra_states}
-    found = {(s, n) for s in destination.extra_states for n in view.extra_states(s, world_size)}
-    others = [name for name in found - loaded if live.selection.takes(*name)]
-    return _escaped(loaded), _escaped(others)
-
-
-def _unexpected(fitted: _FittedLoad, decision: FitDecision) -> list[str]:
-    """Return the names that the checkpoint holds and no rank wants."""
-    states = {*fitted.request.states, *fitted.destination.states}
-    keys = unexpected_keys(fitted.catalog, states, decision.recognized)
-    selection = fitted.request.matching.selection
-    names = [str(key) for key in keys if selection.takes_any(key)]
-    return [*names, *map(unescape, decision.other_extra_states)]
-
-
-def _escaped(names: Iterable[tuple[str, str]]) -> list[str]:
-    return [escape(str(TensorKey(*name))) for name in sorted(names)]
 
 
 def _value(result: _Own | Exception) -> _Own:
