@@ -7,7 +7,6 @@ handlers work. Each message is one line: what happened, where (rank, stage, file
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 __all__ = [
@@ -25,9 +24,6 @@ __all__ = [
     "StorageFullError",
     "StorageUnavailableError",
     "UsageError",
-    "error_class",
-    "error_from_report",
-    "error_report",
     "listed",
 ]
 
@@ -124,41 +120,6 @@ class UsageError(CheckpointError, ValueError):
 
 class OutOfRangeError(UsageError, IndexError):
     """An index is outside the shape of a tensor, or there are more indices than dimensions."""
-
-
-_BY_NAME: dict[str, type[CheckpointError]] = {
-    cls.__name__: cls for cls in list(globals().values()) if isinstance(cls, type) and issubclass(cls, CheckpointError)
-}
-
-
-def error_report(error: BaseException) -> dict[str, str]:
-    """Turn `error` into plain strings for another rank (never a pickle)."""
-    name = type(error).__name__ if isinstance(error, CheckpointError) else "CheckpointError"
-    text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    # Names may hold lone surrogates, which UTF-8 messages cannot.
-    report = {"error": name, "message": text.encode("utf-8", "backslashreplace").decode()}
-    if isinstance(error, CorruptCheckpointError):
-        report |= {"file": error.file, "block": str(error.block), "tensors": json.dumps(error.tensors)}
-    return report
-
-
-def error_class(report: dict[str, str]) -> type[CheckpointError]:
-    """Return the class of the error that `report` describes; `CheckpointError` if this version does not know it."""
-    return _BY_NAME.get(report.get("error", ""), CheckpointError)
-
-
-def error_from_report(report: dict[str, str], *, prefix: str = "") -> CheckpointError:
-    """Make the error that another rank reported, of the same class if this version knows it."""
-    cls = error_class(report)
-    message = prefix + report.get("message", "unknown failure")
-    if issubclass(cls, CorruptCheckpointError):
-        return cls(
-            message,
-            file=report.get("file", ""),
-            block=int(report.get("block", -1)),
-            tensors=tuple(json.loads(report.get("tensors", "[]"))),
-        )
-    return cls(message)
 
 
 def listed(names: Sequence[object], most: int = 5) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Callable, Iterator
 
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 
 from bytecheckpoint.collectives import Collective, ThreadWorld
-from bytecheckpoint.errors import CheckpointError, UsageError
-from tests.collectives.interrupts import check_interrupts
+from bytecheckpoint.collectives.stop import StopSignal
+from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, StorageError, UsageError
+from bytecheckpoint.failures import Cancellation, Failure
 from tests.collectives.socket_world import SocketWorld
 from tests.support.certificates import certificates
 from tests.support.settings import using
@@ -51,8 +53,39 @@ def test_each_operation(run: Callable[..., object]) -> None:
     assert len(set(run(body))) == 1  # type: ignore[call-overload]
 
 
-def test_interrupted_waits(run: Callable[..., object]) -> None:
-    run(lambda c, _: check_interrupts(c))
+def test_watched_and_forgotten_messages(run: Callable[..., object]) -> None:
+    def body(c: Collective, tag: str) -> None:
+        received: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        end_watch = c.watch(f"{tag} watched", received.put)
+        c.barrier(f"{tag} begun", timeout=30)
+        if c.rank == 0:
+            c.forget(f"{tag} forgotten")
+            for rank in RANKS:
+                c.send(rank, f"{tag} watched", b"for %d" % rank)
+        assert received.get(timeout=30) == b"for %d" % c.rank
+        end_watch()
+        c.send(0, f"{tag} forgotten", b"late")
+        c.send(0, f"{tag} after", b"")
+        if c.rank == 0:
+            c.collect(RANKS, f"{tag} after", timeout=30)
+            with pytest.raises(CheckpointTimeoutError):
+                c.recv(0, f"{tag} forgotten", timeout=0)
+
+    run(body)
+
+
+def test_a_failure_ends_a_wait(run: Callable[..., object]) -> None:
+    """The last rank fails while rank 0 waits for all, and the others for rank 0."""
+
+    def body(c: Collective, tag: str) -> None:
+        cancel = Cancellation()
+        with StopSignal(c, tag, cancel) as stop:
+            if c.rank == RANKS[-1]:
+                stop.fail(Failure.of(StorageError("gone"), rank=c.rank, stage="write"))
+            with pytest.raises(StorageError, match=f"^rank {RANKS[-1]}, write: gone"):
+                c.collect(RANKS if c.rank == 0 else [0], f"{tag} never", timeout=3600, cancel=cancel)
+
+    run(body)
 
 
 def test_messages_with_one_tag_keep_their_order(run: Callable[..., object]) -> None:

@@ -7,36 +7,10 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld, current, use
 from bytecheckpoint.collectives.testing import _ThreadRank
-from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, UsageError
-from tests.collectives.interrupts import check_interrupts
-
-
-def test_collectives_of_a_thread_world() -> None:
-    def body(c: Collective) -> None:
-        assert current() is c
-        mine = bytes([c.rank]) * (c.rank * 3)
-        everyone = [bytes([r]) * (r * 3) for r in range(c.world_size)]
-        time.sleep(0.01 * (c.world_size - c.rank))  # arrival in the opposite order
-        assert c.gather("g", mine, timeout=5) == (everyone if c.rank == 0 else None)
-        assert c.scatter("s", everyone if c.rank == 0 else None, timeout=5) == mine
-        assert c.broadcast("b", b"x" if c.rank == 0 else None, timeout=5) == b"x"
-        assert c.all_gather("a", mine, timeout=5) == everyone
-        c.barrier("bar", timeout=5)
-
-    world = ThreadWorld(4)
-    world.run(body, timeout=20)
-    assert len({world.rank(r).world_id for r in range(4)}) == 1
-    assert len(world.world_id) >= 8 and world.world_id != ThreadWorld(1).world_id
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_interrupted_waits(ranks: int) -> None:
-    ThreadWorld(ranks).run(check_interrupts, timeout=60)
+from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
 
 
 def test_messages_with_one_tag_keep_their_order_and_self_sends_work() -> None:
@@ -116,27 +90,6 @@ def test_what_fails_on_rank_0_fails_every_rank_at_once(silent: bool) -> None:
         assert not thread.is_alive()
 
 
-def test_gather_scatter_gives_every_rank_its_own_answer() -> None:
-    def decide(payloads: list[bytes]) -> list[bytes]:
-        return [b"all: %s, to %d" % (b"".join(payloads), rank) for rank in range(len(payloads))]
-
-    def body(c: Collective) -> bytes:
-        return c.gather_scatter("c", b"abc"[c.rank : c.rank + 1], decide, timeout=5)
-
-    assert ThreadWorld(3).run(body, timeout=20) == [b"all: abc, to %d" % rank for rank in range(3)]
-
-
-def test_a_decision_that_fails_fails_every_rank_at_once() -> None:
-    def decide(_: list[bytes]) -> list[bytes]:
-        raise UsageError("no such thing")
-
-    def body(c: Collective) -> None:
-        with pytest.raises(CheckpointError, match="no such thing"):
-            c.gather_scatter("c", b"", decide, timeout=3600)
-
-    ThreadWorld(3).run(body, timeout=20)
-
-
 @pytest.mark.parametrize("size", [9, 10, 30, 75])
 def test_a_long_answer_for_all_is_relayed_from_rank_to_rank(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = np.random.default_rng(1).bytes(300_000)
@@ -202,29 +155,6 @@ def test_use_is_per_thread_and_nests() -> None:
         thread.start()
         thread.join()
     assert seen[0] is current() is not outer
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    sizes=st.integers(1, 4).flatmap(
-        lambda n: st.lists(st.lists(st.integers(0, 200), min_size=n, max_size=n), min_size=n, max_size=n)
-    )
-)
-def test_exchange_moves_any_matrix_of_sizes(sizes: list[list[int]]) -> None:
-    """sizes[i][j] bytes travel from rank i to rank j; 0 means no message at all."""
-
-    def content(i: int, j: int) -> np.ndarray:
-        return (np.arange(sizes[i][j]) * 7 + i * 13 + j).astype(np.uint8)
-
-    def body(c: Collective) -> None:
-        peers = range(c.world_size)
-        incoming = {i: np.zeros(sizes[i][c.rank], np.uint8) for i in peers if sizes[i][c.rank]}
-        outgoing = {j: content(c.rank, j) for j in peers if sizes[c.rank][j]}
-        c.exchange("x", outgoing, incoming, timeout=10)
-        for i, array in incoming.items():
-            np.testing.assert_array_equal(array, content(i, c.rank))
-
-    ThreadWorld(len(sizes)).run(body, timeout=20)
 
 
 def test_losses_are_told() -> None:

@@ -13,7 +13,8 @@ import torch
 import bytecheckpoint
 from bytecheckpoint import CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld, use
-from bytecheckpoint.errors import CheckpointReplacedError, error_from_report, error_report
+from bytecheckpoint.errors import CheckpointReplacedError
+from bytecheckpoint.failures import Failure
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.wrappers import Call, WrappedStorage
@@ -105,7 +106,7 @@ def test_ranks_that_see_different_checkpoints(tmp_path: Path) -> None:
 
 
 def test_the_error_is_internal_and_travels() -> None:
-    there = error_from_report(error_report(CheckpointReplacedError("gone", file="f", block=2)), prefix="rank 1: ")
+    there = Failure.of(CheckpointReplacedError("gone", file="f", block=2), rank=1).as_error()
     assert type(there) is CheckpointReplacedError and isinstance(there, CorruptCheckpointError)
     assert (str(there), there.file, there.block) == ("rank 1: gone", "f", 2)
     assert not hasattr(bytecheckpoint, "CheckpointReplacedError")

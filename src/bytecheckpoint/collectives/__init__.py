@@ -6,9 +6,9 @@ tests, of a `ThreadWorld`.
 
 from __future__ import annotations
 
-from bytecheckpoint.collectives.base import Collective, InterruptedWaitError, host_id
+from bytecheckpoint.collectives.base import Collective, host_id
 from bytecheckpoint.collectives.current import current, use
 from bytecheckpoint.collectives.single import SingleProcess
 from bytecheckpoint.collectives.testing import ThreadWorld
 
-__all__ = ["Collective", "InterruptedWaitError", "SingleProcess", "ThreadWorld", "current", "host_id", "use"]
+__all__ = ["Collective", "SingleProcess", "ThreadWorld", "current", "host_id", "use"]

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Collective",
     "DataProvider",
-    "InterruptedWaitError",
     "different_paths",
     "host_id",
     "names_of_ranks",
@@ -92,14 +91,6 @@ def _unpack(message: bytes, count: int) -> list[bytes]:
     head = 8 * count
     ends = (head + np.cumsum(np.frombuffer(message, "<u8", count)).astype(np.int64)).tolist()
     return [message[start:end] for start, end in zip([head, *ends[:-1]], ends, strict=True)]
-
-
-class InterruptedWaitError(Exception):
-    """Ends a `collect`, with the message that came in place of the others."""
-
-    def __init__(self, payload: bytes) -> None:
-        super().__init__("another message came first")
-        self.payload = payload
 
 
 class Collective(ABC):
@@ -171,7 +162,6 @@ class Collective(ABC):
         tag: str,
         *,
         timeout: float,
-        unless: str = "",
         cancel: Cancellation | None = None,
     ) -> list[bytes]:
         """Receive one message from each of `sources` under one deadline; errors name every missing rank.
@@ -180,11 +170,9 @@ class Collective(ABC):
             sources: ranks.
             tag: of the messages.
             timeout: seconds.
-            unless: a tag. A message under it, from any rank, ends the wait.
             cancel: token whose failure ends the wait.
 
         Raises:
-            InterruptedWaitError: such a message has come.
             CheckpointError: failure of `cancel`.
             CheckpointTimeoutError, PeerLostError: as `recv`.
         """

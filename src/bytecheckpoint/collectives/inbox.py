@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from bytecheckpoint.collectives.base import (
     Collective,
     DataProvider,
-    InterruptedWaitError,
     host_id,
     names_of_ranks,
     provide,
@@ -52,12 +51,16 @@ class MessageHandler(Protocol):
         """Note that no rank sends any more messages."""
 
 
-class _Receiver:
-    """One thread that waits for messages under one tag."""
+class _Waiter(NamedTuple):
+    """One thread that waits for messages under one tag.
 
-    def __init__(self, missing: set[int], lock: threading.RLock, over: threading.Condition | None = None) -> None:
-        self.missing = missing
-        self.over = over or threading.Condition(lock)
+    Attributes:
+        missing: ranks whose message has not come.
+        over: condition that ends the wait.
+    """
+
+    missing: set[int]
+    over: threading.Condition
 
 
 class _Watcher:
@@ -98,7 +101,7 @@ class Inbox:
         self.rank = rank
         self.explain: Callable[[Collection[int]], str] = lambda _: ""
         self._messages: dict[str, dict[int, deque[bytes]]] = {}  # by tag, then source
-        self._receivers: dict[str, list[_Receiver]] = {}  # by tag
+        self._waiters: dict[str, list[_Waiter]] = {}  # by tag
         self._current: set[_Wait] = set()
         self._questions = itertools.count()
         self._handlers: dict[str, MessageHandler] = {}  # by tag
@@ -125,10 +128,10 @@ class Inbox:
                 handler.on_message(source, payload)
                 return
             self._messages.setdefault(tag, {}).setdefault(source, deque()).append(payload)
-            for receiver in self._receivers.get(tag, ()):
-                receiver.missing.discard(source)
-                if not receiver.missing:
-                    receiver.over.notify()
+            for waiter in self._waiters.get(tag, ()):
+                waiter.missing.discard(source)
+                if not waiter.missing:
+                    waiter.over.notify()
 
     def mark_lost(self, source: int, reason: str) -> None:
         """Fail all waits for rank `source`, now and later. Messages that have arrived stay."""
@@ -138,9 +141,9 @@ class Inbox:
             self._lost[source] = reason
             for handler in self._handlers.values():
                 handler.on_lost(source, reason)
-            for receiver in itertools.chain(*self._receivers.values()):
-                if source in receiver.missing:
-                    receiver.over.notify()
+            for waiter in itertools.chain(*self._waiters.values()):
+                if source in waiter.missing:
+                    waiter.over.notify()
 
     def close(self, reason: str) -> None:
         """Fail all waits, now and later. Messages that have arrived stay."""
@@ -150,8 +153,8 @@ class Inbox:
             self._closed = reason
             for handler in self._handlers.values():
                 handler.on_closed(reason)
-            for receiver in itertools.chain(*self._receivers.values()):
-                receiver.over.notify()
+            for waiter in itertools.chain(*self._waiters.values()):
+                waiter.over.notify()
 
     def set_handler(self, tag: str, handler: MessageHandler) -> None:
         """Give all messages under `tag` and all losses to `handler`, also those of the past."""
@@ -192,7 +195,6 @@ class Inbox:
         *,
         timeout: float,
         ask: Callable[[int, str], None] | None = None,
-        unless: str = "",
         cancel: Cancellation | None = None,
     ) -> list[bytes]:
         """Wait for one message under `tag` from each of `sources`, and take all of them or none.
@@ -202,11 +204,11 @@ class Inbox:
             tag: of the messages.
             timeout: seconds. After that, a rank that is alive (`liveness`) is waited for as long as it is.
             ask: `ask(rank, tag)` lets a rank send its `outlook` under a tag. Without it, nobody is waited for longer.
-            unless: a tag; a message under it ends the wait.
             cancel: token of the save or load; its failure ends the wait, and is raised.
 
         Raises:
-            InterruptedWaitError, CheckpointTimeoutError, PeerLostError: as `Collective.collect`.
+            CheckpointTimeoutError, PeerLostError: as `Collective.collect`.
+            CheckpointError: failure of `cancel`.
         """
         wait = _Wait(time.monotonic() + timeout)
         self._current.add(wait)
@@ -218,7 +220,7 @@ class Inbox:
             look = time.monotonic() + pause
             while True:
                 with self._lock:
-                    missing = self._wait(sources, tag, min(limit, look), unless, cancel)
+                    missing = self._wait(sources, tag, min(limit, look), cancel)
                     if not missing:
                         note_activity()
                         return [self._pop(source, tag) for source in sources]
@@ -281,12 +283,10 @@ class Inbox:
 
     def _wake_all(self, _: Failure) -> None:
         with self._lock:
-            for receiver in itertools.chain(*self._receivers.values()):
-                receiver.over.notify()
+            for waiter in itertools.chain(*self._waiters.values()):
+                waiter.over.notify()
 
-    def _wait(
-        self, sources: Collection[int], tag: str, limit: float, unless: str = "", cancel: Cancellation | None = None
-    ) -> set[int]:
+    def _wait(self, sources: Collection[int], tag: str, limit: float, cancel: Cancellation | None = None) -> set[int]:
         """Wait until a message under `tag` has come from each of `sources`, or until the time `limit`.
 
         The caller holds the lock.
@@ -295,13 +295,11 @@ class Inbox:
             The ranks whose message is missing.
 
         Raises:
-            InterruptedWaitError: a message under the tag `unless` has come.
+            CheckpointError: failure of `cancel`.
         """
         while True:
             if cancel is not None:
                 cancel.raise_if_set()
-            if unless in self._messages:
-                raise InterruptedWaitError(self._pop(next(iter(self._messages[unless])), unless))
             by_source = self._messages.get(tag, {})
             missing = {source for source in sources if source not in by_source}
             if missing and (self._lost or self._closed is not None):
@@ -310,19 +308,14 @@ class Inbox:
             if not missing or remaining <= 0:
                 return missing
             # Woken when nothing is missing, not by each message: that would be quadratic in the number of ranks.
-            receiver = _Receiver(missing, self._lock)
-            waits = {tag: receiver}
-            if unless:
-                waits[unless] = _Receiver(set(), self._lock, receiver.over)
-            for name, entry in waits.items():
-                self._receivers.setdefault(name, []).append(entry)
+            waiter = _Waiter(missing, threading.Condition(self._lock))
+            self._waiters.setdefault(tag, []).append(waiter)
             try:
-                receiver.over.wait(remaining)
+                waiter.over.wait(remaining)
             finally:
-                for name, entry in waits.items():
-                    self._receivers[name].remove(entry)
-                    if not self._receivers[name]:
-                        del self._receivers[name]
+                self._waiters[tag].remove(waiter)
+                if not self._waiters[tag]:
+                    del self._waiters[tag]
 
     def _pop(self, source: int, tag: str) -> bytes:
         by_source = self._messages[tag]
@@ -374,10 +367,9 @@ class InboxCollective(Collective):
         tag: str,
         *,
         timeout: float,
-        unless: str = "",
         cancel: Cancellation | None = None,
     ) -> list[bytes]:
-        return self.inbox.take(sources, tag, timeout=timeout, ask=self._ask, unless=unless, cancel=cancel)
+        return self.inbox.take(sources, tag, timeout=timeout, ask=self._ask, cancel=cancel)
 
     def watch(  # noqa: D102 (inherited)
         self, tag: str, on_message: Callable[[bytes], None], on_lost: Callable[[int, str], None] | None = None

@@ -192,14 +192,13 @@ class StoreCollective(InboxCollective):
         tag: str,
         *,
         timeout: float,
-        unless: str = "",
         cancel: Cancellation | None = None,
     ) -> list[bytes]:
         self._star.check_process()
         for source in sources:
             if source not in (0, self.rank) and not self.inbox.has(source, tag):
                 self._star.watch(source)
-        return super().collect(sources, tag, timeout=timeout, unless=unless, cancel=cancel)
+        return super().collect(sources, tag, timeout=timeout, cancel=cancel)
 
     def watch_losses(self, on_lost: Callable[[int, str], None]) -> Callable[[], None]:  # noqa: D102 (inherited)
         self._star.watch(ANYBODY)

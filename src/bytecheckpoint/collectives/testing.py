@@ -45,12 +45,11 @@ class _ThreadRank(InboxCollective):
         tag: str,
         *,
         timeout: float,
-        unless: str = "",
         cancel: Cancellation | None = None,
     ) -> list[bytes]:
         if self.rank in self._world.killed:
             raise PeerLostError(f"rank {self.rank}: was killed")
-        return super().collect(sources, tag, timeout=timeout, unless=unless, cancel=cancel)
+        return super().collect(sources, tag, timeout=timeout, cancel=cancel)
 
     def fetch(self, rank: int, tag: str, request: bytes, destination: NDArray[np.uint8], *, timeout: float) -> None:
         if not {rank, self.rank}.isdisjoint(self._world.killed):
