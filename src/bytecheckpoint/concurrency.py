@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TypeVar
 from bytecheckpoint.errors import StorageUnavailableError
 from bytecheckpoint.liveness import busy
 from bytecheckpoint.threads import try_start
-from bytecheckpoint.tracing.operation import carried
+from bytecheckpoint.tracing.operation import bind_operation
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["CallTimeoutError", "Workers", "call_with_timeout", "parallel_map", "storage_result", "wait_for_call"]
@@ -81,7 +81,7 @@ def wait_for_call(function: Callable[[], _R], seconds: float, *, stopped: Future
     if (thread := _CallThread.take()) is None:
         return function()
     future: Future[_R] = Future()
-    thread.calls.put((future, carried(function)))
+    thread.calls.put((future, bind_operation(function)))
     try:
         return _result(future, seconds, stopped)
     finally:
@@ -142,7 +142,7 @@ def parallel_map(function: Callable[[_A], _R], items: Iterable[_A], threads: int
                 errors.append(error)
 
     helpers: list[threading.Thread] = []
-    work_elsewhere = carried(work)
+    work_elsewhere = bind_operation(work)
     for number in range(min(threads, len(arguments)) - 1):
         helper = threading.Thread(target=work_elsewhere, name=f"{name}_{number}", daemon=True)
         if not try_start(helper):  # the calling thread works alone
@@ -184,7 +184,7 @@ class Workers:
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run `function(*args)` on one of the threads."""
-        task: _Task = (Future(), carried(function), args)
+        task: _Task = (Future(), bind_operation(function), args)
         if self._threads:
             self._queue.put(task)
         else:
@@ -195,7 +195,7 @@ class Workers:
         """Wait until all work is done and the threads have ended.
 
         Args:
-            cancel: whether to drop work that has not begun.
+            cancel: flag to drop work that has not begun.
             seconds: longest wait, None for no limit.
 
         Returns:

@@ -38,7 +38,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
         fields: fields of the error as JSON, which keeps the lone surrogates of file names; msgpack refuses them.
         rank: rank that failed, -1 for a process that is none.
         stage: work that failed, "" if the message says enough.
-        repeats: whether a save raises this failure of an earlier save.
+        repeats: flag that a save raises this failure of an earlier save.
     """
 
     error: str

@@ -28,7 +28,7 @@ class RetryBudget:
         seconds: time from now to the deadline.
 
     Attributes:
-        exhausted: whether `pause` has refused another attempt.
+        exhausted: flag that `pause` has refused another attempt.
     """
 
     def __init__(self, seconds: float) -> None:

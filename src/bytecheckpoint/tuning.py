@@ -1,6 +1,6 @@
 """Internal sizes and times: no user needs to set them, and tests make them small.
 
-A constant belongs here when a test needs another value. What a user may want to change belongs in `settings`.
+A constant belongs here when a test needs another value. A value that a user may want to change belongs in `settings`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Tuning", "tuned", "tuning"]
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Sizes in bytes, times in seconds. Each group names the room that reads it.
+    """Sizes in bytes, times in seconds. Each group names the package that reads it.
 
     Attributes:
         max_entries_per_file: representation: entries in one storage file; a rank that writes more splits the file.
@@ -77,7 +77,7 @@ class Tuning:
         spans_per_world: monitoring: spans of an operation that all ranks together report.
         progress_interval: tracing, monitoring: time between two reports of how far an operation is.
         progress_rate: monitoring: such reports per second of all ranks together; ranks of a large world report less often.
-        metrics_wait: monitoring: time that rank 0 waits for the metrics of the other ranks while none of them goes on.
+        metrics_wait: monitoring: time that rank 0 waits for the metrics of the other ranks while none makes progress.
         files_delay: monitoring: time after which the file of an operation is written beside the run.
         metrics_end: monitoring: time that a process which ends waits for its metrics to be delivered.
         lease_renewal: tiers: time between two renewals of a lease that is held.

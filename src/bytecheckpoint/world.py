@@ -24,7 +24,7 @@ from bytecheckpoint.monitoring.collector import Collector
 from bytecheckpoint.settings import settings
 from bytecheckpoint.threads import ADVICE
 from bytecheckpoint.tiers.flush.flusher import Flusher
-from bytecheckpoint.tracing.operation import carried
+from bytecheckpoint.tracing.operation import bind_operation
 
 __all__ = ["SaveQueue", "World", "release_memory", "world_of"]
 
@@ -177,7 +177,7 @@ class World:
 
 def _submit(executor: ThreadPoolExecutor, work: Callable[[], None]) -> Future[None]:
     dropped = threading.Event()
-    carries = carried(work)
+    carries = bind_operation(work)
     try:
         return executor.submit(lambda: None if dropped.is_set() else carries())
     except RuntimeError as error:

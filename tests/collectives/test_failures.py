@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable
+from concurrent.futures import wait
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import bytecheckpoint
 from bytecheckpoint import errors
 from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld
 from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.collectives.stop import StopSignal
 from bytecheckpoint.errors import CheckpointError, StorageError, UsageError
 from bytecheckpoint.failures import Cancellation, Failure
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.testing.fault_rule import FaultRule
+from bytecheckpoint.storage.testing.wrappers import FaultyStorage
+from tests.support.settings import using
 
 CLASSES = [cls for name in errors.__all__ if isinstance(cls := getattr(errors, name), type)]
 #: Any text, lone surrogates too: file names may hold them.
@@ -114,6 +124,27 @@ def test_nothing_is_lost(hop: Callable[[CheckpointError], list[CheckpointError]]
         assert str(received) == f"rank 1, write: {message}"
         for name in fields_of(type(error)):
             assert getattr(received, name) == getattr(error, name)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_nothing_is_lost_in_a_save(cls: type[CheckpointError], tmp_path: Path) -> None:
+    """From rank 1's writer over the coordinator to the handles of all ranks, and to the next save."""
+    values = {"file": "f\udc80", "block": 3, "tensors": ("t",), "undecided": True}
+    fields = {name: values[name] for name in fields_of(cls)}
+
+    def body(collective: Collective) -> list[CheckpointError]:
+        rules = [FaultRule("write", cls("gone", **fields), times=-1)] if collective.rank == 1 else []
+        storage = FaultyStorage(resolve(str(tmp_path)), rules)
+        states = {"extra_states": {"rank": collective.rank, "w": torch.full((9,), collective.rank)}}
+        handle = bytecheckpoint.save(storage, states, async_checkpoint=True)
+        next_save = raised_by(lambda: (wait([handle.committed]), bytecheckpoint.save(storage, states)))
+        return [next_save, raised_by(handle.result)]
+
+    with using(writer="thread"):
+        for received in itertools.chain(*ThreadWorld(2).run(body)):
+            assert type(received) is cls
+            assert re.fullmatch(r"(an earlier asynchronous save failed: )?rank 1, \w+: gone", str(received))
+            assert {name: getattr(received, name) for name in fields} == fields
 
 
 def test_every_field_has_a_strategy() -> None:

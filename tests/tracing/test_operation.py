@@ -16,11 +16,11 @@ import bytecheckpoint
 from bytecheckpoint import StorageUnavailableError
 from bytecheckpoint.collectives.transport.serving import Service
 from bytecheckpoint.concurrency import Workers, parallel_map, wait_for_call
-from bytecheckpoint.liveness import is_unnoticed, unnoticed
+from bytecheckpoint.liveness import counts_as_progress, not_counted_as_progress
 from bytecheckpoint.retries import RetryBudget
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.testing.wrappers import FaultRule, FaultyStorage, RetryingStorage
-from bytecheckpoint.tracing.operation import Operation, carried, count_retries, pause, retries_so_far
+from bytecheckpoint.tracing.operation import Operation, bind_operation, count_retries, pause, retries_so_far
 from bytecheckpoint.world import SaveQueue
 from tests.faults.coded import states, step_of
 from tests.support.settings import undisturbed
@@ -92,12 +92,12 @@ def test_every_pool_knows_what_counts_as_no_activity(elsewhere: Callable[[Callab
     found: list[bool] = []
 
     def look(*_: object) -> None:
-        found.append(is_unnoticed())
+        found.append(counts_as_progress())
 
-    with unnoticed():
+    with not_counted_as_progress():
         elsewhere(look)
     elsewhere(look)
-    assert found == [True, False]
+    assert found == [False, True]
 
 
 def test_pauses_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -124,7 +124,7 @@ def test_an_error_passes_and_leaves_no_operation() -> None:
 
     operation = Operation("save", "/x")
     with operation.running(), pytest.raises(StorageUnavailableError):
-        wait_for_call(carried(fail), 10.0)
+        wait_for_call(bind_operation(fail), 10.0)
     assert operation.retries == 1 and retries_so_far() == {}
 
 

@@ -1,4 +1,4 @@
-"""Agreement among ranks: every rank reports or fails, rank 0 decides, every rank hears the decision."""
+"""Agreement among ranks: every rank reports or fails, rank 0 decides, every rank receives the decision."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
     """The message of one rank to rank 0.
 
     Attributes:
-        failure: why the step ends: its own failure, or that of the rank that has stopped it. None when it can go on.
-        payload: its report as msgpack, empty when it failed.
+        failure: failure of the rank, or of the rank that has stopped it; None when it can continue.
+        payload: report of the rank as msgpack, empty when it failed.
     """
 
     failure: Failure | None = None
@@ -35,7 +35,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     """The message of rank 0 to one rank.
 
     Attributes:
-        failure: what ends this step, None when all ranks go on.
+        failure: failure that ends this step, None when all ranks continue.
         payload: the decision as msgpack, empty after a failure.
     """
 
@@ -60,15 +60,15 @@ def _decode(data: bytes, kind: Any) -> Any:
 
 
 class Agreement:
-    """One rank's part in a conversation of all ranks. Every rank makes the same calls in the same order.
+    """One rank's part in several steps of all ranks. Every rank makes the same calls in the same order.
 
     Args:
         collective: the ranks.
-        tag: names the conversation; equal on all ranks, never used twice in one world.
+        tag: name of the steps, equal on all ranks, never used twice in one world.
         timeout: seconds that one step may take.
-        urgent: failures of these classes are raised on every rank in place of all others, also in place of a rank's own.
-            The caller can then act on them on all ranks alike.
-        stop: hears of the failure of a rank while others work.
+        urgent: error classes whose failures every rank raises in place of all others, also in place of its own. The caller
+            can then act on them on all ranks alike.
+        stop: broadcast of a failure, for ranks that still work.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Agreement:
         self._stop = stop
 
     def part(self, tag: str) -> Agreement:
-        """Return a conversation inside of this one, which ends with the same failures."""
+        """Return an agreement for steps inside of one of these steps, which the same failures end."""
         return Agreement(self.collective, f"{self.tag}/{tag}", self.timeout, urgent=self._urgent, stop=self._stop)
 
     def agree(
@@ -103,9 +103,9 @@ class Agreement:
         """Run `work` on every rank, let rank 0 decide upon all reports, return the decision on every rank.
 
         Args:
-            step: names the step within the conversation; unique.
-            work: makes this rank's report, which msgpack can encode. What it raises is this rank's failure.
-            decide: reports in order of rank -> decision. Runs on rank 0 only, and only when no rank failed.
+            step: unique name of the step.
+            work: function that makes this rank's report, which msgpack can encode. Its error is this rank's failure.
+            decide: function of the reports, in order of rank. Runs on rank 0 only, and only when no rank failed.
             reports: type of a report, for decoding.
             decisions: type of the decision, for decoding.
 
@@ -129,7 +129,7 @@ class Agreement:
     ) -> _Decision:
         """Run `work` on every rank, let rank 0 make one decision per rank, return its decision on every rank.
 
-        All else is as of `agree`. A decision object that stands for several ranks is encoded once.
+        Arguments and errors are those of `agree`. A decision object for several ranks is encoded once.
         """
         if self.collective.world_size == 1:
             return decide([work()])[0]
@@ -160,7 +160,7 @@ class Agreement:
         return result
 
     def _failure(self, error: BaseException) -> Failure:
-        """Return what the others hear of an error of this rank: that, or the failure of another rank that led to it."""
+        """Return the failure to report for an error of this rank: its own, or that of another rank that led to it."""
         failure = Failure.of(error, rank=self.rank)
         if self._stop is not None:
             first = self._stop.cancel.failure

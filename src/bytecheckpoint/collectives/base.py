@@ -1,7 +1,7 @@
 """The `Collective` protocol: tagged messages between ranks, and the collective operations built from them.
 
 Control messages never travel through the training's process groups. The pair (source, tag) names a message. A
-message waits at its receiver until a thread takes it, whatever came before or after it. So the foreground and background
+message waits at its receiver until a thread takes it, in any order. So the foreground and background
 threads of a rank can communicate at the same time, and a failed operation leaves nothing behind that disturbs a later one.
 """
 
@@ -100,7 +100,7 @@ class Collective(ABC):
     Any thread may call any operation, several at the same time.
 
     Attributes:
-        rank: of this process (or thread) in the world.
+        rank: rank of this process (or thread) in the world.
         world_size: number of ranks.
         world_id: random hex characters, equal on all ranks, new for each world.
         host: equal for ranks that share memory and page cache (see `host_id`).
@@ -130,7 +130,7 @@ class Collective(ABC):
         """Send several ranks, as rank 0, their payloads. One object that several get travels together where it can.
 
         Args:
-            tag: of the messages.
+            tag: tag of the messages.
             payloads: by rank.
 
         Raises:
@@ -168,7 +168,7 @@ class Collective(ABC):
 
         Args:
             sources: ranks.
-            tag: of the messages.
+            tag: tag of the messages.
             timeout: seconds.
             cancel: token whose failure ends the wait.
 
@@ -184,10 +184,10 @@ class Collective(ABC):
         """Give messages under `tag` to a function, on the transport's thread: it must return at once and never raise.
 
         Args:
-            tag: of the messages.
-            on_message: gets them.
-            on_lost: as for `watch_losses`, but for the ranks whose loss this one hears of in any case: all ranks on rank 0,
-                and rank 0 on the others.
+            tag: tag of the messages.
+            on_message: function of a message's payload.
+            on_lost: function of a lost rank and the reason, as in `watch_losses`; on rank 0 for all ranks, on the others
+                for rank 0 only.
 
         Returns:
             A function that ends this.
@@ -209,15 +209,15 @@ class Collective(ABC):
         """Note that this rank begins a call that all ranks make, so that ranks in different calls do not wait in vain.
 
         Args:
-            name: with which the tags of the call begin.
+            name: beginning of the tags of the call.
         """
 
     def describe_call(self, kind: str, path: str) -> None:
         """Note more of the call that this rank has begun, for the same purpose.
 
         Args:
-            kind: ranks in calls of different kinds take different steps.
-            path: of the checkpoint, for the error.
+            kind: kind of the call; ranks in calls of different kinds take different steps.
+            path: path of the checkpoint, for the error.
         """
 
     @abstractmethod
@@ -264,8 +264,8 @@ class Collective(ABC):
 
         Args:
             tag: names the operation.
-            payload: of this rank.
-            decide: payloads in order of rank -> answers in order of rank; called on rank 0 only.
+            payload: payload of this rank.
+            decide: function of the payloads in order of rank, which returns the answers in order of rank; called on rank 0.
             timeout: seconds for the whole operation.
 
         Returns:
@@ -273,7 +273,7 @@ class Collective(ABC):
 
         Raises:
             CheckpointTimeoutError, PeerLostError: a payload is missing. Every rank raises the error at once.
-            CheckpointError: `decide` failed. Every rank raises the error at once; rank 0 raises it as it is.
+            CheckpointError: `decide` failed. Every rank raises the error at once.
         """
         deadline = time.monotonic() + timeout
         up, down = f"{tag}/up", f"{tag}/down"
@@ -305,7 +305,7 @@ class Collective(ABC):
         return message[1:]
 
     def _relays(self, nbytes: int) -> bool:
-        """Whether ranks relay an answer for all. Rank 0 alone would take long to send a long answer to many ranks."""
+        """Return whether ranks relay an answer for all. Rank 0 alone would need long to send a long one to many ranks."""
         return nbytes > tuning().relay_bytes and self.world_size > tuning().relay_fan_out
 
     def _relay(self, tag: str, data: NDArray[np.uint8], deadline: float) -> None:
@@ -367,9 +367,9 @@ class Collective(ABC):
         """Fill an array with data that another rank serves. That rank makes no call for it.
 
         Args:
-            rank: of the server.
-            tag: of its service.
-            request: what to fetch, for the server's provider.
+            rank: rank that serves.
+            tag: tag of its service.
+            request: request to the server's provider.
             destination: contiguous 1-D array of the size of the provider's answer. Several MiB suit: the server holds
                 an answer in memory.
             timeout: seconds.

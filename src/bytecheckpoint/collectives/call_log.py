@@ -1,4 +1,4 @@
-"""The calls that one rank makes with the others, by which ranks in different calls find that out."""
+"""A log of the calls that all ranks make together, to detect ranks that are in different calls."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["CallLog"]
 
 
 class CallLog:
-    """The calls of this rank that all ranks make, in their order: those of one thread, as another one's have none.
+    """The calls that this rank makes together with the others, counted; calls of several threads at once have no order.
 
     Attributes:
-        last: number and name of the last one, and whether the main thread has made it; None while that says nothing.
-        kind: of the last one, if ranks in calls of different kinds would wait for each other in vain; "" if unknown yet.
-        path: of the last one.
+        last: number and name of the last call, and whether the main thread has made it; None where calls have no order.
+        kind: kind of the last call, if ranks in calls of different kinds would wait in vain; "" until it is known.
+        path: path of the last call.
     """
 
     def __init__(self) -> None:
@@ -52,9 +52,9 @@ class CallLog:
         """Raise `UsageError` if another rank is in another call than this one is in.
 
         Args:
-            rank: this one.
+            rank: this rank.
             own: its call.
-            answers: what `encode` has returned on other ranks.
+            answers: results of `encode` on other ranks, by rank.
         """
         for other, answer in sorted(answers.items()):
             if not (call := json.loads(answer)) or (call[0], call[2]) != (own[0], own[2]):

@@ -63,7 +63,7 @@ class _Waiter(NamedTuple):
     over: threading.Condition
 
 
-class _Watcher:
+class _WatchHandler:
     """A handler that passes messages and losses on to functions."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Inbox:
     """Messages that have arrived at one rank and that no thread of it has taken yet. Thread-safe.
 
     Attributes:
-        explain: returns what the transport has to say of ranks that are silent, for an error; "" or "; ...".
+        explain: function that explains the silence of ranks by the state of the transport, for an error; "" or "; ...".
     """
 
     def __init__(self, rank: int) -> None:
@@ -185,7 +185,7 @@ class Inbox:
         return self._closed
 
     def has(self, source: int, tag: str) -> bool:
-        """Whether a message of rank `source` under `tag` has arrived."""
+        """Return whether a message of rank `source` under `tag` has arrived."""
         return source in self._messages.get(tag, ())
 
     def take(
@@ -201,9 +201,9 @@ class Inbox:
 
         Args:
             sources: ranks.
-            tag: of the messages.
+            tag: tag of the messages.
             timeout: seconds. After that, a rank that is alive (`liveness`) is waited for as long as it is.
-            ask: `ask(rank, tag)` lets a rank send its `outlook` under a tag. Without it, nobody is waited for longer.
+            ask: function `ask(rank, tag)` that lets a rank send its `outlook` under a tag; None to wait no longer.
             cancel: token of the save or load; its failure ends the wait, and is raised.
 
         Raises:
@@ -236,7 +236,7 @@ class Inbox:
                     wait.until, silent = self._earliest_outlook(missing, timeout, ask)
                     limit = wait.until + min(_GRACE, timeout / 4)
                     if missing == {0}:
-                        # Rank 0 waits for others: it asks them too, and then tells all ranks which one is silent.
+                        # Rank 0 waits for others: it asks them too, and then reports the silent one to all ranks.
                         limit += min(_GRACE, timeout / 4) + min(tuning().outlook_timeout, timeout)
                 if limit <= time.monotonic():
                     with self._lock:
@@ -374,12 +374,12 @@ class InboxCollective(Collective):
     def watch(  # noqa: D102 (inherited)
         self, tag: str, on_message: Callable[[bytes], None], on_lost: Callable[[int, str], None] | None = None
     ) -> Callable[[], None]:
-        self.inbox.set_handler(tag, _Watcher(on_message, on_lost))
+        self.inbox.set_handler(tag, _WatchHandler(on_message, on_lost))
         return functools.partial(self.inbox.remove_handler, tag)
 
     def watch_losses(self, on_lost: Callable[[int, str], None]) -> Callable[[], None]:  # noqa: D102 (inherited)
         tag = f"losses/{next(self._loss_watches)}"
-        self.inbox.set_handler(tag, _Watcher(on_lost=on_lost))
+        self.inbox.set_handler(tag, _WatchHandler(on_lost=on_lost))
         return functools.partial(self.inbox.remove_handler, tag)
 
     def forget(self, tag: str) -> None:  # noqa: D102 (inherited)
@@ -392,7 +392,7 @@ class InboxCollective(Collective):
         self.inbox.describe_call(kind, path)
 
     def _ask(self, rank: int, tag: str) -> None:
-        """Let a rank send its outlook under `tag`. Every transport answers `ASK` itself, whatever its threads do."""
+        """Let a rank send its outlook under `tag`. Every transport answers `ASK` itself, also while its threads work."""
         if rank == self.rank:
             self.inbox.put(rank, tag, self.inbox.outlook())
             return

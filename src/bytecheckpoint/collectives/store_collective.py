@@ -256,7 +256,7 @@ def _leave(loops: list[Loop]) -> None:
 
 
 def _prefers_tree(world_size: int) -> bool:
-    """Whether messages pass through one rank of each machine."""
+    """Return whether messages pass through one rank of each machine."""
     if settings().transport.message_tree == "auto":
         return world_size > tuning().star_ranks or not may_open(world_size)
     return settings().transport.message_tree == "on"

@@ -29,7 +29,7 @@ class _ThreadRank(InboxCollective):
         self._world = world
 
     def send(self, to: int, tag: str, payload: bytes) -> None:
-        # Threads cannot be killed, so a killed rank goes on running; its messages must not arrive.
+        # Threads cannot be killed, so a killed rank continues to run; its messages must not arrive.
         if self.rank in self._world.killed:
             return
         if self.inbox.closed is not None:

@@ -35,7 +35,7 @@ from bytecheckpoint.representation.names import escape, unescape
 from bytecheckpoint.settings import configure
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.threads import try_start
-from bytecheckpoint.tracing.operation import Operation, absorb
+from bytecheckpoint.tracing.operation import Operation, merge_measurements
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["HelperProcess"]
@@ -145,7 +145,7 @@ class HelperProcess:
                     self._channel.send(record, fds)
                     answer, _ = self._channel.receive()
                     while answer is not None and answer.get("unfinished"):
-                        absorb(answer["measured"])
+                        merge_measurements(answer["measured"])
                         self._channel.sock.settimeout(max(deadline - time.monotonic(), 0.001))
                         answer, _ = self._channel.receive()
             except TimeoutError:
@@ -165,7 +165,7 @@ class HelperProcess:
                     f"the writer process closed its channel during {record['op']!r} and has not ended; storage may hang"
                 ) from None
             raise CheckpointError(f"the writer process died during {record['op']!r} (exit status {code})")
-        absorb(answer.pop("measured"))
+        merge_measurements(answer.pop("measured"))
         if "failure" in answer:
             raise Failure.decode(answer["failure"]).as_error()
         return answer

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-from bytecheckpoint.liveness import unnoticed
+from bytecheckpoint.liveness import not_counted_as_progress
 from bytecheckpoint.threads import try_start
 
 __all__ = ["Background"]
@@ -118,7 +118,7 @@ class Background:
 def _run(job: Callable[[], object]) -> None:
     try:
         # Progress reports of a hanging save would otherwise make this rank look alive, and the others would wait forever.
-        with unnoticed():
+        with not_counted_as_progress():
             job()
     except Exception:  # noqa: BLE001  an error in one job must not end the others
         _log.exception("monitoring failed")

@@ -1,1 +1,1 @@
-"""What one rank measures during one save or load: phases, spans, counters."""
+"""Measurements of one rank during one save or load: phases, spans, counters."""

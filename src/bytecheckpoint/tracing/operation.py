@@ -1,7 +1,7 @@
-"""One save or load of one rank, as its threads and storages know it: its phases, its spans, and what it counts.
+"""One save or load of one rank, which its threads and storages share: its phases, its spans and its counts.
 
 The running operation is a context variable, so that two of them, such as an asynchronous save and a load, do not mix. A new
-thread does not have it: whatever hands work to another thread wraps the function by `carried`.
+thread does not have it: code that hands work to another thread wraps the function by `bind_operation`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from bytecheckpoint.liveness import is_unnoticed, note_activity, unnoticed
+from bytecheckpoint.liveness import counts_as_progress, not_counted_as_progress, note_activity
 from bytecheckpoint.tuning import tuning
 
 __all__ = [
     "Operation",
     "Span",
     "Total",
-    "absorb",
-    "carried",
+    "bind_operation",
     "count",
     "count_retries",
+    "merge_measurements",
     "pause",
     "retries_so_far",
     "span",
@@ -38,21 +38,21 @@ __all__ = [
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _log = logging.getLogger("bytecheckpoint")
-#: Name of what `count_retries` counts.
+#: Name under which `count_retries` counts.
 _RETRY = "retry"
 _SECONDS = operator.itemgetter(2)
 
 
 class Span(NamedTuple):
-    """Something that took time on one rank.
+    """One piece of work on one rank.
 
     Attributes:
-        name: what was done, as "write".
-        begin: as `time.perf_counter`, which all processes of a machine share.
+        name: name of the work, as "write".
+        begin: beginning by `time.perf_counter`, which all processes of a machine share.
         seconds: duration.
-        nbytes: that it moved.
-        subject: the file that it worked on, or "".
-        failed: it raised.
+        nbytes: bytes that it moved.
+        subject: file that it worked on, or "".
+        failed: outcome, True if it raised.
     """
 
     name: str
@@ -64,12 +64,12 @@ class Span(NamedTuple):
 
 
 class Total(NamedTuple):
-    """The sum of all spans of one name, or of what was counted under a name without a span.
+    """The sum of all spans of one name, or of the counts under a name without a span.
 
     Attributes:
-        times: spans or events.
-        seconds: summed over threads.
-        nbytes: that were moved.
+        times: number of spans or events.
+        seconds: duration, summed over threads.
+        nbytes: bytes that were moved.
     """
 
     times: int
@@ -77,7 +77,7 @@ class Total(NamedTuple):
     nbytes: int
 
 
-#: Of a `Span`. A chunk must cost next to nothing, and a plain tuple is made in a third of the time.
+#: The values of a `Span`. A chunk must cost next to nothing, and a plain tuple is made in a third of the time.
 _Values = tuple[str, float, float, int, str, bool]
 
 
@@ -86,19 +86,19 @@ class Operation:
 
     Args:
         kind: "save", "load" or "prepare".
-        path: of the checkpoint; "" where the caller has given none that leads anywhere.
+        path: path of the checkpoint, "" where the caller has given no valid one.
 
     Attributes:
-        kind: as given.
-        path: as given.
-        began: when it began, in seconds since 1970.
-        begin: the same as `time.perf_counter`.
-        number: of the operation among those of its kind, equal on all ranks; 0 until it has one.
-        step: the training step; None where the caller does not say.
-        attempt: how often it has started again because another job replaced the checkpoint, from 1.
-        phase: what is being done, for failure messages.
-        planned_bytes: that this rank has to move; 0 until that is known.
-        phases: the phases that have ended, in order.
+        kind: "save", "load" or "prepare".
+        path: path of the checkpoint.
+        began: time of the beginning, in seconds since 1970.
+        begin: time of the beginning by `time.perf_counter`.
+        number: number of the operation among those of its kind, equal on all ranks; 0 until it has one.
+        step: training step; None where the caller does not give it.
+        attempt: number of the attempt, from 1; a load starts again when another job replaced the checkpoint.
+        phase: name of the present phase, for failure messages.
+        planned_bytes: bytes that this rank has to move; 0 until that is known.
+        phases: phases that have ended, in order.
     """
 
     def __init__(self, kind: str, path: str) -> None:
@@ -153,8 +153,8 @@ class Operation:
         """Add a span that ends now.
 
         Args:
-            name: as "write".
-            begin: as `time.perf_counter`.
+            name: name of the work, as "write".
+            begin: beginning by `time.perf_counter`.
             nbytes: that it moved.
             subject: the file that it worked on.
             failed: it raised.
@@ -186,14 +186,14 @@ class Operation:
             return sorted(map(Span._make, self._longest), key=lambda span: span.begin)
 
     def take(self) -> dict[str, Any]:
-        """Return plain values with the totals and the longest spans since the last call, for `absorb`, and forget them."""
+        """Return the totals and the longest spans since the last call as plain values, and forget them."""
         self._sum_up()
         with self._lock:
             totals, self._totals = self._totals, {}
             spans, self._longest = self._longest, []
         return {"totals": totals, "spans": spans}
 
-    def absorb(self, taken: Mapping[str, Any]) -> None:
+    def merge_measurements(self, taken: Mapping[str, Any]) -> None:
         """Add what another process of this machine has measured for the operation: what its `take` has returned."""
         with self._lock:
             for name, total in taken["totals"].items():
@@ -241,7 +241,7 @@ class Operation:
         return self.total(_RETRY).seconds
 
     def end(self) -> None:
-        """Log what had to be tried again."""
+        """Log the number of repeated requests."""
         if self.retries:
             _log.info(
                 "the %s %s %s repeated %d requests, and waited %.1f s before them",
@@ -258,9 +258,9 @@ class span:
     It costs about a microsecond, and nothing is measured where no operation runs.
 
     Args:
-        name: what is done, as "write".
-        nbytes: bytes that are moved.
-        subject: the file that is worked on.
+        name: name of the work, as "write".
+        nbytes: bytes that it moves.
+        subject: file that it works on.
     """
 
     __slots__ = ("_begin", "_name", "_nbytes", "_subject")
@@ -289,16 +289,16 @@ class span:
         return measured
 
 
-def carried(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return `function` for another thread, where it belongs to the operation of this one, and is `unnoticed` as here."""
-    operation, unseen = _current.get(), is_unnoticed()
-    if operation is None and not unseen:
+def bind_operation(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return a function that runs `function` on another thread as part of this thread's operation, and counts alike."""
+    operation, counts = _current.get(), counts_as_progress()
+    if operation is None and counts:
         return function
 
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         token = _current.set(operation)
         try:
-            with unnoticed() if unseen else contextlib.nullcontext():
+            with contextlib.nullcontext() if counts else not_counted_as_progress():
                 return function(*args, **kwargs)
         finally:
             _current.reset(token)
@@ -313,11 +313,11 @@ def count(name: str, count: int = 1, seconds: float = 0.0, nbytes: int = 0) -> N
         operation.count(name, count, seconds, nbytes)
 
 
-def absorb(taken: Mapping[str, Any]) -> None:
-    """Add what another process has measured for the operation of this thread: what `Operation.take` has returned there."""
+def merge_measurements(taken: Mapping[str, Any]) -> None:
+    """Add the spans that `Operation.take` has returned in another process to the operation of this thread."""
     operation = _current.get()
     if operation is not None:
-        operation.absorb(taken)
+        operation.merge_measurements(taken)
 
 
 def retries_so_far() -> dict[str, Any]:

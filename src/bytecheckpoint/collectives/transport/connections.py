@@ -1,7 +1,8 @@
 """Direct connections between pairs of ranks, each made when an operation first needs it.
 
-Who wants bytes dials who has them: rank 0 tells where each rank listens. So two ranks that want bytes of each other have
-two connections. When one breaks, the operations under way between the two fail. The next one connects again.
+The rank that wants bytes dials the rank that has them, at an address that rank 0 knows. So two ranks that want bytes of
+each other have two connections. When one breaks, the operations under way between the two fail. The next one connects
+again.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from bytecheckpoint.collectives.transport.transfers import PeerLink
 from bytecheckpoint.collectives.transport.wire import Kind, Payload
 from bytecheckpoint.errors import CheckpointError
 
-__all__ = ["REDIAL_SECONDS", "Connections"]
+__all__ = ["REDIAL_SECONDS", "DirectConnections"]
 
 REDIAL_SECONDS = 0.5  # after a failed attempt to connect
 _CLOSED = "its connection closed: it was killed, crashed, was cut off or left this world"
 
 
-class Connections(Loop):
+class DirectConnections(Loop):
     """One rank's direct connections to other ranks, and the thread that serves them.
 
     Args:
         star: the messages of this world, which also report lost ranks.
-        linger: as of `Loop`.
+        linger: most seconds that `leave` spends on delivering the last messages.
     """
 
     def __init__(self, star: Star, linger: float) -> None:

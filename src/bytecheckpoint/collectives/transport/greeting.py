@@ -1,8 +1,8 @@
-"""How two ranks show each other that they know the secret of their world. The secret itself never crosses the wire.
+"""A handshake by which two ranks prove that they know the secret of their world. The secret never crosses the wire.
 
 The side that dials sends a random number (HELLO). The other one answers with a number of its own and a proof (CHALLENGE),
-and gets a proof back (PROOF). A proof is an HMAC over both numbers, both ranks and what the connection is for, so one
-that was overheard is of no use on another connection.
+and gets a proof back (PROOF). A proof is an HMAC over both numbers, both ranks and the purpose of the connection, so an
+overheard proof is of no use on another connection.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ _RANKS = struct.Struct("<II")
 
 
 class Greeting:
-    """One side of a new connection, until each side knows who the other one is.
+    """One side of a new connection, until each side has authenticated the other.
 
     Args:
-        purpose: what the connection is for; equal on both sides.
-        secret: of the world.
-        rank: of this side.
-        dialled: the rank that this side has called, or `ANYBODY`; None: this side was called.
-        facts: what the side that dials tells about itself, at most 200 bytes.
+        purpose: purpose of the connection, equal on both sides.
+        secret: secret of the world.
+        rank: rank of this side.
+        dialled: rank that this side has called, or `ANYBODY`; None if this side was called.
+        facts: description that the dialling side sends of itself, at most 200 bytes.
 
     Attributes:
         other: the rank of the other side.
-        heard: its facts.
-        over: each side has shown that it knows the secret.
+        received: its facts.
+        over: end of the handshake, True once each side has proved that it knows the secret.
     """
 
     def __init__(self, purpose: str, secret: bytes, rank: int, dialled: int | None = None, facts: bytes = b"") -> None:
         self._purpose, self._secret, self._rank, self._facts = purpose.encode(), secret, rank, facts
         self.dialled = dialled
         self.other = ANYBODY if dialled is None else dialled
-        self.heard = b""
+        self.received = b""
         self.over = False
         self._nonces = b"" if dialled is None else os.urandom(_NONCE)
 
@@ -59,8 +59,8 @@ class Greeting:
                 self._nonces = payload + os.urandom(_NONCE)
                 return Kind.CHALLENGE, self._nonces[_NONCE:] + self._proof(b"called", source, self._rank)
         elif self.dialled is None and kind is Kind.PROOF and self._nonces and source == self.other:
-            self.heard = payload[_NONCE:]
-            if hmac.compare_digest(payload[:_NONCE], self._proof(b"calls", source, self._rank, self.heard)):
+            self.received = payload[_NONCE:]
+            if hmac.compare_digest(payload[:_NONCE], self._proof(b"calls", source, self._rank, self.received)):
                 self.over = True
                 return None
         elif self.dialled in (source, ANYBODY) and kind is Kind.CHALLENGE:

@@ -34,10 +34,10 @@ class Hub(Star):
 
     Args:
         world_size: number of ranks.
-        inbox: as of `Star`.
-        secret: as of `Star`.
-        linger: as of `Star`.
-        beside: in a tree, the name under which the ranks of this machine connect; "": every rank connects over TCP.
+        inbox: messages for this rank.
+        secret: secret of the world, which authenticates connections.
+        linger: most seconds that `leave` spends on delivering the last messages.
+        beside: name under which the ranks of this machine connect in a tree; "" if every rank connects over TCP.
 
     Raises:
         UsageError: this process may not open a descriptor per rank, or the settings leave no port to listen at.
@@ -124,13 +124,13 @@ class Hub(Star):
             self.inbox.put(0, tag, payloads[0])
 
     def watch(self, other: int) -> None:
-        """Do nothing: rank 0 hears of every loss."""
+        """Do nothing: rank 0 receives every loss."""
 
     def locate(self, other: int) -> None:  # noqa: D102 (inherited)
         self.inbox.put(other, PLACE, msgspec.msgpack.encode(self._places[other]))
 
     def _explain(self, silent: Collection[int]) -> str:
-        """Tell which of the silent ranks passes on the messages of others: they may be well."""
+        """Name the silent ranks that pass on messages of others: those others may be well."""
         carried: dict[int, list[int]] = {}
         for rank in silent:
             if (link := self.below.get(rank)) is not None and link.rank != rank and link.rank in silent:
@@ -140,7 +140,7 @@ class Hub(Star):
     # --- on the thread only -----------------------------------------------------------------------------------------
 
     def _on_greeted(self, link: Link) -> None:
-        place = self._place_of(link, link.greeting.heard)
+        place = self._place_of(link, link.greeting.received)
         if place.messages and self._carriers and len(self._open) > tuning().direct_links:
             carrier = self._carriers[next(self._turns) % len(self._carriers)]
             payload = msgspec.msgpack.encode(self._places[carrier])
@@ -159,14 +159,14 @@ class Hub(Star):
         self._places[rank] = place
         if len(self.below) == self.world_size - 1:
             self._stop_accepting()
-            self._tell_below(Kind.WELCOME)
+            self._send_all_below(Kind.WELCOME)
             self.ready.set()
 
     def _refuse(self, error: CheckpointError) -> None:
         """End this world before it has begun, and tell the ranks that are there."""
         if self._refusal is None:
             self._refusal = error
-            self._tell_below(Kind.LOST, str(error))
+            self._send_all_below(Kind.LOST, str(error))
             self.ready.set()
 
     def _on_frame(self, link: Link, kind: Kind, source: int, to: int, tag: bytes, payload: Payload) -> None:
@@ -218,7 +218,7 @@ class Hub(Star):
 
     def _on_leave(self) -> None:
         self._stop_accepting()
-        self._tell_below(Kind.CLOSING)
+        self._send_all_below(Kind.CLOSING)
 
     def _on_turn(self) -> None:
         # Hang up only when no rank can send any more: all their messages are then delivered or in the queues here.

@@ -21,7 +21,7 @@ __all__ = ["Link"]
 
 _READS_PER_TURN = 64  # from one connection, before the others get their turn
 _REFILLS_PER_TURN = 16  # the same for writes
-#: What `TCP_INFO` of Linux tells: eight bytes, of which the fourth counts probes of a closed window that nobody has
+#: Layout of `TCP_INFO` of Linux: eight bytes, of which the fourth counts probes of a closed window that nobody has
 #: answered, then words, of which the fifth counts unacknowledged packets and the thirteenth milliseconds since the last
 #: acknowledgement.
 _TCP_INFO = struct.Struct("=3xB20xI28xI")
@@ -146,7 +146,7 @@ class Link:
             return self.sock.recv_into(self._reader.target)
 
     def is_cut_off(self) -> bool:
-        """Whether the other machine has answered nothing of what was sent for too long. To be called again and again.
+        """Return whether the other machine has not acknowledged sent bytes for too long. The caller repeats this.
 
         Keepalive probes nothing while data are under way, and the kernel sends those again for a quarter of an hour. Its
         time limit for that (`TCP_USER_TIMEOUT`) also cuts off a rank that lives and reads nothing for a while.
@@ -156,7 +156,7 @@ class Link:
         try:
             info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
             probes, unacknowledged, silent = _TCP_INFO.unpack(info)
-        except (OSError, struct.error):  # reading tells of a broken connection; some systems tell less
+        except (OSError, struct.error):  # reading reports a broken connection; some systems say less
             return False
         now = time.monotonic()
         if not unacknowledged and probes < 2:

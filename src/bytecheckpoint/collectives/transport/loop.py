@@ -33,10 +33,10 @@ class Loop(ABC):
     """Connections of one rank and the thread that serves them.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         world_size: number of ranks.
-        name: of the thread.
-        secret: known only to ranks of this world; authenticates connections.
+        name: name of the thread.
+        secret: secret of the world, which authenticates connections.
         linger: most seconds that `leave` spends on delivering the last messages.
 
     Raises:

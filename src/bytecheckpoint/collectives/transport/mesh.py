@@ -19,16 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint.collectives.base import DataProvider, names_of_ranks
-from bytecheckpoint.collectives.transport.connections import REDIAL_SECONDS, Connections
+from bytecheckpoint.collectives.transport.connections import REDIAL_SECONDS, DirectConnections
 from bytecheckpoint.collectives.transport.peers import Peer
 from bytecheckpoint.collectives.transport.serving import Request, Service
 from bytecheckpoint.collectives.transport.star import Star
 from bytecheckpoint.collectives.transport.transfers import (
     NUMBER,
     Answer,
-    Exchange,
+    ArrayExchange,
+    DataOperation,
     Fetch,
-    Operation,
     PeerLink,
     Transfer,
     pop_first,
@@ -49,17 +49,17 @@ _WANT = struct.Struct("<QQ")  # number of the request, bytes expected
 _MISSING = "FileNotFoundError"  # name of the error in a failure whose message is the name of the missing file
 
 
-class Mesh(Connections):
+class Mesh(DirectConnections):
     """One rank's part in the data plane.
 
     Args:
         star: the messages of this world, which also report lost ranks.
-        linger: as of `Loop`.
+        linger: most seconds that `leave` spends on delivering the last messages.
     """
 
     def __init__(self, star: Star, linger: float) -> None:
         super().__init__(star, linger)
-        self._operations: set[Operation] = set()
+        self._operations: set[DataOperation] = set()
         self._services: dict[str, Service] = {}
         self._request_numbers = itertools.count()
         self._start()
@@ -74,8 +74,8 @@ class Mesh(Connections):
         *,
         timeout: float,
     ) -> None:
-        """Exchange arrays with other ranks, as `Collective.exchange`. None of the arrays is empty."""
-        self._run(Exchange(tag, outgoing, incoming, self._operations.discard), timeout)
+        """ArrayExchange arrays with other ranks, as `Collective.exchange`. None of the arrays is empty."""
+        self._run(ArrayExchange(tag, outgoing, incoming, self._operations.discard), timeout)
 
     def fetch(self, rank: int, tag: str, request: bytes, destination: NDArray[np.uint8], *, timeout: float) -> None:
         """Fill an array with data that another rank serves, as `Collective.fetch`."""
@@ -110,7 +110,7 @@ class Mesh(Connections):
             failure = Failure.of(error, rank=self.rank, stage=f"serve {tag!r}")
         self._send_refusal(request.link, request.number, failure)
 
-    def _run(self, operation: Operation, timeout: float) -> None:
+    def _run(self, operation: DataOperation, timeout: float) -> None:
         self.check_process()
         self._reserve({transfer.rank for transfer in operation.left})
         if not self._call_soon(partial(self._begin, operation)):
@@ -134,7 +134,7 @@ class Mesh(Connections):
         if not operation.over.is_set():
             raise self._closed_error(operation, self._ended or "this world was closed")
 
-    def _closed_error(self, operation: Operation, reason: str) -> PeerLostError:
+    def _closed_error(self, operation: DataOperation, reason: str) -> PeerLostError:
         return PeerLostError(f"rank {self.rank}: {operation.title}: {reason}")
 
     def _not_served(self, tag: str) -> CheckpointError:
@@ -145,13 +145,13 @@ class Mesh(Connections):
 
     # Below: on the thread only.
 
-    def _begin(self, operation: Operation) -> None:
+    def _begin(self, operation: DataOperation) -> None:
         if self._ended is not None or self._deadline is not None:
             operation.fail(self._closed_error(operation, self._ended or "this world was closed"))
             return
         self._operations.add(operation)
         peers = [self._peer(rank) for rank in sorted({transfer.rank for transfer in operation.left})]
-        if isinstance(operation, Exchange):
+        if isinstance(operation, ArrayExchange):
             for peer in peers:
                 peer.given_up_here.pop(operation.tag, None)
                 if (failure := peer.given_up_there.pop(operation.tag, None)) is not None:
@@ -195,7 +195,7 @@ class Mesh(Connections):
         if not link.flush():
             self._unsent.append(link)
 
-    def _expire(self, operation: Operation, timeout: float) -> None:
+    def _expire(self, operation: DataOperation, timeout: float) -> None:
         if operation.over.is_set():
             return
         sources, targets = operation.missing(outgoing=False), operation.missing(outgoing=True)
@@ -214,7 +214,7 @@ class Mesh(Connections):
             ),
         )
 
-    def _fail(self, operation: Operation, error: Exception) -> None:
+    def _fail(self, operation: DataOperation, error: Exception) -> None:
         """Give up `operation` here, and send the failure to the ranks that wait for this one."""
         if operation.over.is_set():
             return
@@ -223,7 +223,7 @@ class Mesh(Connections):
             self._peer(transfer.rank).withdraw(transfer)
         if isinstance(operation, Answer) and self._peer(operation.link.rank).caller is operation.link:
             self._send_refusal(operation.link, operation.number, failure)
-        if isinstance(operation, Exchange):
+        if isinstance(operation, ArrayExchange):
             for rank in {transfer.rank for transfer in operation.left}:
                 peer = self._peer(rank)
                 peer.give_up(operation.tag, failure)
@@ -237,7 +237,7 @@ class Mesh(Connections):
                 self._post(link, Kind.FAILED, self.rank, peer.rank, tag.encode(), failure.encode())
                 peer.given_up_here[tag] = None
 
-    def _operations_with(self, peer: Peer) -> list[Operation]:
+    def _operations_with(self, peer: Peer) -> list[DataOperation]:
         return [each for each in self._operations if any(transfer.rank == peer.rank for transfer in each.left)]
 
     def _fail_all(self, peer: Peer, error: CheckpointError) -> None:
@@ -285,7 +285,9 @@ class Mesh(Connections):
     def _on_failed(self, peer: Peer, tag: str, failure: Failure) -> None:
         if peer.caller is not None:
             peer.caller.early_requests.pop(tag, None)
-        exchanges = [each for each in self._operations_with(peer) if isinstance(each, Exchange) and each.tag == tag]
+        exchanges = [
+            each for each in self._operations_with(peer) if isinstance(each, ArrayExchange) and each.tag == tag
+        ]
         for exchange in exchanges:
             self._fail(exchange, failure.as_error())
         if not exchanges:

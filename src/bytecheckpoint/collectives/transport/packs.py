@@ -1,4 +1,4 @@
-"""Several messages in one frame, and where a rank listens: the payloads of frames that ranks pass on."""
+"""The payloads of frames that ranks pass on: several messages in one frame, and the place at which a rank listens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["Message", "Place", "merged", "pack", "unpack"]
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where a rank listens.
+    """The ports and the address at which a rank listens.
 
     Attributes:
         data: port for arrays.
-        messages: port for the messages of other machines; 0: it takes none.
-        host: its address; "": as of whoever has passed this on.
+        messages: port for the messages of other machines, 0 if it takes none.
+        host: address of the rank; "" for the address of the rank that has passed this on.
     """
 
     data: int
@@ -28,9 +28,9 @@ class Message(NamedTuple):
     """One message for, or of, several ranks.
 
     Attributes:
-        tag: of the message.
-        payload: of the message.
-        ranks: those that have sent it, on its way up; those that are to get it, on its way down.
+        tag: tag of the message.
+        payload: payload of the message.
+        ranks: ranks that have sent it, on its way up; ranks that it goes to, on its way down.
     """
 
     tag: bytes

@@ -1,4 +1,4 @@
-"""What one rank knows of another: their connection, and the transfers and failures that wait for it."""
+"""The connections of one rank with another, and the transfers and failures that wait for them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _REMEMBERED = 64  # failed exchanges with one peer: more than can be under way b
 
 
 class Peer:
-    """What one rank knows of another.
+    """The other end of direct connections, as one rank knows it.
 
     Attributes:
-        rank: of the other.
-        called: the connection over which this rank asks for arrays; it has dialled.
-        caller: the one over which the other rank does.
-        dialling: a connection that is being made.
-        address: where the other rank listens, once rank 0 has told.
-        asked: rank 0 was asked for that.
-        failure: why the last attempt to connect failed.
+        rank: the other rank.
+        called: connection over which this rank asks for arrays; it has dialled.
+        caller: connection over which the other rank asks for arrays.
+        dialling: connection that is being made.
+        address: address at which the other rank listens, None until rank 0 has sent it.
+        asked: request for the address, True once rank 0 has it.
+        failure: reason why the last attempt to connect failed.
     """
 
     def __init__(self, rank: int) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from bytecheckpoint.collectives.base import DataProvider, provide
 from bytecheckpoint.collectives.transport.transfers import PeerLink
 from bytecheckpoint.threads import start, try_start
-from bytecheckpoint.tracing.operation import carried
+from bytecheckpoint.tracing.operation import bind_operation
 
 __all__ = ["Request", "Service"]
 
@@ -25,10 +25,10 @@ class Request(NamedTuple):
     """One request of another rank for served data.
 
     Attributes:
-        link: the connection to that rank.
-        number: of the request; the answer carries it.
+        link: connection to that rank.
+        number: number of the request, which the answer carries.
         size: bytes that the rank expects.
-        content: what to fetch, for the provider.
+        content: request to the provider.
     """
 
     link: PeerLink
@@ -38,12 +38,12 @@ class Request(NamedTuple):
 
 
 class Service:
-    """The threads that answer the requests for what a rank serves under one tag.
+    """The threads that answer requests for the data that a rank serves under one tag.
 
     Args:
-        provider: makes the answers; called from several threads.
-        answer: sends the data; returns when they are sent or cannot be sent.
-        refuse: reports that a request has no answer.
+        provider: function that makes the answers; several threads call it.
+        answer: function that sends the data, and returns when they are sent or cannot be sent.
+        refuse: function that sends the error of a request.
 
     Raises:
         CheckpointError: this process may start no thread.
@@ -55,7 +55,7 @@ class Service:
         answer: Callable[[Request, NDArray[np.uint8]], None],
         refuse: Callable[[Request, BaseException], None],
     ) -> None:
-        self._provider = carried(provider)
+        self._provider = bind_operation(provider)
         self._answer = answer
         self._refuse = refuse
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()

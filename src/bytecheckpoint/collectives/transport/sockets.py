@@ -131,7 +131,7 @@ def _without_mapping(address: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` names the local machine on every machine."""
+    """Return whether `host` names the local machine on every machine."""
     return host.startswith("127.") or host in ("::1", "localhost")
 
 
@@ -160,7 +160,7 @@ def _open_descriptors() -> int:
 
 
 def may_open(count: int) -> bool:
-    """Whether this process may open `count` descriptors more."""
+    """Return whether this process may open `count` descriptors more."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return hard == resource.RLIM_INFINITY or _open_descriptors() + count + _SPARE <= hard
 
@@ -170,7 +170,7 @@ def reserve_descriptors(count: int, owner: str) -> None:
 
     Args:
         count: number of descriptors.
-        owner: name of what needs the descriptors, for the error message.
+        owner: name of the object that needs the descriptors, for the error message.
 
     Raises:
         UsageError: the hard limit does not allow it.

@@ -30,7 +30,7 @@ _LARGE = 64 << 10
 
 
 class Spoke(Star):
-    """The end of any other rank than 0."""
+    """The end of the messages of any other rank than 0."""
 
     def __init__(self, rank: int, world_size: int, inbox: Inbox, secret: bytes, linger: float) -> None:
         super().__init__(rank, world_size, inbox, secret, linger)
@@ -60,10 +60,10 @@ class Spoke(Star):
 
         Args:
             hosts: addresses of rank 0, tried in this order.
-            port: where it listens.
+            port: port at which rank 0 listens.
             timeout: seconds.
-            beside: in a tree, the name under which the ranks of one machine find each other. The first one there passes on
-                the messages of the others.
+            beside: name under which the ranks of one machine find each other in a tree. The first one there passes on the
+                messages of the others.
             superseded: function that returns whether rank 0 listens elsewhere by now; called while nobody answers.
 
         Raises:
@@ -199,11 +199,11 @@ class Spoke(Star):
             self._post(self.below[to], Kind.LOST, source, to, b"", payload)
         elif kind is Kind.CLOSING:
             self._sending_over = True
-            self._tell_below(Kind.CLOSING)
+            self._send_all_below(Kind.CLOSING)
             self._say_bye()
         elif kind is Kind.WELCOME:
             self._stop_accepting()
-            self._tell_below(Kind.WELCOME)
+            self._send_all_below(Kind.WELCOME)
             self.ready.set()
         elif kind is Kind.REDIRECT:
             self._up, self._moved = None, PLACES.decode(payload)
@@ -227,7 +227,7 @@ class Spoke(Star):
     def _on_leave(self) -> None:
         self._sending_over = True
         self._stop_accepting()
-        self._tell_below(Kind.CLOSING)
+        self._send_all_below(Kind.CLOSING)
         self._say_bye()
 
     def _on_turn(self) -> None:
@@ -258,7 +258,7 @@ class Spoke(Star):
         self.inbox.close(reason)
         self._sending_over = True
         self.ready.set()
-        self._tell_below(Kind.LOST, reason)
+        self._send_all_below(Kind.LOST, reason)
         for link in set(self.below.values()):
             self._hang_up(link)
         # No more messages can come: let the thread end, with what is still on its way down.
@@ -271,7 +271,7 @@ class Spoke(Star):
             for rank in self.below:  # they were quicker
                 self._tell_of(rank)
         else:
-            self._join(link.rank, link, link.greeting.heard)
+            self._join(link.rank, link, link.greeting.received)
 
     def _join(self, rank: int, link: Link, payload: Payload) -> None:
         if rank in self.below:

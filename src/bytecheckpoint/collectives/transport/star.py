@@ -2,9 +2,7 @@
 
 Each rank has plain sockets and one I/O thread, which sleeps until something comes, but for a look at silent connections
 every other second. A message costs one wake-up at each hop. Threads that wait on a connection notice at once when it
-breaks. A peer that hangs cannot hang this rank. Nothing depends on torch. `torch.distributed.TCPStore` was tried first: it
-refuses values over 8 MiB, its `get`, `check` and even timed `wait` never return while its server is stopped, and each
-timed wait that ends logs two warnings.
+breaks. A peer that hangs cannot hang this rank. Nothing depends on torch (decisions 0002 and 0039 have the alternatives).
 """
 
 from __future__ import annotations
@@ -37,14 +35,14 @@ class Star(Loop):
     """One rank's end of the messages: the thread that sends its own, passes on those of others, and fills its inbox.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         world_size: number of ranks.
-        inbox: receives the messages for this rank.
-        secret: as of `Loop`.
-        linger: as of `Loop`.
+        inbox: messages for this rank.
+        secret: secret of the world, which authenticates connections.
+        linger: most seconds that `leave` spends on delivering the last messages.
 
     Attributes:
-        hub_address: where this rank reaches rank 0's machine.
+        hub_address: address of rank 0's machine.
 
     Raises:
         UsageError: the settings leave no port to listen at, or name certificates that cannot be used.
@@ -92,7 +90,7 @@ class Star(Loop):
         """Raise if no messages can be sent.
 
         Args:
-            tag: of the message to send, for the error.
+            tag: tag of the message to send, for the error.
 
         Raises:
             PeerLostError: this world was closed, or rank 0 is gone.
@@ -128,7 +126,7 @@ class Star(Loop):
             else:
                 self._post(link, Kind.PACK, 0, link.rank, b"", pack(found))
 
-    def _tell_below(self, kind: Kind, text: str = "") -> None:
+    def _send_all_below(self, kind: Kind, text: str = "") -> None:
         """Send a frame of rank 0 over every connection away from it."""
         for link in set(self.below.values()):
             self._post(link, kind, 0, link.rank, b"", text.encode())
@@ -143,7 +141,7 @@ class Star(Loop):
             self._send_down([Message(t, p, [r for r in ranks if r != self.rank]) for t, p, ranks in messages])
 
     def _place_of(self, link: Link, payload: Payload) -> Place:
-        """Return the place of a rank below this one, as `link` tells it."""
+        """Return the place of a rank below this one from its payload, with the address of `link`."""
         place = PLACES.decode(payload)
         if place.host or link.local:
             return place

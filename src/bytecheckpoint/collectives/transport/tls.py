@@ -10,13 +10,13 @@ from bytecheckpoint.settings import settings
 
 __all__ = ["AGAIN_AFTER_READING", "AGAIN_AFTER_WRITING", "Security", "shut_down_writing"]
 
-#: Errors of a non-blocking call that can go on when bytes come; the same, when bytes can be sent.
+#: Errors of a non-blocking call that can continue when bytes come; the same, when bytes can be sent.
 AGAIN_AFTER_READING = (ssl.SSLWantReadError,)
 AGAIN_AFTER_WRITING = (BlockingIOError, InterruptedError, ssl.SSLWantWriteError)
 
 
 class Security:
-    """How the connections of one rank are secured, by the settings in force now.
+    """TLS contexts for the connections of one rank, by the settings in force now.
 
     Both sides show a certificate that the authority has signed. Addresses prove nothing here: the greeting of ranks does.
 
@@ -34,8 +34,8 @@ class Security:
         """Return a connection that goes over TLS, which begins by itself; the connection itself without certificates.
 
         Args:
-            sock: connected; one within this machine stays as it is.
-            dials: this side has dialled.
+            sock: open connection; one within this machine stays as it is.
+            dials: direction of the connection, True if this side has dialled.
 
         Raises:
             OSError: the connection is broken.

@@ -17,7 +17,7 @@ from bytecheckpoint.collectives.transport.link import Link
 from bytecheckpoint.collectives.transport.wire import FrameReader, Kind, Payload, header
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["NUMBER", "Answer", "Exchange", "Fetch", "Operation", "PeerLink", "Transfer", "pop_first"]
+__all__ = ["NUMBER", "Answer", "ArrayExchange", "DataOperation", "Fetch", "PeerLink", "Transfer", "pop_first"]
 
 T = TypeVar("T")
 
@@ -31,15 +31,15 @@ class Transfer:
     Attributes:
         operation: the operation that it belongs to.
         rank: the other rank.
-        outgoing: whether the array goes to that rank.
-        request: what is fetched; None in an exchange.
+        outgoing: direction of the array, True if it goes to that rank.
+        request: request to the provider of a fetch, None in an exchange.
         view: bytes that are still to be sent or received.
-        number: of the receiver's request.
+        number: number of the receiver's request.
     """
 
     def __init__(
         self,
-        operation: Operation,
+        operation: DataOperation,
         rank: int,
         array: NDArray[np.uint8],
         *,
@@ -55,22 +55,22 @@ class Transfer:
         self.number = number
 
 
-class Operation:
+class DataOperation:
     """Arrays that are sent and received together: all of them arrive, or the operation fails.
 
     Args:
-        tag: of the call.
+        tag: tag of the call.
         title: display name for errors.
-        on_over: called once, with this operation, when its last array was moved or it has failed.
+        on_over: function that is called once with this object, when its last array was moved or it has failed.
 
     Attributes:
         left: transfers that are not complete.
-        error: why the operation failed.
+        error: failure of the operation.
         redials: failed attempts to connect with ranks from which arrays are missing.
-        over: set when no array of the operation is moved any more.
+        over: event that no array of the operation is moved any more.
     """
 
-    def __init__(self, tag: str, title: str, on_over: Callable[[Operation], None]) -> None:
+    def __init__(self, tag: str, title: str, on_over: Callable[[DataOperation], None]) -> None:
         self.tag = tag
         self.title = title
         self.left: set[Transfer] = set()
@@ -97,14 +97,14 @@ class Operation:
         return {transfer.rank for transfer in self.left if transfer.outgoing is outgoing}
 
 
-class Exchange(Operation):
-    """One call of `exchange`. The other ranks make the same call. Each learns when another one has failed.
+class ArrayExchange(DataOperation):
+    """One call of `exchange`. The other ranks make the same call, and receive the failure of each.
 
     Args:
-        tag: of the call.
+        tag: tag of the call.
         outgoing: by destination rank.
         incoming: by source rank.
-        on_over: as of `Operation`.
+        on_over: function that is called once with this object when it is over.
     """
 
     def __init__(
@@ -112,28 +112,33 @@ class Exchange(Operation):
         tag: str,
         outgoing: Mapping[int, NDArray[np.uint8]],
         incoming: Mapping[int, NDArray[np.uint8]],
-        on_over: Callable[[Operation], None],
+        on_over: Callable[[DataOperation], None],
     ) -> None:
         super().__init__(tag, f"exchange {tag!r}", on_over)
         self.left |= {Transfer(self, rank, array, outgoing=True) for rank, array in outgoing.items()}
         self.left |= {Transfer(self, rank, array, outgoing=False) for rank, array in incoming.items()}
 
 
-class Fetch(Operation):
+class Fetch(DataOperation):
     """One call of `fetch`. No other rank depends on it."""
 
     def __init__(
-        self, tag: str, rank: int, request: bytes, destination: NDArray[np.uint8], on_over: Callable[[Operation], None]
+        self,
+        tag: str,
+        rank: int,
+        request: bytes,
+        destination: NDArray[np.uint8],
+        on_over: Callable[[DataOperation], None],
     ) -> None:
         super().__init__(tag, f"fetch {tag!r}", on_over)
         self.left = {Transfer(self, rank, destination, outgoing=False, request=request)}
 
 
-class Answer(Operation):
-    """What one rank sends for a `Fetch` of another rank, which learns when it has failed."""
+class Answer(DataOperation):
+    """The array that one rank sends for a `Fetch` of another rank. That rank receives its failure, too."""
 
     def __init__(
-        self, tag: str, link: PeerLink, number: int, data: NDArray[np.uint8], on_over: Callable[[Operation], None]
+        self, tag: str, link: PeerLink, number: int, data: NDArray[np.uint8], on_over: Callable[[DataOperation], None]
     ) -> None:
         super().__init__(tag, f"answer {tag!r}", on_over)
         self.link = link
@@ -189,7 +194,7 @@ class PeerLink(Link):
 
     Args:
         sock: the connection.
-        greeting: as of `Link`.
+        greeting: this side of the handshake.
 
     Attributes:
         arrays: reads what arrives.

@@ -28,7 +28,7 @@ class Kind(IntEnum):
     PACK = 8  # several messages (`packs`)
     WATCH = 9  # up: report when rank `destination`, or any, is gone
     LOST = 10  # rank `source` is gone; payload: the reason
-    WHERE = 11  # up: tell where rank `destination` listens
+    WHERE = 11  # up: send the place of rank `destination`
     PLACE = 12  # down: rank `source` listens at `Place`, the payload
     CLOSING = 13  # down: send no more messages
     BYE = 14  # up: this is the last frame of rank `source`
@@ -40,7 +40,7 @@ class Kind(IntEnum):
     REFUSED = 19  # answer to a fetch that failed; tag: number of the request; payload: the failure
 
 
-#: In place of a rank: whoever answers.
+#: Any rank that answers, in place of one.
 ANYBODY = 0xFFFFFFFF
 _GREETINGS = (Kind.HELLO, Kind.CHALLENGE, Kind.PROOF)
 
