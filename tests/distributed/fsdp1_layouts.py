@@ -31,7 +31,7 @@ class Fsdp1:
     Attributes:
         size: number of ranks.
         strategy: sharding strategy.
-        use_orig_params: as in FullyShardedDataParallel.
+        use_orig_params: argument of FullyShardedDataParallel.
         units: classes that become units of their own, inside the root unit.
         tp: tensor parallelism under FSDP1.
         mixed_precision: compute in bfloat16 (float32 shards).

@@ -251,7 +251,7 @@ class Trainer:
         parallel: the model.
         optimizer: makes the optimizer from FQN -> parameter.
         extra: step, random state, nested values.
-        tied: whether embedding and head are one parameter.
+        tied: True if embedding and head are one parameter.
     """
 
     def __init__(
@@ -343,8 +343,8 @@ class Trainer:
         """Give all optimizer state values that are computed from the parameters, and each group a rate of its own.
 
         Args:
-            dtype: of the state; None: that of the parameter.
-            step: of all parameters; None: each has its own.
+            dtype: dtype of the state; None: that of the parameter.
+            step: step of all parameters; None: each has its own.
         """
         names = {id(p): "embed.weight" if self.tied and n == "head.weight" else n for n, p in self.parameters().items()}
         for number, group in enumerate(self.optimizer.param_groups):
@@ -409,7 +409,7 @@ def build(
     Args:
         name: name of the layout.
         values: sets the whole model's parameters before they are distributed.
-        tied: whether embedding and head are one parameter.
+        tied: True if embedding and head are one parameter.
         dtype: dtype of the parameters.
         optimizer: makes the optimizer from FQN -> parameter.
         wrap: wraps the bare model first (compile, activation checkpointing).

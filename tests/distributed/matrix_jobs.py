@@ -30,7 +30,7 @@ def coordinates(layout: str, step: float | None = None, build: Callable[..., Tra
 
     Args:
         layout: the layout.
-        step: of all parameters; None: each has its own.
+        step: step of all parameters; None: each has its own.
         build: starts the run.
     """
     trainer = build(layout, fill_by_coordinates)
@@ -39,7 +39,7 @@ def coordinates(layout: str, step: float | None = None, build: Callable[..., Tra
 
 
 def save_all(layout: str, folder: str) -> dict[str, Any]:
-    """Save a trained state, asynchronously while training goes on, and a state of coordinates."""
+    """Save a trained state, asynchronously during training, and a state of coordinates."""
     trainer = build(layout, source_values)
     before = trainer.train(BEFORE)
     handle = bytecheckpoint.save(f"{folder}/trained/{layout}", trainer.states(), async_checkpoint=True)
@@ -94,8 +94,8 @@ def open_all(sources: Sequence[str], folder: str, step: float | None = None) -> 
 
     Args:
         sources: the layouts.
-        folder: where they saved.
-        step: of all parameters; None: each has its own.
+        folder: folder of the saved checkpoints.
+        step: step of all parameters; None: each has its own.
     """
     expected = full_state(coordinates("one", step))
     return {source: wrong_entries(f"{folder}/coordinates/{source}", expected) for source in sources}

@@ -35,7 +35,7 @@ STEP = 7.0
 
 
 def save_both(layout: str, folder: str, optimizer: str) -> dict[str, Any]:
-    """Save a trained state, asynchronously while training goes on, and under AdamW a state of coordinates."""
+    """Save a trained state, asynchronously during training, and under AdamW a state of coordinates."""
     trainer = build(layout, source_values, **OPTIMIZERS[optimizer])
     before = trainer.train(BEFORE)
     handle = bytecheckpoint.save(f"{folder}/trained/{layout}", trainer.states(), async_checkpoint=True)

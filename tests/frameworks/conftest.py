@@ -17,7 +17,7 @@ NEEDS_NOTHING = "test_names.py"
 
 @pytest.fixture
 def first(tmp_path: Path) -> str:
-    """Where one process saves the checkpoint that others load."""
+    """The folder in which one process saves the checkpoint that others load."""
     return str(tmp_path / "first")
 
 

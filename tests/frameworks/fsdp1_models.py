@@ -19,7 +19,7 @@ States = MutableMapping[str, Any]
 
 @torch.no_grad()
 def coordinates(module: nn.Module) -> nn.Module:
-    """Give every element a value that tells its tensor and its place."""
+    """Give every element a value that identifies its tensor and its place."""
     for number, (_, tensor) in enumerate([*module.named_parameters(), *module.named_buffers()], 1):
         tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape) + 1000 * number)
     return module

@@ -1,4 +1,4 @@
-"""What the tests of installed frameworks share (Megatron-Core, DeepSpeed): numbers of steps, comparisons of states."""
+"""Shared by the tests of installed frameworks (Megatron-Core, DeepSpeed): numbers of steps, comparisons of states."""
 
 from __future__ import annotations
 

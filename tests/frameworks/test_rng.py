@@ -97,7 +97,7 @@ def test_another_number_of_ranks_gets_new_numbers_for_each(
 
 
 def test_ranks_that_draw_the_same(tmp_path: Path) -> None:
-    """As of one tensor-parallel group: one copy is stored, which any number of ranks of the group go on from."""
+    """Equal generators, as in a tensor-parallel group, are stored once, and any number of ranks continue from the copy."""
 
     def save(collective: Collective, peers: int, apart: int = 0) -> list[Any]:
         rank, ranks = collective.rank // peers, collective.world_size // peers

@@ -92,7 +92,7 @@ def test_fsdp1_steps_after_a_cast(saved: torch.dtype, live: torch.dtype, use_ori
 
 
 def test_state_in_lower_precision_than_its_optimizer_steps_needs_no_cast(tmp_path: Path) -> None:
-    """As between an optimizer over bfloat16 parameters and one over their float32 master weights; the report says so."""
+    """A cast between an optimizer over bfloat16 parameters and one over float32 master weights is in the report."""
     source, optimizer = trained("adamw", LOW)
     bytecheckpoint.save(tmp_path, {"model": source, "optimizer": optimizer})
     masters = {name: p.detach().float() for name, p in source.named_parameters()}
@@ -112,7 +112,7 @@ def test_rounding_state_needs_a_cast(tmp_path: Path) -> None:
 
 
 class OwnPrecision(torch.optim.SGD):
-    """An optimizer that holds its state in float32, whatever it steps."""
+    """An optimizer that holds its state in float32 for parameters of any dtype."""
 
 
 def test_an_optimizer_gets_state_of_a_precision_of_its_own_as_it_was() -> None:

@@ -228,7 +228,7 @@ def torchao_run(name: str, sharded: bool, seed: int) -> tuple[Any, Any]:
 @on_ranks(2)
 @mock.patch("torch.compile", lambda step, **_: step)  # the step is the same, and compiling it takes a minute
 def test_torchao(name: str, path: str) -> None:
-    """Each layout loads each, and goes on with the losses of the uninterrupted run."""
+    """Each layout loads each, and continues with the losses of the uninterrupted run."""
     after = {}
     for sharded in (False, True):
         run = torchao_run(name, sharded, 1)

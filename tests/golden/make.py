@@ -47,7 +47,7 @@ def odd(dtype: torch.dtype) -> torch.Tensor:
 
 
 def states(rank: int) -> dict[str, Any]:
-    """What rank `rank` of three holds."""
+    """Return the states of rank `rank` of three."""
     model: dict[str, Any] = {"whole": full("whole")}
     for name, cuts in (("cut", [[2, 5], [3]]), ("cut3d", [[1], [2], []])):
         boxes = [b for i, b in enumerate(grid_boxes(SHAPES[name][0], cuts)) if i % WORLD == rank]

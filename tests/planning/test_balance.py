@@ -34,7 +34,7 @@ def worst_fit(held: list[list[int]], nbytes: list[int], load: list[int]) -> list
 
 
 def first_weak(values: np.ndarray, seed: int) -> np.ndarray:
-    """Hash weakly at first: different sets collide, and only the exact check tells them apart."""
+    """Hash weakly at first: different sets collide, and only the exact check distinguishes them."""
     return scrambled(values, seed) if seed else values.astype(np.uint64)
 
 

@@ -34,7 +34,7 @@ def columns(ranges: list[Range]) -> np.ndarray:
 
 
 def worth_it(by_rank: dict[int, list[Range]]) -> bool:
-    """Whether the ranks copy at most two bytes for each byte that is not read again, if all read equally much."""
+    """Return whether the ranks copy at most two bytes for each byte that is not read again, if all read equally much."""
     ranges = [r for ranges in by_rank.values() for r in ranges]
     alone = sum(stop - start for _, start, stop in ranges)
     once = max(stop for _, _, stop in ranges) - min(start for _, start, _ in ranges)

@@ -77,7 +77,7 @@ def test_zero_dimensional_tensors() -> None:
 
 
 def candidates(left: BoxTable, right: BoxTable) -> int:
-    """How many pairs the sweep looks at."""
+    """Return the number of pairs that the sweep looks at."""
     wanted = np.arange(len(right))
     hulls = module._hulls(right, wanted)
     first, last = module._Index.build(left, *module._filtered(left, hulls), hulls).windows(right, wanted)

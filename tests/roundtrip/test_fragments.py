@@ -23,7 +23,7 @@ COUNT = 53 * 31 * 7
 
 
 class Held(NamedTuple):
-    """What one rank holds of a tensor: its flat ranges, and their memory."""
+    """The flat ranges of a tensor that one rank holds, and their memory."""
 
     value: Declared
     memory: torch.Tensor

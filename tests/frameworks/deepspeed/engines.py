@@ -25,11 +25,11 @@ other: Values = partial(initialise, seed=2)
 
 @dataclass(frozen=True)
 class Zero:
-    """How an engine is configured.
+    """The configuration of an engine.
 
     Attributes:
         size: ranks.
-        stage: of ZeRO.
+        stage: stage of ZeRO.
         low: "bf16" or "fp16"; "": float32.
         init: build the model partitioned (deepspeed.zero.Init).
         zero_options: further settings of ZeRO.

@@ -161,7 +161,7 @@ def with_token_dropping(name: str, values: Any, shortest: int) -> EngineTrainer:
 @pytest.mark.parametrize("name", ["z0x2", "b2x2", "z3x2"])
 @in_engine_world
 def test_random_layer_token_dropping(name: str, path: str) -> None:
-    """The schedule goes on, and the wrappers of the layers are not seen in names.
+    """The schedule continues, and the wrappers of the layers are not seen in names.
 
     Nothing is dropped, since these sequences are shorter than the shortest of the schedule: DeepSpeed's kernels that
     choose and gather tokens exist for CUDA only.

@@ -250,7 +250,7 @@ OneBit.__module__ = "deepspeed.runtime.fp16.onebit.adam"
 
 @on_ranks(2)
 def test_refusals(path: str) -> None:
-    """What is not supported is refused before anything is written."""
+    """Refuse unsupported settings before anything is written."""
     import deepspeed
 
     two, three = build("b2x2", trained), build("b3x2", trained)

@@ -68,9 +68,9 @@ class SplitRun:
 
     Args:
         tensor: tensor-parallel size; 0: torch alone.
-        stage: of ZeRO.
+        stage: stage of ZeRO.
         low: "bf16", "fp16", or "" for float32.
-        seed: of the weights.
+        seed: seed of the weights.
         split: the layers that AutoTP splits.
     """
 

@@ -21,7 +21,7 @@ class Family:
         name: in test ids.
         members: the layouts; the first, in one process, saves the start that all train from.
         tolerance: relative, of losses, between a resumed run and the uninterrupted one.
-        member_tolerance: the same, between members that train from the same start; None: they differ.
+        member_tolerance: tolerance between members that train from the same start; None: they differ.
     """
 
     name: str

@@ -31,7 +31,7 @@ class Feed:
         vocabulary: number of tokens.
         rank: data-parallel coordinate.
         ranks: data-parallel degree.
-        first: whether the rank's other coordinates are 0.
+        first: True if the rank's other coordinates are 0.
 
     Attributes:
         loader: the loader, for `states["dataloader"]`.
@@ -73,7 +73,7 @@ def global_batches(notes: list[tuple[int, list[Batch]]]) -> list[Batch]:
     """Join what the ranks have fed; fail if ranks of one coordinate differ.
 
     Args:
-        notes: of all ranks, by `take_notes`.
+        notes: notes of all ranks, by `take_notes`.
     """
     by_coordinate: dict[int, list[Batch]] = {}
     for coordinate, fed in notes:

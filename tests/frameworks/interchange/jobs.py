@@ -1,4 +1,4 @@
-"""What the ranks of the interchange matrix run."""
+"""Jobs of the ranks of the interchange matrix."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def settings_of_all_ranks(settings: Settings) -> Settings:
 
 
 def save(member: Member, start: str | None, path: str, notes: str) -> dict[str, Any]:
-    """Train from the start, save while training goes on, and write down the full state at the save.
+    """Train from the start, save during training, and write down the full state at the save.
 
     Args:
         member: the layout.
         start: a checkpoint; None: this run makes it.
-        path: where to save.
+        path: path of the checkpoint.
         notes: folder for the full state and the settings.
     """
     run = start_run(member)

@@ -1,4 +1,4 @@
-"""The training runs of the matrix: what each can do, whatever its framework."""
+"""The training runs of the matrix, with one interface for all frameworks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def settings_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Settings:
 
 
 def named_groups(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the names of what each group trains; to be called before an engine takes the optimizer."""
+    """Return the names of the parameters of each group; call it before an engine takes the optimizer."""
     names = {id(p): name for name, p in parameters.items() if p.requires_grad}
     return [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
 
@@ -91,7 +91,7 @@ class Member:
         size: ranks.
         make: starts a run on each of them; importable.
         low: dtype of parameters that have float32 master weights; "": float32 alone.
-        framework: what is passed as `framework=` by name; half of the loads say "auto".
+        framework: argument `framework=`; half of the loads use "auto".
     """
 
     name: str

@@ -37,8 +37,8 @@ class Matrix:
 
     Args:
         family: the family.
-        worlds: where it runs.
-        folder: of the checkpoints.
+        worlds: worlds of processes.
+        folder: folder of the checkpoints.
         selected: destination -> the sources whose tests are selected.
     """
 
@@ -122,7 +122,7 @@ def matrices(request: pytest.FixtureRequest, worlds: Worlds, tmp_path_factory: p
 
 
 def _check_data(matrix: Matrix, source: str, fed: list[Any]) -> None:
-    """Fail unless a resumed run was fed the global batches of the run that it goes on with, which follow the save."""
+    """Fail unless a resumed run was fed the global batches of the run that it continues, from the save on."""
     own = global_batches(fed)
     for step, (rows, _) in enumerate(own, jobs.BEFORE):
         assert rows == [*range(step * len(rows), (step + 1) * len(rows))]

@@ -22,7 +22,7 @@ HeldElements = tuple[str, tuple[int, ...], torch.Tensor, torch.Tensor]
 def full_state(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Return weights, master weights and state by the keys of `bytecheckpoint.open`, on every rank. A collective."""
     if trainer.layout.overlap:
-        # Until the next forward pass a rank has old values of what other ranks step.
+        # Until the next forward pass a rank has old values of the elements that other ranks step.
         for chunk in trainer.chunks:
             chunk.start_param_sync(force_sync=True)
     gathered: list[list[HeldElements]] = [[] for _ in range(dist.get_world_size())]
@@ -41,7 +41,7 @@ def full_state(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def param_groups_by_name(trainer: Trainer) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name of a parameter, its param group), of what this rank steps."""
+    """Yield (name of a parameter, its param group) for the parameters that this rank steps."""
     names = {id(p): _name(trainer, chunk, local) for chunk in trainer.bare for local, p in chunk.named_parameters()}
     for optimizer in trainer.optimizer.chained_optimizers:
         found = {id(t): group for group in optimizer.optimizer.param_groups for t in group["params"]}

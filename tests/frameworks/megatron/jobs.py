@@ -1,4 +1,4 @@
-"""What ranks run in several tests of this folder. A job raises if a load is not complete."""
+"""Jobs of the ranks in several tests of this folder. A job raises if a load is not complete."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def save_coordinates(layout: Layout, path: str, *, own_steps: bool = False) -> N
     """Save a state whose every element says which it is, in one process, where all parameters are whole.
 
     Args:
-        layout: of one process.
-        path: where to save.
+        layout: layout of one process.
+        path: path of the checkpoint.
         own_steps: give each parameter a step of its own.
     """
     assert layout.world == 1

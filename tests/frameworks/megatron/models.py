@@ -23,7 +23,7 @@ _groups: list[Any] = []
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is spread over ranks, and what it is."""
+    """The structure of a model, and its distribution over ranks."""
 
     tp: int = 1
     pp: int = 1
@@ -237,7 +237,7 @@ class MegatronModel:
 
     @property
     def model(self) -> Any:
-        """What stands for the model in the states: the chunk, or the list of them."""
+        """The value of the state "model": the chunk, or the list of chunks."""
         return self.chunks if len(self.chunks) > 1 else self.chunks[0]
 
     def states(self) -> dict[str, Any]:
@@ -252,7 +252,7 @@ class MegatronModel:
         return [s for o in self.optimizer.chained_optimizers for s in o.optimizer.state.values()]
 
     def named_states(self) -> Iterator[tuple[str, torch.Tensor | None, dict[str, Any]]]:
-        """(name, master weight, state) of what this rank steps."""
+        """(name, master weight, state) of each parameter that this rank steps."""
         names = {id(p): name for name, p in self.named_parameters()}
         for optimizer in self.optimizer.chained_optimizers:
             for parameter, tensor, _ in main_params(optimizer):

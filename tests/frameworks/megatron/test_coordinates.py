@@ -1,4 +1,4 @@
-"""Where the ranks of a real Megatron job are in its layout, for the metrics."""
+"""The coordinates of the ranks of a real Megatron job in its layout, for the metrics."""
 
 from __future__ import annotations
 

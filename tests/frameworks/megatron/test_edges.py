@@ -117,7 +117,7 @@ def test_a_pending_gather_does_not_overwrite_loaded_parameters(
 )
 @in_layout
 def test_a_save_before_parameters_are_gathered(layout: Layout, path: str) -> None:
-    """A rank has new values only of what it steps itself: the gather after its step waits for the next forward pass."""
+    """A rank has new values only of the elements that it steps: the gather waits for the next forward pass."""
     trained = VariantModel(VARIANT, layout)
     assert any(_steps_parts(trained, o) for o in trained.optimizer.chained_optimizers), "nothing is left to gather"
     handle = bytecheckpoint.save(path, trained.states(), async_checkpoint=True)
@@ -233,7 +233,7 @@ def test_a_model_alone(worlds: Worlds, layout: Layout, first: str, path: str) ->
 
 
 def load_bare_model_alone(layout: Layout, source: str) -> None:
-    """Load a model without the wrapper that tells which ranges of the parameters this rank's optimizer steps."""
+    """Load a model without the wrapper that has the ranges of the parameters that this rank's optimizer steps."""
     trained = VariantModel(VARIANT, layout)
     report = bytecheckpoint.load(source, {"model": trained.bare[0]})
     assert any("master weights of" in note and "reload_model_params" in note for note in report.notes)
@@ -246,7 +246,7 @@ def load_bare_model_alone(layout: Layout, source: str) -> None:
 
 
 def test_master_weights_out_of_reach_are_named(worlds: Worlds, first: str) -> None:
-    """Where nothing can hold their exact values, weights in higher precision need a cast."""
+    """Weights in higher precision need a cast if nothing can hold their exact values."""
     worlds.run(1, save_variant, VARIANT, Layout(bf16=True), first)
     worlds.run(1, save_variant, VARIANT, Layout(), f"{first}-full")
     worlds.run(1, load_bare_model_alone, Layout(bf16=True), first)

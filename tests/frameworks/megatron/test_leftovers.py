@@ -1,4 +1,4 @@
-"""What a checkpoint holds and the model lacks: a strict load refuses it by name, chunks of virtual stages or not."""
+"""Tensors of a checkpoint that the model lacks: a strict load refuses them by name, with virtual stages or without."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def plain_run(layout: Layout, seed: int = 1) -> tuple[Any, torch.optim.AdamW]:
 
 
 def param_groups_of(parameters: Mapping[str, Any], lr: float = RATE) -> list[dict[str, Any]]:
-    """Return the param groups of Megatron's own optimizers here, of what is trained: matrices, and norms and biases."""
+    """Return the param groups of Megatron's own optimizers for the trained parameters: matrices, and norms and biases."""
     trained = {n: p for n, p in parameters.items() if p.requires_grad}
     vectors = {n for n in trained if "norm" in n or n.endswith(".bias")}
     return [
