@@ -44,7 +44,7 @@ class BoxTarget(msgspec.Struct, frozen=True):
     @property
     def addressable(self) -> bool:
         """True if storage can read straight into the memory."""
-        return self.contiguous and self.data.device.type == "cpu" and self.data.dtype == self.dtype
+        return self.contiguous and self.data.is_cpu and self.data.dtype == self.dtype
 
 
 @dataclass(frozen=True, slots=True)

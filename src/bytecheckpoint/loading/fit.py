@@ -126,6 +126,10 @@ def _with_similar(names: Sequence[str], others: Iterable[str], hint: str) -> lis
 
 def wanted_boxes(view: SavedView, wanted: Sequence[LiveShard]) -> BoxTable:
     """Return the boxes of the wanted shards, with the numbers of their tensors in the checkpoint, which has all of them."""
+    if not any(shard.by_content for shard in wanted):  # models and optimizers
+        found = view.resolve([shard.key for shard in wanted], by_content=False)
+        assert -1 not in found, "every wanted tensor was found in the checkpoint"
+        return boxes_of(wanted, found)
     numbers = np.full(len(wanted), -1, np.int64)  # of each shard
     for by_content in (False, True):
         chosen = [i for i, s in enumerate(wanted) if s.by_content == by_content]
