@@ -39,7 +39,7 @@ class Options:
 
     @property
     def short(self) -> bool:
-        """Whether cases of many variants run a few of them only."""
+        """True if cases of many variants run a few of them only."""
         return self.seconds <= 1.0
 
 

@@ -53,9 +53,9 @@ class _Part(ThreadWorld):
     """The ranks of one process of the world.
 
     Args:
-        ranks: of this process.
-        size: of the world.
-        port: of the store.
+        ranks: numbers of the ranks of this process.
+        size: number of ranks in the world.
+        port: port of the store.
     """
 
     def __init__(self, ranks: list[int], size: int, port: int) -> None:

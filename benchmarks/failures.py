@@ -1,4 +1,4 @@
-"""What failing requests cost: `python -m benchmarks.failures [--percent 0 1 5 20] [--steps 10] [--mib 64]`.
+"""Measure the cost of failing requests: `python -m benchmarks.failures [--percent 0 1 5 20] [--steps 10] [--mib 64]`.
 
 Saves and loads on an S3 server of this machine, behind a proxy that lets some percent of all requests fail: refused, or cut
 off before, while or after the server carries them out. Every load is compared with what was saved.

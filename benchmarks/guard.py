@@ -35,7 +35,7 @@ class Comparison:
     """One figure beside its reference.
 
     Attributes:
-        name: what is measured, and in how many ranks.
+        name: name of the measurement, with the number of ranks.
         reference: ratio in guard.json; None if the file lacks the figure.
         measured: ratio of each run, in the order of the runs; None where a run lacks the figure.
     """

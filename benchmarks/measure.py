@@ -108,11 +108,11 @@ class Arm:
     """One contender in a case.
 
     Attributes:
-        name: of the peer or of the raw limit.
-        run: what is measured; may return further figures, which are reduced over the ranks to the largest (to the sum
+        name: name of the peer or of the raw limit.
+        run: function to measure; may return further figures, which are reduced over the ranks to the largest (to the sum
             for names that end in "_sum").
-        before: called before each repetition, unmeasured.
-        after: called after each repetition, unmeasured.
+        before: function to call before each repetition, unmeasured.
+        after: function to call after each repetition, unmeasured.
     """
 
     name: str
@@ -126,7 +126,7 @@ class Result:
     """All repetitions of one arm.
 
     Attributes:
-        case: what was measured.
+        case: name of the case.
         place: "tmpfs", "disk", or "" where no storage is involved.
         world: number of ranks.
         arm: name of the contender.

@@ -1,4 +1,4 @@
-"""What metrics cost: `python -m benchmarks.metrics [--rounds 20] [--mib 256] [--tensors 2000]`.
+"""Measure the cost of metrics: `python -m benchmarks.metrics [--rounds 20] [--mib 256] [--tensors 2000]`.
 
 Saves with metrics and without take turns. Seconds are medians of single saves. Core-seconds are those of this process and
 its helper, with what the metrics' threads do afterwards. A step is a piece of Python that runs beside asynchronous saves.

@@ -90,7 +90,7 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Job:
-    """What each rank of a job saves.
+    """Shards and values that each rank of a job saves.
 
     Attributes:
         shards: the shards of each rank; ranks may share lists and shards.

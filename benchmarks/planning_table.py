@@ -1,4 +1,4 @@
-"""What catalogs and plans cost as ranks grow: `python -m benchmarks.planning_table [--jobs a b c d] [--ranks 1000 ...]`.
+"""Measure catalogs and plans as ranks grow: `python -m benchmarks.planning_table [--jobs a b c d] [--ranks 1000 ...]`.
 
 One row per job and number of ranks, in two processes of their own, so that peak memory is that of the step: the coordinator
 of a save (plan all ranks' tables, make and encode the catalog), and one rank that loads at another layout (read the parts
@@ -56,7 +56,7 @@ class Layout(NamedTuple):
     Attributes:
         world: number of ranks.
         names: (kind, fqn, slot, dtype) of each tensor.
-        shapes: of each tensor, int64 [t, 2].
+        shapes: shape of each tensor, int64 [t, 2].
         rows: returns the boxes of one rank, numbered by tensor.
     """
 

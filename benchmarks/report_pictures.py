@@ -1,7 +1,7 @@
 """The pictures of the report in docs/images: `python -m benchmarks.report_pictures [--keep FOLDER]`.
 
 One is of a real run of four ranks on this machine, in which the storage of rank 2 gets slow in the course of the run. The
-other one is of a simulated run of 8,960 ranks. Tells how long a browser takes to draw the latter. Needs Chromium.
+other one is of a simulated run of 8,960 ranks. Prints the seconds that a browser takes to draw the latter. Needs Chromium.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Case:
         run: the case.
         worlds: numbers of ranks.
         places: file systems.
-        only_by_name: whether the case runs only if `--only` names it.
+        only_by_name: True for a case that runs only if `--only` names it.
     """
 
     run: Callable[[Bench], None]

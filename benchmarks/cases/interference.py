@@ -1,4 +1,4 @@
-"""How much a save in the background slows the training loop."""
+"""Measure how much a save in the background slows the training loop."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _loop(bench: Bench, case: str, arm: str, peer: Peer, state: Tensors, step: C
 
 
 class _Background:
-    """Tells whether a save has ended, without a thread of its own."""
+    """A running save, and whether it has ended; it needs no thread of its own."""
 
     def __init__(self, wait: Callable[[], object]) -> None:
         self.wait = wait

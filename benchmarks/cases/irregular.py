@@ -86,7 +86,7 @@ class Contender:
 
     Args:
         bench: the run.
-        name: of the arm.
+        name: name of the arm.
         begin: starts a save into a folder; returns a function that waits for its end.
         cached_bytes: returns the memory that stays mapped from save to save, which the rise during a save leaves out.
     """

@@ -1,4 +1,4 @@
-"""How long a save waits for the buffers of a data loader with four workers (ByteCheckpoint, section 4.5).
+"""Measure how long a save waits for the buffers of a data loader with four workers (ByteCheckpoint, section 4.5).
 
 With `state_every` the workers hand their buffers over before the step of the save (state prefetching); without it the save
 asks for them. `wall` is the blocking time of an asynchronous save of nothing but the loader. "Gathering" is the part until

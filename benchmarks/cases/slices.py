@@ -1,4 +1,4 @@
-"""How much of a tensor a rank reads that needs 1/64 of it."""
+"""Measure how much of a tensor a rank reads that needs 1/64 of it."""
 
 from __future__ import annotations
 

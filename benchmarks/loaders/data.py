@@ -45,8 +45,8 @@ class Corpus:
 
     Attributes:
         path: the file.
-        offsets: where the documents begin, and where the last one ends: a .npy file, in tokens or bytes, int64 [n + 1].
-        text: whether the file is text, a document a line; else token ids, uint16.
+        offsets: begins of the documents, and the end of the last one: a .npy file, in tokens or bytes, int64 [n + 1].
+        text: True for a file of text, a document a line; else token ids, uint16.
     """
 
     path: str

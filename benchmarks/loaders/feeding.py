@@ -14,7 +14,7 @@ class Feeding:
 
     Args:
         loader: gives tensors of token ids, or dicts of them.
-        key: of the token ids in a dict.
+        key: key of the token ids in a dict.
     """
 
     def __init__(self, loader: Iterable[Any], key: str = "tokens") -> None:

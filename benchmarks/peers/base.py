@@ -17,10 +17,10 @@ class Peer:
 
     Attributes:
         name: its name in tables.
-        durable: whether its save makes the files durable; for other peers the benchmark calls fsync.
-        asynchronous: whether it has `save_async`.
-        ranks: whether it can save from several ranks.
-        reshards: whether it saves DTensors, and loads them at another layout.
+        durable: True if its save makes the files durable; for other peers the benchmark calls fsync.
+        asynchronous: True if it has `save_async`.
+        ranks: True if it can save from several ranks.
+        reshards: True if it saves DTensors, and loads them at another layout.
     """
 
     name: ClassVar[str]
