@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.docs.test_snippets import ROOT, python_blocks
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_example_trains_and_goes_on_at_another_layout(tmp_path: Path) -> None:
+@pytest.mark.timeout(300)  # nine processes import torch: a minute of processor time
+def test_the_example_trains_and_continues_at_another_layout(tmp_path: Path) -> None:
     train, look = python_blocks(README)
     (tmp_path / "train.py").write_text(train.code, encoding="utf-8")
     (tmp_path / "look.py").write_text(look.code, encoding="utf-8")
@@ -28,7 +31,7 @@ def test_the_example_trains_and_goes_on_at_another_layout(tmp_path: Path) -> Non
             env=environment,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=250,
             check=False,
         )
         assert done.returncode == 0, done.stderr
