@@ -19,7 +19,7 @@ from bytecheckpoint.collectives.stop import StopSignal
 from bytecheckpoint.engine.save_resources import PlanCache
 from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.frameworks.native import NativeFramework
-from bytecheckpoint.frameworks.selection import Selection
+from bytecheckpoint.frameworks.selection import NameSelection
 from bytecheckpoint.planning.local_table import LocalTable, describe
 from bytecheckpoint.planning.read_plan import plan_reads, stored_rows
 from bytecheckpoint.planning.replicas import group_equal
@@ -258,7 +258,7 @@ def play_save(job: Job) -> tuple[Ranks, list[Line]]:
     ranks = Ranks(job)
     storage: Any = ranks
     collective: Any = ranks
-    states: Any = RequestedStates(NativeFramework(), {}, None, Selection())
+    states: Any = RequestedStates(NativeFramework(), {}, None, NameSelection())
     request = SaveRequest(storage, states, Settings(timeout=600.0))
     ranks.clock.switch("coordinator: read requests, plan")
     stop = StopSignal(collective, "save/1", Cancellation())
