@@ -36,6 +36,8 @@ venv: ## make or update the environment ($VENV, default .venv)
 lint: venv
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(BIN)/codespell src docs benchmarks demo scripts *.md
+	$(PY) scripts/style.py
 
 types: venv
 	$(PY) -m mypy

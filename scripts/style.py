@@ -1,6 +1,6 @@
 """Check the countable rules for names and sentences (CONTRIBUTING.md, "Style") in the package's sources.
 
-    python scripts/style.py                      # the whole package, with the rules that compare modules
+    python scripts/style.py                      # the package and its pages
     python scripts/style.py src/bytecheckpoint/saving README.md    # these files and folders only
 
 Ruff checks the mood of docstrings (D401) and the line length; this program checks what ruff has no rule for.
@@ -70,8 +70,23 @@ MANY_FIELDS: dict[str, str] = {
     "bytecheckpoint.saving.save": "a call of the paper, with keyword options",
     "bytecheckpoint.tuning.Tuning": "a flat list of internal constants",
 }
+#: Classes that are still to be split. The list only gets shorter.
+STILL_WIDE = {
+    "bytecheckpoint.collectives.inbox.Inbox",
+    "bytecheckpoint.collectives.transport.link.Link",
+    "bytecheckpoint.collectives.transport.loop.Loop",
+    "bytecheckpoint.collectives.transport.peers.Peer",
+    "bytecheckpoint.collectives.transport.spoke.Spoke",
+    "bytecheckpoint.storage.objects.bucket.Bucket",
+    "bytecheckpoint.storage.posix.open_files.PosixWriter",
+    "bytecheckpoint.tiers.flush.flusher.PendingFlush",
+    "bytecheckpoint.tools.verify_files._FileCheck",
+    "bytecheckpoint.tracing.operation.Operation",
+}
 #: Small modules with one importer that stay by themselves, with the reason.
 SMALL_MODULES: dict[str, str] = {
+    "bytecheckpoint.collectives.call_log": "its importer would be longer than 400 lines",
+    "bytecheckpoint.collectives.transport.serving": "its importer would be longer than 400 lines",
     "bytecheckpoint.storage.testing.fault_rule": "a FUSE program of the tests loads it without the package",
     "bytecheckpoint.tiers.flush.machine": "its importer is in another package",
     "bytecheckpoint.monitoring.report.trace": "an output format of its own, beside the page",
@@ -150,7 +165,7 @@ def check_sizes(path: str, tree: ast.Module) -> Iterator[Violation]:
             count, noun = sum(a.arg not in ("self", "cls") for a in arguments), "parameters"
         else:
             continue
-        if count > MOST_FIELDS and f"{module}.{node.name}" not in MANY_FIELDS:
+        if count > MOST_FIELDS and f"{module}.{node.name}" not in MANY_FIELDS.keys() | STILL_WIDE:
             yield Violation(path, node.lineno, "size", f"{node.name} has {count} {noun}: group them in a dataclass")
 
 
@@ -209,8 +224,9 @@ def check_importers(files: list[Path]) -> Iterator[Violation]:
 def main(arguments: list[str]) -> int:
     """Print the violations; return 1 if there are any."""
     whole = sorted(PACKAGE.rglob("*.py"))
-    paths = [Path(argument).resolve() for argument in arguments] or [PACKAGE]
-    files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "decisions"]  # records stay as they are
+    paths = [Path(argument).resolve() for argument in arguments] or [PACKAGE, *pages, *ROOT.glob("*.md")]
+    files = [file for path in paths for file in (sorted(path.rglob("*.[pm][yd]")) if path.is_dir() else [path])]
     found = [v for file in files if file.suffix == ".py" for v in check_source(file)]
     for page in (file for file in files if file.suffix == ".md"):
         found += check_phrases(str(page.relative_to(ROOT)), page.read_text(), 1)
