@@ -224,7 +224,9 @@ def check_importers(files: list[Path]) -> Iterator[Violation]:
 def main(arguments: list[str]) -> int:
     """Print the violations; return 1 if there are any."""
     whole = sorted(PACKAGE.rglob("*.py"))
-    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "decisions"]  # records stay as they are
+    pages = [
+        page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "decisions"
+    ]  # records stay as they are
     paths = [Path(argument).resolve() for argument in arguments] or [PACKAGE, *pages, *ROOT.glob("*.md")]
     files = [file for path in paths for file in (sorted(path.rglob("*.[pm][yd]")) if path.is_dir() else [path])]
     found = [v for file in files if file.suffix == ".py" for v in check_source(file)]

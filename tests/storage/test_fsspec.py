@@ -21,7 +21,7 @@ from fsspec.utils import infer_storage_options
 import bytecheckpoint
 from bytecheckpoint import StorageConflictError, StorageError, StorageUnavailableError
 from bytecheckpoint.cli.main import run
-from bytecheckpoint.storage import Storage, resolve, retry
+from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from bytecheckpoint.storage.uploading import UploadingStorage
 from tests.faults.coded import load_step, states, step_of
@@ -123,7 +123,7 @@ def test_calls_that_fail_now_and_then(flaky: type[Flaky], monkeypatch: pytest.Mo
             raise ConnectionResetError("reset")
 
     monkeypatch.setattr(Flaky, "_fail", fail)
-    monkeypatch.setattr(retry, "_LONGEST_PAUSE", 0.1)
+    monkeypatch.setattr("bytecheckpoint.retries._LONGEST_PAUSE", 0.1)
     for step in range(1, 6):
         reports.append(bytecheckpoint.save(STEP, states(step=step)).result())
         target = states()

@@ -100,12 +100,15 @@ def save(
     """
     settings, wrong = settings_with_timeout(timeout)
     request: SaveRequest | Exception
+    url = ""
     try:  # a wrong argument is a value: every rank takes the number of this save, and all of them fail together
+        storage = check_target(path, settings)
+        url = storage.url
         if wrong is not None:
             raise wrong
         check_metadata(metadata)
         request = SaveRequest(
-            check_target(path, settings),
+            storage,
             RequestedStates.of(states, framework, names, include, exclude),
             settings,
             check_mode(async_checkpoint, staging),
@@ -115,10 +118,6 @@ def save(
         )
     except Exception as error:  # noqa: BLE001  raised on all ranks
         request = error
-    if isinstance(request, SaveRequest):
-        url = request.storage.url
-    else:
-        url = path.url if isinstance(path, Storage) else str(path)
     operation = Operation("save", url)
     handle = SaveHandle(operation.path)
     handle.committed.add_done_callback(lambda _: operation.end())

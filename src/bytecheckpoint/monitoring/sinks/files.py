@@ -92,6 +92,8 @@ class FilesSink(Sink):
         when = time.strftime("%Y%m%dT%H%M%S", time.gmtime(record.began))
         name = f"{when}-{record.id}.parquet"
         data = encode_table(record.table)
+        if self._folder(record.kind, record.path) is None:  # the run was removed meanwhile
+            return
         folder.publish(name, data)
         if len(data) <= _SMALL:
             small = self._small.setdefault(folder.url, {})
