@@ -17,7 +17,7 @@ import torch
 import bytecheckpoint
 from bytecheckpoint import CheckpointManager
 from bytecheckpoint.dataloader import SequenceSource, TokenBufferLoader, TokenRecipe
-from bytecheckpoint.manager import Best, EverySeconds, Latest, Retention
+from bytecheckpoint.manager import Best, EverySeconds, Latest, Retention, SaveOptions
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools import verify
 from tests.manager.lost_rank_job import CONTEXT, EVERY, LEFT, ROWS, TEXTS, train
@@ -46,7 +46,7 @@ def live(worlds: Worlds, folder: Path, day: int, draw: random.Random) -> None:
         "at": (where, death), "just_in_time": draw.random() < 0.5,
         "errors": 0 if victims and where == "commit" else draw.choice([0, 0, 2]),
         "slow": draw.choice([0.0, 0.02]), "log": str(folder / f"day{day}"),
-        "keep": KEPT, "milestone": MILESTONE, "on_error": "warn", "grace": 0.0,
+        "keep": KEPT, "milestone": MILESTONE, "save_options": SaveOptions(on_error="warn"), "grace": 0.0,
     }  # fmt: skip
     world = worlds.fresh(size)
     try:

@@ -137,6 +137,7 @@ class RankWriter:
         self._cancel = cancel
         self._operation = operation
         self._files: list[PlannedFile] = []
+        self._target_checked = False
         self._writers: list[ImageWriter] = []
 
     def prewarm(self, agreed: AgreedPlan) -> None:
@@ -260,8 +261,8 @@ class RankWriter:
         """Remove all files after a failure; never raise for the storage."""
         self.abort()
         names = [self._name(f) for f in self._files]
-        if not names:
-            return
+        if not names or not self._target_checked:
+            return  # nothing was written
         try:
             self._storage.delete(names)
         except (CheckpointError, OSError) as error:
@@ -341,11 +342,12 @@ class RankWriter:
 
     def _check_target(self, nbytes: int) -> str:
         """On rank 0, check that the catalog may be replaced and that `nbytes` fit; return the catalog's version."""
-        if self._origin.rank != 0:
-            return ""
-        replaces = self._storage.version(CATALOG_NAME)
-        self._storage.check_publish(CATALOG_NAME, replaces)
-        check_room(self._storage, nbytes)
+        replaces = ""
+        if self._origin.rank == 0:
+            replaces = self._storage.version(CATALOG_NAME)
+            self._storage.check_publish(CATALOG_NAME, replaces)
+            check_room(self._storage, nbytes)
+        self._target_checked = True
         return replaces
 
     def _job(self, files: Sequence[PlannedFile]) -> WriteJob:
