@@ -141,7 +141,7 @@ class Contender:
 
 def pool_bytes() -> int:
     """Size of this rank's staging pool, which stays from save to save."""
-    return world_of(current()).resources.pool.capacity
+    return world_of(current()).resources.pools.shared.capacity
 
 
 def measure_contenders(bench: Bench, case: str, nbytes: int, contenders: Sequence[Contender]) -> None:

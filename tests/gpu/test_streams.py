@@ -146,7 +146,7 @@ def test_the_pool_is_page_locked(path: str) -> None:
     thread.start()
     thread.join()
     bytecheckpoint.save(path, {"model": module_of(tensor)}, async_checkpoint=True).result(60)
-    assert world_of(current()).resources.pool.tensor().is_pinned()
+    assert world_of(current()).resources.pools.shared.tensor().is_pinned()
 
 
 @_DEVICE_GROUP
