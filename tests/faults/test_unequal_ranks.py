@@ -18,7 +18,7 @@ from bytecheckpoint.liveness import busy
 from bytecheckpoint.tuning import tuned
 from tests.collectives.socket_world import SocketWorld
 from tests.faults.coded import load_step, states
-from tests.faults.ranks import attempt, load_all, outcomes, succeeded
+from tests.faults.ranks import attempt, load_all, outcomes, save_all, succeeded
 from tests.support.faulty_storage import Faults
 from tests.support.modes import MODES
 from tests.support.variants import crossed
@@ -26,14 +26,6 @@ from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.timeout(100)
 ROWS = 6000
-
-
-def save(world: ThreadWorld, path: Path, step: int, **options: Any) -> list[Any]:
-    def one(collective: Collective) -> Any:
-        own = states(collective.rank, world.size, step, ROWS)
-        return bytecheckpoint.save(path, own, timeout=1.0, **options).result(60)
-
-    return outcomes(world, one)
 
 
 @pytest.mark.parametrize(("mode", "slow"), crossed(list(MODES), [1, 0]))
@@ -44,7 +36,7 @@ def test_a_slow_writer_is_waited_for(tmp_path: Path, faults: Faults, slow: int, 
     faults.add("write", rank=slow, before=lambda: time.sleep(0.7), times=-1)
     for step in (1, 2):
         begun = time.monotonic()
-        succeeded(save(world, tmp_path / "s", step, **MODES[mode]))
+        succeeded(save_all(world, tmp_path / "s", step, rows=ROWS, timeout=1.0, **MODES[mode]))
         assert time.monotonic() - begun > 2.5
     assert load_step(tmp_path / "s", rows=ROWS) == 2
 
@@ -52,7 +44,7 @@ def test_a_slow_writer_is_waited_for(tmp_path: Path, faults: Faults, slow: int, 
 def test_a_slow_reader_is_waited_for(tmp_path: Path, faults: Faults) -> None:
     bytecheckpoint.configure(read_threads=1, chunk_bytes=1 << 20)
     world = ThreadWorld(3)
-    succeeded(save(world, tmp_path / "s", 1))
+    succeeded(save_all(world, tmp_path / "s", 1, rows=ROWS))
     faults.add("read_into", rank=1, before=lambda: time.sleep(0.7), times=-1)
     begun = time.monotonic()
     assert load_all(world, tmp_path / "s", rows=ROWS, timeout=1.0) == [1, 1, 1]
@@ -87,7 +79,7 @@ def test_ctrl_c_while_a_rank_waits_for_the_others(tmp_path: Path, rank: int, ste
     assert got[rank] == "interrupted"
     if (step, moment) != ("report", "recv"):  # that one may be committed
         assert "KeyboardInterrupt" in str(got[1 - rank])
-    succeeded(save(world, tmp_path / "s", 2))
+    succeeded(save_all(world, tmp_path / "s", 2, rows=ROWS))
     assert time.monotonic() - begun < 25
 
 
@@ -95,7 +87,7 @@ def test_ctrl_c_while_a_rank_waits_for_the_others(tmp_path: Path, rank: int, ste
 def test_a_rank_that_prepares_while_the_others_save(tmp_path: Path, cached: bool) -> None:
     world = ThreadWorld(3)
     if cached:
-        succeeded(save(world, tmp_path / "s", 1))
+        succeeded(save_all(world, tmp_path / "s", 1, rows=ROWS))
 
     def one(collective: Collective) -> None:
         own = states(collective.rank, 3, 2, ROWS)
@@ -108,14 +100,14 @@ def test_a_rank_that_prepares_while_the_others_save(tmp_path: Path, cached: bool
     for error in outcomes(world, one):
         assert "prepare was called on rank 1, save on ranks 0, 2: make the same calls on all" in str(error)
     assert time.monotonic() - begun < 25
-    succeeded(save(world, tmp_path / "s", 3))
+    succeeded(save_all(world, tmp_path / "s", 3, rows=ROWS))
 
 
 @pytest.mark.parametrize("odd", [0, 2])
 def test_a_rank_that_loads_from_a_tier_while_the_others_do_not(tmp_path: Path, odd: int) -> None:
     """Every rank hears both paths, long before the time limit."""
     world, path = ThreadWorld(3), tmp_path / "s"
-    succeeded(save(world, path, 1))
+    succeeded(save_all(world, path, 1, rows=ROWS))
 
     def one(collective: Collective) -> Any:
         own = states(collective.rank, 3, 2, ROWS)
@@ -134,7 +126,7 @@ def test_a_rank_that_loads_from_a_tier_while_the_others_do_not(tmp_path: Path, o
 def test_a_rank_that_loads_while_the_others_save(tmp_path: Path, odd: int, mode: str) -> None:
     """Every rank hears which one, long before the time limit."""
     world = ThreadWorld(3)
-    succeeded(save(world, tmp_path / "s", 1))
+    succeeded(save_all(world, tmp_path / "s", 1, rows=ROWS))
 
     def one(collective: Collective) -> Any:
         own = states(collective.rank, 3, 2, ROWS)
