@@ -10,7 +10,7 @@ import pytest
 from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld
 from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
-from tests.faults.ranks import attempt
+from tests.support.ranks import attempt
 
 
 def outcomes(size: int, conversation: Any) -> list[Any]:

@@ -23,9 +23,9 @@ from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.testing.fault_rule import FaultRule
 from bytecheckpoint.tuning import tuned
-from tests.faults.ranks import outcomes
 from tests.support.layouts import Leaf, coded
 from tests.support.memory import as_on_disk
+from tests.support.ranks import outcomes
 from tests.support.variants import crossed
 
 #: 4.5 chunks of a tensor, a tensor whose bytes are no multiple of 16, and one that is cut by columns.

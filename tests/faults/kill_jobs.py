@@ -15,7 +15,7 @@ from bytecheckpoint.collectives import current
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.world import world_of
-from tests.faults.coded import files_of, states
+from tests.support.coded import files_of, states
 from tests.support.modes import MODES
 
 ROWS = 3000

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 import bytecheckpoint
 from bytecheckpoint.collectives import current
 from bytecheckpoint.world import world_of
-from tests.faults.coded import load_step, states
+from tests.support.coded import load_step, states
 
 ROWS = 20_000
 LIMIT = 60.0

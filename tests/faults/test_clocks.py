@@ -16,10 +16,10 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.posix.publish import publish
 from bytecheckpoint.tools import verify
 from bytecheckpoint.tools.removal import collect_garbage
-from tests.faults.coded import load_step
-from tests.faults.ranks import load_all, save_all, succeeded
+from tests.support.coded import load_step
 from tests.support.memory import hot_tier
 from tests.support.modes import MODES
+from tests.support.ranks import load_all, save_all, succeeded
 
 HOURS = 5 * 3600
 ROWS = 2000

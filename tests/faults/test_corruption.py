@@ -26,10 +26,10 @@ from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_file import encode
 from bytecheckpoint.storage import resolve
-from tests.faults.coded import files_of, load_step, states
-from tests.faults.ranks import attempt, load_all, save_all, succeeded
 from tests.support.catalogs import resealed, with_footer
+from tests.support.coded import files_of, load_step, states
 from tests.support.damage import flip_bit
+from tests.support.ranks import attempt, load_all, save_all, succeeded
 
 CATALOG = "metadata.parquet"
 ROWS = 4

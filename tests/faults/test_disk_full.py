@@ -15,9 +15,9 @@ import bytecheckpoint
 from bytecheckpoint import StorageError, StorageFullError
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.storage import NewFile, resolve
-from tests.faults.coded import files_of, load_step, states
-from tests.faults.ranks import check_recovery, save_all, saved, succeeded
+from tests.support.coded import files_of, load_step, states
 from tests.support.mounts import run_command, small_ext4, small_tmpfs
+from tests.support.ranks import check_recovery, save_all, saved, succeeded
 
 MODES: dict[str, dict[str, Any]] = {"sync": {}, "async": {"async_checkpoint": True}}
 BIG = 6000  # rows: some 6 MB in all

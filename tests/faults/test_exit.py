@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.coded import files_of, load_step
 from tests.faults.scenarios import ROWS, SCENARIOS
+from tests.support.coded import files_of, load_step
 from tests.support.processes import ROOT, environment, python, running, wait_until
 from tests.support.variants import quick
 

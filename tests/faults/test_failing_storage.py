@@ -24,10 +24,10 @@ from bytecheckpoint import (
 )
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
-from tests.faults.coded import files_of, load_step, states
-from tests.faults.ranks import check_recovery, load_all, outcomes, save_all, saved, succeeded
+from tests.support.coded import files_of, load_step, states
 from tests.support.faulty_storage import Faults
 from tests.support.modes import MODES
+from tests.support.ranks import check_recovery, load_all, outcomes, save_all, saved, succeeded
 from tests.support.variants import crossed
 
 #: Call of the storage -> the stage in the error of the other ranks.

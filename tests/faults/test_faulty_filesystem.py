@@ -28,13 +28,13 @@ from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.handles import SaveReport
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
-from tests.faults.coded import files_of, load_step, save_steps, states
-from tests.faults.ranks import check_recovery, load_all, save_all, succeeded
 from tests.servers.faultfs import FaultFs
 from tests.servers.process import folder_of
+from tests.support.coded import files_of, load_step, save_steps, states
 from tests.support.modes import MODES
 from tests.support.mounts import run_command, small_ext4
 from tests.support.processes import ROOT, python
+from tests.support.ranks import check_recovery, load_all, save_all, succeeded
 from tests.support.variants import crossed, quick
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
@@ -390,7 +390,7 @@ def test_a_cooldown_meets_an_error(fs: FaultFs, folder: Path, tmp_path: Path, op
 _SAVE = """
 import json, os, sys
 import bytecheckpoint
-from tests.faults.coded import states, load_step
+from tests.support.coded import states, load_step
 path, tasks = sys.argv[1:]
 state = states(step=1, rows=20_000)
 bytecheckpoint.prepare(state).result()

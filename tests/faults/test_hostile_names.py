@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import bytecheckpoint
 from bytecheckpoint import UsageError
-from tests.faults.coded import files_of
+from tests.support.coded import files_of
 
 HOSTILE = [
     "../../x", "/etc/passwd", "a/../../b", "..", ".", "a\0b", "x" * 10_000, "ünïcödé/Ω", "two\nlines", "\ud800lone",

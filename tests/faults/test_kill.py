@@ -16,8 +16,8 @@ import bytecheckpoint
 from bytecheckpoint import CheckpointError, CheckpointTimeoutError
 from bytecheckpoint.collectives import current
 from bytecheckpoint.world import world_of
-from tests.faults.coded import files_of, found_step, load_step, states
 from tests.faults.kill_jobs import ROWS, report_of, save_until_failure
+from tests.support.coded import files_of, found_step, load_step, states
 from tests.support.modes import MODES
 from tests.support.processes import ROOT, environment, python, running, state_of, wait_until
 from tests.support.worlds import Worlds
@@ -138,7 +138,7 @@ TRAINER = """
 import os, sys, time, torch, bytecheckpoint
 from bytecheckpoint.collectives import current
 from bytecheckpoint.world import world_of
-from tests.faults.coded import states
+from tests.support.coded import states
 path = sys.argv[1]
 bytecheckpoint.save(path, states(step=1, rows=200), async_checkpoint=True).result(60)
 if os.fork() == 0:  # as the workers of a DataLoader: holds copies of all descriptors, outlives the trainer

@@ -20,12 +20,12 @@ from bytecheckpoint import StorageConflictError, StorageUnavailableError
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.storage import NewFile, resolve
 from bytecheckpoint.storage.testing import content, read_all
-from tests.faults.coded import files_of, load_step, states, step_of
-from tests.faults.ranks import attempt
 from tests.servers.faultfs import FaultFs
 from tests.servers.process import folder_of
+from tests.support.coded import files_of, load_step, states, step_of
 from tests.support.modes import MODES
 from tests.support.processes import wait_until
+from tests.support.ranks import attempt
 from tests.support.variants import crossed
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]

@@ -21,10 +21,10 @@ from bytecheckpoint import CheckpointError, StorageFullError, StorageUnavailable
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.handles import SaveReport
 from bytecheckpoint.world import world_of
-from tests.faults.coded import files_of, found_step
-from tests.faults.ranks import load_all, save_all, succeeded
+from tests.support.coded import files_of, found_step
 from tests.support.faulty_storage import Faults
 from tests.support.modes import MODES
+from tests.support.ranks import load_all, save_all, succeeded
 from tests.support.settings import undisturbed
 
 RANKS = 2

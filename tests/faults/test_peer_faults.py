@@ -17,10 +17,10 @@ from torch import nn
 import bytecheckpoint
 from bytecheckpoint import CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.collectives.testing import ThreadWorld
-from tests.faults.coded import files_of, load_step, states
-from tests.faults.ranks import load_all, save_all
 from tests.faults.training import fresh, restored, trained
+from tests.support.coded import files_of, load_step, states
 from tests.support.faulty_storage import Faults
+from tests.support.ranks import load_all, save_all
 
 # The first step of a torch optimizer imports torch's compiler: a minute on a busy machine.
 pytestmark = pytest.mark.timeout(300)

@@ -28,11 +28,11 @@ from bytecheckpoint.representation.catalog_file import encode
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.world import world_of
-from tests.faults.coded import Rows, check_rows, files_of, load_step, states
-from tests.faults.ranks import outcomes, save_all
 from tests.faults.training import restored, trained
+from tests.support.coded import Rows, check_rows, files_of, load_step, states
 from tests.support.damage import flip_bit
 from tests.support.faulty_storage import Faults
+from tests.support.ranks import outcomes, save_all
 
 # The first step of a torch optimizer imports torch's compiler: a minute on a busy machine.
 pytestmark = pytest.mark.timeout(300)

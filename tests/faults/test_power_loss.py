@@ -23,11 +23,11 @@ from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage.posix import mounts
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from tests.faults import power_loss
-from tests.faults.coded import found_step, save_steps, states
 from tests.faults.power_loss import Disk, Tree, mark
-from tests.faults.ranks import save_all, succeeded
 from tests.servers.faultfs import FaultFs
 from tests.servers.process import folder_of
+from tests.support.coded import found_step, save_steps, states
+from tests.support.ranks import save_all, succeeded
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 

@@ -13,10 +13,10 @@ import bytecheckpoint
 from bytecheckpoint import StorageUnavailableError
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.tuning import tuned
-from tests.faults.coded import load_step, states
-from tests.faults.ranks import load_all, outcomes, save_all, succeeded
+from tests.support.coded import load_step, states
 from tests.support.faulty_storage import Faults
 from tests.support.modes import MODES
+from tests.support.ranks import load_all, outcomes, save_all, succeeded
 
 pytestmark = pytest.mark.timeout(100)
 ROWS = 40_000

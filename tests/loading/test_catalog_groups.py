@@ -27,9 +27,9 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.objects.bucket import Bucket
 from bytecheckpoint.storage.objects.storage import ObjectStorage
 from bytecheckpoint.tuning import tuned
-from tests.faults.ranks import outcomes
 from tests.support.large_catalogs import NAMES, RANKS, SHAPE, FarStorage, load, save, states
 from tests.support.layouts import coded
+from tests.support.ranks import outcomes
 from tests.support.settings import using
 
 

@@ -18,7 +18,7 @@ from bytecheckpoint.failures import Failure
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.wrappers import Call, WrappedStorage
-from tests.faults.ranks import outcomes
+from tests.support.ranks import outcomes
 from tests.support.settings import using
 
 T = TypeVar("T")

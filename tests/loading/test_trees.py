@@ -21,7 +21,7 @@ from bytecheckpoint.loading.decision import OpenReport, decide_open
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.optional import CacheProbe
 from bytecheckpoint.storage.wrappers import Call, WrappedStorage
-from tests.faults.ranks import outcomes
+from tests.support.ranks import outcomes
 from tests.support.settings import using
 
 T = TypeVar("T")

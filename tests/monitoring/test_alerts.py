@@ -28,10 +28,10 @@ from bytecheckpoint.monitoring.reading import RunMetrics, read_run
 from bytecheckpoint.monitoring.report.report import Reporter
 from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 from bytecheckpoint.storage.posix.storage import PosixStorage
-from tests.faults.ranks import load_all, save_all, succeeded
 from tests.support.faulty_storage import Faults
 from tests.support.metrics import collecting, wait_for_operations
 from tests.support.metrics_runs import alerts_of, simulated
+from tests.support.ranks import load_all, save_all, succeeded
 from tests.support.settings import using
 from tests.support.worlds import Worlds
 

@@ -34,12 +34,12 @@ from bytecheckpoint.monitoring.sinks import files
 from bytecheckpoint.tiers.flush import job
 from bytecheckpoint.tracing.operation import Operation, span
 from bytecheckpoint.tuning import tuned
-from tests.faults.coded import states
-from tests.faults.ranks import load_all, outcomes, save_all, succeeded
+from tests.support.coded import states
 from tests.support.faulty_storage import Faults
 from tests.support.memory import hot_tier
 from tests.support.metrics import collecting, tables, wait_for_operations
 from tests.support.processes import run_program, wait_until
+from tests.support.ranks import load_all, outcomes, save_all, succeeded
 
 
 def query(root: Path, sql: str) -> list[tuple[Any, ...]]:

@@ -20,10 +20,10 @@ from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.saving.commit import may_have_committed, stale_files
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.posix.storage import PosixStorage
-from tests.faults.coded import files_of, load_step, states
-from tests.faults.ranks import attempt, save_all, succeeded
+from tests.support.coded import files_of, load_step, states
 from tests.support.faulty_storage import Faults
 from tests.support.processes import wait_until
+from tests.support.ranks import attempt, save_all, succeeded
 from tests.support.settings import using
 
 

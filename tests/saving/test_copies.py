@@ -14,8 +14,8 @@ from bytecheckpoint import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 from bytecheckpoint.saving.copies import full_digests, sampled_digests
-from tests.faults.ranks import outcomes, succeeded
 from tests.support.modes import MODES
+from tests.support.ranks import outcomes, succeeded
 from tests.support.seeds import seeded
 
 Change = Callable[[torch.nn.Module], object]

@@ -22,7 +22,7 @@ from bytecheckpoint.collectives import Collective, ThreadWorld, current
 from bytecheckpoint.lazy import lazy
 from bytecheckpoint.storage.remote import ClientCache
 from bytecheckpoint.world import world_of
-from tests.faults.coded import load_step, states
+from tests.support.coded import load_step, states
 from tests.support.modes import MODES
 from tests.support.variants import quick
 

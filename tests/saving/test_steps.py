@@ -13,9 +13,9 @@ import bytecheckpoint
 from bytecheckpoint import CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.saving.steps import check_step, steps_of_objects
-from tests.faults.coded import load_step, states
-from tests.faults.ranks import outcomes, succeeded
+from tests.support.coded import load_step, states
 from tests.support.modes import MODES
+from tests.support.ranks import outcomes, succeeded
 from tests.support.seeds import seeded
 from tests.support.variants import crossed
 

@@ -19,7 +19,7 @@ import bytecheckpoint
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.world import _finish_all
-from tests.faults.coded import files_of, load_step, states, step_of
+from tests.support.coded import files_of, load_step, states, step_of
 
 pytestmark = pytest.mark.soak
 

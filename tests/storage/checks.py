@@ -15,9 +15,9 @@ from bytecheckpoint import StorageUnavailableError
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.testing import read_all, write_file
-from tests.faults.coded import ROWS, load_step, states
-from tests.faults.ranks import succeeded
+from tests.support.coded import ROWS, load_step, states
 from tests.support.modes import MODES
+from tests.support.ranks import succeeded
 from tests.support.saves import check_folder, load, save
 from tests.support.settings import using
 

@@ -14,16 +14,16 @@ import bytecheckpoint
 from bytecheckpoint import CheckpointNotFoundError, StorageError, StorageFullError, StorageUnavailableError
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.storage import resolve
-from tests.faults.coded import load_step, whole
-from tests.faults.ranks import succeeded
 from tests.servers.fault_proxy import FaultProxy, Request, asks, fault_proxy
 from tests.servers.s3 import S3Server, versitygw
 from tests.servers.toxiproxy import Toxiproxy
 from tests.storage.checks import check_outage
 from tests.storage.conftest import use
+from tests.support.coded import load_step, whole
 from tests.support.modes import MODES
 from tests.support.mounts import small_tmpfs
 from tests.support.processes import run_program
+from tests.support.ranks import succeeded
 from tests.support.saves import ROWS, load, save
 from tests.support.variants import crossed, quick
 
@@ -274,7 +274,7 @@ def test_a_line_that_swallows_everything(line: Toxiproxy, monkeypatch: pytest.Mo
 _SAVE_AND_LEAVE = """
 import sys
 import bytecheckpoint
-from tests.faults.coded import states
+from tests.support.coded import states
 
 path, writer, staging = sys.argv[1:]
 bytecheckpoint.configure(writer=writer)

@@ -11,7 +11,6 @@ import bytecheckpoint
 from bytecheckpoint import StorageUnavailableError
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.storage import Storage, resolve
-from tests.faults.coded import states, step_of
 from tests.servers.azure import AzureServer
 from tests.servers.fault_proxy import FaultProxy, Request, asks, fail_at_rate, fault_proxy, repeated_by_client
 from tests.servers.rpc_fault_proxy import RpcFaultProxy
@@ -19,6 +18,7 @@ from tests.servers.s3 import S3Server
 from tests.storage.checks import within
 from tests.storage.conftest import use
 from tests.support.catalogs import catalog_at
+from tests.support.coded import states, step_of
 from tests.support.variants import crossed
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]

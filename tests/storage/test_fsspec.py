@@ -24,9 +24,9 @@ from bytecheckpoint.cli.main import run
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from bytecheckpoint.storage.uploading import UploadingStorage
-from tests.faults.coded import load_step, states, step_of
 from tests.storage.checks import check_file, check_save
 from tests.support.catalogs import catalog_at
+from tests.support.coded import load_step, states, step_of
 
 STEP = "fsspec+flaky://x/step"
 

@@ -19,11 +19,11 @@ from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.hdfs.rpc import RemoteError
 from bytecheckpoint.storage.hdfs.storage import HdfsStorage
 from bytecheckpoint.storage.testing import RawAccess, StorageTests, content, read_all, write_file
-from tests.faults.coded import load_step, states
 from tests.servers.hdfs import Hdfs, write_configuration
 from tests.servers.rpc_fault_proxy import RpcFaultProxy
 from tests.storage.checks import check_file
 from tests.storage.raw_access import HdfsAccess
+from tests.support.coded import load_step, states
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 

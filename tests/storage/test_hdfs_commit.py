@@ -13,12 +13,12 @@ from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.hdfs.storage import HdfsStorage
 from bytecheckpoint.storage.testing import content
 from bytecheckpoint.tuning import tuned
-from tests.faults.coded import load_step, states
-from tests.faults.ranks import succeeded
 from tests.servers.hdfs import Hdfs
 from tests.servers.rpc_fault_proxy import RpcFaultProxy
 from tests.storage.checks import check_file
+from tests.support.coded import load_step, states
 from tests.support.modes import MODES
+from tests.support.ranks import succeeded
 from tests.support.saves import ROWS, save
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]

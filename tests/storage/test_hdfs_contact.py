@@ -18,12 +18,12 @@ from bytecheckpoint import StorageError, StorageUnavailableError
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.testing import content
 from bytecheckpoint.tuning import tuned
-from tests.faults.coded import load_step, states
 from tests.servers.hdfs import USER, Hdfs, write_configuration
 from tests.servers.peers import silent
 from tests.servers.rpc_fault_proxy import gone, rpc_fault_proxy, stands_by
 from tests.storage.checks import check_file, check_save, within
 from tests.storage.conftest import use
+from tests.support.coded import load_step, states
 from tests.support.settings import forget_failure
 
 pytestmark = pytest.mark.timeout(300)

@@ -16,10 +16,10 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.hdfs.rpc import _call, _number, _text
 from bytecheckpoint.storage.hdfs.storage import HdfsStorage
 from bytecheckpoint.storage.testing import content, write_file
-from tests.faults.coded import load_step, states
 from tests.servers.hdfs import USER, Hdfs
 from tests.storage.checks import check_save, within
 from tests.storage.conftest import use
+from tests.support.coded import load_step, states
 from tests.support.settings import forget_failure
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]

@@ -24,16 +24,16 @@ from bytecheckpoint.storage.hdfs import upload
 from bytecheckpoint.storage.hdfs.storage import HdfsStorage
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from bytecheckpoint.tuning import tuned
-from tests.faults.coded import load_step
-from tests.faults.ranks import succeeded
 from tests.servers.hdfs import Hdfs
 from tests.servers.limiter import Limiter
 from tests.servers.rpc_fault_proxy import RpcFaultProxy
 from tests.storage.checks import check_outage, within
 from tests.storage.conftest import use
+from tests.support.coded import load_step
 from tests.support.modes import MODES
 from tests.support.mounts import small_tmpfs
 from tests.support.processes import environment, python
+from tests.support.ranks import succeeded
 from tests.support.saves import ROWS, check_folder, load, save
 from tests.support.variants import quick
 
@@ -237,7 +237,7 @@ _SAVE = """
 import sys
 import bytecheckpoint
 from bytecheckpoint.tuning import tuned
-from tests.faults.coded import states
+from tests.support.coded import states
 
 bytecheckpoint.configure(writer="thread")
 with tuned(hdfs_part_bytes=2 << 20):

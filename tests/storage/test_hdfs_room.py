@@ -13,10 +13,10 @@ from bytecheckpoint import StorageFullError
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.hdfs.cluster import cluster_of
-from tests.faults.coded import load_step, states
-from tests.faults.ranks import save_all
 from tests.servers.hdfs import Hdfs
 from tests.servers.rpc_fault_proxy import RpcFaultProxy
+from tests.support.coded import load_step, states
+from tests.support.ranks import save_all
 from tests.support.settings import forget_failure
 from tests.support.variants import quick
 

@@ -24,12 +24,12 @@ from bytecheckpoint.storage.posix import open_files
 from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from bytecheckpoint.tuning import tuned
-from tests.faults.coded import files_of, load_step, states
-from tests.faults.ranks import attempt, check_recovery, save_all, succeeded
 from tests.storage.checks import check_file, check_save
+from tests.support.coded import files_of, load_step, states
 from tests.support.faulty_storage import Faults
 from tests.support.modes import MODES
 from tests.support.mounts import small_tmpfs
+from tests.support.ranks import attempt, check_recovery, save_all, succeeded
 from tests.support.system_calls import Fail
 
 ROOT = os.geteuid() == 0

@@ -20,13 +20,13 @@ from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
-from tests.faults.coded import files_of, load_step, states
-from tests.faults.ranks import attempt, save_all
 from tests.storage.checks import check_save
+from tests.support.coded import files_of, load_step, states
 from tests.support.memory import folder_in_memory
 from tests.support.modes import MODES
 from tests.support.mounts import small_tmpfs
 from tests.support.processes import run_program
+from tests.support.ranks import attempt, save_all
 from tests.support.worlds import World
 
 ROOT = os.geteuid() == 0
@@ -229,7 +229,7 @@ def test_saves_in_memory(memory: str, asynchronous: bool, writer: str, capsys: p
 def test_memory_outlives_the_process(memory: str) -> None:
     program = """
 import os, sys, bytecheckpoint
-from tests.faults.coded import states
+from tests.support.coded import states
 bytecheckpoint.save(sys.argv[1], states(step=5))
 os._exit(9)
 """
@@ -272,7 +272,7 @@ def test_no_room_in_memory(tmp_path: Path) -> None:
 
 _CRASH = """
 import os, sys, pytest, bytecheckpoint
-from tests.faults.coded import states
+from tests.support.coded import states
 from tests.support.faulty_storage import Faults
 Faults().install(pytest.MonkeyPatch()).add("finish", name="optimizer", before=lambda: os._exit(9))
 bytecheckpoint.configure(writer="thread")

@@ -25,11 +25,11 @@ from bytecheckpoint import (
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.testing import StorageTests
-from tests.faults.coded import files_of, load_step, states, step_of
-from tests.faults.ranks import attempt
 from tests.servers.gluster import KINDS, Gluster
+from tests.support.coded import files_of, load_step, states, step_of
 from tests.support.modes import MODES
 from tests.support.processes import environment, python
+from tests.support.ranks import attempt
 from tests.support.variants import quick
 from tests.support.worlds import World
 
@@ -88,7 +88,7 @@ def test_every_save_is_seen_at_once_by_the_other_machine(places: list[Path]) -> 
 _OVERWRITE = """
 import sys, time
 import bytecheckpoint
-from tests.faults.coded import states
+from tests.support.coded import states
 
 path, steps = sys.argv[1], int(sys.argv[2])
 for step in range(2, steps + 1):

@@ -14,9 +14,9 @@ import obstore.store
 import pytest
 
 from bytecheckpoint.storage.objects.errors import Facts, facts_of
-from tests.faults.ranks import attempt
 from tests.servers.fault_proxy import FaultProxy, HttpFault, fault_proxy, s3_error
 from tests.servers.peers import garbles, hangs_up, silent
+from tests.support.ranks import attempt
 
 CALLS: dict[str, Callable[[Any], object]] = {
     "get": lambda store: obstore.get(store, "x"),

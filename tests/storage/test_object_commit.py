@@ -14,11 +14,11 @@ import bytecheckpoint
 from bytecheckpoint import StorageConflictError, StorageError, StorageUnavailableError
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.tuning import tuned
-from tests.faults.coded import load_step, states
 from tests.servers.fault_proxy import FaultProxy, Request, asks, fault_proxy, s3_error
 from tests.servers.s3 import S3Server, s3proxy
 from tests.storage.checks import check_save
 from tests.storage.conftest import use
+from tests.support.coded import load_step, states
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
 

@@ -14,11 +14,11 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.objects.bucket import _buckets, bucket_of
 from bytecheckpoint.storage.objects.errors import cleaned, facts_of, storage_error
 from bytecheckpoint.tuning import tuned
-from tests.faults.coded import load_step, states
-from tests.faults.ranks import attempt
 from tests.servers.peers import silent
 from tests.storage.checks import within
 from tests.storage.conftest import use
+from tests.support.coded import load_step, states
+from tests.support.ranks import attempt
 
 _VARIABLES = {
     "s3": {

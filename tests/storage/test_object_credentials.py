@@ -24,11 +24,11 @@ from bytecheckpoint.storage.objects.config import environment
 from bytecheckpoint.storage.testing import content, write_file
 from bytecheckpoint.tuning import tuned
 from bytecheckpoint.world import world_of
-from tests.faults.coded import load_step, states
 from tests.servers.fault_proxy import FaultProxy, HttpFault, fault_proxy, s3_error
 from tests.servers.s3 import KEY, SECRET, S3Server
 from tests.storage.checks import check_save, within
 from tests.storage.conftest import use
+from tests.support.coded import load_step, states
 from tests.support.settings import forget_failure
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]

@@ -13,10 +13,10 @@ from bytecheckpoint import CorruptCheckpointError, StorageError, StorageUnavaila
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
-from tests.faults.coded import load_step, states
 from tests.servers.fault_proxy import FaultProxy, HttpFault, asks, s3_error
 from tests.servers.s3 import S3Server
 from tests.storage.checks import check_save, within
+from tests.support.coded import load_step, states
 from tests.support.names import ODD_NAMES
 from tests.support.settings import forget_failure
 from tests.support.variants import quick

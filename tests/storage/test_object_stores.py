@@ -14,13 +14,13 @@ from bytecheckpoint import CheckpointError, StorageError, StorageUnavailableErro
 from bytecheckpoint.storage import NewFile, Storage, resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from bytecheckpoint.storage.uploading import UploadingStorage
-from tests.faults.coded import load_step, states
-from tests.faults.ranks import attempt
 from tests.servers.fault_proxy import FaultProxy, asks, s3_error
 from tests.servers.s3 import S3Server
 from tests.storage.checks import check_file, within
 from tests.storage.conftest import use
+from tests.support.coded import load_step, states
 from tests.support.processes import wait_until
+from tests.support.ranks import attempt
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
 

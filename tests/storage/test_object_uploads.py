@@ -20,10 +20,10 @@ from bytecheckpoint.representation.names import new_generation
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.optional import unfinished_uploads
 from bytecheckpoint.tools.removal import collect_garbage, remove
-from tests.faults.coded import load_step, states
 from tests.servers.fault_proxy import FaultProxy, HttpFault, asks, s3_error
 from tests.servers.s3 import S3Server
 from tests.storage.conftest import use
+from tests.support.coded import load_step, states
 from tests.support.processes import environment, python
 
 pytest.importorskip("boto3", reason="boto3 is not installed (the extra s3-profiles)")
@@ -62,7 +62,7 @@ def test_the_next_save_aborts_what_a_killed_one_began(
 _SAVE = """
 import sys
 import bytecheckpoint
-from tests.faults.coded import states
+from tests.support.coded import states
 
 bytecheckpoint.configure(writer="thread")
 bytecheckpoint.save(sys.argv[1], states(step=2, rows=60_000))

@@ -24,13 +24,13 @@ from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.testing.wrappers import Meter, MeteredStorage
-from tests.faults.coded import load_step, states
-from tests.faults.ranks import attempt, succeeded
 from tests.storage.checks import check_save
 from tests.storage.conftest import ANYWHERE
+from tests.support.coded import load_step, states
 from tests.support.layouts import Box, Leaf
 from tests.support.metrics import collecting, wait_for_operations
 from tests.support.names import ODD_NAMES
+from tests.support.ranks import attempt, succeeded
 from tests.support.saves import load, save
 from tests.support.variants import crossed, quick
 

@@ -15,8 +15,8 @@ from bytecheckpoint.collectives import current
 from bytecheckpoint.storage import known_schemes, resolve
 from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.world import world_of
-from tests.faults.coded import load_step, states
 from tests.storage.checks import check_save
+from tests.support.coded import load_step, states
 from tests.support.processes import run_program
 
 _PLUGIN = """

@@ -29,11 +29,11 @@ from bytecheckpoint.tiers.lease import LEASE_FILE, Lease, leased
 from bytecheckpoint.tiers.storage import TierStorage
 from bytecheckpoint.tuning import tuned
 from bytecheckpoint.world import world_of
-from tests.faults.coded import files_of, load_step, states, step_of
 from tests.servers.fault_proxy import FaultProxy, asks, fault_proxy
 from tests.servers.s3 import S3Server
 from tests.storage.checks import within
 from tests.storage.conftest import place, use
+from tests.support.coded import files_of, load_step, states, step_of
 from tests.support.memory import folder_in_memory, hot_tier
 from tests.support.modes import MODES
 from tests.support.processes import environment, python, run_program
@@ -179,7 +179,7 @@ def test_the_store_is_away_and_comes_back_later(mortal: S3Server) -> None:
 _SAVE = """
 import sys
 import bytecheckpoint
-from tests.faults.coded import states
+from tests.support.coded import states
 
 run, step = sys.argv[1], int(sys.argv[2])
 handle = bytecheckpoint.save(f"{run}/{step}", states(step=step), async_checkpoint=step == 1)

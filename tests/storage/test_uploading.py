@@ -23,8 +23,8 @@ from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.storage.testing import content, write_file
 from bytecheckpoint.storage.uploading import Pieces, UploadingStorage
 from bytecheckpoint.world import world_of
-from tests.faults.ranks import attempt
 from tests.support.mounts import small_tmpfs
+from tests.support.ranks import attempt
 
 
 class Uploads(UploadingStorage, PosixStorage):

@@ -33,10 +33,10 @@ from bytecheckpoint.storage.testing.wrappers import (
 from bytecheckpoint.storage.time_limits import TimeLimitedStorage
 from bytecheckpoint.storage.uploading import UploadingStorage
 from bytecheckpoint.storage.wrappers import Call, WrappedStorage, wrapped_like
-from tests.faults.coded import files_of, load_step, states, step_of
-from tests.faults.ranks import outcomes
 from tests.storage.checks import check_save, within
+from tests.support.coded import files_of, load_step, states, step_of
 from tests.support.processes import wait_until
+from tests.support.ranks import outcomes
 from tests.support.variants import crossed
 
 _T = TypeVar("_T")

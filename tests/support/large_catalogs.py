@@ -16,8 +16,8 @@ from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.wrappers import Call, WrappedStorage
 from bytecheckpoint.tuning import tuned
-from tests.faults.ranks import outcomes
 from tests.support.layouts import Leaf, coded, grid_boxes
+from tests.support.ranks import outcomes
 from tests.support.settings import using
 
 RANKS = 12

@@ -9,7 +9,7 @@ from bytecheckpoint.cli.main import run
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.representation.names import generation_of
 from bytecheckpoint.storage import Storage, resolve
-from tests.faults.ranks import load_all, save_all
+from tests.support.ranks import load_all, save_all
 
 __all__ = ["ROWS", "check_folder", "load", "save"]
 

@@ -16,7 +16,7 @@ from bytecheckpoint.manager import Retention
 from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.tiers.flush import flusher
 from bytecheckpoint.world import world_of
-from tests.faults.coded import states, step_of
+from tests.support.coded import states, step_of
 from tests.support.memory import durable_folder
 from tests.support.processes import wait_until
 

@@ -22,7 +22,7 @@ from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from bytecheckpoint.tuning import tuned
-from tests.faults.coded import files_of, load_step, save_steps, states
+from tests.support.coded import files_of, load_step, save_steps, states
 from tests.support.damage import damage, storage_file
 from tests.support.memory import new_memory
 from tests.support.processes import environment, python

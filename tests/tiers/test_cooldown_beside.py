@@ -34,9 +34,9 @@ from bytecheckpoint.storage.posix import storage as local
 from bytecheckpoint.tiers.cooldown import CoolStep, cool, plan_cooldown
 from bytecheckpoint.tiers.lease import LEASE_FILE, Lease, leased
 from bytecheckpoint.tuning import tuned
-from tests.faults.coded import check_steps, files_of, load_step, save_steps
-from tests.faults.ranks import attempt
+from tests.support.coded import check_steps, files_of, load_step, save_steps
 from tests.support.processes import python, run_program, wait_until
+from tests.support.ranks import attempt
 from tests.support.system_calls import failing
 
 

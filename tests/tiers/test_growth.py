@@ -11,7 +11,7 @@ import pytest
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld, current
 from bytecheckpoint.world import world_of
-from tests.faults.coded import load_step, states
+from tests.support.coded import load_step, states
 from tests.support.variants import quick
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import bytecheckpoint
 from bytecheckpoint.cli.main import run as command
-from tests.faults.coded import check_steps, files_of, load_step, states
+from tests.support.coded import check_steps, files_of, load_step, states
 from tests.support.damage import damage, storage_file
 from tests.support.memory import durable_folder, hot_folder
 from tests.support.mounts import small_tmpfs

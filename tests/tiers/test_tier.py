@@ -36,13 +36,13 @@ from bytecheckpoint.tiers.hot_folder import HotFolder
 from bytecheckpoint.tiers.storage import hot_part
 from bytecheckpoint.tuning import tuned
 from bytecheckpoint.world import world_of
-from tests.faults.coded import check_steps, files_of, load_step, save_steps, states
-from tests.faults.ranks import succeeded
+from tests.support.coded import check_steps, files_of, load_step, save_steps, states
 from tests.support.damage import damage, storage_file
 from tests.support.memory import as_of_a_new_job, durable_folder, hot_folder
 from tests.support.modes import MODES
 from tests.support.mounts import small_tmpfs
 from tests.support.processes import wait_until
+from tests.support.ranks import succeeded
 from tests.support.saves import load, save
 from tests.support.variants import crossed
 

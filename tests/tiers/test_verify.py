@@ -12,7 +12,7 @@ import bytecheckpoint
 from bytecheckpoint import CheckpointError, CorruptCheckpointError
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.storage import resolve
-from tests.faults.coded import load_step, states
+from tests.support.coded import load_step, states
 from tests.support.damage import damage, storage_file
 from tests.support.memory import durable_folder, hot_folder
 

@@ -28,7 +28,7 @@ from bytecheckpoint.tools import removal
 from bytecheckpoint.tools.removal import collect_garbage, collect_hot_garbage, remove
 from bytecheckpoint.tools.retirement import retire
 from bytecheckpoint.world import world_of
-from tests.faults.coded import files_of
+from tests.support.coded import files_of
 from tests.support.memory import durable_folder, hot_folder, hot_tier
 
 OLD = time.time() - 7 * 86400

@@ -16,7 +16,7 @@ from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from bytecheckpoint.tools import verify
 from bytecheckpoint.tools.removal import collect_hot_garbage
 from bytecheckpoint.world import world_of
-from tests.faults.coded import save_steps, states
+from tests.support.coded import save_steps, states
 from tests.support.damage import flip_bit
 from tests.support.memory import hot_tier
 

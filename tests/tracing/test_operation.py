@@ -22,7 +22,7 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.testing.wrappers import FaultRule, FaultyStorage, RetryingStorage
 from bytecheckpoint.tracing.operation import Operation, bind_operation, count_retries, pause, retries_so_far
 from bytecheckpoint.world import SaveQueue
-from tests.faults.coded import states, step_of
+from tests.support.coded import states, step_of
 from tests.support.settings import undisturbed
 
 DOWN = StorageUnavailableError("down")

@@ -10,7 +10,7 @@ import bytecheckpoint
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.handles import SaveReport
-from tests.faults.coded import ROWS, load_step, states, step_of
+from tests.support.coded import ROWS, load_step, states, step_of
 from tests.support.modes import MODES
 
 __all__ = ["attempt", "check_recovery", "load_all", "outcomes", "save_all", "saved", "succeeded"]
