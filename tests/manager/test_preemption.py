@@ -16,6 +16,9 @@ import torch
 from bytecheckpoint import CheckpointManager
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.manager import Preemption, SaveOptions
+from bytecheckpoint.manager.boundary import SaveDue
+from bytecheckpoint.manager.preemption import PreemptionWatch
+from tests.support.processes import wait_until
 
 
 def manager_of(root: Path, signals: tuple[int, ...] = (signal.SIGUSR1,), **options: Any) -> CheckpointManager:
@@ -110,3 +113,33 @@ def test_the_last_save_may_fail_with_a_warning(tmp_path: Path, caplog: pytest.Lo
         os.kill(os.getpid(), signal.SIGUSR1)
         step = train(manager)
     assert manager.preempted and f"the save of step {step} failed" in caplog.text
+
+
+def test_a_file_is_noticed_once_each_time_that_it_appears(tmp_path: Path) -> None:
+    notices: list[float] = []
+    file = tmp_path / "stop"
+    with PreemptionWatch(Preemption((), file=file), lambda: notices.append(time.monotonic())):
+        for count in (1, 2):
+            file.touch()
+            assert wait_until(lambda count=count: len(notices) == count, 20)
+            time.sleep(2.2)  # the next looks notice nothing new
+            assert len(notices) == count
+            file.unlink()
+            time.sleep(1.2)
+
+
+def test_a_function_that_hangs_keeps_no_save_back(tmp_path: Path) -> None:
+    end, called = threading.Event(), threading.Event()
+
+    def hang() -> bool:
+        called.set()
+        return end.wait(30)
+
+    with CheckpointManager(
+        tmp_path, {"model": {"w": torch.zeros(4)}}, preemption=Preemption((), check=hang)
+    ) as manager:
+        assert called.wait(20)
+        manager.maybe_save(1)
+        manager._boundaries.request(SaveDue())
+        assert wait_until(lambda: manager.maybe_save(manager.step + 1) is not None, 20)
+        end.set()

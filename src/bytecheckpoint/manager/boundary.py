@@ -4,7 +4,7 @@ A signal, a clock or a failure reaches ranks at different moments, and a collect
 rank that wants an act sends a request to rank 0, which asks all ranks for their step. A rank that has answered stops at its
 next boundary until rank 0 has chosen the boundary of the act: the first one that no rank has passed. Background threads
 answer, so the stop lasts for one exchange of messages. Nothing is sent at other steps, and nobody waits for a rank that has
-left or is lost.
+left or is lost. A rank that loses rank 0 decides for itself.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from bytecheckpoint.threads import start
 __all__ = ["Act", "Boundaries", "Committed", "SaveDue", "StopJob", "Usurped"]
 
 _log = logging.getLogger("bytecheckpoint")
-#: Seconds between two calls of `poll`.
-_POLL_SECONDS = 1.0
 
 
 # --- acts -------------------------------------------------------------------------------------------------------------
@@ -61,6 +59,103 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
 
 
 Act: TypeAlias = SaveDue | StopJob | Usurped | Committed
+
+
+class Boundaries:
+    """One rank's part in the agreement. Use it as a context manager; every rank makes one with the same tag.
+
+    Args:
+        collective: ranks that act together.
+        tag: name of the conversation, never used twice in one world.
+        timeout: seconds to wait for the other ranks at a boundary.
+    """
+
+    def __init__(self, collective: Collective, tag: str, timeout: float) -> None:
+        self._collective, self._tag, self._timeout = collective, tag, timeout
+        self._inbox: queue.SimpleQueue[_Message | Act | None] = queue.SimpleQueue()  # `put` is safe in a signal handler
+        self._member = _Member()
+        self._leader = _Leader(range(collective.world_size), self._send) if collective.rank == 0 else None
+        self._requested: set[Act] = set()  # by this rank, and not decided yet
+        self._thread = threading.Thread(target=self._run, name="bytecheckpoint-boundaries", daemon=True)
+
+    @property
+    def left(self) -> frozenset[int]:
+        """Ranks that had left when the last acts were decided; equal on all ranks that do these acts."""
+        return self._member.left
+
+    def __enter__(self) -> Boundaries:
+        self._end_watch = self._collective.watch(
+            self._tag,
+            lambda payload: self._inbox.put(_decoder.decode(payload)),
+            lambda rank, _: self._inbox.put(_Left(rank)),
+        )
+        start(self._thread)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._send({0}, _Left(self._collective.rank))
+        if self._collective.rank != 0:  # rank 0 serves the others until they have left too
+            self._inbox.put(None)
+            self._thread.join(self._timeout)
+
+    def request(self, act: Act) -> None:
+        """Ask for an act of all ranks, once until it happens; safe in a signal handler."""
+        self._inbox.put(act)
+
+    def reach(self, step: int) -> set[Act]:
+        """Return the acts of all ranks at a boundary.
+
+        Args:
+            step: number of the boundary, ascending and the same on all ranks.
+        """
+        acts = self._member.reach(step, self._timeout)
+        if acts is None:
+            _log.warning(
+                "rank %d continues after %g s without an answer of rank 0", self._collective.rank, self._timeout
+            )
+            acts = self._member.reach(step, 0.0)
+        return acts or set()
+
+    def _run(self) -> None:
+        """Answer messages until this rank has left, and on rank 0 all others too. Runs on a thread of its own."""
+        while (message := self._inbox.get()) is not None:
+            self._handle(message)
+            if self._collective.rank == 0 and self._leader is not None and self._leader.alone:
+                break
+        self._end_watch()
+        self._member.release()
+
+    def _handle(self, message: _Message | Act) -> None:
+        rank, leader = self._collective.rank, self._leader
+        decides = 0 if leader is None else rank
+        match message:
+            case _Ask(round_):
+                self._send({decides}, _At(round_, rank, self._member.answer(round_)))
+            case _Decided(round_, step, acts, left):
+                self._requested.difference_update(acts)
+                self._member.decided(round_, step, acts, left)
+            case _Want(act) if leader is not None:
+                leader.want(act)
+            case _At(round_, other, step) if leader is not None:
+                leader.answered(round_, other, step)
+            case _Left(other) if leader is not None:
+                leader.leaves(other)
+            case _Left(0):  # this rank now decides for itself
+                self._member.release()
+                self._leader = _Leader((0, rank), self._send)
+                self._leader.leaves(0)
+                for act in self._requested:
+                    self._leader.want(act)
+            case SaveDue() | StopJob() | Usurped() | Committed():
+                self._requested.add(message)
+                self._send({decides}, _Want(message))
+
+    def _send(self, ranks: Collection[int], message: _Message) -> None:
+        if self._collective.rank in ranks:
+            self._inbox.put(message)
+        if others := set(ranks) - {self._collective.rank}:
+            with contextlib.suppress(CheckpointError):  # the training notices a lost rank
+                self._collective.send_each(self._tag, dict.fromkeys(others, msgspec.msgpack.encode(message)))
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -101,35 +196,23 @@ class _Left(msgspec.Struct, frozen=True, tag=True):
     rank: int
 
 
-class _LocalRequest(msgspec.Struct, frozen=True, tag=True):
-    """Request of this rank, for its own thread."""
-
-    act: Act
-
-
-class _End(msgspec.Struct, frozen=True, tag=True):
-    """End of this rank's thread."""
-
-
-_Message: TypeAlias = _Want | _Ask | _At | _Decided | _Left | _LocalRequest | _End
+_Message: TypeAlias = _Want | _Ask | _At | _Decided | _Left
 _decoder = msgspec.msgpack.Decoder(_Message)
-#: Sends a message to some ranks.
-_Send: TypeAlias = Callable[[Collection[int], _Message], None]
 
 
 # --- roles ------------------------------------------------------------------------------------------------------------
 
 
 class _Leader:
-    """Decides for all ranks, on rank 0.
+    """Decides for some ranks.
 
     Args:
-        world_size: number of ranks.
+        ranks: ranks that the decisions are for.
         send: function that sends a message to ranks.
     """
 
-    def __init__(self, world_size: int, send: _Send) -> None:
-        self._ranks, self._send = set(range(world_size)), send
+    def __init__(self, ranks: Collection[int], send: Callable[[Collection[int], _Message], None]) -> None:
+        self._ranks, self._send = set(ranks), send
         self._round, self._asking = 0, False
         self._wanted: set[Act] = set()
         self._answers: dict[int, int] = {}  # by rank, in this round
@@ -158,8 +241,9 @@ class _Leader:
 
     def leaves(self, rank: int) -> None:
         """Wait for a rank no more."""
-        self._left.add(rank)
-        self._decide()
+        if rank in self._ranks:
+            self._left.add(rank)
+            self._decide()
 
     def _decide(self) -> None:
         """End the round when all ranks that are present have answered."""
@@ -186,16 +270,13 @@ class _Member:
         self._step = -1
         self._open_rounds: set[int] = set()
         self._acts: dict[int, tuple[set[Act], set[int]]] = {}  # by step: acts, and the ranks that had left
-        self._requested: set[Act] = set()
-        self._alone = False  # rank 0 is lost
         self.left: frozenset[int] = frozenset()
 
     def reach(self, step: int, timeout: float) -> set[Act] | None:
-        """Return the acts of a boundary; None if rank 0 does not decide in time."""
+        """Return the acts of a boundary; None if the leader does not decide in time."""
         with self._changed:
             self._step = step
-            in_time = self._changed.wait_for(lambda: not self._open_rounds, timeout)
-            if not in_time:
+            if not self._changed.wait_for(lambda: not self._open_rounds, timeout):
                 self._open_rounds.clear()
                 return None
             due = [self._acts.pop(at) for at in [*self._acts] if at <= step]
@@ -203,162 +284,23 @@ class _Member:
                 self.left = frozenset().union(*(left for _, left in due))
             return {act for acts, _ in due for act in acts}
 
-    def request(self, act: Act) -> bool:
-        """Note a request of this rank; return whether rank 0 is there to decide."""
-        with self._changed:
-            self._requested.add(act)
-            if self._alone:
-                self._act_alone()
-            return not self._alone
-
     def answer(self, round_: int) -> int:
         """Return the step that this rank has reached. It goes no further until the round is decided."""
         with self._changed:
             self._open_rounds.add(round_)
             return self._step
 
-    def decided(self, decision: _Decided) -> None:
-        """Note a decision of rank 0."""
+    def decided(self, round_: int, step: int, acts: Collection[Act], left: Collection[int]) -> None:
+        """Note a decision, and let this rank pass its boundary."""
         with self._changed:
-            self._open_rounds.discard(decision.round)
-            self._add(decision.step, decision.acts, decision.left)
-
-    def lose_leader(self) -> None:
-        """Wait for no decision any more, and do what this rank has requested at its next boundary."""
-        with self._changed:
-            self._alone = True
-            self.release()
-            if self._requested:
-                self._act_alone()
+            known = self._acts.setdefault(step, (set(), set()))
+            known[0].update(acts)
+            known[1].update(left)
+            self._open_rounds.discard(round_)
+            self._changed.notify_all()
 
     def release(self) -> None:
-        """Let this rank pass its boundary."""
+        """Let this rank pass its boundary without a decision."""
         with self._changed:
             self._open_rounds.clear()
             self._changed.notify_all()
-
-    def _act_alone(self) -> None:
-        self._add(self._step + 1, {*self._requested}, {0})
-
-    def _add(self, step: int, acts: Collection[Act], left: Collection[int]) -> None:
-        known = self._acts.setdefault(step, (set(), set()))
-        known[0].update(acts)
-        known[1].update(left)
-        self._requested.difference_update(acts)
-        self._changed.notify_all()
-
-
-class Boundaries:
-    """One rank's part in the agreement. Use it as a context manager; every rank makes one with the same tag.
-
-    Args:
-        collective: ranks that act together.
-        tag: name of the conversation, never used twice in one world.
-        timeout: seconds to wait for the other ranks at a boundary.
-        poll: function that returns the act to request, or None; called about once a second in the background.
-    """
-
-    def __init__(
-        self, collective: Collective, tag: str, timeout: float, poll: Callable[[], Act | None] | None = None
-    ) -> None:
-        self._collective, self._tag, self._timeout, self._poll = collective, tag, timeout, poll
-        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()  # `put` is safe in a signal handler
-        self._member = _Member()
-        self._leader = _Leader(collective.world_size, self._send) if collective.rank == 0 else None
-        self._thread = threading.Thread(target=self._run, name="bytecheckpoint-boundaries", daemon=True)
-        self._ended = threading.Event()
-
-    @property
-    def left(self) -> frozenset[int]:
-        """Ranks that had left when the last acts were decided; equal on all ranks that do these acts."""
-        return self._member.left
-
-    def __enter__(self) -> Boundaries:
-        self._end_watch = self._collective.watch(
-            self._tag,
-            lambda payload: self._inbox.put(_decoder.decode(payload)),
-            lambda rank, _: self._inbox.put(_Left(rank)),
-        )
-        start(self._thread)
-        if self._poll is not None:  # in a thread of its own, since a function that hangs must not keep answers back
-            start(
-                threading.Thread(target=self._poll_often, args=(self._poll,), name="bytecheckpoint-poll", daemon=True)
-            )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._send({0}, _Left(self._collective.rank))
-        if self._leader is None:  # rank 0 serves the others until they have left too
-            self._inbox.put(_End())
-            self._thread.join(self._timeout)
-
-    def request(self, act: Act) -> None:
-        """Ask for an act of all ranks, once until it happens; safe in a signal handler."""
-        self._inbox.put(_LocalRequest(act))
-
-    def reach(self, step: int) -> set[Act]:
-        """Return the acts of all ranks at a boundary.
-
-        Args:
-            step: number of the boundary, ascending and the same on all ranks.
-        """
-        acts = self._member.reach(step, self._timeout)
-        if acts is None:
-            _log.warning(
-                "rank %d continues after %g s without an answer of rank 0", self._collective.rank, self._timeout
-            )
-            acts = self._member.reach(step, 0.0)
-        return acts or set()
-
-    # --- threads --------------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        """Answer messages until this rank has left, and on rank 0 all others too."""
-        while True:
-            message = self._inbox.get()
-            ends = isinstance(message, _End)
-            if not ends:
-                self._handle(message)
-            if ends or (self._leader is not None and self._leader.alone):
-                self._end_watch()
-                self._member.release()
-                return
-
-    def _poll_often(self, poll: Callable[[], Act | None]) -> None:
-        before = None
-        while not self._ended.wait(_POLL_SECONDS):
-            try:
-                act = poll()
-            except Exception as error:  # noqa: BLE001  of the caller's function
-                _log.warning("the function that reports a preemption failed: %r", error)
-                continue
-            if act is not None and act != before:
-                self.request(act)
-            before = act
-
-    def _handle(self, message: _Message) -> None:
-        rank, leader = self._collective.rank, self._leader
-        match message:
-            case _LocalRequest(act):
-                if self._member.request(act):
-                    self._send({0}, _Want(act))
-            case _Ask(round_):
-                self._send({0}, _At(round_, rank, self._member.answer(round_)))
-            case _Decided():
-                self._member.decided(message)
-            case _Want(act) if leader is not None:
-                leader.want(act)
-            case _At(round_, other, step) if leader is not None:
-                leader.answered(round_, other, step)
-            case _Left(other) if leader is not None:
-                leader.leaves(other)
-            case _Left(0):
-                self._member.lose_leader()
-
-    def _send(self, ranks: Collection[int], message: _Message) -> None:
-        if self._collective.rank in ranks:
-            self._inbox.put(message)
-        if others := set(ranks) - {self._collective.rank}:
-            with contextlib.suppress(CheckpointError):  # the training notices a lost rank
-                self._collective.send_each(self._tag, dict.fromkeys(others, msgspec.msgpack.encode(message)))

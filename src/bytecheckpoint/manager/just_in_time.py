@@ -29,7 +29,7 @@ from bytecheckpoint.errors import CheckpointError, PeerLostError, UsageError
 from bytecheckpoint.frameworks.base import SupportsStreams
 from bytecheckpoint.loading import load
 from bytecheckpoint.manager.run_folder import by_age, step_folder
-from bytecheckpoint.manager.saves import Run
+from bytecheckpoint.manager.saves import RunSaves
 from bytecheckpoint.manager.survivors import Survivors
 from bytecheckpoint.saving import save
 from bytecheckpoint.settings import settings
@@ -64,7 +64,7 @@ class JustInTime:
     """Notes the state of each step boundary, and saves it when a rank is lost. Use it as a context manager.
 
     Args:
-        run: run to save.
+        run: saves of the run.
         collective: all ranks of the job.
         tag: name of the survivors' conversation, never used twice in one world.
         handles_sigterm: True if this object may handle SIGTERM.
@@ -73,7 +73,7 @@ class JustInTime:
         UsageError: the last boundary of a state cannot be known.
     """
 
-    def __init__(self, run: Run, collective: Collective, tag: str, *, handles_sigterm: bool) -> None:
+    def __init__(self, run: RunSaves, collective: Collective, tag: str, *, handles_sigterm: bool) -> None:
         for state, value in run.states.items():
             _check(state, value)
         self._run, self._collective = run, collective
@@ -149,7 +149,7 @@ class JustInTime:
         intact = self._steps.stop()
         if not intact:
             _log.warning("rank %d has changed its parameters since step %d: others must save it", rank, step)
-        committed = self._run.wait_for_committed()
+        committed = self._run.wait_after_loss()
         # A rank that holds a step reports its number, a rank that holds none the negative number of the committed step.
         held = self._survivors.agree(step if intact and step > committed else -committed)
         newest = -min(0, *held.values())
@@ -179,7 +179,7 @@ class JustInTime:
                 states = self._boundary.states(step, collective)
                 metadata = {**(self._run.options.metadata or {}), **self._boundary.metadata()}
                 options = replace(self._run.options, async_checkpoint=False, staging="blocking", metadata=metadata)
-                handle = save(step_folder(self._run.folder.url, step), states, step=step, **options.arguments())
+                handle = save(step_folder(self._run.keeper.folder.url, step), states, step=step, **options.arguments())
                 handle.result()  # of a tier: also in the durable storage
         except Exception as error:  # noqa: BLE001  an older boundary may do
             return str(error) or repr(error)
@@ -227,14 +227,14 @@ class _Boundary:
     """The state of a run at its last step boundary.
 
     Args:
-        run: run whose states are noted.
+        run: saves of the run whose states are noted.
 
     Attributes:
         step: number of steps that were done.
         metadata: function that returns facts for the checkpoint.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunSaves) -> None:
         self._run = run
         self.step = 0
         self.metadata: Callable[[], Mapping[str, Any]] = dict
@@ -279,7 +279,7 @@ class _Boundary:
         loader = value.for_ranks(collective.rank, collective.world_size)
         if state not in self._batches:
             return loader
-        folder, timeout = self._run.folder, settings().timeout
+        folder, timeout = self._run.keeper.folder, settings().timeout
         older = [info.step for info in by_age(folder.steps()) if info.step <= step]
         newest = json.dumps(older[-1:]).encode() if collective.rank == 0 else None
         for number in json.loads(collective.broadcast(f"just in time/{state}", newest, timeout=timeout)):

@@ -24,11 +24,11 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.handles import LoadReport, SaveHandle
 from bytecheckpoint.manager.boundary import Act, Boundaries, SaveDue, StopJob, Usurped
 from bytecheckpoint.manager.folder_keeper import FolderKeeper
-from bytecheckpoint.manager.preemption import Preemption
+from bytecheckpoint.manager.preemption import Preemption, PreemptionWatch
 from bytecheckpoint.manager.restores import Conversations, Restored, Restores
-from bytecheckpoint.manager.rules import Best, Cadence, Keep, Retention, StepInfo, When, finite_metrics
-from bytecheckpoint.manager.run_folder import METADATA, RunFolder, by_age, step_folder, step_number
-from bytecheckpoint.manager.saves import Run, RunSaves
+from bytecheckpoint.manager.rules import Best, Cadence, Keep, Retention, StepInfo, When
+from bytecheckpoint.manager.run_folder import RunFolder, by_age, step_folder, step_metadata, step_number
+from bytecheckpoint.manager.saves import RunSaves
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.saving.steps import check_step
 from bytecheckpoint.settings import settings
@@ -46,8 +46,6 @@ _log = logging.getLogger("bytecheckpoint")
 _T = TypeVar("_T")
 
 _STEPS = 2**44  # more than a run has
-#: Seconds that the save in flight has to end after the loss of a rank.
-_RESCUE_SECONDS = 10.0
 
 
 class CheckpointManager:
@@ -97,7 +95,6 @@ class CheckpointManager:
         folder = RunFolder(root, f"{collective.world_id}/{number}")
         self._conversations = Conversations(collective, tag)
         self._progress = _Progress()
-        self._notice = _Notice(preemption)
         self._keeper = FolderKeeper(
             folder, retention, writes=collective.rank == 0,
             on_usurped=lambda reason: self._boundaries.request(Usurped(reason)),
@@ -106,14 +103,18 @@ class CheckpointManager:
         self._restores = Restores(states, load_options, process_group, folder, self._conversations)
         self._just_in_time: JustInTime | None = None
         with contextlib.ExitStack() as stack:
-            self._boundaries = stack.enter_context(
-                Boundaries(collective, f"{tag}/boundaries", settings().timeout, self._notice.poll())
-            )
+            self._boundaries = stack.enter_context(Boundaries(collective, f"{tag}/boundaries", settings().timeout))
             if preemption is not None:
-                stack.enter_context(preemption.watching(self._on_signal))
+                watch = PreemptionWatch(preemption, lambda: self._boundaries.request(StopJob()))
+                self._preemption = stack.enter_context(watch)
             if just_in_time:
-                run = Run(states, folder, self._keeper, save_options, self._wait_for_committed)
-                self._just_in_time = stack.enter_context(self._watch_ranks(run, process_group))
+                from bytecheckpoint.manager.just_in_time import JustInTime
+
+                if process_group is not None:
+                    raise UsageError("just_in_time=True needs all ranks of the job: leave process_group away")
+                own = preemption is None or signal.SIGTERM not in preemption.signals
+                survivors = JustInTime(self._saves, collective, f"{tag}/survivors", handles_sigterm=own)
+                self._just_in_time = stack.enter_context(survivors)
             self._stack = stack.pop_all()
 
     # --- steps of the run -----------------------------------------------------------------------------------------
@@ -247,12 +248,11 @@ class CheckpointManager:
             StorageConflictError: another manager has taken over the folder.
             CheckpointError: this save failed, or the one before.
         """
-        step, before = _checked_step(step), self.step
-        acts = self._reach(step, metrics)
+        before, acts = self.step, self._reach(step, metrics)
         if StopJob() in acts:
-            return self._save_before_the_end(step) if not self._boundaries.left else None
-        if SaveDue() in acts or self._saves.cadence.due(step, before):
-            return self._save(step, self._progress.metrics, overlap=self._saves.cadence.overlap)
+            return self._save_before_the_end() if not self._boundaries.left else None
+        if SaveDue() in acts or self._saves.cadence.due(self.step, before):
+            return self._save(self._saves.cadence.overlap)
         self._saves.raise_failure()
         self._saves.prepare()
         return None
@@ -270,9 +270,8 @@ class CheckpointManager:
         Raises:
             CheckpointError: this save failed, or the one before.
         """
-        step = _checked_step(step)
         self._reach(step, metrics)
-        return self._save(step, self._progress.metrics, overlap="wait")
+        return self._save()
 
     def wait(self) -> None:
         """Wait until the save in flight is committed.
@@ -283,14 +282,12 @@ class CheckpointManager:
         self._saves.wait()
 
     def _reach(self, step: int, metrics: Mapping[str, Any] | None) -> set[Act]:
-        """Return the acts of all ranks at this boundary.
-
-        Raises:
-            StorageConflictError: another manager has taken over the folder.
-        """
-        self._progress.step, self._progress.metrics = step, metrics or {}
+        """Reach a boundary, and return the acts of all ranks there."""
+        if (number := check_step(step)) is None:
+            raise UsageError("step=None: give the number of steps that are done")
+        self._progress.step, self._progress.metrics = number, metrics or {}
         if self._just_in_time is not None:
-            self._just_in_time.note(step, functools.partial(_facts, step, self._progress.metrics))
+            self._just_in_time.note(step, functools.partial(step_metadata, step, self._progress.metrics))
         if self._collective.rank == 0 and self._saves.asks_by_clock():
             self._boundaries.request(SaveDue())
         acts = self._boundaries.reach(self._restores.count * _STEPS + step)
@@ -311,7 +308,9 @@ class CheckpointManager:
             self._progress.preempted = True
         return acts
 
-    def _save(self, step: int, metrics: Mapping[str, Any], *, overlap: str) -> SaveHandle | None:
+    def _save(self, overlap: str = "wait") -> SaveHandle | None:
+        """Save the step that this rank has reached."""
+        step = self.step
         if self._progress.closed:
             _log.warning(
                 "the manager of %s was closed: it saves step %d, and deletes and notices nothing", self.root, step
@@ -321,18 +320,13 @@ class CheckpointManager:
                 raise UsageError(f"the save of step {self._saves.step} is still being written at step {step}")
             _log.warning("step %d is not saved: that of step %d is still being written", step, self._saves.step)
             return None
-        return self._saves.start(step_folder(self.root, step), step, _facts(step, metrics))
+        return self._saves.start(step_folder(self.root, step), step, step_metadata(step, self._progress.metrics))
 
     # --- the end of a job -----------------------------------------------------------------------------------------
 
-    def _on_signal(self) -> None:
-        """Note a signal. Runs in its handler."""
-        self._notice.at = time.monotonic()
-        self._boundaries.request(StopJob())
-
-    def _save_before_the_end(self, step: int) -> SaveHandle | None:
+    def _save_before_the_end(self) -> SaveHandle | None:
         """Save within the grace period, if that is long enough."""
-        deadline = self._notice.deadline()
+        step, deadline = self.step, self._preemption.deadline()
         _log.warning("rank %d: the job is to stop; step %d is the last one", self._collective.rank, step)
         seconds = min(max(deadline - time.monotonic(), 1.0), settings().timeout)
         try:
@@ -343,16 +337,9 @@ class CheckpointManager:
         if late:
             _log.warning("a save takes %.0f s, too long for the grace period: none is begun", self._saves.longest)
             return None
-        handle = self._save(step, self._progress.metrics, overlap="wait")
-        if handle is not None:
-            try:
-                self._saves.wait(max(deadline - time.monotonic(), 0.0))
-            except TimeoutError as error:
-                if isinstance(error, CheckpointError):  # of the save itself
-                    raise
-                _log.warning(
-                    "step %d was not committed within the grace period: the step before stays the newest", step
-                )
+        handle = self._save()
+        if handle is not None and not self._saves.wait(max(deadline - time.monotonic(), 0.0)):
+            _log.warning("step %d was not committed within the grace period: the step before stays the newest", step)
         return handle
 
     def __enter__(self) -> Self:
@@ -367,22 +354,6 @@ class CheckpointManager:
         with contextlib.suppress(CheckpointError):  # the exception that ends the block says more
             self._close(save_last=False)
 
-    def _watch_ranks(self, run: Run, group: ProcessGroup | None) -> JustInTime:
-        """Return the object that saves after the loss of a rank."""
-        from bytecheckpoint.manager.just_in_time import JustInTime
-
-        if group is not None:
-            raise UsageError("just_in_time=True needs all ranks of the job: leave process_group away")
-        preemption = self._notice.preemption
-        own = preemption is not None and signal.SIGTERM in preemption.signals
-        return JustInTime(run, self._collective, f"{self._conversations.tag}/survivors", handles_sigterm=not own)
-
-    def _wait_for_committed(self) -> int:
-        """Wait for the save in flight, which fails soon after the loss of a rank; return the newest committed step."""
-        with contextlib.suppress(CheckpointError, TimeoutError):
-            self._saves.wait(_RESCUE_SECONDS)
-        return self._saves.committed
-
     def close(self) -> None:
         """Save the last step if the cadence wants it, wait for the save in flight and for deletions, and end.
 
@@ -396,7 +367,7 @@ class CheckpointManager:
             self._just_in_time.close()  # from now on the other ranks may end
         try:
             if save_last and not self.preempted and self.step > self._saves.step:
-                self._save(self.step, self._progress.metrics, overlap="wait")
+                self._save()
             self.wait()
         finally:
             self._progress.closed = True
@@ -421,43 +392,7 @@ class _Progress:
     closed: bool = False
 
 
-@dataclass
-class _Notice:
-    """Notice that the job is to stop.
-
-    Attributes:
-        preemption: source of the notice.
-        at: time of the signal, by `time.monotonic`; 0.0 without one.
-    """
-
-    preemption: Preemption | None
-    at: float = 0.0
-
-    def deadline(self) -> float:
-        """Return the end of the grace period."""
-        assert self.preemption is not None
-        return (self.at or time.monotonic()) + self.preemption.grace
-
-    def poll(self) -> Callable[[], Act | None] | None:
-        """Return a function that looks for a file or asks a function, for one process of each machine."""
-        preemption = self.preemption
-        if preemption is None or not preemption.polls or os.environ.get("LOCAL_RANK", "0") != "0":
-            return None
-        return lambda: StopJob() if preemption.poll() else None
-
-
 def _check_options(save_options: object, load_options: object) -> None:
     for name, value, kind in (("save", save_options, SaveOptions), ("load", load_options, LoadOptions)):
         if not isinstance(value, kind):
             raise UsageError(f"{name}_options={value!r}: give {kind.__name__}(...)")
-
-
-def _checked_step(step: object) -> int:
-    number = check_step(step)
-    if number is None:
-        raise UsageError("step=None: give the number of steps that are done")
-    return number
-
-
-def _facts(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    return {METADATA: {"step": step, "metrics": finite_metrics(metrics, step)}}

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from bytecheckpoint.errors import UsageError
+from bytecheckpoint.threads import start
 
-__all__ = ["Preemption"]
+__all__ = ["Preemption", "PreemptionWatch"]
+
+_log = logging.getLogger("bytecheckpoint")
+#: Seconds between two looks for the file or calls of the function.
+_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -38,51 +44,76 @@ class Preemption:
         if not self.grace > 0:
             raise UsageError(f"Preemption(grace={self.grace!r}): give a number of seconds above 0")
 
-    @property
-    def polls(self) -> bool:
-        """True if `poll` must be called."""
-        return self.file is not None or self.check is not None
 
-    def poll(self) -> bool:
-        """Return whether the file exists or the function returns True."""
-        return (self.file is not None and os.path.exists(self.file)) or (self.check is not None and bool(self.check()))
+class PreemptionWatch:
+    """Calls a function at each notice that the job is about to be stopped. Use it as a context manager.
 
-    @contextlib.contextmanager
-    def watching(self, notify: Callable[[], None]) -> Iterator[None]:
-        """Handle the signals in a `with` block.
+    Args:
+        preemption: sources of the notices.
+        notify: function to call, in a signal handler or in a thread.
 
-        Args:
-            notify: function to call in the signal handler.
+    Raises:
+        UsageError: this is not the main thread, which alone may set signal handlers.
+    """
 
-        Raises:
-            UsageError: this is not the main thread, which alone may set signal handlers.
-        """
-        if self.signals and threading.current_thread() is not threading.main_thread():
+    def __init__(self, preemption: Preemption, notify: Callable[[], None]) -> None:
+        if preemption.signals and threading.current_thread() is not threading.main_thread():
             raise UsageError(
                 "signals are handled in the main thread only: make the manager there, or pass "
                 "preemption=Preemption(signals=(), check=...)"
             )
-        before: dict[int, Any] = {}
-        watcher = os.getpid()
+        self._preemption, self._notify_manager = preemption, notify
+        self._before: dict[int, Any] = {}  # handlers by signal
+        self._process = os.getpid()
+        self._noticed = 0.0  # by `time.monotonic`
+        self._ended = threading.Event()
 
-        def handle(number: int, frame: FrameType | None) -> None:
-            earlier = before[number]
-            signal.signal(number, earlier)
-            # A forked child has the handler too, and a program that has kept it may set it again after the end.
-            if os.getpid() != watcher:
-                signal.raise_signal(number)
-                return
-            notify()
-            if callable(earlier) and earlier is not signal.default_int_handler:  # which would end the training now
-                earlier(number, frame)
+    def deadline(self) -> float:
+        """Return the end of the grace period after the last notice on this rank, or else from now, by `time.monotonic`."""
+        return (self._noticed or time.monotonic()) + self._preemption.grace
 
-        for number in self.signals:
-            before[number] = signal.getsignal(number) or signal.SIG_DFL
-            signal.signal(number, handle)
-        try:
-            yield
-        finally:
-            watcher = 0
-            for number, earlier in before.items():
-                if signal.getsignal(number) is handle:
-                    signal.signal(number, earlier)
+    def __enter__(self) -> Self:
+        for number in self._preemption.signals:
+            self._before[number] = signal.getsignal(number) or signal.SIG_DFL
+            signal.signal(number, self._on_signal)
+        polls = self._preemption.file is not None or self._preemption.check is not None
+        if polls and os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each machine
+            # In a thread of its own: a function that hangs must not keep this rank from answering others.
+            start(threading.Thread(target=self._poll, name="bytecheckpoint-poll", daemon=True))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._process = 0
+        for number, before in self._before.items():
+            if (
+                signal.getsignal(number) == self._on_signal
+            ):  # equal, not identical: each access makes a new bound method
+                signal.signal(number, before)
+
+    def _notify(self) -> None:
+        self._noticed = time.monotonic()
+        self._notify_manager()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        before = self._before[number]
+        signal.signal(number, before)
+        # A forked child has the handler too, and a program that has kept it may set it again after the end.
+        if os.getpid() != self._process:
+            signal.raise_signal(number)
+            return
+        self._notify()
+        if callable(before) and before is not signal.default_int_handler:  # which would end the training now
+            before(number, frame)
+
+    def _poll(self) -> None:
+        file, check, before = self._preemption.file, self._preemption.check, False
+        while not self._ended.wait(_POLL_SECONDS):
+            try:
+                now = (file is not None and os.path.exists(file)) or (check is not None and bool(check()))
+            except Exception as error:  # noqa: BLE001  of the caller's function
+                _log.warning("the function that reports a preemption failed: %r", error)
+                continue
+            if now and not before:
+                self._notify()
+            before = now

@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from bytecheckpoint.errors import (
     StorageConflictError,
     StorageUnavailableError,
 )
-from bytecheckpoint.manager.rules import KeepRule, StepInfo
+from bytecheckpoint.manager.rules import KeepRule, StepInfo, finite_metrics
 from bytecheckpoint.representation.names import CATALOG_NAME, STEP_FOLDER
 from bytecheckpoint.storage import Storage, open_named, resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
@@ -33,10 +33,10 @@ from bytecheckpoint.tiers.storage import TierStorage
 from bytecheckpoint.tools.removal import collect_garbage
 from bytecheckpoint.tools.retirement import finish_retirement, is_link, retire, tombstones, users_in
 
-__all__ = ["METADATA", "RunFolder", "by_age", "step_folder", "step_number"]
+__all__ = ["RunFolder", "by_age", "step_folder", "step_metadata", "step_number"]
 
 #: Name of the manager's own facts in the metadata of a step.
-METADATA = "manager"
+_METADATA = "manager"
 _PIN = ".bytecheckpoint-pinned"
 _OWNER = ".bytecheckpoint-manager"
 _SUPERSEDED = ".bytecheckpoint-superseded"
@@ -58,6 +58,11 @@ def step_number(path: str, root: str | None = None) -> int | None:
     folder, _, name = path.rstrip("/").rpartition("/")
     found = STEP_FOLDER.fullmatch(name) if root in (None, folder) else None
     return int(found[1]) if found else None
+
+
+def step_metadata(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manager's facts for the catalog of a step."""
+    return {_METADATA: {"step": step, "metrics": finite_metrics(metrics, step)}}
 
 
 class RunFolder:
@@ -138,7 +143,7 @@ class RunFolder:
             except (CheckpointNotFoundError, CorruptCheckpointError) as error:
                 _log.warning("%s", error)
                 return None
-            own: Any = catalog.info.get("metadata", {}).get(METADATA, {})
+            own: Any = catalog.info.get("metadata", {}).get(_METADATA, {})
             number = _number(name) if STEP_FOLDER.fullmatch(name) else -1
             created = float(catalog.info.get("created", 0.0))
             committed = 0.0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bytecheckpoint.errors import CheckpointError
@@ -15,36 +15,17 @@ from bytecheckpoint.handles import SaveHandle
 from bytecheckpoint.manager.folder_keeper import FolderKeeper
 from bytecheckpoint.manager.interval import Interval
 from bytecheckpoint.manager.rules import Cadence, EverySeconds
-from bytecheckpoint.manager.run_folder import RunFolder
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.saving import prepare, save
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Run", "RunSaves"]
+__all__ = ["RunSaves"]
 
 _log = logging.getLogger("bytecheckpoint")
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run as its manager sees it.
-
-    Attributes:
-        states: live objects.
-        folder: folder of the run.
-        keeper: object that claims the folder before a save.
-        options: options of the saves.
-        wait_for_committed: function that waits for the save in flight and returns the newest step that this rank knows to
-            be committed.
-    """
-
-    states: MutableMapping[str, Any]
-    folder: RunFolder
-    keeper: FolderKeeper
-    options: SaveOptions
-    wait_for_committed: Callable[[], int]
+#: Seconds that the save in flight has to end after the loss of a rank.
+_RESCUE_SECONDS = 10.0
 
 
 class RunSaves:
@@ -55,10 +36,10 @@ class RunSaves:
         options: options of the saves.
         cadence: times of the saves.
         group: ranks that save together.
-        keeper: folder of the run.
+        keeper: object that claims the folder before a save, and deletes old steps after it.
 
     Attributes:
-        cadence: times of the saves.
+        states, options, cadence, keeper: arguments.
         step: step that was saved or loaded last.
         committed: newest step that is known to be committed.
         longest: seconds of the longest save so far.
@@ -73,7 +54,7 @@ class RunSaves:
         group: ProcessGroup | None,
         keeper: FolderKeeper,
     ) -> None:
-        self._states, self._options, self.cadence, self._group, self._keeper = states, options, cadence, group, keeper
+        self.states, self.options, self.cadence, self._group, self.keeper = states, options, cadence, group, keeper
         self._handle: SaveHandle | None = None
         self._after_commit = threading.Event()  # set when all work after the last commit is done
         self._began, self._clock_asked = time.monotonic(), False
@@ -109,18 +90,18 @@ class RunSaves:
         Raises:
             CheckpointError: this save failed, or the one before.
         """
-        if self._options.on_error == "warn" and self._handle is not None:
+        if self.options.on_error == "warn" and self._handle is not None:
             Future.exception(self._handle.restorable)  # a save in the background would fail in place of this one
             self.raise_failure()
-        self._keeper.begin_save(step)
+        self.keeper.begin_save(step)
         self.restart_clock()
         begun = time.monotonic()
-        arguments = self._options.arguments()
-        arguments["metadata"] = {**(self._options.metadata or {}), **facts}
+        arguments = self.options.arguments()
+        arguments["metadata"] = {**(self.options.metadata or {}), **facts}
         handle = None
         while handle is None:
             try:
-                handle = save(path, self._states, step=step, process_group=self._group, **arguments)
+                handle = save(path, self.states, step=step, process_group=self._group, **arguments)
             except CheckpointError as error:
                 self._report(error, self.step if error.repeats else step)
                 if not error.repeats:
@@ -135,7 +116,7 @@ class RunSaves:
                     for rule in self.cadence.rules:
                         if isinstance(rule, Interval):
                             rule.learn(stall, seconds)
-                    self._keeper.clean_up()
+                    self.keeper.clean_up()
             finally:
                 after_commit.set()
 
@@ -152,25 +133,34 @@ class RunSaves:
 
     def prepare(self) -> None:
         """Plan the first save and touch its memory in the background. Optimizers have their state by now."""
-        if not self.prepared and self._options.async_checkpoint:
+        if not self.prepared and self.options.async_checkpoint:
             self.prepared = True
-            options = self._options
+            options = self.options
             prepare(
-                self._states, framework=options.framework, include=options.include, exclude=options.exclude,
+                self.states, framework=options.framework, include=options.include, exclude=options.exclude,
                 names=options.names, process_group=self._group,
             )  # fmt: skip
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait for the commit of the save in flight.
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the commit of the save in flight; return False if it takes longer than `timeout` seconds.
 
         Raises:
-            TimeoutError: the save takes longer.
             CheckpointError: the save failed, and its failure was not raised before.
         """
         if self._handle is not None:
-            Future.exception(self._handle.committed, timeout)
+            try:
+                Future.exception(self._handle.committed, timeout)
+            except TimeoutError:
+                return False
             self._after_commit.wait(timeout)  # the thread that ends the save wakes this one first
             self.raise_failure()
+        return True
+
+    def wait_after_loss(self) -> int:
+        """Wait for the save in flight, which fails soon after the loss of a rank; return the newest committed step."""
+        with contextlib.suppress(CheckpointError):
+            self.wait(_RESCUE_SECONDS)
+        return self.committed
 
     def raise_failure(self) -> None:
         """Report the failure of the last save, once."""
@@ -184,9 +174,9 @@ class RunSaves:
 
     def _report(self, error: CheckpointError, step: int) -> None:
         """Raise the failure of a step, or log it."""
-        found = self._keeper.resolve_conflict(error)
+        found = self.keeper.resolve_conflict(error)
         if found is not None and found is not error:
             raise found from error
-        if found is not None and self._options.on_error == "raise":
+        if found is not None and self.options.on_error == "raise":
             raise error
         _log.warning("the save of step %d failed: %s", step, error)

@@ -106,12 +106,12 @@ class RayCheckpointManager(CheckpointManager):
             if Future.exception(handle.committed) is None:
                 self._report_saved(step)
 
-    def _save(self, step: int, metrics: Mapping[str, Any], *, overlap: str) -> SaveHandle | None:
-        handle = super()._save(step, metrics, overlap=overlap)
+    def _save(self, overlap: str = "wait") -> SaveHandle | None:
+        handle = super()._save(overlap)
         if handle is not None:
-            self._unreported[step] = handle, finite_metrics(metrics, step)
+            self._unreported[self.step] = handle, finite_metrics(self._progress.metrics, self.step)
             if self._collective.rank == 0:
-                handle.committed.add_done_callback(partial(self._on_commit, step))
+                handle.committed.add_done_callback(partial(self._on_commit, self.step))
         return handle
 
     def _on_commit(self, step: int, done: Future[Any]) -> None:
