@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 from tests.servers.azure import azurite
 from tests.servers.gluster import Gluster
 from tests.servers.hdfs import Hdfs
-from tests.servers.limiter import Limiter
-from tests.servers.process import free_port
 from tests.servers.s3 import versitygw
+from tests.servers.tcp_proxy import tcp_proxy
 
 __all__ = ["PLACES", "Peer", "Place"]
 
@@ -179,9 +178,8 @@ def _hdfs(folder: Path, *, limited: bool) -> Iterator[Place]:
         cluster.client().mkdirs("/peer", create_parent=True)
         if limited:
             for port in cluster.ports:
-                proxy = Limiter(("127.0.0.2", port), ("127.0.0.1", port))
-                stack.callback(proxy.stop)
-                proxy.up = proxy.down = float(_LIMIT)
+                proxy = stack.enter_context(tcp_proxy(f"127.0.0.1:{port}", "127.0.0.2", port))
+                proxy.up.rate = proxy.down.rate = float(_LIMIT)
         name = f"hdfs, each connection limited to {_LIMIT >> 20} MiB/s" if limited else "hdfs"
         peers: list[Peer] = [HdfsStream(cluster, options), HdfsShell(cluster, options, local)]
         yield Place(name, "hdfs://demo_0/bench", peers, None if limited else lambda: _client_operations(cluster))
@@ -233,12 +231,9 @@ class OneStream(Obstore):
 def _limited(stack: ExitStack, endpoint: str) -> str:
     """Return the endpoint of a proxy that limits each connection to `endpoint`."""
     address = endpoint.split("://")[1].partition("/")[0]
-    host, port = address.split(":")
-    listen = free_port()
-    proxy = Limiter(("127.0.0.1", listen), (host, int(port)))
-    stack.callback(proxy.stop)
-    proxy.up = proxy.down = float(_LIMIT)
-    return endpoint.replace(address, f"127.0.0.1:{listen}")
+    proxy = stack.enter_context(tcp_proxy(address))
+    proxy.up.rate = proxy.down.rate = float(_LIMIT)
+    return endpoint.replace(address, proxy.address)
 
 
 @contextmanager

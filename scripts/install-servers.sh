@@ -2,7 +2,7 @@
 # Installs the servers and tools that the storage tests run against (`make test-servers`), each in the version named here.
 #
 #   install-servers.sh [NAME...]   by default all but minio and otelcol (a collector of OpenTelemetry), which are built for minutes:
-#                              versitygw s3proxy azurite toxiproxy hadoop mfusepy glusterfs launchers (Slurm and Open MPI)
+#                              versitygw s3proxy azurite hadoop mfusepy glusterfs launchers (Slurm and Open MPI)
 #                              metrics (ClickHouse and Prometheus) chromium
 #
 #   SERVERS_DIR  where (default: ~/.cache/bytecheckpoint-servers). What is there in the right version stays as it is.
@@ -14,7 +14,6 @@ set -euo pipefail
 DIR=${SERVERS_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/bytecheckpoint-servers}
 VERSITYGW=github.com/versity/versitygw/cmd/versitygw@v1.8.0
 MINIO=github.com/minio/minio@v0.0.0-20260212201848-7aac2a2c5b7c # AGPL: a tool for tests, not a part of the package; builds for minutes
-TOXIPROXY=github.com/Shopify/toxiproxy/v2/cmd/server@v2.5.0
 S3PROXY=org.gaul:s3proxy:2.9.0
 AZURITE=azurite@3.35.0
 HADOOP=3.4.2
@@ -54,7 +53,6 @@ go_tool() {
 
 versitygw() { go_tool versitygw "$VERSITYGW"; }
 minio() { go_tool minio "$MINIO"; }
-toxiproxy() { go_tool toxiproxy "$TOXIPROXY"; }
 
 # maven NAME VERSION GROUP:ARTIFACT:VERSION...: puts Java libraries, with all that they need, into $DIR/NAME/lib.
 maven() {
@@ -165,12 +163,12 @@ chromium() {
 
 mkdir -p "$DIR"
 names=("$@")
-[[ ${#names[@]} -gt 0 ]] || names=(versitygw s3proxy azurite toxiproxy hadoop mfusepy glusterfs launchers metrics chromium)
+[[ ${#names[@]} -gt 0 ]] || names=(versitygw s3proxy azurite hadoop mfusepy glusterfs launchers metrics chromium)
 for name in "${names[@]}"; do
     case $name in
-    versitygw | minio | s3proxy | azurite | toxiproxy | hadoop | mfusepy | glusterfs | launchers | metrics | otelcol | chromium) "$name" ;;
+    versitygw | minio | s3proxy | azurite | hadoop | mfusepy | glusterfs | launchers | metrics | otelcol | chromium) "$name" ;;
     *)
-        say "no server is called $name: versitygw, minio, s3proxy, azurite, toxiproxy, hadoop, mfusepy, glusterfs, launchers, metrics, otelcol, chromium"
+        say "no server is called $name: versitygw, minio, s3proxy, azurite,, hadoop, mfusepy, glusterfs, launchers, metrics, otelcol, chromium"
         exit 1
         ;;
     esac

@@ -20,10 +20,10 @@ def fresh_settings() -> Iterator[None]:
 
 
 @pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
-    """A storage that fails on demand, for all saves and loads of the test."""
+def faults() -> Faults:
+    """Faults of the storages that a test makes by `faults.at`."""
     bytecheckpoint.configure(writer="thread", timeout=20.0)
-    return Faults().install(monkeypatch)
+    return Faults()
 
 
 @pytest.fixture

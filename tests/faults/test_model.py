@@ -11,7 +11,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -40,8 +39,7 @@ class Checkpoints(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="model-"))
         self.path = self.folder / "step"
-        self.patch = pytest.MonkeyPatch()
-        self.faults = Faults().install(self.patch)
+        self.faults = Faults()
         self.calm = undisturbed()
         self.calm.__enter__()
         bytecheckpoint.configure(writer="thread", timeout=30.0)
@@ -53,13 +51,12 @@ class Checkpoints(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.faults.clear()
         self.calm.__exit__(None, None, None)
-        self.patch.undo()
         shutil.rmtree(self.folder)
 
     def save(self, mode: str) -> list[Any]:
         """Let every rank save the next step; return each rank's report or error."""
         self.last_step += 1
-        return save_all(self.world, self.path, self.last_step, rows=ROWS, **MODES[mode])
+        return save_all(self.world, self.path, self.last_step, rows=ROWS, faults=self.faults, **MODES[mode])
 
     @initialize(mode=st.sampled_from(list(MODES)))
     def first_save(self, mode: str) -> None:

@@ -33,18 +33,13 @@ def _settings() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
-    return Faults().install(monkeypatch)
-
-
 @contextlib.contextmanager
-def save_that_waits(faults: Faults, call: str, path: Path, ranks: int) -> Iterator[Future[list[Any]]]:
+def save_that_waits(call: str, path: Path, ranks: int) -> Iterator[Future[list[Any]]]:
     """Save step 2 on another thread; run the block while the save stands still at a call of its storage."""
-    gate = threading.Event()
+    gate, faults = threading.Event(), Faults()
     rule = faults.add(call, hold=gate)
     with ThreadPoolExecutor(1) as pool:
-        saving = pool.submit(save_all, ThreadWorld(ranks), path, 2)
+        saving = pool.submit(save_all, ThreadWorld(ranks), path, 2, faults=faults)
         try:
             assert wait_until(lambda: rule.hits > 0, 30)
             yield saving
@@ -53,12 +48,12 @@ def save_that_waits(faults: Faults, call: str, path: Path, ranks: int) -> Iterat
 
 
 @pytest.mark.parametrize("replacing", [False, True])
-def test_the_second_of_two_jobs_gets_an_error(tmp_path: Path, faults: Faults, replacing: bool) -> None:
+def test_the_second_of_two_jobs_gets_an_error(tmp_path: Path, replacing: bool) -> None:
     """It began before the first one's commit, which removes its files: it must not commit after that."""
     path = tmp_path / "s"
     if replacing:
         save_all(ThreadWorld(1), path, 1)
-    with save_that_waits(faults, "publish", path, ranks=2) as saving:
+    with save_that_waits("publish", path, ranks=2) as saving:
         save_all(ThreadWorld(3), path, 3)
     got = saving.result(30)
     assert all(type(raised) is StorageConflictError for raised in got), got
@@ -69,15 +64,11 @@ def test_the_second_of_two_jobs_gets_an_error(tmp_path: Path, faults: Faults, re
     assert load_step(path) == 4
 
 
-def raise_error(error: Exception) -> Any:
-    raise error
-
-
-def test_a_save_that_begins_during_anothers_commit_keeps_its_files(tmp_path: Path, faults: Faults) -> None:
-    """What the first job removes after its commit was there before it: the second's files are not among that."""
+def test_a_save_that_begins_during_anothers_commit_keeps_its_files(tmp_path: Path) -> None:
+    """The first job removes files that were there before its commit, and none of the second job's."""
     path = tmp_path / "s"
     save_all(ThreadWorld(1), path, 1)
-    with save_that_waits(faults, "delete", path, ranks=1):
+    with save_that_waits("delete", path, ranks=1):
         succeeded(save_all(ThreadWorld(2), path, 3))
     assert load_step(path) == 3
 
@@ -103,13 +94,13 @@ def test_ranks_that_do_not_share_the_path(tmp_path: Path, asynchronous: bool, li
     assert not (tmp_path / "0" / "metadata.parquet").exists()
 
 
-def test_a_commit_whose_answer_is_lost_for_good_keeps_the_files(tmp_path: Path, faults: Faults) -> None:
-    """The storage may carry it out later, when this job has long been told of the failure."""
-    path = tmp_path / "s"
+def test_a_commit_whose_answer_is_lost_for_good_keeps_the_files(tmp_path: Path) -> None:
+    """The storage may carry the commit out later, when the save has long failed."""
+    path, faults = tmp_path / "s", Faults()
     save_all(ThreadWorld(1), path, 1)
     before = files_of(path)
     faults.add("publish", StorageUnavailableError("no answer", undecided=True))
-    got = save_all(ThreadWorld(2), path, 2)
+    got = save_all(ThreadWorld(2), path, 2, faults=faults)
     assert all(type(raised) is StorageUnavailableError for raised in got), got
     assert load_step(path) == 1
     assert len(files_of(path)) > len(before)

@@ -17,8 +17,8 @@ from tests.servers.azure import AzureServer, azurite
 from tests.servers.fault_proxy import FaultProxy, fault_proxy
 from tests.servers.hdfs import Hdfs
 from tests.servers.peers import garbles, hangs_up, silent
-from tests.servers.rpc_fault_proxy import RpcFaultProxy, rpc_fault_proxy
 from tests.servers.s3 import S3Server, minio, versitygw
+from tests.servers.tcp_proxy import TcpProxy, tcp_proxy
 from tests.support.memory import new_memory
 from tests.support.settings import undisturbed
 from tests.support.system_calls import Fail, failing
@@ -136,9 +136,9 @@ def hdfs(hdfs_cluster: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def rpc_proxy(hdfs: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RpcFaultProxy]:
+def rpc_proxy(hdfs: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TcpProxy]:
     """A proxy before the NameNode, which everything of the test goes through."""
-    with rpc_fault_proxy(hdfs.port) as made:
+    with tcp_proxy(f"127.0.0.1:{hdfs.port}") as made:
         use(monkeypatch, hdfs.configuration(tmp_path / "proxy", namenode=made.address))
         yield made
 

@@ -15,9 +15,8 @@ from obstore.store import S3Store
 import bytecheckpoint
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
-from tests.servers.limiter import Limiter
-from tests.servers.process import free_port
 from tests.servers.s3 import S3Server
+from tests.servers.tcp_proxy import TcpProxy, tcp_proxy
 from tests.storage.conftest import use
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
@@ -27,18 +26,15 @@ DATA = content(24 << 20)
 
 
 @pytest.fixture
-def limiter(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Limiter]:
-    """Before the server, no limit yet."""
-    host, port = s3.endpoint.removeprefix("http://").split(":")
-    listen = free_port()
-    made = Limiter(("127.0.0.1", listen), (host, int(port)))
-    use(monkeypatch, s3.environment(f"http://127.0.0.1:{listen}"))
-    yield made
-    made.stop()
+def line(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[TcpProxy]:
+    """A proxy before the server, with no limit yet."""
+    with tcp_proxy(s3.endpoint.removeprefix("http://")) as made:
+        use(monkeypatch, s3.environment(f"http://{made.address}"))
+        yield made
 
 
 @pytest.fixture
-def single(limiter: Limiter, bucket: str) -> S3Store:
+def single(line: TcpProxy, bucket: str) -> S3Store:
     """The plain client."""
     return S3Store(bucket, client_options={"allow_http": True})
 
@@ -49,21 +45,21 @@ def seconds(call: Callable[[], object]) -> float:
     return time.monotonic() - begun
 
 
-def test_an_upload_is_twice_as_fast_as_one_stream(limiter: Limiter, single: S3Store, bucket: str) -> None:
+def test_an_upload_is_twice_as_fast_as_one_stream(line: TcpProxy, single: S3Store, bucket: str) -> None:
     storage = resolve(f"s3://{bucket}/step")
     storage.check_publish("metadata.parquet", "")
-    limiter.up = _RATE
+    line.up.rate = _RATE
     ours = seconds(lambda: write_file(storage, "model/file", DATA))
     alone = seconds(lambda: obstore.put(single, "alone", DATA.tobytes(), use_multipart=False))
-    limiter.up = 0.0
+    line.up.rate = 0.0
     assert np.array_equal(read_all(storage, "model/file"), DATA)
     assert alone > 2 * ours, (alone, ours)
 
 
-def test_a_read_is_three_times_as_fast_as_one_stream(limiter: Limiter, single: S3Store, bucket: str) -> None:
+def test_a_read_is_three_times_as_fast_as_one_stream(line: TcpProxy, single: S3Store, bucket: str) -> None:
     storage = resolve(f"s3://{bucket}/step")
     write_file(storage, "model/file", DATA)
-    limiter.down = _RATE
+    line.down.rate = _RATE
     out = np.zeros(len(DATA), np.uint8)
     with contextlib.closing(storage.open("model/file")) as reader:
         ours = seconds(lambda: reader.read_into(0, [memoryview(out)]))
@@ -72,12 +68,12 @@ def test_a_read_is_three_times_as_fast_as_one_stream(limiter: Limiter, single: S
     assert alone > 3 * ours, (alone, ours)
 
 
-def test_a_load_is_three_times_as_fast_as_one_stream(limiter: Limiter, single: S3Store, bucket: str) -> None:
+def test_a_load_is_three_times_as_fast_as_one_stream(line: TcpProxy, single: S3Store, bucket: str) -> None:
     """With the settings that everybody has."""
     path = f"s3://{bucket}/step"
     tensor = torch.from_numpy(DATA.view(np.int64).copy())
     bytecheckpoint.save(path, {"model": {"w": tensor}})
-    limiter.down = _RATE
+    line.down.rate = _RATE
     found = {"w": torch.zeros_like(tensor)}
     ours = seconds(lambda: bytecheckpoint.load(path, {"model": found}))
     (name,) = [name for name, _ in resolve(path).list() if name.startswith("model/rank")]

@@ -16,7 +16,7 @@ from bytecheckpoint.cli.main import run
 from bytecheckpoint.storage import resolve
 from tests.servers.fault_proxy import FaultProxy, Request, asks, fault_proxy
 from tests.servers.s3 import S3Server, versitygw
-from tests.servers.toxiproxy import Toxiproxy
+from tests.servers.tcp_proxy import Line, TcpProxy, tcp_proxy
 from tests.storage.checks import check_outage
 from tests.storage.conftest import use
 from tests.support.coded import load_step, whole
@@ -218,56 +218,44 @@ def test_a_full_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def line(mortal: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Toxiproxy]:
-    proxy = Toxiproxy(tmp_path, mortal.endpoint)
-    use(monkeypatch, mortal.environment(proxy.endpoint))
-    yield proxy
-    proxy.stop()
+def line(mortal: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[TcpProxy]:
+    with tcp_proxy(mortal.endpoint.removeprefix("http://")) as proxy:
+        use(monkeypatch, mortal.environment(f"http://{proxy.address}"))
+        yield proxy
 
 
 @pytest.mark.parametrize(
-    ("kind", "stream", "attributes"),
-    [
-        ("latency", "downstream", {"latency": 100}),
-        ("bandwidth", "upstream", {"rate": 20_000}),
-        ("slicer", "downstream", {"average_size": 1000, "delay": 10}),
-    ],
+    ("direction", "limits"),
+    [("down", {"delay": 0.1}), ("up", {"rate": 20e6}), ("down", {"piece": 1000, "delay": 0.00001})],
+    ids=["latency", "bandwidth", "small pieces"],
 )
-def test_a_slow_line(line: Toxiproxy, kind: str, stream: str, attributes: dict[str, int]) -> None:
-    line.add(kind, stream=stream, **attributes)
+def test_a_slow_line(line: TcpProxy, direction: str, limits: dict[str, float]) -> None:
+    setattr(line, direction, Line(**limits))  # type: ignore[arg-type]
     succeeded(save("s3://bucket/step", 1, rows=5000, async_checkpoint=True))
     assert load_step("s3://bucket/step", rows=5000) == 1
 
 
-@pytest.mark.parametrize("direction", ["save", "load"])
-@pytest.mark.parametrize(
-    ("kind", "stream", "attributes"),
-    [
-        ("reset_peer", "downstream", {"timeout": 50}),
-        ("limit_data", "upstream", {"bytes": 300}),
-        ("limit_data", "downstream", {"bytes": 1000}),
-    ],
-)
-def test_a_line_that_breaks_for_a_while(
-    line: Toxiproxy, kind: str, stream: str, attributes: dict[str, int], direction: str
-) -> None:
+@pytest.mark.parametrize("what", ["save", "load"])
+@pytest.mark.parametrize(("direction", "cut"), [("up", 300), ("down", 1), ("down", 1000)])
+def test_a_line_that_breaks_for_a_while(line: TcpProxy, direction: str, cut: int, what: str) -> None:
     succeeded(save("s3://bucket/step", 1))
-    line.add(kind, stream=stream, **attributes)
-    threading.Timer(1.5, line.remove, [kind]).start()
-    if direction == "save":
+    broken: Line = getattr(line, direction)
+    broken.cut = cut
+    threading.Timer(1.5, setattr, [broken, "cut", 0]).start()
+    if what == "save":
         succeeded(save("s3://bucket/step", 2))
-    assert load_step("s3://bucket/step", rows=ROWS) == (2 if direction == "save" else 1)
+    assert load_step("s3://bucket/step", rows=ROWS) == (2 if what == "save" else 1)
 
 
-def test_a_line_that_swallows_everything(line: Toxiproxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_swallows_everything(line: TcpProxy) -> None:
     succeeded(save("s3://bucket/step", 1, rows=24))
-    line.add("timeout", timeout=0)
+    line.up.swallow = True
     bytecheckpoint.configure(storage_timeout=4.0)
     with pytest.raises(StorageUnavailableError, match=r"s3://bucket/step.*no answer in time.*attempt"):
         load_step("s3://bucket/step")
     (raised,) = save("s3://bucket/step", 2, rows=24)
     assert isinstance(raised, StorageUnavailableError)
-    line.remove("timeout")
+    line.up.swallow = False
     assert load_step("s3://bucket/step") == 1
 
 

@@ -13,8 +13,8 @@ from bytecheckpoint.cli.main import run
 from bytecheckpoint.storage import Storage, resolve
 from tests.servers.azure import AzureServer
 from tests.servers.fault_proxy import FaultProxy, Request, asks, fail_at_rate, fault_proxy, repeated_by_client
-from tests.servers.rpc_fault_proxy import RpcFaultProxy
 from tests.servers.s3 import S3Server
+from tests.servers.tcp_proxy import TcpProxy
 from tests.storage.checks import within
 from tests.storage.conftest import use
 from tests.support.catalogs import catalog_at
@@ -97,9 +97,7 @@ def test_azure(az_server: AzureServer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("percent", "asynchronous"), crossed([20, 5, 1], [True, False], every=3))
-def test_namenodes(
-    rpc_proxy: RpcFaultProxy, hdfs_path: str, short_parts: None, percent: int, asynchronous: bool
-) -> None:
+def test_namenodes(rpc_proxy: TcpProxy, hdfs_path: str, short_parts: None, percent: int, asynchronous: bool) -> None:
     """The connection to the NameNode breaks before a call or after it, and all calls on it with it."""
     chance = random.Random(1)
 

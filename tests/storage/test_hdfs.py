@@ -20,7 +20,7 @@ from bytecheckpoint.storage.hdfs.rpc import RemoteError
 from bytecheckpoint.storage.hdfs.storage import HdfsStorage
 from bytecheckpoint.storage.testing import RawAccess, StorageTests, content, read_all, write_file
 from tests.servers.hdfs import Hdfs, write_configuration
-from tests.servers.rpc_fault_proxy import RpcFaultProxy
+from tests.servers.tcp_proxy import TcpProxy
 from tests.storage.checks import check_file
 from tests.storage.raw_access import HdfsAccess
 from tests.support.coded import load_step, states
@@ -153,7 +153,7 @@ def test_sub_files_that_are_left_are_seen_and_removed(hdfs: Hdfs, hdfs_storage: 
 
 
 def test_a_cluster_that_cannot_join(
-    rpc_proxy: RpcFaultProxy, hdfs_storage: HdfsStorage, short_parts: None, monkeypatch: Any
+    rpc_proxy: TcpProxy, hdfs_storage: HdfsStorage, short_parts: None, monkeypatch: Any
 ) -> None:
     """An encryption zone, for one: files are sent as single streams there, and that is found out once."""
     refusal = RemoteError("IOException", "concat can not be called for files in encryption zone.")
@@ -165,7 +165,7 @@ def test_a_cluster_that_cannot_join(
 
 
 @pytest.mark.parametrize("method", ["create", "addBlock", "complete", "concat", "delete"])
-def test_an_answer_that_gets_lost(rpc_proxy: RpcFaultProxy, hdfs_path: str, method: str, short_parts: None) -> None:
+def test_an_answer_that_gets_lost(rpc_proxy: TcpProxy, hdfs_path: str, method: str, short_parts: None) -> None:
     storage = resolve(hdfs_path)
     write_file(storage, "model/small", content(10))
     event = rpc_proxy.add(method, lose=True)

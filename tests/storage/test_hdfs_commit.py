@@ -14,7 +14,7 @@ from bytecheckpoint.storage.hdfs.storage import HdfsStorage
 from bytecheckpoint.storage.testing import content
 from bytecheckpoint.tuning import tuned
 from tests.servers.hdfs import Hdfs
-from tests.servers.rpc_fault_proxy import RpcFaultProxy
+from tests.servers.tcp_proxy import TcpProxy
 from tests.storage.checks import check_file
 from tests.support.coded import load_step, states
 from tests.support.modes import MODES
@@ -40,7 +40,7 @@ def hdfs_files(storage: Storage) -> list[Any]:
 
 
 @pytest.mark.parametrize(("expected", "skip"), [("new", 0), ("replaced", 0), ("replaced", 1), ("any", 0)])
-def test_a_rename_whose_answer_gets_lost(rpc_proxy: RpcFaultProxy, hdfs_path: str, expected: str, skip: int) -> None:
+def test_a_rename_whose_answer_gets_lost(rpc_proxy: TcpProxy, hdfs_path: str, expected: str, skip: int) -> None:
     storage = resolve(hdfs_path)
     if expected != "new":
         storage.publish(CATALOG, b"before")
@@ -52,7 +52,7 @@ def test_a_rename_whose_answer_gets_lost(rpc_proxy: RpcFaultProxy, hdfs_path: st
 
 
 @pytest.mark.parametrize("replacing", [False, True])
-def test_another_publisher_in_between(hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str, replacing: bool) -> None:
+def test_another_publisher_in_between(hdfs: Hdfs, rpc_proxy: TcpProxy, hdfs_path: str, replacing: bool) -> None:
     """Another job commits between this one's look and its rename."""
     ours, theirs = resolve(hdfs_path), resolve(past(hdfs, hdfs_path))
     if replacing:
@@ -66,9 +66,7 @@ def test_another_publisher_in_between(hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs
 
 
 @tuned(hdfs_lock_expiry=1.0)
-def test_a_publisher_that_was_killed_half_way_is_no_obstacle(
-    hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str
-) -> None:
+def test_a_publisher_that_was_killed_half_way_is_no_obstacle(hdfs: Hdfs, rpc_proxy: TcpProxy, hdfs_path: str) -> None:
     """Its lock expires and is removed; a publisher that was only slow then gets a conflict."""
     slow, quick = resolve(hdfs_path), resolve(past(hdfs, hdfs_path))
     slow.publish(CATALOG, b"before")
@@ -108,7 +106,7 @@ def test_abandoned_files_go_with_a_later_save(hdfs: Hdfs, hdfs_storage: HdfsStor
 )
 @tuned(hdfs_part_bytes=2 << 20)
 def test_the_slower_of_two_jobs_hears_of_the_other(
-    hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str, mode: str, method: str, replacing: bool
+    hdfs: Hdfs, rpc_proxy: TcpProxy, hdfs_path: str, mode: str, method: str, replacing: bool
 ) -> None:
     """Whatever it is doing when the other one commits, which takes its files for those of a killed save."""
     bytecheckpoint.configure(writer="thread")
@@ -128,7 +126,7 @@ def test_the_slower_of_two_jobs_hears_of_the_other(
 
 
 @tuned(hdfs_part_bytes=1 << 20)
-def test_a_file_that_is_removed_once_is_written_again(hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str) -> None:
+def test_a_file_that_is_removed_once_is_written_again(hdfs: Hdfs, rpc_proxy: TcpProxy, hdfs_path: str) -> None:
     """A creation that timed out and takes effect late removes the file that replaced it."""
     storage, client = resolve(hdfs_path), hdfs.client()
     path = f"{hdfs_path}/model/file".removeprefix("hdfs://demo_0")

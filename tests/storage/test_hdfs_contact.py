@@ -19,8 +19,8 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.testing import content
 from bytecheckpoint.tuning import tuned
 from tests.servers.hdfs import USER, Hdfs, write_configuration
-from tests.servers.peers import silent
-from tests.servers.rpc_fault_proxy import gone, rpc_fault_proxy, stands_by
+from tests.servers.peers import gone, silent, stands_by
+from tests.servers.tcp_proxy import tcp_proxy
 from tests.storage.checks import check_file, check_save, within
 from tests.storage.conftest import use
 from tests.support.coded import load_step, states
@@ -150,7 +150,7 @@ def test_one_of_two_is_of_no_use(
 @tuned(hdfs_first_contact=2.0, hdfs_first_write=2.0, hdfs_first_call=4.0)
 def test_a_namenode_that_hangs_on_the_way_is_left(hdfs: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connection stays open, so the client would wait on it for ever; the other one has taken over."""
-    with rpc_fault_proxy(hdfs.port) as first:
+    with tcp_proxy(f"127.0.0.1:{hdfs.port}") as first:
         use(monkeypatch, pair(tmp_path / "pair", first.address, f"127.0.0.1:{hdfs.port}"))
         hang = first.add("addBlock", before=lambda: time.sleep(60), skip=1, times=-1)
         with tuned(hdfs_write_stall=4.0):

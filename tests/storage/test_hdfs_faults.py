@@ -25,8 +25,7 @@ from bytecheckpoint.storage.hdfs.storage import HdfsStorage
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from bytecheckpoint.tuning import tuned
 from tests.servers.hdfs import Hdfs
-from tests.servers.limiter import Limiter
-from tests.servers.rpc_fault_proxy import RpcFaultProxy
+from tests.servers.tcp_proxy import TcpProxy, tcp_proxy
 from tests.storage.checks import check_outage, within
 from tests.storage.conftest import use
 from tests.support.coded import load_step
@@ -63,7 +62,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 )
 @tuned(hdfs_part_bytes=2 << 20)
 def test_a_namenode_killed_during_a_save_and_started_again(
-    hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str, writer: str, mode: str, method: str, skip: int, world: int
+    hdfs: Hdfs, rpc_proxy: TcpProxy, hdfs_path: str, writer: str, mode: str, method: str, skip: int, world: int
 ) -> None:
     bytecheckpoint.configure(writer=writer)
     succeeded(save(hdfs_path, 1, world=world, async_checkpoint=writer == "process"))
@@ -78,7 +77,7 @@ def test_a_namenode_killed_during_a_save_and_started_again(
     ("mode", "method"), quick([("background", "rename2"), ("sync", "complete"), ("async", "create")], every=3)
 )
 def test_a_namenode_killed_during_a_save_that_stays_away(
-    hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str, mode: str, method: str
+    hdfs: Hdfs, rpc_proxy: TcpProxy, hdfs_path: str, mode: str, method: str
 ) -> None:
     succeeded(save(hdfs_path, 1, world=2))
     rpc_proxy.add(method, before=hdfs.namenode.kill)
@@ -86,9 +85,7 @@ def test_a_namenode_killed_during_a_save_that_stays_away(
 
 
 @pytest.mark.parametrize("stays_away", [False, True])
-def test_a_namenode_killed_during_a_load(
-    hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str, stays_away: bool
-) -> None:
+def test_a_namenode_killed_during_a_load(hdfs: Hdfs, rpc_proxy: TcpProxy, hdfs_path: str, stays_away: bool) -> None:
     succeeded(save(hdfs_path, 1, world=2))
     # With three ranks only after each has had an answer, for its catalog: a NameNode that never answered is not waited for.
     skip, kill = (2, hdfs.namenode.kill) if stays_away else (4, lambda: hdfs.namenode.kill_for(1.0))
@@ -162,7 +159,7 @@ def test_a_call_that_never_returns(hdfs_path: str, monkeypatch: pytest.MonkeyPat
     assert load(hdfs_path, 1) == {1}
 
 
-def test_a_datanode_killed_in_the_middle_of_a_save(hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str) -> None:
+def test_a_datanode_killed_in_the_middle_of_a_save(hdfs: Hdfs, rpc_proxy: TcpProxy, hdfs_path: str) -> None:
     succeeded(save(hdfs_path, 1, world=2))
     event = rpc_proxy.add("addBlock", before=hdfs.datanodes[0].kill, skip=3)
     succeeded(save(hdfs_path, 2, world=2))
@@ -180,13 +177,13 @@ def test_a_datanode_killed_in_the_middle_of_a_file(hdfs: Hdfs, hdfs_path: str) -
     assert np.array_equal(read_all(resolve(hdfs_path), "model/file"), data)
 
 
-def test_a_datanode_killed_in_the_middle_of_a_load(hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str) -> None:
+def test_a_datanode_killed_in_the_middle_of_a_load(hdfs: Hdfs, rpc_proxy: TcpProxy, hdfs_path: str) -> None:
     succeeded(save(hdfs_path, 1, world=2))
     rpc_proxy.add("getBlockLocations", before=hdfs.datanodes[1].kill, skip=2)
     assert load(hdfs_path, 3) == {1}
 
 
-def test_all_datanodes_die_and_come_back(hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str) -> None:
+def test_all_datanodes_die_and_come_back(hdfs: Hdfs, rpc_proxy: TcpProxy, hdfs_path: str) -> None:
     succeeded(save(hdfs_path, 1))
     timers: list[threading.Timer] = []
 
@@ -249,7 +246,7 @@ with tuned(hdfs_part_bytes=2 << 20):
     ("method", "skip"), quick([("concat", 0), ("create", 3), ("rename2", 1), ("complete", 2), ("rename2", 0)], every=4)
 )
 @tuned(hdfs_lock_expiry=3.0)  # the next save waits for the lock of the killed one
-def test_a_writer_that_is_killed(hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str, method: str, skip: int) -> None:
+def test_a_writer_that_is_killed(hdfs: Hdfs, rpc_proxy: TcpProxy, hdfs_path: str, method: str, skip: int) -> None:
     """kill -9 at any moment: the checkpoint before is whole, and the next save clears away what was left."""
     succeeded(save(hdfs_path, 1))
     child: list[subprocess.Popen[bytes]] = []
@@ -277,22 +274,20 @@ def test_a_writer_that_is_killed(hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path
 
 
 @pytest.fixture
-def limiters(hdfs: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Limiter]]:
+def lines(hdfs: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TcpProxy]]:
     """Proxies before the DataNodes, on the address by which clients know their hosts."""
-    made = [Limiter(("127.0.0.2", port), ("127.0.0.1", port)) for port in hdfs.ports]
     use(monkeypatch, hdfs.configuration(tmp_path / "limited", **{"dfs.client.use.datanode.hostname": "true"}))
-    yield made
-    for proxy in made:
-        proxy.stop()
+    with contextlib.ExitStack() as proxies:
+        yield [proxies.enter_context(tcp_proxy(f"127.0.0.1:{port}", "127.0.0.2", port)) for port in hdfs.ports]
 
 
-def test_a_range_goes_over_several_connections(limiters: list[Limiter], hdfs_path: str) -> None:
+def test_a_range_goes_over_several_connections(lines: list[TcpProxy], hdfs_path: str) -> None:
     """Where every connection is limited, a file is read several times as fast as over one."""
     storage = resolve(hdfs_path)
     data = content(32 << 20)
     write_file(storage, "model/file", data)
-    for proxy in limiters:
-        proxy.down = 4 << 20
+    for proxy in lines:
+        proxy.down.rate = 4 << 20
     out = np.zeros(len(data), np.uint8)
     seconds = []
     with contextlib.closing(storage.open("model/file")) as reader:
@@ -305,11 +300,11 @@ def test_a_range_goes_over_several_connections(limiters: list[Limiter], hdfs_pat
     assert seconds[0] > 3 * seconds[1], seconds
 
 
-def test_sub_files_go_over_several_connections(limiters: list[Limiter], hdfs_path: str) -> None:
+def test_sub_files_go_over_several_connections(lines: list[TcpProxy], hdfs_path: str) -> None:
     storage = resolve(hdfs_path)
     data = content(24 << 20)
-    for proxy in limiters:
-        proxy.up = 4 << 20
+    for proxy in lines:
+        proxy.up.rate = 4 << 20
     seconds = []
     for name, part_bytes in (("model/one", 64 << 20), ("model/parts", 3 << 20)):
         begun = time.monotonic()
@@ -320,20 +315,20 @@ def test_sub_files_go_over_several_connections(limiters: list[Limiter], hdfs_pat
     assert seconds[0] > 2 * seconds[1], seconds
 
 
-def test_lines_that_break_for_a_while(limiters: list[Limiter], hdfs_path: str) -> None:
+def test_lines_that_break_for_a_while(lines: list[TcpProxy], hdfs_path: str) -> None:
     succeeded(save(hdfs_path, 1))
-    for proxy in limiters:
-        proxy.cut = 100_000
-        threading.Timer(2.0, setattr, [proxy, "cut", 0]).start()
+    for proxy in lines:
+        proxy.up.cut = 100_000
+        threading.Timer(2.0, setattr, [proxy.up, "cut", 0]).start()
     succeeded(save(hdfs_path, 2))
     assert load(hdfs_path, 1) == {2}
 
 
-def test_a_line_that_swallows_everything(limiters: list[Limiter], hdfs_path: str) -> None:
+def test_a_line_that_swallows_everything(lines: list[TcpProxy], hdfs_path: str) -> None:
     """A DataNode whose machine is gone without a word: the other copy is read, and it is not waited for each time."""
     storage = resolve(hdfs_path)
     data = content(64 << 20)
     write_file(storage, "model/file", data)
-    limiters[0].swallow = True
+    lines[0].up.swallow = True
     with within(70):  # 20 s for the first ranges, 2 s for others
         assert np.array_equal(read_all(storage, "model/file"), data)

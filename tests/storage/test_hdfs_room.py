@@ -14,7 +14,7 @@ from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.hdfs.cluster import cluster_of
 from tests.servers.hdfs import Hdfs
-from tests.servers.rpc_fault_proxy import RpcFaultProxy
+from tests.servers.tcp_proxy import TcpProxy
 from tests.support.coded import load_step, states
 from tests.support.ranks import save_all
 from tests.support.settings import forget_failure
@@ -37,7 +37,7 @@ def limited(hdfs: Hdfs, hdfs_path: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("mode", quick([{"async_checkpoint": True}, {}], every=2))
-def test_a_quota(limited: str, hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str, mode: dict[str, Any]) -> None:
+def test_a_quota(limited: str, hdfs: Hdfs, rpc_proxy: TcpProxy, hdfs_path: str, mode: dict[str, Any]) -> None:
     """The quota is of all replicas, and of the folder above the checkpoint."""
     bytecheckpoint.save(hdfs_path, states(step=1))
     created = rpc_proxy.add("create", times=-1)
@@ -63,7 +63,7 @@ def test_the_bytes_of_all_ranks_count(limited: str, hdfs_path: str) -> None:
 
 
 @pytest.mark.parametrize("operation", ["getContentSummary", "getFsStats"])
-def test_a_namenode_that_does_not_tell(rpc_proxy: RpcFaultProxy, hdfs_path: str, operation: str) -> None:
+def test_a_namenode_that_does_not_tell(rpc_proxy: TcpProxy, hdfs_path: str, operation: str) -> None:
     """Then the save goes on."""
     unanswered = rpc_proxy.add(operation, lose=True, times=-1)
     bytecheckpoint.save(hdfs_path, states(step=1))
@@ -71,7 +71,7 @@ def test_a_namenode_that_does_not_tell(rpc_proxy: RpcFaultProxy, hdfs_path: str,
     assert load_step(hdfs_path) == 1
 
 
-def test_a_folder_without_a_quota_is_asked_once(rpc_proxy: RpcFaultProxy, hdfs_path: str) -> None:
+def test_a_folder_without_a_quota_is_asked_once(rpc_proxy: TcpProxy, hdfs_path: str) -> None:
     for step in range(3):
         bytecheckpoint.save(hdfs_path, states(step=step))
     asked = rpc_proxy.add("getContentSummary", times=-1)

@@ -241,18 +241,15 @@ def test_listing_beside_publishers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_directory_is_removed_in_the_middle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, ranks: int
-) -> None:
+def test_the_directory_is_removed_in_the_middle(tmp_path: Path, mode: str, ranks: int) -> None:
     """Somebody's `rm -r` while a save is under way: the save fails, or nothing of it is missing."""
     bytecheckpoint.configure(writer="thread")
-    path, world, faults = tmp_path / "s", ThreadWorld(ranks), Faults().install(monkeypatch)
+    path, world, faults = tmp_path / "s", ThreadWorld(ranks), Faults()
     # Errors are ignored because another rank makes files there meanwhile.
     faults.add("finish", name="optimizer", times=-1, before=lambda: shutil.rmtree(path, ignore_errors=True))
-    got = save_all(world, path, 1, **MODES[mode])
+    got = save_all(world, path, 1, faults=faults, **MODES[mode])
     assert all(isinstance(raised, StorageError) and str(path) in str(raised) for raised in got), got
     assert files_of(path) == []
-    faults.clear()
     if mode != "sync":
         save_all(world, path, 2)
     succeeded(save_all(world, path, 3, **MODES[mode]))

@@ -271,12 +271,12 @@ def test_no_room_in_memory(tmp_path: Path) -> None:
 
 
 _CRASH = """
-import os, sys, pytest, bytecheckpoint
+import os, sys, bytecheckpoint
 from tests.support.coded import states
 from tests.support.faulty_storage import Faults
-Faults().install(pytest.MonkeyPatch()).add("finish", name="optimizer", before=lambda: os._exit(9))
-bytecheckpoint.configure(writer="thread")
-bytecheckpoint.save(sys.argv[1], states(step=2))
+faults = Faults()
+faults.add("finish", name="optimizer", before=lambda: os._exit(9))
+bytecheckpoint.save(faults.at(sys.argv[1]), states(step=2))
 """
 
 

@@ -1,9 +1,8 @@
-"""Faults for every save and load of this process, and a record of its storage calls.
+"""Storages that fail by rules on chosen ranks, and a record of their calls.
 
-    faults = Faults().install(monkeypatch)
-    faults.add("write", StorageFullError("no space"), rank=1, skip=2)
-
-The helper process writes the files of asynchronous saves, out of reach of the rules: set writer="thread".
+faults = Faults()
+faults.add("write", StorageFullError("no space"), rank=1, skip=2)
+bytecheckpoint.save(faults.at(path), states)
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -35,10 +35,10 @@ class Faults:
     """The rules in use, and the calls so far.
 
     Attributes:
-        rules: each call is hit by all that match it.
-        calls: (rank, operation, name) of every call.
-        bytes_read: by rank, without catalogs.
-        bytes_written: by rank.
+        rules: rules of the calls that fail; a call meets all that match it.
+        calls: rank, operation and name of every call.
+        bytes_read: bytes by rank, without catalogs.
+        bytes_written: bytes by rank.
     """
 
     rules: list[FaultRule] = field(default_factory=list)
@@ -56,10 +56,17 @@ class Faults:
         """Remove all rules."""
         self.rules.clear()
 
+    def at(self, path: str | Path | Storage) -> Storage:
+        """Return the storage of `path` with these faults, as the rank of the calling thread uses it."""
+        return _RecordedStorage(resolve(path), self)
+
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Faults:
-        """Let every save, load and open of this process use a storage with these faults."""
+        """Let every save, load and open of this process have these faults: for runs that make their paths themselves.
+
+        The helper process writes the files of asynchronous saves, out of reach of the rules: set writer="thread".
+        """
         for name in _USERS:
-            monkeypatch.setattr(f"bytecheckpoint.{name}", lambda path: _RecordedStorage(resolve(path), self))
+            monkeypatch.setattr(f"bytecheckpoint.{name}", self.at)
         return self
 
     def count(self, table: dict[int, int], rank: int, nbytes: int) -> None:

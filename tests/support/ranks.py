@@ -10,7 +10,9 @@ import bytecheckpoint
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.handles import SaveReport
+from bytecheckpoint.storage import Storage
 from tests.support.coded import ROWS, load_step, states, step_of
+from tests.support.faulty_storage import Faults
 from tests.support.modes import MODES
 
 __all__ = ["attempt", "check_recovery", "load_all", "outcomes", "save_all", "saved", "succeeded"]
@@ -29,11 +31,14 @@ def outcomes(world: ThreadWorld, function: Callable[[Collective], Any], timeout:
     return world.run(lambda collective: attempt(function, collective), timeout=timeout)
 
 
-def save_all(world: ThreadWorld, path: str | Path, step: int, *, rows: int = ROWS, **options: Any) -> list[Any]:
-    """Let every rank save `step` and wait; return each rank's report or exception."""
+def save_all(
+    world: ThreadWorld, path: str | Path, step: int, *, rows: int = ROWS, faults: Faults | None = None, **options: Any
+) -> list[Any]:
+    """Let every rank save `step` and wait, with faults of the storage or none; return each rank's report or exception."""
 
     def one(collective: Collective) -> Any:
-        handle = bytecheckpoint.save(path, states(collective.rank, world.size, step, rows), **options)
+        place = faults.at(path) if faults else path
+        handle = bytecheckpoint.save(place, states(collective.rank, world.size, step, rows), **options)
         try:
             return handle.result(120)
         finally:
@@ -42,12 +47,19 @@ def save_all(world: ThreadWorld, path: str | Path, step: int, *, rows: int = ROW
     return outcomes(world, one, timeout=200)
 
 
-def load_all(world: ThreadWorld, path: str | Path, *, rows: int = ROWS, **options: Any) -> list[Any]:
-    """Let every rank load its part of the checkpoint; return each rank's step or exception."""
+def load_all(
+    world: ThreadWorld,
+    path: str | Path | Storage,
+    *,
+    rows: int = ROWS,
+    faults: Faults | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Let every rank load its part of the checkpoint, with faults or none; return each rank's step or exception."""
 
     def one(collective: Collective) -> int:
         loaded = states(collective.rank, world.size, rows=rows)
-        bytecheckpoint.load(path, loaded, **options)
+        bytecheckpoint.load(faults.at(path) if faults else path, loaded, **options)
         return step_of(loaded)
 
     return outcomes(world, one, timeout=200)
