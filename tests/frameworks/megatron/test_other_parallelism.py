@@ -1,6 +1,6 @@
-"""Faults of Megatron's own checkpoints (DESIGN, section 5) that this package must not have.
+"""Megatron states at other degrees of tensor, pipeline and expert parallelism, each parameter with its own step.
 
-test_states.py has one more: Megatron gathers over the data-parallel ranks, and nothing here is communicated.
+Megatron's own checkpoints do not offer that. test_states.py shows that nothing is communicated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def steps_after_load(layout: Layout, source: str) -> dict[str, float]:
     return {name: float(state["step"]) for name, _, state in trained.named_states()}
 
 
-def test_one_step_is_not_shared_by_all_parameters(worlds: Worlds, path: str) -> None:
+def test_every_parameter_has_its_own_step(worlds: Worlds, path: str) -> None:
     """Megatron 0.19.2 with AdamW of torch gives all parameters one step tensor, which each of them then advances."""
     layout = Layout(dp=2)
     for number, distinct in worlds.run(2, shared_steps_of_own_load, layout):

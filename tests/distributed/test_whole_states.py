@@ -1,4 +1,4 @@
-"""Faults of other checkpointing systems that only real ranks can show, each by name. tests/faults has the others."""
+"""States that real ranks load as they were saved: dtypes, steps and settings of every parameter, at another layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ MIB = 1 << 20
 
 
 @on_ranks(2)
-def test_dcp_fails_to_load_parameters_without_optimizer_state(path: str) -> None:
+def test_parameters_without_optimizer_state_load(path: str) -> None:
+    """DCP of torch fails to load them."""
     source, fresh = build("fsdp2", source_values), build("fsdp2", target_values)
     for name, parameter in source.parameters().items():
         if "experts" not in name and parameter.requires_grad:
@@ -32,7 +33,8 @@ def test_dcp_fails_to_load_parameters_without_optimizer_state(path: str) -> None
 
 
 @on_ranks(2)
-def test_dcp_casts_silently(path: str) -> None:
+def test_a_cast_takes_consent(path: str) -> None:
+    """DCP of torch casts silently."""
     whole = torch.linspace(0, 1, 12).reshape(6, 2)
     saved, target = (
         distribute_tensor(tensor, mesh(dp=2), [Shard(0)], src_data_rank=None)
@@ -54,10 +56,8 @@ def save_ddp(path: str) -> int:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_other_systems_have_every_ddp_rank_write_everything_or_rank_0_alone(
-    worlds: Worlds, size: int, path: str
-) -> None:
-    """The first is torch_checkpointing, the second the public release of ByteCheckpoint."""
+def test_every_ddp_rank_writes_its_part(worlds: Worlds, size: int, path: str) -> None:
+    """Every rank of torch_checkpointing writes everything, and rank 0 alone in ByteCheckpoint's public release."""
     written = worlds.run(size, save_ddp, path)
     assert 4 * MIB <= sum(written) < 4.07 * MIB
     assert max(written) < 1.07 * 4 * MIB / size
@@ -90,15 +90,16 @@ def load_filled(layout: str, path: str) -> None:
 @pytest.mark.parametrize(
     ("source", "destination"),
     [
-        pytest.param("tp2", "pp2", id="megatron-shares-one-step-and-cannot-change-tp"),
-        pytest.param("pp2", "tp2", id="megatron-cannot-change-pp"),
-        pytest.param("ep2-fsdp2", "one", id="megatron-cannot-change-ep"),
-        pytest.param("ep2-fsdp2", "tp2", id="megatron-cannot-change-ep-and-tp"),
-        pytest.param("fsdp3", "fsdp2", id="deepspeed-gives-every-group-the-settings-of-group-0"),
-        pytest.param("fsdp3", "one", id="dcp-casts-fp32-state-to-the-dtype-of-bf16-parameters"),
-        pytest.param("ddp2", "fsdp3", id="dcp-casts-replicated-state-too"),
+        pytest.param("tp2", "pp2", id="tp-to-pp"),
+        pytest.param("pp2", "tp2", id="pp-to-tp"),
+        pytest.param("ep2-fsdp2", "one", id="ep-to-one"),
+        pytest.param("ep2-fsdp2", "tp2", id="ep-to-tp"),
+        pytest.param("fsdp3", "fsdp2", id="settings-of-groups"),
+        pytest.param("fsdp3", "one", id="sharded-fp32-state"),
+        pytest.param("ddp2", "fsdp3", id="replicated-fp32-state"),
     ],
 )
 def test_state_steps_and_settings_at_another_layout(worlds: Worlds, source: str, destination: str, path: str) -> None:
+    """Megatron cannot change TP, PP or EP and shares one `step`; DeepSpeed takes the settings of group 0; DCP casts."""
     worlds.run(WORLD_SIZE[source], save_filled, source, path)
     worlds.run(WORLD_SIZE[destination], load_filled, destination, path)
