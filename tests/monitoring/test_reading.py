@@ -118,7 +118,7 @@ def test_files_that_are_joined_meanwhile(tmp_path: Path, monkeypatch: pytest.Mon
 
     def join_first(storage: object, name: str) -> bytes:
         monkeypatch.setattr(type(folder), "read", read)
-        files._join(folder, {f"{number}.parquet": read(folder, f"{number}.parquet") for number in (1, 2)})
+        files._join(folder, {f"{number}.parquet": RECORDS[number].table for number in (1, 2)})
         return read(storage, name)  # type: ignore[arg-type]
 
     monkeypatch.setattr(type(folder), "read", join_first)

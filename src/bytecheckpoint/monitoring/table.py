@@ -5,7 +5,7 @@ Arrays are made from buffers: `pa.array` imports pandas, which takes a second of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,7 @@ import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
 from bytecheckpoint.monitoring.record import LEVELS, ROW, RankRecord
-from bytecheckpoint.representation.arrow_columns import as_numpy, number_array, string_array
-from bytecheckpoint.representation.catalog import StringColumn
+from bytecheckpoint.representation.arrow_columns import as_numpy, dictionary_array, number_array
 
 __all__ = [
     "KINDS",
@@ -134,7 +133,7 @@ class MetricRows:
             column = self._table.column(name)
             if not pa.types.is_dictionary(column.type):
                 column = column.dictionary_encode()
-            joined = column.unify_dictionaries().combine_chunks()
+            joined = column.chunk(0) if column.num_chunks == 1 else column.unify_dictionaries().combine_chunks()
             numbers = joined.indices.fill_null(-1) if joined.indices.null_count else joined.indices
             codes = as_numpy(numbers).astype(np.int64)
             self._texts[name] = codes, joined.dictionary.to_pylist()
@@ -158,7 +157,7 @@ class _Strings:
 
     def column(self, codes: NDArray[Any]) -> pa.Array:
         """Return the column with the strings of `codes`."""
-        return _texts(codes, self._numbers)
+        return dictionary_array(codes, self._numbers)
 
 
 def operation_id(world_id: str, kind: str, number: int) -> str:
@@ -235,7 +234,7 @@ def _table(records: Sequence[RankRecord], missing: Sequence[int], constants: Map
     of_row = np.concatenate([holder, np.arange(len(records)), np.arange(len(ranks))])
     columns = {name: text.column(rows[name]) for name in _TEXTS}
     columns |= {name: _numbers(name, rows[name]) for name in ("begin", "seconds", "count", "nbytes", "failed")}
-    columns["level"] = _texts(rows["level"], LEVELS)
+    columns["level"] = dictionary_array(rows["level"], LEVELS)
     columns["rank"] = _numbers("rank", ranks[of_row])
     columns["host"], columns["mesh"] = hosts.column(hosts_of[of_row]), meshes.column(meshes_of[of_row])
     for axis in MESH_AXES:
@@ -243,19 +242,11 @@ def _table(records: Sequence[RankRecord], missing: Sequence[int], constants: Map
         columns[axis] = _numbers(axis, places, places >= 0)
     for name, value in constants.items():
         if isinstance(value, str):
-            columns[name] = _texts(np.zeros(len(of_row), np.int32), [value])
+            columns[name] = dictionary_array(np.zeros(len(of_row), np.int32), [value])
         else:
             known = np.full(len(of_row), value is not None)
             columns[name] = _numbers(name, np.full(len(of_row), value or 0), known)
     return pa.table([columns[field.name] for field in SCHEMA], schema=SCHEMA)
-
-
-def _texts(codes: NDArray[Any], values: Iterable[str]) -> pa.Array:
-    """Return the column with the strings of `codes`."""
-    strings = list(values)
-    rows = np.arange(len(strings))
-    dictionary = string_array(StringColumn(rows, strings), rows).dictionary
-    return pa.DictionaryArray.from_arrays(number_array(codes.astype(np.int32), pa.int32()), dictionary)
 
 
 def _numbers(name: str, values: NDArray[Any], known: NDArray[np.bool_] | None = None) -> pa.Array:

@@ -6,6 +6,8 @@ imports `pyarrow.compute`, which takes 0.1 s.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from bytecheckpoint.representation.names import escape, unescape
 __all__ = [
     "ColumnError",
     "as_numpy",
+    "dictionary_array",
     "flat_list_array",
     "list_array",
     "number_array",
@@ -43,9 +46,14 @@ def number_array(values: NDArray[Any], arrow_type: Any) -> Any:
 def string_array(column: StringColumn, rows: Int64s) -> Any:
     """Return the strings of `column` at `rows` as a dictionary array, escaped."""
     used, codes = np.unique(column.codes[rows], return_inverse=True)  # a part of a catalog has few of its strings
-    encoded = [escape(column.values[code]).encode() for code in used.tolist()]
-    ends = _list_offsets(np.fromiter(map(len, encoded), np.int64, len(encoded)))
-    buffers = [None, ends.buffers()[1], pa.py_buffer(b"".join(encoded))]
+    return dictionary_array(codes, [escape(column.values[code]) for code in used.tolist()])
+
+
+def dictionary_array(codes: NDArray[Any], strings: Iterable[str]) -> Any:
+    """Return the dictionary array whose row i holds `strings[codes[i]]`; the strings differ."""
+    encoded = [string.encode() for string in strings]
+    ends = np.fromiter(itertools.accumulate(map(len, encoded), initial=0), np.int32, len(encoded) + 1)
+    buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(encoded))]
     values = pa.Array.from_buffers(pa.string(), len(encoded), buffers)
     return pa.DictionaryArray.from_arrays(number_array(codes.astype(np.int32), pa.int32()), values)
 
@@ -58,11 +66,8 @@ def list_array(padded: Int64s, lengths: Int64s) -> Any:
 
 def flat_list_array(values: Any, lengths: Int64s) -> Any:
     """Return an Arrow array that cuts `values` into lists of the given lengths, one after the other."""
-    return pa.ListArray.from_arrays(_list_offsets(lengths), values)
-
-
-def _list_offsets(lengths: Int64s) -> Any:
-    return number_array(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32), pa.int32())
+    offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+    return pa.ListArray.from_arrays(number_array(offsets, pa.int32()), values)
 
 
 def read_numbers(table: Any, name: str, arrow_type: Any) -> NDArray[Any]:

@@ -234,10 +234,14 @@ def _phases(kind: str, rows: MetricRows, rank: NDArray[np.int32], width: int) ->
 
 
 def _phase_summaries(phases: _Phases) -> tuple[PhaseSummary, ...]:
+    # For all phases at once, and not by nanmedian, which takes ten times as long for the rows of a few ranks.
+    unknown = np.isnan(phases.seconds)
+    ordered = np.sort(phases.seconds, axis=1)  # nan comes last
+    known, slowest = (~unknown).sum(axis=1), np.where(unknown, -1.0, phases.seconds).argmax(axis=1)
     found = []
-    for name, seconds in zip(phases.names, phases.seconds, strict=True):
-        slowest = int(np.nanargmax(seconds))
-        found.append(PhaseSummary(name, float(np.nanmedian(seconds)), float(seconds[slowest]), slowest))
+    for name, seconds, count, rank in zip(phases.names, ordered, known.tolist(), slowest.tolist(), strict=True):
+        median = (seconds[(count - 1) // 2] + seconds[count // 2]) / 2
+        found.append(PhaseSummary(name, float(median), float(seconds[count - 1]), rank))
     return tuple(found)
 
 

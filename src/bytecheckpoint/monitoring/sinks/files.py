@@ -43,7 +43,7 @@ LIVE_PREFIX = "live-"
 #: Prefix of the files of alerts, one per process, and most alerts in one.
 ALERTS_PREFIX = "alerts-"
 _ALERTS = 200
-#: Number of files that are joined into one. Until then their bytes stay in memory.
+#: Number of files that are joined into one. Until then their tables stay in memory.
 _JOINED = 64
 #: Seconds without news after which the file of a running operation belongs to a killed job.
 _FORGOTTEN = 86400.0
@@ -78,7 +78,7 @@ class FilesSink(Sink):
         super().__init__(address)
         self._runs: set[str] = set()  # runs with a folder of metrics
         self._homeless: set[str] = set()  # running operations of runs without a folder of metrics
-        self._small: dict[str, dict[str, bytes]] = {}  # small files of this process, by folder
+        self._small: dict[str, dict[str, pa.Table]] = {}  # tables of this process's small files, by folder
         self._alerts: dict[str, deque[Alert]] = {}  # newest alerts, by folder
         self._alerts_name = f"{ALERTS_PREFIX}{uuid.uuid4().hex}.json"
         self._live: dict[tuple[str, str], tuple[Storage, str]] = {}  # operations by file
@@ -97,7 +97,7 @@ class FilesSink(Sink):
         folder.publish(name, data)
         if len(data) <= _SMALL:
             small = self._small.setdefault(folder.url, {})
-            small[name] = data
+            small[name] = record.table
             if len(small) >= _JOINED:
                 del self._small[folder.url]
                 _join(folder, small)
@@ -161,11 +161,11 @@ def remove_forgotten(folder: Storage, prefix: str) -> None:
                     folder.delete([name])
 
 
-def _join(folder: Storage, files: Mapping[str, bytes]) -> None:
+def _join(folder: Storage, files: Mapping[str, pa.Table]) -> None:
     """Replace files by a joined one. A reader that sees both counts each operation once."""
     names = sorted(name for name, _ in folder.list() if name in files)  # a user may have removed some
     if names:
-        joined = pa.concat_tables([decode_table(files[name]) for name in names])
+        joined = pa.concat_tables([files[name] for name in names])
         folder.publish(f"joined-{names[0]}", encode_table(joined))
         folder.delete(names)
 
