@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,8 +25,27 @@ __all__ = [
     "check_selection",
     "check_states",
     "check_strict",
+    "checked",
     "settings_with_timeout",
+    "value_of",
 ]
+
+_T = TypeVar("_T")
+
+
+def checked(check: Callable[[], _T]) -> _T | Exception:
+    """Return the result of `check`, or the exception that it raises: all ranks raise that of a wrong argument together."""
+    try:
+        return check()
+    except Exception as error:  # noqa: BLE001  raised by `value_of`
+        return error
+
+
+def value_of(result: _T | Exception) -> _T:
+    """Return a result of `checked`, or raise the exception that stands for it."""
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def settings_with_timeout(timeout: float | None) -> tuple[Settings, UsageError | None]:

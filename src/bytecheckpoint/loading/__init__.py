@@ -16,7 +16,9 @@ from bytecheckpoint.arguments import (
     check_selection,
     check_states,
     check_strict,
+    checked,
     settings_with_timeout,
+    value_of,
 )
 from bytecheckpoint.calls import one_at_a_time
 from bytecheckpoint.collectives import Collective, current
@@ -125,13 +127,12 @@ def load(
     # An optimizer's next step runs outside of inference mode and must be able to use the state that it gets here.
     with operation.running(), torch.inference_mode(False):
         world.collector.begin(operation)
-        storage = _resolved(path)
+        storage = checked(lambda: resolve_storage(path))
         if not isinstance(storage, Exception):
             operation.path = storage.url
-        request: LoadRequest | Exception
-        try:
-            if wrong is not None:
-                raise wrong
+
+        def check() -> LoadRequest:
+            value_of(wrong)
             check_flags(overlap_loading=overlap_loading, cast=cast)
             if prepare_save is not None:
                 check_flags(prepare_save=prepare_save)
@@ -142,11 +143,10 @@ def load(
             matching = Matching(check_strict(strict), cast, selection, new_names, names)
             wants_prepare = bool("optimizer" in states if prepare_save is None else prepare_save)
             wants_prepare = wants_prepare and not world.is_prepared(bare)
-            request = LoadRequest(resolve_framework(framework, bare), bare, matching, overlap_loading, wants_prepare)
-        except Exception as error:  # noqa: BLE001  raised on all ranks, when they open the checkpoint
-            request = error
+            return LoadRequest(resolve_framework(framework, bare), bare, matching, overlap_loading, wants_prepare)
+
         try:
-            filled = _fill_states(collective, number, storage, request, settings, operation)
+            filled = _fill_states(collective, number, storage, checked(check), settings, operation)
             try:
                 report = filled.install(operation)
             finally:
@@ -160,14 +160,6 @@ def load(
             operation.end()
         world.collector.report(operation, report)
         return report
-
-
-def _resolved(path: str | os.PathLike[str] | Storage) -> Storage | Exception:
-    """Resolve a path. An error is returned, to be raised on all ranks."""
-    try:
-        return resolve_storage(path)
-    except Exception as error:  # noqa: BLE001  see above
-        return error
 
 
 def _fill_states(
@@ -212,11 +204,9 @@ def _choose_copy(
         return storage
     # Ranks agree on the copy of a tier first, so they would wait in vain for those that load from something else.
     collective.describe_call("tier" if tier_of(storage) is not None else "storage", storage.url)
-    try:
-        chosen = choose_copy(storage, collective, f"{tag}/tier", settings, stack)
-    except Exception as error:  # noqa: BLE001  raised by `open`
-        return error
-    chosen.timeout = settings.timeout
+    chosen = checked(lambda: choose_copy(storage, collective, f"{tag}/tier", settings, stack))
+    if not isinstance(chosen, Exception):
+        chosen.timeout = settings.timeout
     return chosen
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
+from bytecheckpoint.arguments import value_of
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.collectives.stop import StopSignal
@@ -239,7 +240,7 @@ class Load:
         self._operation.phase = "open"
 
         def work() -> tuple[tuple[LoadRequest, CatalogExchange, OpenCheckpoint | None], OpenReport]:
-            found, checked = _value(storage), _value(request)
+            found, checked = value_of(storage), value_of(request)
             timeout = self._settings.timeout
             exchange = CatalogExchange(self._collective, self._tag, found, timeout, self._cancel, self._stack)
             own, report = exchange.read()
@@ -247,7 +248,7 @@ class Load:
             return (checked, exchange, own), report
 
         (checked, exchange, own), decision = self._agree("open", work, _decide_open, OpenReport, OpenDecision)
-        found = _value(storage)
+        found = value_of(storage)
         check_alike(decision, found.url, last=last)
         self._operation.mark("agree")
         return _OpenedLoad(checked, found, exchange, own, decision)
@@ -403,10 +404,3 @@ def _decide_open(
 
 def _any(_: object, reports: list[bool]) -> bool:
     return any(reports)
-
-
-def _value(result: _Own | Exception) -> _Own:
-    """Return a result, or raise the exception that stands for it."""
-    if isinstance(result, Exception):
-        raise result
-    return result

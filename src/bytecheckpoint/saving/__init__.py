@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bytecheckpoint.arguments import check_metadata, settings_with_timeout
+from bytecheckpoint.arguments import check_metadata, checked, settings_with_timeout, value_of
 from bytecheckpoint.calls import one_at_a_time
 from bytecheckpoint.collectives import current
 from bytecheckpoint.handles import SaveHandle
@@ -99,26 +99,18 @@ def save(
         True
     """
     settings, wrong = settings_with_timeout(timeout)
-    request: SaveRequest | Exception
-    url = ""
-    try:  # a wrong argument is a value: every rank takes the number of this save, and all of them fail together
-        storage = check_target(path, settings)
-        url = storage.url
-        if wrong is not None:
-            raise wrong
+    target = checked(lambda: check_target(path, settings))
+
+    def check() -> SaveRequest:
+        storage = value_of(target)
+        value_of(wrong)
         check_metadata(metadata)
-        request = SaveRequest(
-            storage,
-            RequestedStates.of(states, framework, names, include, exclude),
-            settings,
-            check_mode(async_checkpoint, staging),
-            check_extent(check_replicas),
-            dict(metadata or {}),
-            check_step(step),
-        )
-    except Exception as error:  # noqa: BLE001  raised on all ranks
-        request = error
-    operation = Operation("save", url)
+        requested = RequestedStates.of(states, framework, names, include, exclude)
+        mode, extent = check_mode(async_checkpoint, staging), check_extent(check_replicas)
+        return SaveRequest(storage, requested, settings, mode, extent, dict(metadata or {}), check_step(step))
+
+    request = checked(check)
+    operation = Operation("save", "" if isinstance(target, Exception) else target.url)
     handle = SaveHandle(operation.path)
     handle.committed.add_done_callback(lambda _: operation.end())
     # Memory that is kept for later saves must not belong to the inference mode.
@@ -171,15 +163,13 @@ def prepare_next(
 ) -> Future[None]:
     """Prepare the next save, as `prepare`, from inside another public call."""
     settings, wrong = settings_with_timeout(timeout)
-    request: SaveRequest | Exception
-    try:
-        if wrong is not None:
-            raise wrong
+
+    def check() -> SaveRequest:
+        value_of(wrong)
         # Nothing is written: the path must only be equal on all ranks, in any working directory.
         target = check_target("/", settings)
-        request = SaveRequest(target, RequestedStates.of(states, framework, names, include, exclude), settings)
-    except Exception as error:  # noqa: BLE001  raised on all ranks
-        request = error
+        return SaveRequest(target, RequestedStates.of(states, framework, names, include, exclude), settings)
+
     with torch.inference_mode(False):
         world = world_of(current(process_group, timeout=settings.timeout))
-        return run_prepare(world, request, settings, Operation("prepare", "/"))
+        return run_prepare(world, checked(check), settings, Operation("prepare", "/"))

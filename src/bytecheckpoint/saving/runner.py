@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
+from bytecheckpoint.arguments import value_of
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.failures import Failure
 from bytecheckpoint.handles import SaveFuture, SaveHandle, SaveReport, fail_handle
@@ -103,11 +104,10 @@ def _begin(
         collective.begin_call(f"save/{number}")
         channel = CoordinatorChannel(collective, number, settings.timeout)
         try:
-            if isinstance(request, Exception):
-                raise request
+            arguments = value_of(request)
             if collective.rank == 0:
                 plans = world.resources.global_plans
-                saves.coordinate(Coordinator(collective, number, plans, request, channel.stop).run)
+                saves.coordinate(Coordinator(collective, number, plans, arguments, channel.stop).run)
         except BaseException as error:
             channel.fail(FOREGROUND_CALL, error)
             if collective.rank == 0 and channel.stop.cancel.failure is not None:
@@ -116,7 +116,7 @@ def _begin(
             _forget_plans(world)
             channel.close()
             raise
-        run = _SaveRun(world, request, channel, operation)
+        run = _SaveRun(world, arguments, channel, operation)
         try:
             yield run
         except BaseException as error:
