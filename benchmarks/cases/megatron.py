@@ -33,7 +33,7 @@ _MISSING = """\
 
 def _trained(nbytes: int) -> tuple[Any, Any, int]:
     """Return a wrapped GPT model in bfloat16, its distributed optimizer after one step, and the bytes of both."""
-    from tests.frameworks.megatron.cpu import use_cpu
+    from tests.support.megatron.cpu import use_cpu
 
     use_cpu()
     from megatron.core import parallel_state

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import bytecheckpoint
-from tests.distributed.fsdp1_layouts import full_state
-from tests.distributed.layouts import WORLD_SIZE, Trainer, build
 from tests.support.comparisons import differences, report_problems, wrong_entries
-from tests.support.tiny_model import fill_by_coordinates, initialise
+from tests.support.fsdp1_layouts import full_state
+from tests.support.tiny_model import fill_by_coordinates, source_values, target_values
+from tests.support.torch_layouts import WORLD_SIZE, Trainer, build
 
 #: Training steps before a save, and those whose losses are compared after it: the first loss needs the weights, the
 #: second the optimizer's state and settings, the third how both go on.
 BEFORE, AFTER = 2, 3
-
-# Initial parameters of a run that saves, and of a run that loads.
-source_values = partial(initialise, seed=1)
-target_values = partial(initialise, seed=2)
 
 
 def coordinates(layout: str, step: float | None = None, build: Callable[..., Trainer] = build) -> Trainer:

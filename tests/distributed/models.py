@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import bytecheckpoint
-from tests.distributed.layouts import Trainer
 from tests.support.tiny_model import Gpt, fill_by_coordinates, initialise
+from tests.support.torch_layouts import Trainer
 
 tied_source_values = partial(initialise, seed=1, tied=True)
 tied_target_values = partial(initialise, seed=2, tied=True)

@@ -11,11 +11,12 @@ import pytest
 import bytecheckpoint
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools import compare, verify
-from tests.distributed.fsdp1_layouts import FSDP1, WORLD_SIZE, adagrad, build, full_state, sgd
-from tests.distributed.layouts import adamw as two_groups
-from tests.distributed.matrix_jobs import AFTER, BEFORE, coordinates, open_all, source_values, target_values
+from tests.distributed.matrix_jobs import AFTER, BEFORE, coordinates, open_all
 from tests.support.comparisons import differences, report_problems
+from tests.support.fsdp1_layouts import FSDP1, WORLD_SIZE, adagrad, build, full_state, sgd
 from tests.support.matrices import Matrix, pairs
+from tests.support.tiny_model import source_values, target_values
+from tests.support.torch_layouts import adamw as two_groups
 from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.timeout(400)

@@ -13,10 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 import bytecheckpoint
 from bytecheckpoint.frameworks.fsdp1.adapter import FSDP1Framework
-from tests.distributed.fsdp1_layouts import FSDP1, WORLD_SIZE, build, full_state, in_layout
-from tests.distributed.layouts import Trainer, mesh
-from tests.distributed.layouts import adamw as two_groups
-from tests.distributed.matrix_jobs import AFTER, coordinates, source_values, target_values
+from tests.distributed.matrix_jobs import AFTER, coordinates
 from tests.distributed.models import (
     checkpointed_blocks,
     compiled_blocks,
@@ -26,8 +23,11 @@ from tests.distributed.models import (
 )
 from tests.support.communication import check_no_communication
 from tests.support.comparisons import assert_complete, assert_same, wrong_entries
+from tests.support.fsdp1_layouts import FSDP1, WORLD_SIZE, build, full_state, in_layout
 from tests.support.matrices import TOLERANCE
-from tests.support.tiny_model import Gpt, batch, fill_by_coordinates
+from tests.support.tiny_model import Gpt, batch, fill_by_coordinates, source_values, target_values
+from tests.support.torch_layouts import Trainer, mesh
+from tests.support.torch_layouts import adamw as two_groups
 from tests.support.variants import crossed, quick
 from tests.support.worlds import Worlds, on_ranks
 

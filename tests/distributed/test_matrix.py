@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import matrix_jobs
-from tests.distributed.layouts import EXTRA_LAYOUTS, LAYOUTS, WORLD_SIZE
 from tests.support.matrices import Matrix, pairs
+from tests.support.torch_layouts import EXTRA_LAYOUTS, LAYOUTS, WORLD_SIZE
 from tests.support.variants import quick
 from tests.support.worlds import Worlds
 

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
 import bytecheckpoint
-from tests.distributed.layouts import WORLD_SIZE, Parallel, Trainer, adamw, build, in_layout, mesh
-from tests.distributed.matrix_jobs import coordinates, source_values, target_values
+from tests.distributed.matrix_jobs import coordinates
 from tests.distributed.models import (
     compiled_blocks,
     load_tied,
@@ -26,7 +25,8 @@ from tests.distributed.models import (
 )
 from tests.support.comparisons import assert_same
 from tests.support.matrices import TOLERANCE
-from tests.support.tiny_model import Gpt, fill_by_coordinates
+from tests.support.tiny_model import Gpt, fill_by_coordinates, source_values, target_values
+from tests.support.torch_layouts import WORLD_SIZE, Parallel, Trainer, adamw, build, in_layout, mesh
 from tests.support.worlds import Worlds, on_ranks
 
 

@@ -13,11 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bytecheckpoint
-from tests.distributed.layouts import WORLD_SIZE, build, in_layout
-from tests.distributed.matrix_jobs import source_values, target_values
 from tests.support.comparisons import assert_same
 from tests.support.memory import as_on_disk
-from tests.support.tiny_model import fill_by_coordinates
+from tests.support.tiny_model import fill_by_coordinates, source_values, target_values
+from tests.support.torch_layouts import WORLD_SIZE, build, in_layout
 from tests.support.worlds import Worlds, on_ranks
 
 MIB = 1 << 20

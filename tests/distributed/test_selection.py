@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import bytecheckpoint
-from tests.distributed.fsdp1_layouts import build, full_state, in_layout
-from tests.distributed.matrix_jobs import source_values, target_values
+from tests.support.fsdp1_layouts import build, full_state, in_layout
 from tests.support.selections import assert_part_loaded
+from tests.support.tiny_model import source_values, target_values
 from tests.support.variants import quick
 
 PATTERN = "*/blocks.1.*"

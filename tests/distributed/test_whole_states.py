@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import bytecheckpoint
-from tests.distributed.layouts import WORLD_SIZE, Trainer, build, mesh
-from tests.distributed.matrix_jobs import source_values, target_values
 from tests.support.comparisons import assert_same
+from tests.support.tiny_model import source_values, target_values
+from tests.support.torch_layouts import WORLD_SIZE, Trainer, build, mesh
 from tests.support.worlds import Worlds, on_ranks
 
 MIB = 1 << 20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,43 +19,7 @@ from bytecheckpoint.representation.shards import LiveShard, TensorKey, boxes_of,
 from tests.frameworks.fsdp1_worlds import as_rank
 from tests.frameworks.memory import MemoryCheckpoint, detached
 from tests.support.layouts import Declared
-
-SHAPE = (5, 3)
-WHOLE = torch.arange(15.0).reshape(SHAPE)
-CUTS = (0, 4, 4, 13, 15)  # unequal flat ranges of four ranks, one of them empty
-
-
-class Ragged(torch.Tensor):
-    """A tensor of shape `SHAPE` of which this rank has one flat range, as under veScale's RaggedShard."""
-
-    start: int
-    run: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, start: int, run: torch.Tensor) -> Ragged:
-        made = torch.Tensor._make_wrapper_subclass(cls, SHAPE, dtype=run.dtype, requires_grad=run.requires_grad)
-        made.start, made.run = start, run
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def local(x: Any) -> Any:
-            return x.run if isinstance(x, Ragged) else x
-
-        one = next(a for a in torch.utils._pytree.tree_leaves(args) if isinstance(a, Ragged))
-        args, kwargs = torch.utils._pytree.tree_map(local, (args, kwargs or {}))
-        out = func(*args, **kwargs)
-        if func._schema.name.endswith("_") and not func._schema.name.endswith("__"):
-            return one
-        return type(one)(one.start, out) if isinstance(out, torch.Tensor) and out.shape == one.run.shape else out
-
-    def __bytecheckpoint_shards__(self) -> Iterable[tuple[Sequence[int], int, torch.Tensor]]:
-        return [(SHAPE, self.start, self.run)]
-
-
-def ragged(rank: int, *, zero: bool = False) -> Ragged:
-    run = WHOLE.flatten()[CUTS[rank] : CUTS[rank + 1]].clone()
-    return Ragged(CUTS[rank], torch.zeros_like(run) if zero else run)
+from tests.support.ragged import CUTS, SHAPE, WHOLE, Ragged, ragged
 
 
 class RaggedModel(nn.Module):

@@ -14,8 +14,8 @@ from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.representation.shards import LiveState
 from tests.frameworks.memory import MemoryCheckpoint, detached, save
-from tests.frameworks.test_declared import ragged
 from tests.support.extra_states import LinearWithExtraState
+from tests.support.ragged import ragged
 
 
 def capture(**states: Any) -> list[LiveState]:

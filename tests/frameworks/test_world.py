@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.representation.shards import LiveShard
 from bytecheckpoint.representation.values.codec import equal
-from tests.distributed.layouts import mesh
 from tests.frameworks.memory import MemoryCheckpoint, detached
+from tests.support.torch_layouts import mesh
 from tests.support.worlds import on_ranks
 
 WORLD = 6

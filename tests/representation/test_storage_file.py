@@ -25,9 +25,9 @@ from bytecheckpoint.representation.header_writer import HeaderTemplate, build_he
 from bytecheckpoint.representation.names import file_stem
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.storage_file import StoredEntry, safetensors_keys
-from tests.golden.make import FOLDER
 from tests.support.processes import run_program
 
+FOLDER = Path(__file__).parents[1] / "golden/v1"
 GENERATION, LATER = "0123456789abcdef01234567", "f" * 24
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=30)
 HOSTILE = [

@@ -13,7 +13,7 @@ from torch import nn
 
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
-from tests.frameworks.test_declared import ragged
+from tests.support.ragged import ragged
 from tests.support.seeds import seeded
 from tests.support.settings import using
 

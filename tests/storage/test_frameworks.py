@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.frameworks.interchange.families import FAMILIES
-from tests.frameworks.real_frameworks import assert_losses
 from tests.storage.world_jobs import run
+from tests.support.interchange.families import FAMILIES
+from tests.support.real_frameworks import assert_losses
 from tests.support.worlds import Worlds
 
 _THERE = all(map(importlib.util.find_spec, ("deepspeed", "megatron")))

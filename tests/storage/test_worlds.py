@@ -8,8 +8,8 @@ import pytest
 
 from bytecheckpoint.representation.names import generation_of
 from bytecheckpoint.storage import resolve
-from tests.distributed.layouts import WORLD_SIZE
 from tests.storage import world_jobs
+from tests.support.torch_layouts import WORLD_SIZE
 from tests.support.worlds import Worlds
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]

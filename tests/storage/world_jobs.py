@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import bytecheckpoint
-from tests.distributed.layouts import build
-from tests.distributed.matrix_jobs import source_values, target_values
+from tests.support.tiny_model import source_values, target_values
+from tests.support.torch_layouts import build
 from tests.support.worlds import Worlds
 
 __all__ = ["job", "replace", "resume", "run"]

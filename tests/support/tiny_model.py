@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,6 +133,10 @@ def initialise(model: nn.Module, seed: int, *, tied: bool = False) -> None:
         if ("norm" in name and name.endswith("weight")) or name == "temperature":
             values = 1 + values / 3
         tensor.copy_(values)
+
+
+#: Initial parameters of a run that saves, and of a run that loads.
+source_values, target_values = partial(initialise, seed=1), partial(initialise, seed=2)
 
 
 @torch.no_grad()

@@ -16,10 +16,11 @@ from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools import compare, repair, verify
 from bytecheckpoint.tuning import tuned
-from tests.golden.make import FOLDER
 from tests.support.catalogs import catalog_at
 from tests.support.damage import flip_bit
 from tests.tools.conftest import save_layout
+
+FOLDER = Path(__file__).parents[1] / "golden/v1"
 
 
 def files_of(path: Path, pattern: str) -> list[Path]:

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 import bytecheckpoint
-from tests.frameworks.deepspeed.engines import (
+from tests.support.comparisons import assert_complete
+from tests.support.deepspeed_engines import (
     EngineTrainer,
     build,
     full_state,
@@ -24,8 +25,7 @@ from tests.frameworks.deepspeed.engines import (
     other,
     trained,
 )
-from tests.frameworks.real_frameworks import AFTER, BEFORE, assert_restored, mean_over_ranks
-from tests.support.comparisons import assert_complete
+from tests.support.real_frameworks import AFTER, BEFORE, assert_restored, mean_over_ranks
 from tests.support.tiny_model import BLOCKS, LENGTH, VOCABULARY, Block, loss_of
 
 pytestmark = pytest.mark.timeout(300)

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import bytecheckpoint
-from tests.frameworks.deepspeed.engines import Zero, configuration, prepare, settings
-from tests.frameworks.real_frameworks import assert_losses, mean_over_ranks
 from tests.support.comparisons import assert_complete, assert_same_checkpoints
+from tests.support.deepspeed_engines import Zero, configuration, prepare, settings
+from tests.support.real_frameworks import assert_losses, mean_over_ranks
 from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.timeout(400)

@@ -9,7 +9,7 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.errors import IncompatibleCheckpointError
-from tests.frameworks.deepspeed.engines import Values, adamw, build, full_state, in_engine_world, other, trained
+from tests.support.deepspeed_engines import Values, adamw, build, full_state, in_engine_world, other, trained
 from tests.support.tiny_model import Gpt, batch, loss_of
 
 pytestmark = pytest.mark.timeout(300)

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 import bytecheckpoint
 from bytecheckpoint.errors import UsageError
-from tests.frameworks.deepspeed.engines import (
+from tests.support.comparisons import assert_complete, assert_same
+from tests.support.deepspeed_engines import (
     EngineTrainer,
     build,
     full_state,
@@ -19,8 +20,7 @@ from tests.frameworks.deepspeed.engines import (
     trained,
     trained_run,
 )
-from tests.frameworks.real_frameworks import AFTER, BEFORE, without_tied_head
-from tests.support.comparisons import assert_complete, assert_same
+from tests.support.real_frameworks import AFTER, BEFORE, without_tied_head
 from tests.support.tiny_model import SEQUENCES, batch, loss_of
 from tests.support.worlds import Worlds, on_ranks
 

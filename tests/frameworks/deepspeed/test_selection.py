@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bytecheckpoint
-from tests.frameworks.deepspeed.engines import build, full_state, in_engine_world, other, trained_run
+from tests.support.deepspeed_engines import build, full_state, in_engine_world, other, trained_run
 from tests.support.selections import assert_part_loaded
 
 pytestmark = pytest.mark.timeout(300)

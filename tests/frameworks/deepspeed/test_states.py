@@ -14,8 +14,9 @@ from torch import nn
 import bytecheckpoint
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.deepspeed.adapter import DeepSpeedFramework
-from tests.distributed.fsdp1_layouts import build as build_torch
-from tests.frameworks.deepspeed.engines import (
+from tests.support.communication import check_no_communication
+from tests.support.comparisons import assert_complete
+from tests.support.deepspeed_engines import (
     EngineTrainer,
     adamw,
     build,
@@ -26,9 +27,8 @@ from tests.frameworks.deepspeed.engines import (
     trained,
     trained_run,
 )
-from tests.frameworks.real_frameworks import AFTER, BEFORE, assert_losses, assert_restored
-from tests.support.communication import check_no_communication
-from tests.support.comparisons import assert_complete
+from tests.support.fsdp1_layouts import build as build_torch
+from tests.support.real_frameworks import AFTER, BEFORE, assert_losses, assert_restored
 from tests.support.tiny_model import Gpt, batch
 from tests.support.worlds import on_ranks
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import bytecheckpoint
 from bytecheckpoint.errors import UsageError
-from tests.frameworks.deepspeed.engines import Zero, configuration, prepare
-from tests.frameworks.real_frameworks import assert_losses, mean_over_ranks
 from tests.support.comparisons import assert_complete, assert_same_checkpoints, saved_tensors
+from tests.support.deepspeed_engines import Zero, configuration, prepare
+from tests.support.real_frameworks import assert_losses, mean_over_ranks
 from tests.support.worlds import Worlds, on_ranks
 
 pytestmark = pytest.mark.timeout(900)

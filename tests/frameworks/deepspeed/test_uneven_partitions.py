@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import bytecheckpoint
-from tests.frameworks.deepspeed.engines import Zero, configuration, prepare
-from tests.frameworks.real_frameworks import assert_losses
 from tests.support.comparisons import assert_complete, differences, saved_tensors
+from tests.support.deepspeed_engines import Zero, configuration, prepare
+from tests.support.real_frameworks import assert_losses
 from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.timeout(600)

@@ -8,8 +8,8 @@ import pytest
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.registry import resolve
-from tests.frameworks.interchange import gpt
-from tests.frameworks.megatron.models import Layout, build_chunks, initialize_parallel
+from tests.support.interchange import gpt
+from tests.support.megatron.models import Layout, build_chunks, initialize_parallel
 from tests.support.worlds import Worlds, on_ranks
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.short]

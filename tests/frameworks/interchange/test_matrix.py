@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.frameworks.interchange import jobs
-from tests.frameworks.interchange.families import CI_MEMBERS, FAMILIES, Family
-from tests.frameworks.interchange.feed import global_batches
-from tests.frameworks.interchange.runs import Member
-from tests.frameworks.real_frameworks import assert_losses
+from tests.support.interchange import jobs
+from tests.support.interchange.families import CI_MEMBERS, FAMILIES, Family
+from tests.support.interchange.feed import global_batches
+from tests.support.interchange.runs import Member
+from tests.support.real_frameworks import assert_losses
 from tests.support.worlds import RankError, Worlds
 
 # The first test that asks for a destination pays for all of its sources.

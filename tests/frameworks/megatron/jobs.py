@@ -7,10 +7,10 @@ import random
 import torch
 
 import bytecheckpoint
-from tests.frameworks.megatron.models import Layout, initialize_parallel
-from tests.frameworks.megatron.training import Trainer
-from tests.frameworks.real_frameworks import AFTER, BEFORE
 from tests.support.comparisons import assert_complete
+from tests.support.megatron.models import Layout, initialize_parallel
+from tests.support.megatron.training import Trainer
+from tests.support.real_frameworks import AFTER, BEFORE
 
 
 def save_start(layout: Layout, path: str) -> None:

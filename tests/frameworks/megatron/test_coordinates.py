@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from bytecheckpoint.frameworks.coordinates import mesh_coordinates
-from tests.frameworks.megatron.models import Layout, in_layout, initialize_parallel
+from tests.support.megatron.models import Layout, in_layout, initialize_parallel
 
 
 @pytest.mark.timeout(300)

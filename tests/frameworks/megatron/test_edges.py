@@ -14,9 +14,9 @@ import bytecheckpoint
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.megatron.adapter import MegatronFramework
 from tests.frameworks.counted_trees import counted_trees
-from tests.frameworks.megatron.models import Layout, forget_parallel, in_layout, initialize_parallel, main_params
 from tests.frameworks.megatron.variants import VariantModel, save_variant
 from tests.support.comparisons import assert_complete, assert_same, assert_same_checkpoints, differences, saved_tensors
+from tests.support.megatron.models import Layout, forget_parallel, in_layout, initialize_parallel, main_params
 from tests.support.worlds import Worlds, on_ranks
 
 pytestmark = pytest.mark.timeout(600)

@@ -13,7 +13,7 @@ from torch import nn
 
 import bytecheckpoint
 from bytecheckpoint.errors import UsageError
-from tests.frameworks.megatron.models import Layout, build_chunks, initialize_parallel
+from tests.support.megatron.models import Layout, build_chunks, initialize_parallel
 
 WRAPPERS = [
     ("fsdp.mcore_fsdp_adapter", "FullyShardedDataParallel"),

@@ -9,7 +9,8 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.errors import IncompatibleCheckpointError
-from tests.frameworks.megatron.models import (
+from tests.support.comparisons import assert_complete, assert_same_checkpoints, saved_tensors
+from tests.support.megatron.models import (
     Layout,
     MegatronModel,
     coordinate_values,
@@ -17,7 +18,6 @@ from tests.frameworks.megatron.models import (
     initialize_parallel,
     transformer_config,
 )
-from tests.support.comparisons import assert_complete, assert_same_checkpoints, saved_tensors
 from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.timeout(300)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.frameworks.megatron import jobs
-from tests.frameworks.megatron.layouts import DENSE, HALF, HALF_MOE, MOE
-from tests.frameworks.megatron.models import coordinate_values
 from tests.support.comparisons import saved_tensors
+from tests.support.megatron.layouts import DENSE, HALF, HALF_MOE, MOE
+from tests.support.megatron.models import coordinate_values
 from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.timeout(600)

@@ -9,10 +9,10 @@ import pytest
 
 import bytecheckpoint
 from bytecheckpoint.errors import IncompatibleCheckpointError
-from tests.frameworks.megatron.models import Layout
 from tests.frameworks.megatron.variants import VariantModel, save_variant
 from tests.support.comparisons import assert_complete
 from tests.support.extra_states import WithExtraState
+from tests.support.megatron.models import Layout
 from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.timeout(300)

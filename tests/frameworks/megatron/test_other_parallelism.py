@@ -11,9 +11,9 @@ import pytest
 
 import bytecheckpoint
 from tests.frameworks.megatron import jobs
-from tests.frameworks.megatron.models import Layout
 from tests.frameworks.megatron.variants import VariantModel, load_and_save_variant, save_variant
 from tests.support.comparisons import assert_same_checkpoints, saved_tensors
+from tests.support.megatron.models import Layout
 from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.timeout(600)

@@ -10,8 +10,8 @@ from torch import nn
 
 import bytecheckpoint
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
-from tests.frameworks.megatron.models import Layout, MegatronModel
 from tests.frameworks.megatron.variants import variant_chunks
+from tests.support.megatron.models import Layout, MegatronModel
 from tests.support.worlds import on_ranks
 
 pytestmark = pytest.mark.timeout(300)

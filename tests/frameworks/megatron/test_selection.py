@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import bytecheckpoint
-from tests.frameworks.megatron.full_state import full_state
-from tests.frameworks.megatron.models import Layout, in_layout
-from tests.frameworks.megatron.training import Trainer
+from tests.support.megatron.full_state import full_state
+from tests.support.megatron.models import Layout, in_layout
+from tests.support.megatron.training import Trainer
 from tests.support.selections import assert_part_loaded
 
 pytestmark = pytest.mark.timeout(600)

@@ -15,7 +15,10 @@ from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.megatron.adapter import MegatronFramework
 from bytecheckpoint.frameworks.registry import resolve
 from tests.frameworks.megatron import jobs
-from tests.frameworks.megatron.models import (
+from tests.support.communication import check_no_communication
+from tests.support.comparisons import assert_complete, assert_same, assert_same_checkpoints, saved_tensors
+from tests.support.extra_states import WithExtraState
+from tests.support.megatron.models import (
     VOCABULARY,
     Layout,
     MegatronModel,
@@ -25,10 +28,7 @@ from tests.frameworks.megatron.models import (
     in_layout,
     initialize_parallel,
 )
-from tests.frameworks.megatron.training import Trainer, plain_run
-from tests.support.communication import check_no_communication
-from tests.support.comparisons import assert_complete, assert_same, assert_same_checkpoints, saved_tensors
-from tests.support.extra_states import WithExtraState
+from tests.support.megatron.training import Trainer, plain_run
 from tests.support.worlds import Worlds, on_ranks
 
 pytestmark = pytest.mark.timeout(600)

@@ -9,8 +9,8 @@ import pytest
 
 import bytecheckpoint
 from bytecheckpoint.errors import UsageError
-from tests.frameworks.megatron.models import Layout
 from tests.frameworks.megatron.variants import VariantModel
+from tests.support.megatron.models import Layout
 from tests.support.worlds import on_ranks
 
 pytestmark = pytest.mark.timeout(300)

@@ -8,8 +8,8 @@ import pytest
 
 import bytecheckpoint
 from tests.frameworks.megatron import variants
-from tests.frameworks.megatron.models import Layout
 from tests.support.comparisons import assert_same_checkpoints
+from tests.support.megatron.models import Layout
 from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.timeout(600)

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 import bytecheckpoint
-from tests.frameworks.megatron.models import (
+from tests.support.comparisons import assert_complete
+from tests.support.megatron.models import (
     Layout,
     MegatronModel,
     gpt_chunks,
     initialize_parallel,
     transformer_config,
 )
-from tests.support.comparisons import assert_complete
 
 #: Name of a variant -> changes of the transformer's configuration.
 VARIANTS: dict[str, dict[str, Any]] = {

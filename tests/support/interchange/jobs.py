@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 import bytecheckpoint
-from tests.frameworks.interchange.runs import Member, Settings, TrainingRun
-from tests.frameworks.real_frameworks import AFTER, BEFORE, state_differences
 from tests.support.comparisons import report_problems
+from tests.support.interchange.runs import Member, Settings, TrainingRun
+from tests.support.real_frameworks import AFTER, BEFORE, state_differences
 
 __all__ = ["AFTER", "load_all", "save"]
 

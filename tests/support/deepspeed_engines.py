@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.frameworks.real_frameworks import BEFORE, mean_over_ranks
+from tests.support.real_frameworks import BEFORE, mean_over_ranks
 from tests.support.tiny_model import SEQUENCES, Gpt, batch, initialise, loss_of
 from tests.support.worlds import on_ranks
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.frameworks.megatron.models import main_params
-from tests.frameworks.megatron.training import Trainer
+from tests.support.megatron.models import main_params
+from tests.support.megatron.training import Trainer
 
 #: (key, shape of the full tensor, numbers of the elements, values)
 HeldElements = tuple[str, tuple[int, ...], torch.Tensor, torch.Tensor]

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.distributed import fsdp1_layouts
-from tests.distributed.layouts import Trainer
-from tests.frameworks.deepspeed import engines
-from tests.frameworks.interchange.feed import Feed, neighbours
-from tests.frameworks.interchange.runs import Settings, TrainingRun, named_groups, settings_of, settings_of_engine
-from tests.frameworks.real_frameworks import without_tied_head
+from tests.support import deepspeed_engines as engines
+from tests.support import fsdp1_layouts
+from tests.support.interchange.feed import Feed, neighbours
+from tests.support.interchange.runs import Settings, TrainingRun, named_groups, settings_of, settings_of_engine
+from tests.support.real_frameworks import without_tied_head
 from tests.support.tiny_model import LENGTH, SEQUENCES, VOCABULARY, initialise
+from tests.support.torch_layouts import Trainer
 
 Named = Mapping[str, torch.Tensor]
 

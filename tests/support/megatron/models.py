@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.frameworks.megatron.cpu import use_cpu
+from tests.support.megatron.cpu import use_cpu
 from tests.support.worlds import on_ranks
 
 VOCABULARY, LENGTH = 32, 8

@@ -13,12 +13,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed import fsdp1_layouts
-from tests.distributed.layouts import mesh
-from tests.frameworks.deepspeed import engines
-from tests.frameworks.deepspeed.engines import ENGINES
-from tests.frameworks.interchange.feed import Feed, neighbours
-from tests.frameworks.interchange.runs import (
+from tests.support import deepspeed_engines as engines
+from tests.support import fsdp1_layouts
+from tests.support.deepspeed_engines import ENGINES
+from tests.support.interchange.feed import Feed, neighbours
+from tests.support.interchange.runs import (
     Settings,
     TrainingRun,
     named_groups,
@@ -26,10 +25,11 @@ from tests.frameworks.interchange.runs import (
     settings_of,
     settings_of_engine,
 )
-from tests.frameworks.megatron import models, training
-from tests.frameworks.megatron.full_state import full_state, param_groups_by_name
-from tests.frameworks.megatron.models import LENGTH, RATE, VOCABULARY, Layout
-from tests.frameworks.real_frameworks import mean_over_ranks
+from tests.support.megatron import models, training
+from tests.support.megatron.full_state import full_state, param_groups_by_name
+from tests.support.megatron.models import LENGTH, RATE, VOCABULARY, Layout
+from tests.support.real_frameworks import mean_over_ranks
+from tests.support.torch_layouts import mesh
 
 _SEED = 2
 _CLIP = 1.0  # gradient norm, as in Megatron's optimizers here

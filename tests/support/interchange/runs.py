@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from tests.distributed.fsdp1_layouts import bare_name
-from tests.frameworks.interchange.feed import Feed
+from tests.support.fsdp1_layouts import bare_name
+from tests.support.interchange.feed import Feed
 
 #: Learning rate, weight decay, momentum.
 Setting = tuple[float, float, float]

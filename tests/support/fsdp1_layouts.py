@@ -14,10 +14,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed.layouts import WORLD_SIZE as NATIVE
-from tests.distributed.layouts import Parallel, Trainer, mesh, tensor_parallel
-from tests.distributed.layouts import build as build_native
 from tests.support.tiny_model import Attention, Block, Experts, Gpt, MixtureOfExperts, Mlp
+from tests.support.torch_layouts import WORLD_SIZE as NATIVE
+from tests.support.torch_layouts import Parallel, Trainer, mesh, tensor_parallel
+from tests.support.torch_layouts import build as build_native
 from tests.support.worlds import on_ranks
 
 Named = Mapping[str, torch.Tensor]

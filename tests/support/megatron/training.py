@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.frameworks.megatron.models import (
+from tests.support.megatron.models import (
     LENGTH,
     RATE,
     VOCABULARY,

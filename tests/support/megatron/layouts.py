@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.frameworks.megatron.models import Layout
+from tests.support.megatron.models import Layout
 
 DENSE = (
     Layout(),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from tests.distributed.fsdp1_layouts import WORLD_SIZE
-from tests.frameworks.deepspeed.engines import ENGINES
-from tests.frameworks.interchange import gpt, tiny_transformer
-from tests.frameworks.interchange.runs import Member
-from tests.frameworks.megatron.layouts import DENSE, HALF, HALF_MOE, MOE, SGD, SGD_HALF, SGD_MOE
-from tests.frameworks.megatron.models import Layout
+from tests.support.deepspeed_engines import ENGINES
+from tests.support.fsdp1_layouts import WORLD_SIZE
+from tests.support.interchange import gpt, tiny_transformer
+from tests.support.interchange.runs import Member
+from tests.support.megatron.layouts import DENSE, HALF, HALF_MOE, MOE, SGD, SGD_HALF, SGD_MOE
+from tests.support.megatron.models import Layout
 
 
 @dataclass(frozen=True)
