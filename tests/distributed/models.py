@@ -1,41 +1,34 @@
-"""Wrappers of the tiny model's blocks; values, saves and loads of a model with a tied pair."""
+"""States of coordinates in the layouts of torch, and wrappers of the tiny model's blocks."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import bytecheckpoint
-from tests.support.tiny_model import Gpt, fill_by_coordinates, initialise
-from tests.support.torch_layouts import Trainer
-
-tied_source_values = partial(initialise, seed=1, tied=True)
-tied_target_values = partial(initialise, seed=2, tied=True)
-tied_coordinates = partial(fill_by_coordinates, tied=True)
+from tests.support.comparisons import assert_same
+from tests.support.tiny_model import Gpt, fill_by_coordinates, target_values
+from tests.support.torch_layouts import Trainer, build
 
 
-def save_tied(layout: str, folder: str, build: Callable[..., Trainer]) -> list[float]:
-    """Train a tied model and save it under the layout's name; return the next losses."""
-    trainer = build(layout, tied_source_values, tied=True)
-    trainer.train(2)
-    bytecheckpoint.save(f"{folder}/{layout}", trainer.states())
-    return trainer.train(3)
+def coordinates(layout: str) -> Trainer:
+    """Start a run in a state of coordinates, with a step of its own for each parameter."""
+    trainer = build(layout, fill_by_coordinates)
+    trainer.fill_optimizer()
+    return trainer
 
 
-def load_tied(
-    layout: str, folder: str, sources: Sequence[str], build: Callable[..., Trainer]
-) -> dict[str, list[float]]:
-    """Load what each layout saved; return the next losses by source."""
-    resumed = build(layout, tied_target_values, tied=True)
-    found = {}
-    for source in sources:
-        bytecheckpoint.load(f"{folder}/{source}", resumed.states())
-        found[source] = resumed.train(3)
-    return found
+def save_coordinates(layout: str, path: str) -> None:
+    bytecheckpoint.save(path, coordinates(layout).states())
+
+
+def load_coordinates(layout: str, source: str, path: str) -> None:
+    """Load a state of coordinates, check every element of this rank, and save it again."""
+    expected, fresh = coordinates(layout), build(layout, target_values)
+    bytecheckpoint.load(source, {"model": fresh.model, "optimizer": fresh.optimizer})
+    assert_same(expected.snapshot(), fresh.snapshot())
+    bytecheckpoint.save(path, fresh.states())
 
 
 def wrong_names(path: str) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,25 +12,18 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 import bytecheckpoint
 from bytecheckpoint.frameworks.fsdp1.adapter import FSDP1Framework
-from tests.distributed.matrix_jobs import AFTER, coordinates
-from tests.distributed.models import (
-    checkpointed_blocks,
-    compiled_blocks,
-    load_tied,
-    save_tied,
-    wrong_names,
-)
 from tests.support.communication import check_no_communication
 from tests.support.comparisons import assert_complete, assert_same, wrong_entries
-from tests.support.fsdp1_layouts import FSDP1, WORLD_SIZE, build, full_state, in_layout
-from tests.support.matrices import TOLERANCE
+from tests.support.fsdp1_layouts import FSDP1, build, full_state, in_layout
 from tests.support.tiny_model import Gpt, batch, fill_by_coordinates, source_values, target_values
 from tests.support.torch_layouts import Trainer, mesh
 from tests.support.torch_layouts import adamw as two_groups
 from tests.support.variants import crossed, quick
-from tests.support.worlds import Worlds, on_ranks
+from tests.support.worlds import on_ranks
 
 pytestmark = pytest.mark.timeout(400)
+
+AFTER = 3  # steps whose losses are compared
 
 
 def trained(layout: str, steps: int = 2) -> Trainer:
@@ -131,46 +123,6 @@ def test_a_save_after_a_failed_forward_pass(layout: str, path: str) -> None:
     assert_same(last, full_state(fresh))
 
 
-@pytest.mark.parametrize("layout", ["full2-deep", "grad2-flat"])
-@in_layout
-def test_inside_summon_full_params_a_save_is_refused(layout: str, path: str) -> None:
-    trainer, fresh = build(layout, source_values), build(layout, target_values)
-    with FullyShardedDataParallel.summon_full_params(trainer.model):
-        with pytest.raises(bytecheckpoint.UsageError, match="summon_full_params"):
-            bytecheckpoint.save(path, trainer.states())
-        with torch.no_grad():
-            trainer.unwrapped.norm.weight += 1
-    expected = full_state(trainer)
-    bytecheckpoint.save(path, trainer.states())
-    bytecheckpoint.load(path, fresh.states())
-    assert_same(expected, full_state(fresh))
-
-
-@pytest.mark.parametrize("layout", ["full2-deep", "full3-flat", "grad2-flat"])
-@in_layout
-def test_names_are_those_of_the_bare_model(layout: str, path: str) -> None:
-    """Activation checkpointing and torch.compile inside FSDP1, and FSDP1 inside torch.compile."""
-    wrapper = checkpointed_blocks if FSDP1[layout].units else compiled_blocks
-    trainer = build(layout, fill_by_coordinates, wrap=wrapper)
-    assert any("_checkpoint_wrapped_module" in name for name, _ in trainer.model.named_modules())
-    bytecheckpoint.save(path, {"model": torch.compile(trainer.model, backend="eager")})
-    assert wrong_names(path) == []
-    fresh = build(layout, target_values, wrap=wrapper)
-    bytecheckpoint.load(path, {"model": fresh.model})
-    assert_same(full_state(trainer), full_state(fresh))
-
-
-@pytest.mark.parametrize("pairs", ["short", pytest.param("all", marks=pytest.mark.slow)])
-def test_tied_weights(pairs: str, worlds: Worlds, tmp_path: Path) -> None:
-    names, folder = ["one", "full4-orig", "full3-flat", "grad2-flat", "fsdp3"], str(tmp_path)
-    losses = {layout: worlds.run(WORLD_SIZE[layout], save_tied, layout, folder, build)[0] for layout in names}
-    for number, layout in enumerate(names):
-        sources = names if pairs == "all" else [names[number - 1]]
-        for found in worlds.run(WORLD_SIZE[layout], load_tied, layout, folder, sources, build):
-            for source, after in found.items():
-                assert after == pytest.approx(losses["one"], abs=TOLERANCE, rel=0), (source, layout)
-
-
 @on_ranks(4)
 def test_hybrid_sharding_by_groups_writes_everything_once(path: str) -> None:
     """HYBRID_SHARD with process groups instead of a mesh, in units inside the root unit."""
@@ -218,33 +170,3 @@ def test_steps_and_settings_by_name(layout: str, target: str, path: str) -> None
     for name, group in fresh.settings().items():
         settings = (1.5, 0.0) if name.endswith("bias") or "norm" in name else (0.5, 0.1)
         assert (group["lr"], group["weight_decay"]) == settings, name
-
-
-@pytest.mark.parametrize("layout", ["full4-orig", "full3-flat", "none2-flat"])
-@in_layout
-def test_prepared_and_repeated_saves(layout: str, path: str) -> None:
-    """Call `prepare` before the first save, then save repeatedly with the cached plan."""
-    trainer, fresh = trained(layout, 1), build(layout, target_values)
-    bytecheckpoint.prepare(trainer.states()).result(60)
-    for _ in range(3):
-        handle = bytecheckpoint.save(path, trainer.states(), async_checkpoint=True)
-        expected = full_state(trainer)
-        trainer.train(1)
-        assert handle.result(60).plan_cached
-    assert_complete(bytecheckpoint.load(path, fresh.states()))
-    assert_same(expected, full_state(fresh))
-
-
-@pytest.mark.parametrize(("layout", "target"), [("full3-flat", "grad3-orig"), ("grad3-orig", "full3-flat")])
-@in_layout
-def test_another_dtype(layout: str, target: str, path: str) -> None:
-    """Float64 loads into float32 with `cast=True` only."""
-    bytecheckpoint.save(path, {"model": build(layout, fill_by_coordinates).model})
-    fresh = build(target, target_values, dtype=torch.float32)
-    with pytest.raises(bytecheckpoint.IncompatibleCheckpointError, match=r"is float64 .* and float32 here"):
-        bytecheckpoint.load(path, {"model": fresh.model})
-    report = bytecheckpoint.load(path, {"model": fresh.model}, cast=True)
-    whole = {k: v for k, v in full_state(coordinates("one")).items() if k.startswith("model/")}
-    got = {k: v for k, v in full_state(fresh).items() if k.startswith("model/")}
-    assert_same({k: v.float() if v.is_floating_point() else v for k, v in whole.items()}, got)
-    assert report.cast

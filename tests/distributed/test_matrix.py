@@ -1,62 +1,77 @@
-"""Every layout loads what every layout saved: by coordinates, and by the losses of the next steps."""
+"""Every layout of torch, FSDP1's too, loads what every other one saved; tests/frameworks/interchange adds frameworks."""
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from tests.distributed import matrix_jobs
-from tests.support.matrices import Matrix, pairs
-from tests.support.torch_layouts import EXTRA_LAYOUTS, LAYOUTS, WORLD_SIZE
-from tests.support.variants import quick
+import pytest
+import torch
+
+import bytecheckpoint
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.tools import verify
+from tests.support.interchange.families import FAMILIES
+from tests.support.interchange.matrix import Matrices
 from tests.support.worlds import Worlds
 
 # The first test that needs a world's run pays for all tests that share the run.
 pytestmark = pytest.mark.timeout(400)
 
-NAMES = list(LAYOUTS)
+MEMBERS = [member.name for member in FAMILIES["torch"].members]
+#: The families, and whether all of their pairs are slow.
+CHOSEN = {
+    "torch": False,
+    "torch-tied": False,
+    "torch-sgd": False,
+    "torch-groups": True,
+    "torch-adagrad": True,
+    "torch-fsdp1": True,
+}
+#: The short pass loads into each layout what the one at this distance in the list has saved.
+DISTANCE = 5
+
+
+def pairs() -> list[Any]:
+    """Return every ordered pair of members; in the short pass, each saves and each loads another's checkpoint."""
+    found = []
+    for family, slow in CHOSEN.items():
+        names = [member.name for member in FAMILIES[family].members]
+        for number, destination in enumerate(names):
+            short = names[(number + DISTANCE) % len(names)]
+            for source in names:
+                marks = [pytest.mark.slow] if slow or source != short else []
+                found.append(pytest.param(family, source, destination, marks=marks))
+    return found
 
 
 @pytest.fixture(scope="session")
-def matrix(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+def matrices(request: pytest.FixtureRequest, worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Matrices:
     folder = tmp_path_factory.mktemp("matrix")
-    return Matrix(worlds, folder, WORLD_SIZE, matrix_jobs.save_all, matrix_jobs.load_all)
+    return Matrices(request.session, worlds, folder, "test_every_layout_loads_every_layout")
 
 
-@pytest.mark.parametrize(("destination", "source", "batch"), pairs(NAMES, NAMES))
-def test_every_layout_loads_every_layout(matrix: Matrix, source: str, destination: str, batch: tuple[str, ...]) -> None:
-    matrix.check(source, destination, batch)
+@pytest.mark.parametrize(("family", "source", "destination"), pairs())
+def test_every_layout_loads_every_layout(matrices: Matrices, family: str, source: str, destination: str) -> None:
+    matrices.of(family).check(source, destination)
 
 
-@pytest.mark.parametrize("layout", NAMES)
-def test_the_layouts_train_alike(matrix: Matrix, layout: str) -> None:
-    matrix.check_training(layout)
+@pytest.mark.parametrize("name", MEMBERS)
+def test_open_shows_whole_tensors(matrices: Matrices, name: str) -> None:
+    matrices.of("torch").check_opened(name)
 
 
-@pytest.fixture(scope="session")
-def opened(matrix: Matrix, worlds: Worlds) -> dict[str, list[str]]:
-    for layout in NAMES:
-        matrix.saved(layout)
-    return worlds.run(1, matrix_jobs.open_all, NAMES, matrix.folder())[0]
+@pytest.mark.parametrize("name", [member.name for member in FAMILIES["torch-tied"].members])
+def test_both_names_of_a_tied_pair_show_it(matrices: Matrices, name: str) -> None:
+    with bytecheckpoint.open(matrices.of("torch-tied").path(name)) as checkpoint:
+        for key in ("model/{}.weight", "optimizer/state/{}.weight/exp_avg", "optimizer/state/{}.weight/step"):
+            assert torch.equal(checkpoint[key.format("embed")][...], checkpoint[key.format("head")][...]), key
 
 
-@pytest.mark.parametrize("source", NAMES)
-def test_open_shows_whole_tensors_of_every_layout(opened: dict[str, list[str]], source: str) -> None:
-    assert opened[source] == []
-
-
-# 6 processes: TP 2 × FSDP 3 cuts 7 rows of a tensor-parallel piece into 3, 3 and 1, which is an uneven _StridedShard.
-@pytest.mark.parametrize("source", quick(["fsdp4", "one", "tp2-fsdp2", "tp2-fsdp3"], every=4))
-def test_an_uneven_strided_shard_loads(matrix: Matrix, source: str) -> None:
-    matrix.check(source, "tp2-fsdp3", (source,))
-
-
-@pytest.mark.parametrize("destination", quick(["fsdp3", "one", "tp2-fsdp2"], every=3))
-def test_a_saved_uneven_strided_shard_loads(matrix: Matrix, destination: str) -> None:
-    matrix.check("tp2-fsdp3", destination, ("tp2-fsdp3",))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("source", [*NAMES, *EXTRA_LAYOUTS])
-@pytest.mark.parametrize("destination", EXTRA_LAYOUTS)
-def test_extra_layouts(matrix: Matrix, source: str, destination: str) -> None:
-    matrix.check(source, destination, (*NAMES, *EXTRA_LAYOUTS))
+@pytest.mark.parametrize("name", ["tp2-fsdp2", "full4-orig", "hybrid4-flat"])
+def test_checkpoints_verify_and_record_their_layout(matrices: Matrices, name: str) -> None:
+    path = matrices.of("torch").path(name)
+    report = verify(resolve(path))
+    assert report.ok and not report.notes
+    if name == "hybrid4-flat":
+        with bytecheckpoint.open(path) as checkpoint:
+            assert "_HYBRID_SHARD_ZERO2 on (replicate=2, shard=2), use_orig_params=False" in str(checkpoint.info)

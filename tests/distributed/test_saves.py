@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bytecheckpoint
 from tests.support.comparisons import assert_same
+from tests.support.fsdp1_layouts import WORLD_SIZE, build, in_layout
 from tests.support.memory import as_on_disk
 from tests.support.tiny_model import fill_by_coordinates, source_values, target_values
-from tests.support.torch_layouts import WORLD_SIZE, build, in_layout
 from tests.support.worlds import Worlds, on_ranks
 
 MIB = 1 << 20
@@ -29,6 +29,8 @@ def overwrite_while_training(layout: str, path: str) -> int:
         The bytes that the last save wrote.
     """
     trainer, fresh = build(layout, source_values), build(layout, target_values)
+    trainer.train(1)
+    bytecheckpoint.prepare(trainer.states()).result(60)
     handles = []
     for _ in range(4):
         trainer.train(1)
@@ -36,14 +38,14 @@ def overwrite_while_training(layout: str, path: str) -> int:
         handles.append(bytecheckpoint.save(path, trainer.states(), async_checkpoint=True))
     losses = trainer.train(3)
     reports = [handle.result(60) for handle in handles]
-    assert all(report.plan_cached for report in reports[1:])
+    assert all(report.plan_cached for report in reports)
     bytecheckpoint.load(path, fresh.states())
     assert_same(expected, fresh.snapshot())
     assert fresh.train(3) == losses
     return reports[-1].bytes_written
 
 
-@pytest.mark.parametrize("layout", ["ddp2", "fsdp3", "pp2-fsdp2", "ep2-fsdp2"])
+@pytest.mark.parametrize("layout", ["ddp2", "fsdp3", "pp2-fsdp2", "ep2-fsdp2", "full3-flat"])
 def test_the_last_of_several_asynchronous_saves_is_there(worlds: Worlds, layout: str, path: str) -> None:
     written = worlds.run(WORLD_SIZE[layout], overwrite_while_training, layout, path)
     # No file of the three earlier saves is left.

@@ -6,32 +6,17 @@ import pytest
 
 import bytecheckpoint
 from tests.support.fsdp1_layouts import build, full_state, in_layout
-from tests.support.selections import assert_part_loaded
+from tests.support.interchange.families import TORCH_FAMILIES
+from tests.support.interchange.jobs import load_part
 from tests.support.tiny_model import source_values, target_values
 from tests.support.variants import quick
+from tests.support.worlds import Worlds
 
-PATTERN = "*/blocks.1.*"
 
-
-@pytest.mark.parametrize("layout", quick(["ddp2", "fsdp2", "tp2", "pp2", "full2-deep", "grad2-flat"], every=2))
-@in_layout
-def test_a_part_of_the_states(layout: str, path: str) -> None:
-    source = build(layout, source_values)
-    source.train(2)
-    saved = full_state(source)
-    handle = bytecheckpoint.save(path, source.states(), include=[PATTERN], async_checkpoint=True)
-    source.train(1)
-    handle.result(60)
-    with bytecheckpoint.open(path) as checkpoint:
-        found = {key for key in checkpoint if key != "optimizer/param_groups"}
-    assert found and all(".1." in key for key in found)
-    target = build(layout, target_values)
-    target.train(1)
-    before = full_state(target)
-    report = bytecheckpoint.load(path, target.states(), include=[PATTERN])
-    assert not report.missing and not report.unexpected
-    assert_part_loaded(saved, before, full_state(target), "*blocks.1.*", joined=layout == "grad2-flat")
-    target.train(2)
+@pytest.mark.parametrize("name", quick(["ddp2", "fsdp2", "tp2", "pp2", "full2-deep", "grad2-flat"], every=2))
+def test_a_part_of_the_states(worlds: Worlds, name: str, path: str) -> None:
+    member = next(m for family in TORCH_FAMILIES for m in family.members if m.name == name)
+    worlds.run(member.size, load_part, member, "*blocks.1.*", path)
 
 
 @pytest.mark.parametrize("layout", ["ddp2", "fsdp2", "full2-deep", "grad2-flat"])

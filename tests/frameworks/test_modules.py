@@ -15,7 +15,6 @@ from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.representation.shards import LiveState
 from tests.frameworks.memory import MemoryCheckpoint, detached, save
 from tests.support.extra_states import LinearWithExtraState
-from tests.support.ragged import ragged
 
 
 def capture(**states: Any) -> list[LiveState]:
@@ -308,29 +307,6 @@ def test_replicas_that_share_a_name_by_ties_are_stored_under_the_first_of_all_na
     found = {(s.key.fqn, s.aliases) for s in state.shards}
     assert names(state) == ["a", "a", "d", "a"]
     assert found == {("a", ()), ("a", ("c", "b")), ("d", ()), ("a", ("b",))}
-
-
-def test_boxes_of_one_tensor_in_two_modules() -> None:
-    def chunks(*, zero: bool = False) -> list[nn.Module]:
-        made = [nn.Module(), nn.Module()]
-        for module, rank in ((made[0], 0), (made[0], 1), (made[1], 2), (made[1], 3)):
-            module.register_parameter("w" if rank % 2 else "v", nn.Parameter(ragged(rank, zero=zero)))
-        return made
-
-    # "v" has elements 0-3 in one module and 4-12 in the other, "w" none and 13-14; further ranks hold the rest.
-    def rest(*, zero: bool = False) -> nn.Module:
-        module = nn.Module()
-        module.v, module.w = nn.Parameter(ragged(3, zero=zero)), nn.Parameter(ragged(0, zero=zero))
-        return module
-
-    more = nn.Module()
-    more.w = nn.Parameter(ragged(2))
-    checkpoint = MemoryCheckpoint([detached(capture(model=[*chunks(), rest(), more]))])
-    target = [*chunks(zero=True), rest(zero=True)]
-    found = checkpoint.load({"model": target})
-    assert not found.missing
-    for module, rank, name in ((target[0], 0, "v"), (target[1], 2, "v"), (target[1], 3, "w"), (target[2], 0, "w")):
-        assert torch.equal(getattr(module, name).detach().run, ragged(rank).run)
 
 
 def test_extra_states_of_several_modules_with_one_name_are_replicas() -> None:

@@ -1,4 +1,4 @@
-"""Real DTensors, FSDP2, tensor and pipeline parallelism in one world of 6 gloo processes."""
+"""Real DTensors, of FSDP2 and tensor parallelism too, in one world of 6 gloo processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.nn.parallel import DistributedDataParallel
 
 from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.representation.shards import LiveShard
@@ -92,21 +91,12 @@ def parameters(net: nn.Module) -> dict[str, torch.Tensor]:
 
 @on_ranks(WORLD)
 def test_fully_shard_over_tensor_parallelism() -> None:
+    """On meshes of two and of three dimensions, with modules that no degree divides."""
     whole = nn.Sequential(*(stack(hidden) for hidden in (7, 12, 5, 1, 13)))
-    for dp, tp in ((3, 2), (2, 3), (6, 1), (1, 6)):
-        both, net = mesh(dp=dp, tp=tp), copy.deepcopy(whole)
+    for rep, shard, tp in ((2, 3, 1), (1, 3, 2), (3, 1, 2), (1, 2, 3), (1, 1, 6)):
+        cube, net = mesh(rep=rep, shard=shard, tp=tp), copy.deepcopy(whole)
         for part in net:
-            tensor_parallel(part, both["tp"])
-        check_model(fully_shard(net, mesh=both["dp"]), parameters(whole))
-
-
-@on_ranks(WORLD)
-def test_hybrid_and_three_dimensional_meshes() -> None:
-    whole = stack()
-    check_model(fully_shard(copy.deepcopy(whole), mesh=mesh(rep=2, shard=3)), parameters(whole))
-    for rep, shard, tp in ((1, 3, 2), (3, 1, 2), (1, 2, 3)):
-        cube = mesh(rep=rep, shard=shard, tp=tp)
-        net = tensor_parallel(copy.deepcopy(whole), cube["tp"])
+            tensor_parallel(part, cube["tp"])
         check_model(fully_shard(net, mesh=cube["rep", "shard"]), parameters(whole))
 
 
@@ -194,112 +184,6 @@ def test_factored_and_nested_state() -> None:
     two.step()
     for p, q in zip(net.parameters(), live.parameters(), strict=True):
         assert equal(dict(one.state.get(p, {})), dict(two.state.get(q, {})))
-
-
-Layout = Callable[[], tuple[Any, Any]]
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(list(parameters), lr=0.01, amsgrad=True)
-
-
-def one_process() -> tuple[Any, Any]:
-    net = stack()
-    return net, adam(net.parameters())
-
-
-def ddp() -> tuple[Any, Any]:
-    net = DistributedDataParallel(stack())
-    return net, adam(net.parameters())
-
-
-def fsdp() -> tuple[Any, Any]:
-    net = stack()
-    for layer in net:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh(dp=6))
-    fully_shard(net, mesh=mesh(dp=6))
-    return net, adam(net.parameters())
-
-
-def hsdp() -> tuple[Any, Any]:
-    net = fully_shard(stack(), mesh=mesh(rep=2, shard=3))
-    return net, adam(net.parameters())
-
-
-def tensor_and_fsdp() -> tuple[Any, Any]:
-    both = mesh(dp=3, tp=2)
-    net = tensor_parallel(stack(), both["tp"])
-    fully_shard(net, mesh=both["dp"])
-    return net, adam(net.parameters())
-
-
-class Stage(nn.ModuleDict):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.values():
-            x = layer(x)
-        return x
-
-
-def pipeline_and_fsdp() -> tuple[Any, Any]:
-    both = mesh(pp=2, dp=3)
-    whole = stack()
-    first = both.get_local_rank("pp") == 0
-    chunks = [Stage({n: whole[int(n)]}) for n in (("0",) if first else ("2", "3"))]
-    for chunk in chunks:
-        fully_shard(chunk, mesh=both["dp"])
-    return chunks, [adam(chunk.parameters()) for chunk in chunks]
-
-
-LAYOUTS: dict[str, Layout] = {f.__name__: f for f in (one_process, ddp, fsdp, hsdp, tensor_and_fsdp, pipeline_and_fsdp)}
-
-
-def listed(one_or_more: Any) -> list[Any]:
-    return one_or_more if isinstance(one_or_more, list) else [one_or_more]
-
-
-def fill_by_coordinates(optimizer: Any) -> None:
-    """Give every state tensor values that are computed from its parameter."""
-    for one in listed(optimizer):
-        for group in one.param_groups:
-            group["lr"] = 0.375
-            for p in group["params"]:
-                with torch.no_grad():
-                    one.state[p] = {
-                        "step": torch.tensor(float(p.numel())),
-                        "exp_avg": p.detach() * 2,
-                        "exp_avg_sq": p.detach() * 3,
-                        "max_exp_avg_sq": p.detach() * 5,
-                    }
-
-
-@on_ranks(WORLD)
-def test_every_layout_loads_every_layout() -> None:
-    reference, checkpoints = stack(), {}
-    for save_as, build in LAYOUTS.items():
-        net, optimizer = build()
-        fill_by_coordinates(optimizer)
-        saved = checkpoints[save_as] = checkpoint({"model": net, "optimizer": optimizer})
-        for key, stored in saved.whole.items():
-            factor = {"": 1, "exp_avg": 2, "exp_avg_sq": 3, "max_exp_avg_sq": 5}.get(key.slot)
-            if factor is not None:
-                assert torch.equal(stored, reference.get_parameter(key.fqn) * factor), (save_as, key)
-    for load_as, build in LAYOUTS.items():
-        net, optimizer = build()
-        for save_as, saved in checkpoints.items():
-            for module in listed(net):
-                for p in module.parameters():
-                    p.detach().zero_()
-            for one in listed(optimizer):
-                one.state.clear()
-                for group in one.param_groups:
-                    group["lr"] = 0.0
-            found = saved.load({"model": net, "optimizer": optimizer})
-            assert not found.missing, (save_as, load_as, found.missing)
-            for state in NativeFramework().capture({"model": net, "optimizer": optimizer}):
-                for shard in state.shards:
-                    check_box(shard, saved.whole[shard.key])
-            assert all(group["lr"] == 0.375 for one in listed(optimizer) for group in one.param_groups)
 
 
 @on_ranks(WORLD)

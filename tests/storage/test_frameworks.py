@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.storage.world_jobs import run
+from tests.storage.world_jobs import check_members
 from tests.support.interchange.families import FAMILIES
-from tests.support.real_frameworks import assert_losses
 from tests.support.worlds import Worlds
 
 _THERE = all(map(importlib.util.find_spec, ("deepspeed", "megatron")))
@@ -25,7 +23,6 @@ pytestmark = [
 ]
 #: Megatron-Core in one process, FSDP1, ZeRO-3, Megatron-Core with tensor and pipeline parallelism.
 MEMBERS = ("plain", "fsdp1-x3", "z3x2", "tp2-pp2-whole")
-MODULE = "frameworks.interchange.jobs"
 
 
 @pytest.mark.parametrize("root", ["hdfs", "s3"], indirect=True)
@@ -34,17 +31,4 @@ def test_every_framework_loads_every_framework(
 ) -> None:
     """As in tests/frameworks/interchange, on storages across a network."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    family = FAMILIES["dense-adamw"]
-    members = [family.member(name) for name in MEMBERS]
-    after: dict[str, list[float]] = {}
-    for member in members:
-        start = f"{root}/{MEMBERS[0]}.start" if after else None
-        args: tuple[Any, ...] = (member, start, f"{root}/{member.name}", str(tmp_path))
-        after[member.name] = run(worlds, member.size, MODULE, "save", *args)[0]["after"]
-    for member in members:
-        for rank, found in enumerate(
-            run(worlds, member.size, MODULE, "load_all", member, members, root, str(tmp_path))
-        ):
-            for source in MEMBERS:
-                assert not found[source]["problems"], f"rank {rank}, {source}: {found[source]['problems'][:3]}"
-                assert_losses(found[source]["losses"], after[source], family.tolerance)
+    check_members(worlds, root, tmp_path, FAMILIES["dense-adamw"], MEMBERS)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-BEFORE, AFTER = 3, 5
-"""Training steps before a save, and after it."""
+import bytecheckpoint
+from tests.support.comparisons import assert_complete, assert_same_checkpoints
+from tests.support.worlds import Worlds
+
+#: Training steps before a save, and after it: the first loss needs the weights, the second the optimizer's state and
+#: settings, the third how both continue.
+BEFORE, AFTER = 3, 3
 
 
 def mean_over_ranks(loss: torch.Tensor) -> float:
@@ -61,3 +67,62 @@ def assert_losses(got: Sequence[float], want: Sequence[float], relative: float) 
 def without_tied_head(found: dict[str, Any]) -> dict[str, Any]:
     """Return the state of the tiny transformer with its tied pair under the first name only."""
     return {key: value for key, value in found.items() if value is not None and "/head.weight" not in f"{key}/"}
+
+
+# --- every layout of a feature loads every layout -------------------------------------------------------------------------
+
+#: Number of ranks, and what starts a run of a seed on each of them: an object with `states()`, `train(steps)` and `step`.
+Layout = tuple[int, Callable[[int], Any]]
+
+
+def save_run(start: Callable[[int], Any], path: str) -> list[float]:
+    """Train and save, in the background; return the losses of the next steps."""
+    run = start(1)
+    run.train(BEFORE)
+    handle = bytecheckpoint.save(path, run.states(), async_checkpoint=True)
+    losses: list[float] = run.train(AFTER)
+    handle.result(120)
+    return losses
+
+
+def load_runs(start: Callable[[int], Any], paths: Sequence[str], more_than: int) -> list[list[float]]:
+    """Load each checkpoint over other state, save it again, and compare both; return the losses of the next steps."""
+    losses = []
+    for path in paths:
+        run = start(2)
+        run.train(1)
+        assert_complete(bytecheckpoint.load(path, run.states()))
+        bytecheckpoint.save(f"{path}-again", run.states())
+        assert_same_checkpoints(path, f"{path}-again", more_than=more_than)
+        run.step = BEFORE
+        losses.append(run.train(AFTER))
+    return losses
+
+
+def check_every_pair(
+    worlds: Worlds, folder: Path, layouts: Sequence[Layout], tolerance: float, more_than: int
+) -> list[str]:
+    """Fail unless each layout loads what each saved, and trains on with its losses, the same layout bit for bit.
+
+    Args:
+        worlds: worlds of processes.
+        folder: folder of the checkpoints.
+        layouts: the layouts.
+        tolerance: relative difference of the losses between layouts.
+        more_than: number of tensors that a checkpoint has at least.
+
+    Returns:
+        The path of each layout's checkpoint.
+    """
+    paths = [f"{folder}/{number}" for number in range(len(layouts))]
+    after = [
+        worlds.run(size, save_run, start, path, timeout=300)[0]
+        for (size, start), path in zip(layouts, paths, strict=True)
+    ]
+    for number, (size, start) in enumerate(layouts):
+        losses, *others = worlds.run(size, load_runs, start, paths, more_than, timeout=300)
+        assert all(other == losses for other in others)
+        assert losses[number] == after[number], "the same layout continues bit for bit"
+        for loaded, saved in zip(losses, after, strict=True):
+            assert_losses(loaded, saved, tolerance)
+    return paths

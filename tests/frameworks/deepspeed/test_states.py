@@ -322,7 +322,7 @@ def test_master_weights_that_do_not_round_to_the_weights(name: str, path: str) -
 @on_ranks(2)
 def test_a_layout_can_be_described() -> None:
     found = DeepSpeedFramework().capture(build("b3x2", trained).states())[0]
-    assert found.state == "model" and found.layout()["layouts"].keys() == {"ZeRO-3", "plain"}
+    assert found.name == "model" and found.layout()["layouts"].keys() == {"ZeRO-3", "plain"}
 
 
 @pytest.mark.parametrize("name", ["b2x2", "z3x2", "z0x2"])

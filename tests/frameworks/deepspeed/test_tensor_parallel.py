@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,13 @@ from torch import nn
 
 import bytecheckpoint
 from bytecheckpoint.errors import UsageError
-from tests.support.comparisons import assert_complete, assert_same_checkpoints, saved_tensors
+from tests.support.comparisons import saved_tensors
 from tests.support.deepspeed_engines import Zero, configuration, prepare
-from tests.support.real_frameworks import assert_losses, mean_over_ranks
+from tests.support.real_frameworks import check_every_pair, mean_over_ranks
 from tests.support.worlds import Worlds, on_ranks
 
 pytestmark = pytest.mark.timeout(900)
 
-BEFORE, AFTER = 3, 4
 _WIDTH, _ROWS = 6, 4
 
 
@@ -70,11 +70,12 @@ class SplitRun:
         tensor: tensor-parallel size; 0: torch alone.
         stage: stage of ZeRO.
         low: "bf16", "fp16", or "" for float32.
+        form: what a program passes: the "engine", or its "module" and optimizer.
         seed: seed of the weights.
-        split: the layers that AutoTP splits.
     """
 
-    def __init__(self, tensor: int, stage: int, low: str, seed: int, split: Any = SPLIT) -> None:
+    def __init__(self, tensor: int, stage: int, low: str, form: str, seed: int) -> None:
+        self._form = form
         self.model = SplitModel(seed)
         self.optimizer = torch.optim.AdamW(self._groups(), foreach=False)
         self.engine: Any = None
@@ -84,7 +85,7 @@ class SplitRun:
             prepare()
             import deepspeed
 
-            parallel = {"tensor_parallel": {"autotp_size": tensor, "partition_config": split}} if tensor > 1 else {}
+            parallel = {"tensor_parallel": {"autotp_size": tensor, "partition_config": SPLIT}} if tensor > 1 else {}
             self.replicas = dist.get_world_size() // tensor
             self.replica = dist.get_rank() // tensor
             # Above 0, stage 3 would keep parts of some size gathered on the ranks that have such parts only, and hang.
@@ -100,11 +101,10 @@ class SplitRun:
             {"params": [p for p in parameters if p.ndim < 2], "lr": 2e-2, "weight_decay": 0.0},
         ]
 
-    def states(self, form: str = "engine") -> dict[str, Any]:
-        """Return the states in one of the ways in which a program may pass them."""
+    def states(self) -> dict[str, Any]:
         if self.engine is None:
             return {"model": self.model, "optimizer": self.optimizer}
-        if form == "engine":
+        if self._form == "engine":
             return {"model": self.engine}
         return {"model": self.engine.module, "optimizer": self.engine.optimizer}
 
@@ -127,69 +127,36 @@ class SplitRun:
         return losses
 
 
-def save(layout: tuple[int, int, str], path: str, form: str) -> list[float]:
-    """Train and save; return the losses of the next steps."""
-    run = SplitRun(*layout, seed=1)
-    run.train(BEFORE)
-    bytecheckpoint.save(path, run.states(form))
-    return run.train(AFTER)
-
-
-def load(layout: tuple[int, int, str], paths: list[str], form: str) -> list[list[float]]:
-    """Load each path and save it again; return the losses of the next steps."""
-    losses = []
-    for path in paths:
-        run = SplitRun(*layout, seed=2)
-        run.train(1)
-        assert_complete(bytecheckpoint.load(path, run.states(form)))
-        bytecheckpoint.save(f"{path}-again", run.states(form))
-        assert_same_checkpoints(path, f"{path}-again", more_than=40)
-        run.step = BEFORE
-        losses.append(run.train(AFTER))
-    return losses
-
-
-#: (ranks, (tensor-parallel size, stage, precision), how the states are passed)
+#: Number of ranks, tensor-parallel size, stage, precision, how the states are passed.
 FLOAT32 = [
-    (1, (0, 0, ""), "torch"),
-    (2, (2, 0, ""), "engine"),
-    (2, (2, 0, ""), "module"),
-    (4, (2, 1, ""), "module"),
-    (4, (2, 3, ""), "engine"),
-    (2, (1, 2, ""), "engine"),
+    (1, 0, 0, "", "engine"),
+    (2, 2, 0, "", "engine"),
+    (2, 2, 0, "", "module"),
+    (4, 2, 1, "", "module"),
+    (4, 2, 3, "", "engine"),
+    (2, 1, 2, "", "engine"),
 ]
 BFLOAT16 = [
-    (2, (2, 0, "bf16"), "engine"),
-    (4, (2, 2, "bf16"), "engine"),
-    (4, (2, 3, "bf16"), "engine"),
-    (2, (1, 2, "bf16"), "engine"),
+    (2, 2, 0, "bf16", "engine"),
+    (4, 2, 2, "bf16", "engine"),
+    (4, 2, 3, "bf16", "engine"),
+    (2, 1, 2, "bf16", "engine"),
 ]
 
 
 # Measured: 9e-7, and 0.024 of losses that are near 0.1.
 @pytest.mark.parametrize(("layouts", "tolerance"), [(FLOAT32, 2e-6), (BFLOAT16, 0.05)], ids=["float32", "bfloat16"])
-def test_every_layout_loads_every_layout(
-    worlds: Worlds, layouts: list[tuple[int, tuple[int, int, str], str]], tolerance: float, tmp_path: Path
-) -> None:
+def test_every_layout_loads_every_layout(worlds: Worlds, layouts: list[Any], tolerance: float, tmp_path: Path) -> None:
     """Equal tensors, bit for bit, and the losses of the uninterrupted run."""
-    paths, after = [], []
-    for number, (size, layout, form) in enumerate(layouts):
-        paths.append(f"{tmp_path}/{number}")
-        after.append(worlds.run(size, save, layout, paths[-1], form, timeout=300)[0])
-    first = saved_tensors(paths[0])
-    for path in paths:
-        assert {k: t.shape for k, t in saved_tensors(path).items()} == {k: t.shape for k, t in first.items()}
-    for number, (size, layout, form) in enumerate(layouts):
-        (losses, *others) = worlds.run(size, load, layout, paths, form, timeout=300)
-        assert all(other == losses for other in others)
-        assert losses[number] == after[number], "the same layout goes on bit for bit"
-        for loaded, saved in zip(losses, after, strict=True):
-            assert_losses(loaded, saved, tolerance)
+    starts = [(size, partial(SplitRun, *layout)) for size, *layout in layouts]
+    first, *others = map(saved_tensors, check_every_pair(worlds, tmp_path, starts, tolerance, 40))
+    for other in others:
+        assert {k: t.shape for k, t in other.items()} == {k: t.shape for k, t in first.items()}
 
 
 @on_ranks(2)
 def test_split_layers_are_seen_without_their_engine(path: str) -> None:
     """By a framework that would take this rank's part for the whole."""
-    run = SplitRun(2, 0, "", seed=1)
+    run = SplitRun(2, 0, "", "module", seed=1)
     with pytest.raises(UsageError, match="belongs to an engine of DeepSpeed"):
-        bytecheckpoint.save(path, run.states("module"), framework="torch")
+        bytecheckpoint.save(path, run.states(), framework="torch")

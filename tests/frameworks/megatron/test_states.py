@@ -413,7 +413,7 @@ def test_a_layout_can_be_described() -> None:
     states = Trainer(Layout(tp=2)).states()
     found = resolve("auto", states).capture(states)[0]
     # Per layer: two norms whole, qkv and the gate by rows, projections by columns; embeddings by rows, but positions.
-    assert found.state == "model" and found.layout()["layouts"] == {"whole": 10, "dim 0 in 2": 9, "dim 1 in 2": 8}
+    assert found.name == "model" and found.layout()["layouts"] == {"whole": 10, "dim 0 in 2": 9, "dim 1 in 2": 8}
 
 
 def test_random_numbers(worlds: Worlds, tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from tests.integrations.lightning.jobs import (
     pl,
     run,
 )
-from tests.support.damage import damage, storage_file
 from tests.support.faulty_storage import Faults
 from tests.support.runs import steps_in
 from tests.support.worlds import on_ranks
@@ -157,19 +156,6 @@ def test_what_ckpt_path_takes(tmp_path: Path) -> None:
     run(tmp_path / "run", ckpt_path=tmp_path / "run" / "step_00000008", max_steps=12, max_epochs=-1)
     assert steps_in(tmp_path / "run") == [4, 8, 12, 16]
     assert run(tmp_path / "run", max_steps=13, max_epochs=-1).keys() == {13}  # the branch, not the steps it left
-
-
-@on_ranks(1)
-def test_only_committed_steps_count(tmp_path: Path) -> None:
-    """Beside leftovers of a killed save, folders and files of others, and a damaged step."""
-    wanted = run(tmp_path)
-    (tmp_path / "last.ckpt").write_bytes(b"of others")
-    (tmp_path / "step_00000099" / "model").mkdir(parents=True)
-    (tmp_path / "step_00000017.ckpt").mkdir()
-    damage(storage_file(tmp_path / "step_00000016"), "flip")
-    assert run(tmp_path) == after(12, wanted)
-    assert (tmp_path / "last.ckpt").is_file() and steps_in(tmp_path) == [4, 8, 12, 16]
-    assert run(tmp_path) == after(16, wanted)
 
 
 @on_ranks(1)
@@ -335,6 +321,23 @@ def test_one_file_of_lightning(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError):
         export_ckpt(tmp_path / "step_00000007", tmp_path / "y.ckpt")
     assert not list(tmp_path.glob("y*"))
+
+
+@on_ranks(1)
+def test_a_large_tensor_is_exported_in_pieces(tmp_path: Path) -> None:
+    """Export a tensor of more than 32 MiB."""
+
+    class Large(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.arange(9 << 20, dtype=torch.float32).reshape(-1, 1024))
+
+    net = Large()
+    run(tmp_path, net=net, max_epochs=1, checkpoint={"every_n_train_steps": 6})
+    export_ckpt(tmp_path / "step_00000006", tmp_path / "x.ckpt")
+    found = torch.load(tmp_path / "x.ckpt")["state_dict"]
+    assert found.keys() == net.state_dict().keys()
+    assert all(torch.equal(found[name], value) for name, value in net.state_dict().items())
 
 
 @on_ranks(1)

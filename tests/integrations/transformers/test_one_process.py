@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,15 @@ def test_strategies(tmp_path: Path, strategy: str, wanted: list[int]) -> None:
 def test_further_times_and_rules(tmp_path: Path) -> None:
     run(tmp_path, attached={"every": 3, "keep": [Latest(2)]})
     assert steps_in(tmp_path) == [9, 12]
+
+
+@pytest.mark.parametrize(
+    ("interval", "steps"), [(timedelta(microseconds=1), list(range(1, 13))), (timedelta(hours=1), [])]
+)
+@on_ranks(1)
+def test_saves_by_the_clock(tmp_path: Path, interval: timedelta, steps: list[int]) -> None:
+    run(tmp_path, attached={"every": interval}, save_strategy="no")
+    assert steps_in(tmp_path) == steps
 
 
 # --- the end of a job -------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
+
 from tests.support.deepspeed_engines import ENGINES
 from tests.support.fsdp1_layouts import WORLD_SIZE
 from tests.support.interchange import gpt, tiny_transformer
@@ -44,8 +46,9 @@ CI_MEMBERS = {
 }
 
 
-def _torch(name: str, optimizer: str) -> Member:
-    return Member(name, WORLD_SIZE[name], partial(tiny_transformer.TorchRun, name, optimizer))
+def _torch(name: str, optimizer: str, dtype: torch.dtype = torch.float32, *, tied: bool = True) -> Member:
+    run = partial(tiny_transformer.TorchRun, name, optimizer, dtype, tied=tied)
+    return Member(name, WORLD_SIZE[name], run)
 
 
 def _zero(name: str, optimizer: str) -> Member:
@@ -74,19 +77,25 @@ def _megatron(layout: Layout) -> Member:
     )
 
 
-_TORCH_LAYOUTS = (
-    "one",
-    "ddp2",
-    "full4-orig",
-    "full3-units",
+_NATIVE = ("one", "ddp2", "fsdp2", "fsdp3", "fsdp4", "hsdp2x2", "tp2-fsdp2")
+_MODEL_PARALLEL = ("tp2", "pp2", "pp2-fsdp2", "ep2-fsdp2")
+#: Both settings of use_orig_params, all strategies, four world sizes and tensor parallelism.
+_FSDP1 = ("full4-orig", "full3-flat", "grad2-flat", "hybrid4-flat", "none2-orig", "full1-flat", "tp2-full2-orig")
+_TIED = ("one", "fsdp3", "tp2-fsdp2", "pp2", "pp2-fsdp2", "full4-orig", "full3-flat", "grad2-flat")
+_OTHER_FSDP1 = (
     "full2-deep",
+    "grad3-orig",
+    "hybrid4-orig",
+    "none2-flat",
+    "tp2-grad2-flat",
+    "full3-units",
     "hybrid4-units",
-    "none2-orig",
-    "fsdp2",
-    "fsdp3",
-    "fsdp4",
 )
-_TINY = (*_TORCH_LAYOUTS, "hsdp2x2", "tp2-fsdp2", "z0x2", "z1x3", "z2x2", "z2x4", "z3x2", "z3x3", "z3x1")
+_TINY = (
+    *_NATIVE,
+    *("full4-orig", "full3-units", "full2-deep", "hybrid4-units", "none2-orig"),
+    *("z0x2", "z1x3", "z2x2", "z2x4", "z3x2", "z3x3", "z3x1"),
+)
 _TINY_SGD = ("one", "ddp2", "full3-units", "full4-orig", "fsdp3", "tp2-fsdp2", "z1x3", "z2x2", "z3x3")
 _BF16_ENGINES = ("b0x2", "b1x2", "b1x3-own", "b2x3", "b2x1", "b2x4", "b2x2-aligned", "b3x2", "b3x3", "b3x4")
 _MODULES = (("plain", 1), ("ddp", 2), ("fsdp1", 3), ("fsdp1-grad", 2), ("fsdp2", 3))
@@ -108,9 +117,25 @@ def _gpt(
 
 # Another layout adds in another order. Measured: up to 1.4e-7 in float32, 1.5e-3 in bfloat16.
 _EXACT, _ROUGH = 5e-7, 4e-3
+_DOUBLE = 1e-9  # in float64
 _HALF_MODULES, _HALF_ENGINES = (("plain", 1), ("fsdp1", 2)), ("b1x2", "b2x3", "b3x2")
 
-_FAMILIES = (
+
+def _exact(name: str, optimizer: str, *layouts: str, tied: bool = False) -> Family:
+    members = tuple(_torch(layout, optimizer, torch.float64, tied=tied) for layout in layouts)
+    return Family(name, members, _DOUBLE, _DOUBLE)
+
+
+#: Families of torch alone, in float64. A flat parameter cannot join param groups, unless its units are chosen for that.
+TORCH_FAMILIES = (
+    _exact("torch", "adamw-one-group", *_NATIVE, *_MODEL_PARALLEL, *_FSDP1),
+    _exact("torch-tied", "adamw-one-group", *_TIED, tied=True),
+    _exact("torch-sgd", "sgd", "one", "fsdp3", "full4-orig", "full3-units"),
+    _exact("torch-groups", "adamw", "one", "ddp2", "full2-deep", "grad3-orig"),
+    _exact("torch-adagrad", "adagrad", "one", "fsdp3", "full4-orig", "full3-flat"),
+    _exact("torch-fsdp1", "adamw-one-group", "one", "ddp2", "fsdp3", "tp2-fsdp2", *_FSDP1, *_OTHER_FSDP1),
+)
+FRAMEWORK_FAMILIES = (
     Family("tiny-adamw", tuple(_tiny(n, "adamw") for n in _TINY), _EXACT, _EXACT),
     Family("tiny-sgd", tuple(_tiny(n, "sgd") for n in _TINY_SGD), _EXACT, _EXACT),
     Family(
@@ -132,4 +157,4 @@ _FAMILIES = (
     Family("moe-sgd", _gpt(SGD_MOE, (("plain", 1), ("fsdp1", 3)), ("z2x2",)), _EXACT, _EXACT),
     Family("dense-bf16-sgd", _gpt(SGD_HALF, (("plain", 1),), ("b2x3", "b3x2")), _ROUGH, _ROUGH),
 )
-FAMILIES = {family.name: family for family in _FAMILIES}
+FAMILIES = {family.name: family for family in (*TORCH_FAMILIES, *FRAMEWORK_FAMILIES)}

@@ -184,6 +184,9 @@ class EngineRun(TrainingRun):
     def settings(self) -> Settings:
         return settings_of_engine(self.engine, self._named)
 
+    def progress(self) -> int:
+        return self.engine.global_steps  # type: ignore[no-any-return]
+
 
 class MegatronRun(training.Trainer):
     """Megatron's own training, in any layout."""
@@ -216,3 +219,6 @@ class MegatronRun(training.Trainer):
 
     def settings(self) -> Settings:
         return {name: setting(group) for name, group in param_groups_by_name(self)}
+
+    def progress(self) -> int:
+        return self.scheduler.num_steps  # type: ignore[no-any-return]

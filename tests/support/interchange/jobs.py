@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from math import isfinite
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import bytecheckpoint
-from tests.support.comparisons import report_problems
+from tests.support.comparisons import assert_complete, assert_same, report_problems
 from tests.support.interchange.runs import Member, Settings, TrainingRun
 from tests.support.real_frameworks import AFTER, BEFORE, state_differences
+from tests.support.selections import assert_part_loaded
 
-__all__ = ["AFTER", "load_all", "save"]
+__all__ = ["AFTER", "BEFORE", "load_all", "load_model_alone", "load_part", "save"]
 
 #: Tensors without master weights, which are saved in the precision of the model only.
 UNTRAINED = {"model/positions", "model/temperature", "model/embedding.position_embeddings.weight"}
@@ -103,3 +106,52 @@ def load_all(member: Member, sources: Sequence[Member], folder: str, notes: str)
             run = None
         found[source.name] = {"problems": problems, "losses": losses, "fed": fed}
     return found
+
+
+def load_part(member: Member, pattern: str, path: str) -> None:
+    """Save the part of a run that matches `pattern`, and load it into another run, whose rest stays as it is."""
+    source, target = start_run(member), start_run(member)
+    source.train(2)
+    saved = source.full_state()
+    handle = bytecheckpoint.save(path, source.states(), include=[pattern], async_checkpoint=True)
+    source.train(1)
+    handle.result(120)
+    with bytecheckpoint.open(path) as checkpoint:
+        found = [key for key in checkpoint if key != "optimizer/param_groups"]
+    assert found and all(".1." in key for key in found)
+    target.train(1)
+    before, progress = target.full_state(), target.progress()
+    assert_complete(bytecheckpoint.load(path, target.states(), include=[pattern]), ("missing", "unexpected"))
+    assert_part_loaded(saved, before, target.full_state(), pattern, joined=member.joins_steps)
+    assert target.progress() == progress
+    assert all(map(isfinite, target.train(2)))
+
+
+def load_model_alone(member: Member, pattern: str, path: str) -> None:
+    """Load the model without its optimizer, whose master weights follow: the next step rounds them into the model.
+
+    Then load all but the weights that match `pattern`, which keep their master weights.
+    """
+    source, target = start_run(member), start_run(member)
+    source.train(2)
+    saved = source.full_state()
+    bytecheckpoint.save(path, source.states())
+    target.train(1)
+    before = target.full_state()
+    bytecheckpoint.load(path, target.states(), include=["model/*"])
+    after = target.full_state()
+    weights = {f"optimizer/state/{key.removeprefix('model/')}/master": key for key in after if key.startswith("model/")}
+    masters = {master: weight for master, weight in weights.items() if master in after}
+    assert masters
+    for master, weight in masters.items():
+        assert torch.equal(after[weight], saved[weight])
+        assert torch.equal(after[master].to(saved[weight].dtype), saved[weight]), master
+    rest = [key for key in after if not key.startswith("model/") and key not in masters]
+    assert_same({key: before[key] for key in rest}, {key: after[key] for key in rest})
+    target.train(1)
+    before = target.full_state()
+    bytecheckpoint.load(path, target.states(), exclude=[f"model/{pattern}"])
+    after = target.full_state()
+    kept = [key for pair in masters.items() for key in pair if fnmatchcase(key, pattern)]
+    assert kept
+    assert_same({key: before[key] for key in kept}, {key: after[key] for key in kept})

@@ -46,6 +46,10 @@ class TrainingRun(Protocol):
         """Return the param group's settings of each parameter that is trained on this rank."""
         ...
 
+    def progress(self) -> int:
+        """Return the number of steps that the framework itself has counted; by default, that of the program."""
+        return int(self.states()["extra_states"]["step"])
+
 
 def setting(group: Mapping[str, Any]) -> Setting:
     """Return the settings of one param group."""
@@ -99,3 +103,8 @@ class Member:
     make: Callable[[], TrainingRun]
     low: str = ""
     framework: str = "auto"
+
+    @property
+    def joins_steps(self) -> bool:
+        """Whether parameters that the framework joins share one step."""
+        return self.framework == "deepspeed" or "flat" in self.name

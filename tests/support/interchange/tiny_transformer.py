@@ -15,7 +15,7 @@ from tests.support.interchange.feed import Feed, neighbours
 from tests.support.interchange.runs import Settings, TrainingRun, named_groups, settings_of, settings_of_engine
 from tests.support.real_frameworks import without_tied_head
 from tests.support.tiny_model import LENGTH, SEQUENCES, VOCABULARY, initialise
-from tests.support.torch_layouts import Trainer
+from tests.support.torch_layouts import Parallel, Trainer
 
 Named = Mapping[str, torch.Tensor]
 
@@ -45,22 +45,36 @@ def sgd(parameters: Named) -> torch.optim.Optimizer:
     return torch.optim.SGD([first, second], foreach=False)
 
 
-OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
+OPTIMIZERS = {
+    "adamw": adamw,
+    "sgd": sgd,
+    "adamw-one-group": fsdp1_layouts.adamw,
+    "adagrad": fsdp1_layouts.adagrad,
+}
 
 
-def _feed(copies: int = 1) -> Feed:
-    return Feed(SEQUENCES, LENGTH + 1, VOCABULARY, **neighbours(copies))
+def _feed(**place: Any) -> Feed:
+    return Feed(SEQUENCES, LENGTH + 1, VOCABULARY, **place)
+
+
+def _place(parallel: Parallel) -> dict[str, Any]:
+    """Return the coordinates of this rank for its feed: the first rank of each part of the batch saves."""
+    parts = [0] * dist.get_world_size()
+    dist.all_gather_object(parts, parallel.dp_rank)
+    first = parts.index(parallel.dp_rank) == dist.get_rank()
+    return {"rank": parallel.dp_rank, "ranks": parallel.dp_size, "first": first}
 
 
 class TorchRun(TrainingRun):
-    """Under one of the layouts of tests/distributed."""
+    """Under one of torch's layouts."""
 
-    def __init__(self, layout: str, optimizer: str) -> None:
+    def __init__(self, layout: str, optimizer: str, dtype: torch.dtype = torch.float32, *, tied: bool = True) -> None:
+        initial = partial(initialise, seed=2, tied=tied)
         self.trainer: Trainer = fsdp1_layouts.build(
-            layout, values, tied=True, dtype=torch.float32, optimizer=OPTIMIZERS[optimizer]
+            layout, initial, tied=tied, dtype=dtype, optimizer=OPTIMIZERS[optimizer]
         )
         self.extra: dict[str, Any] = {"step": 0}
-        self.feed = _feed(dist.get_world_size() // self.trainer.parallel.dp_size)
+        self.feed = _feed(**_place(self.trainer.parallel))
         self.trainer.local_batch = self.feed.pair  # type: ignore[method-assign]
 
     def states(self) -> dict[str, Any]:
@@ -75,10 +89,18 @@ class TorchRun(TrainingRun):
         return losses
 
     def full_state(self) -> dict[str, Any]:
-        return without_tied_head(fsdp1_layouts.full_state(self.trainer))
+        found = fsdp1_layouts.full_state(self.trainer)
+        if (group := self.trainer.parallel.pp_group) is not None:
+            stages: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
+            dist.all_gather_object(stages, found, group=group)
+            found = {key: value for stage in stages for key, value in stage.items()}
+        return without_tied_head(found) if self.trainer.tied else found
 
     def settings(self) -> Settings:
-        return settings_of(self.trainer.model, self.trainer.optimizer)
+        found = settings_of(self.trainer.model, self.trainer.optimizer)
+        if self.trainer.tied:  # the last stage of a pipeline has a copy of the embedding under this name
+            found.pop("head.weight", None)
+        return found
 
 
 class EngineRun(TrainingRun):
@@ -93,7 +115,7 @@ class EngineRun(TrainingRun):
             return made
 
         self.run = engines.build(engine, values, make)
-        self.feed = _feed()
+        self.feed = _feed(**neighbours(1))
         self.run.local_batch = self.feed.pair  # type: ignore[method-assign]
 
     def states(self) -> dict[str, Any]:
@@ -107,3 +129,6 @@ class EngineRun(TrainingRun):
 
     def settings(self) -> Settings:
         return settings_of_engine(self.run.engine, self._named)
+
+    def progress(self) -> int:
+        return self.run.engine.global_steps  # type: ignore[no-any-return]
