@@ -112,10 +112,6 @@ def adamw(parameters: Named) -> torch.optim.Optimizer:
     return torch.optim.AdamW(_trained(parameters), lr=3e-3, weight_decay=0.1, foreach=False)
 
 
-def sgd(parameters: Named) -> torch.optim.Optimizer:
-    return torch.optim.SGD(_trained(parameters), lr=0.05, momentum=0.9)
-
-
 def adagrad(parameters: Named) -> torch.optim.Optimizer:
     """Make an Adagrad, which has state from the start, also for parameters without elements on this rank."""
     return torch.optim.Adagrad(_trained(parameters), lr=0.02)
@@ -150,8 +146,7 @@ def build(
     values(model)
     if wrap is not None:
         model = wrap(model)
-    extra = {"step": 0, "nested": {"history": []}}
-    return FlatTrainer(parallel(model, FSDP1[name]), optimizer, extra, tied=tied)
+    return FlatTrainer(parallel(model, FSDP1[name]), optimizer, tied=tied)
 
 
 def full_state(trainer: Trainer) -> dict[str, Any]:

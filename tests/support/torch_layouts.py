@@ -222,16 +222,12 @@ LAYOUTS: dict[str, tuple[int, Callable[[nn.Module], Parallel]]] = {
     "hsdp2x2": (4, hsdp),
     "tp2": (2, tp),
     "tp2-fsdp2": (4, tp_fsdp),
+    "tp2-fsdp3": (6, tp_fsdp),
     "pp2": (2, pp),
     "pp2-fsdp2": (4, pp_fsdp),
     "ep2-fsdp2": (4, ep_fsdp),
 }
-#: Layouts outside the matrix, for slow tests.
-EXTRA_LAYOUTS: dict[str, tuple[int, Callable[[nn.Module], Parallel]]] = {
-    "ddp4": (4, ddp),
-    "tp2-fsdp3": (6, tp_fsdp),
-}
-WORLD_SIZE: Mapping[str, int] = {name: size for name, (size, _) in (LAYOUTS | EXTRA_LAYOUTS).items()}
+WORLD_SIZE: Mapping[str, int] = {name: size for name, (size, _) in LAYOUTS.items()}
 
 
 #: Makes a test run on the ranks of its parameter `layout`.
@@ -245,19 +241,17 @@ def stage_of(name: str) -> tuple[int, int]:
 
 
 class Trainer:
-    """A training run in one layout: model, optimizer with two groups, schedule, further states.
+    """A training run in one layout: model, optimizer, schedule, number of steps.
 
     Args:
         parallel: the model.
         optimizer: makes the optimizer from FQN -> parameter.
-        extra: step, random state, nested values.
         tied: True if embedding and head are one parameter.
     """
 
-    def __init__(
-        self, parallel: Parallel, optimizer: MakeOptimizer, extra: dict[str, Any] | None = None, *, tied: bool = False
-    ) -> None:
-        self.parallel, self.extra, self.tied = parallel, extra or {}, tied
+    def __init__(self, parallel: Parallel, optimizer: MakeOptimizer, *, tied: bool = False) -> None:
+        self.parallel, self.tied = parallel, tied
+        self.extra: dict[str, Any] = {"step": 0}
         self.optimizer = optimizer(self.parameters())
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, gamma=0.9)
 
@@ -296,7 +290,6 @@ class Trainer:
         for block in self.unwrapped.blocks.values():  # type: ignore[operator, union-attr]
             block.steps_seen += 1
         self.extra["step"] += 1
-        self.extra["nested"]["history"].append(self.extra["step"])
         return self._mean(loss)
 
     def local_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -359,15 +352,6 @@ class Trainer:
                     "exp_avg_sq": like * 4 + 3,
                 }
 
-    @torch.no_grad()
-    def erase(self) -> None:
-        """Zero the model and the rates, and drop the optimizer's state, as if nothing had been loaded yet."""
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            tensor.zero_()
-        self.optimizer.state.clear()
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.0
-
     def snapshot(self) -> dict[str, Any]:
         """Copy all that this rank holds, as plain tensors and values."""
         found: dict[str, Any] = {f"settings/{name}": settings for name, settings in self.settings().items()}
@@ -418,11 +402,5 @@ def build(
     values(model)
     if wrap is not None:
         model = wrap(model)
-    parallel = (LAYOUTS | EXTRA_LAYOUTS)[name][1](model)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    extra = {
-        "step": 0,
-        "rng": torch.Generator().manual_seed(rank).get_state(),
-        "nested": {"history": [], ("a", 1): {"π": float("inf"), "tensor": torch.arange(3.0)}},
-    }
-    return Trainer(parallel, optimizer, extra, tied=tied)
+    parallel = LAYOUTS[name][1](model)
+    return Trainer(parallel, optimizer, tied=tied)

@@ -378,3 +378,11 @@ def test_random_numbers_of_activation_checkpointing(path: str) -> None:
     bytecheckpoint.load(path, {"rng": bytecheckpoint.rng_state(rank=0, ranks=2)})
     assert draw() != wanted
     tracker.reset()
+
+
+@on_ranks(2)
+def test_the_version_is_the_one_that_is_meant() -> None:
+    """`make test-deepspeed-versions` puts others before the pinned one, which is in the environment."""
+    import deepspeed
+
+    assert deepspeed.__version__ == os.environ.get("BYTECHECKPOINT_DEEPSPEED", "0.19.8")

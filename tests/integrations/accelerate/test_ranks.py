@@ -31,7 +31,6 @@ CLOSE = 1e-9  # of losses whose additions were in another order, in float64
 OTHER: dict[str, dict[str, Any]] = {
     "seedable": {"schedule": False},
     "random": {"schedule": False, "seedable": False},
-    "split": {"split": True},
     "accumulated": {"schedule": False, "batch": 4},
     "dispatched": {"schedule": False, "dispatch": True, "seedable": False},
     "weighted": {"schedule": False, "loader": weighted},
