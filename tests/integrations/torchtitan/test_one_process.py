@@ -20,6 +20,7 @@ from tests.integrations.torchtitan.jobs import (
     steps_in,
     train,
 )
+from tests.support.faulty_storage import Faults
 from tests.support.worlds import on_ranks
 
 FULL = {"last_save_model_only": False}
@@ -238,6 +239,19 @@ def test_steps_that_are_saved(tmp_path: Path, options: dict[str, Any], wanted: l
     run(tmp_path, checkpoint=options)
     assert steps_in(tmp_path) == wanted
     assert (tmp_path / "checkpoint" / "step-12").exists() == (not {*options} & {"load_only", "enable", *FULL})
+
+
+@on_ranks(1)
+def test_an_exception_and_a_failed_save(tmp_path: Path) -> None:
+    """The exception is not hidden by the failure of the save in flight."""
+
+    def fail() -> None:
+        raise ValueError("the loss is odd")
+
+    with pytest.MonkeyPatch.context() as patch:
+        Faults().install(patch).add("publish", OSError("no commit"), name="metadata.parquet", times=-1)
+        with pytest.raises(ValueError, match="the loss is odd"):
+            run(tmp_path, at={5: fail})
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

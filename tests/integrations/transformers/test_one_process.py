@@ -218,13 +218,11 @@ def test_further_times_and_rules(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [9, 12]
 
 
-@pytest.mark.parametrize(
-    ("interval", "steps"), [(timedelta(microseconds=1), list(range(1, 13))), (timedelta(hours=1), [])]
-)
+@pytest.mark.parametrize(("interval", "saves"), [(timedelta(microseconds=1), True), (timedelta(hours=1), False)])
 @on_ranks(1)
-def test_saves_by_the_clock(tmp_path: Path, interval: timedelta, steps: list[int]) -> None:
+def test_saves_by_the_clock(tmp_path: Path, interval: timedelta, saves: bool) -> None:
     run(tmp_path, attached={"every": interval}, save_strategy="no")
-    assert steps_in(tmp_path) == steps
+    assert bool(steps_in(tmp_path)) == saves
 
 
 # --- the end of a job -------------------------------------------------------------------------------------------------
