@@ -1,4 +1,4 @@
-"""Clocks that are hours from each other: they decide nothing that one machine does to another one's files."""
+"""Clocks that differ by hours: no machine removes the files of another one because of its own clock."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_saves_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: 
 
 
 def test_a_publisher_at_work_is_not_taken_for_a_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where files cannot be locked, age tells; by the file system's clock."""
+    """Where files cannot be locked, the age by the file system's clock decides."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks")

@@ -28,7 +28,6 @@ from bytecheckpoint.representation.catalog_file import encode
 from bytecheckpoint.storage import resolve
 from tests.support.catalogs import resealed, with_footer
 from tests.support.coded import files_of, load_step, states
-from tests.support.damage import flip_bit
 from tests.support.ranks import attempt, load_all, save_all, succeeded
 
 CATALOG = "metadata.parquet"
@@ -178,13 +177,6 @@ def test_open_detects_a_flipped_bit(damaged: Path) -> None:
         got = [attempt(checkpoint[key].__getitem__, ...) for key in checkpoint if key.startswith("model/")]
         errors = [error for error in got if isinstance(error, Exception)]
         assert errors and all(type(error) is CorruptCheckpointError and error.file == name for error in errors)
-
-
-def test_damage_that_one_rank_reads_fails_the_load_of_all(damaged: Path) -> None:
-    (entry,) = [file for file in catalog_of(damaged).files if "model/rank-00001" in file.name]
-    flip_bit(damaged / entry.name, entry.data_offset)
-    for error in load_all(ThreadWorld(2), damaged, rows=ROWS, overlap_loading=False):
-        assert isinstance(error, CorruptCheckpointError) and entry.name in str(error)
 
 
 def append(file: Path, data: bytes) -> None:

@@ -28,8 +28,7 @@ from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.handles import SaveReport
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
-from tests.servers.faultfs import FaultFs
-from tests.servers.process import folder_of
+from tests.servers.faultfs import FaultFs, fault_fs
 from tests.support.coded import files_of, load_step, save_steps, states
 from tests.support.modes import MODES
 from tests.support.mounts import run_command, small_ext4
@@ -50,11 +49,8 @@ CLASSES = {
 
 @pytest.fixture(scope="module")
 def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultFs]:
-    if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
-        pytest.skip("NOT TESTED HERE: needs root and FUSE (/dev/fuse)")
-    fs = FaultFs(tmp_path_factory.mktemp("faultfs"), folder_of("mfusepy"))
-    yield fs
-    fs.stop()
+    with fault_fs(tmp_path_factory.mktemp("mounted")) as fs:
+        yield fs
 
 
 @pytest.fixture
@@ -344,7 +340,7 @@ def test_a_flush_meets_an_error(fs: FaultFs, folder: Path, tier: str, op: str) -
 
 @pytest.mark.parametrize("op", quick(["create", "write", "fsync", "rename", "link", "readdir"], every=2))
 def test_a_flush_gets_no_answer(fs: FaultFs, folder: Path, tier: str, op: str) -> None:
-    """The flush fails in time. It may go on beside the next flush, and nothing is lost by that."""
+    """The flush fails in time. It may continue beside the next flush, and nothing is lost by that."""
     bytecheckpoint.configure(timeout=_TIMEOUT)
     place = {"link": ".publishing", "rename": ".publishing", "readdir": ""}.get(op, "rank-")
     begun = time.monotonic()

@@ -2,25 +2,73 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import bytecheckpoint
 from bytecheckpoint import CheckpointError, CheckpointTimeoutError
 from bytecheckpoint.collectives import current
+from bytecheckpoint.engine.catalogs import read_catalog
+from bytecheckpoint.storage import resolve
 from bytecheckpoint.world import world_of
-from tests.faults.kill_jobs import ROWS, report_of, save_until_failure
 from tests.support.coded import files_of, found_step, load_step, states
 from tests.support.modes import MODES
 from tests.support.processes import ROOT, environment, python, running, state_of, wait_until
+from tests.support.ranks import check_recovery, save_all, saved
 from tests.support.worlds import Worlds
+
+ROWS = 3000
+#: Seconds that a rank waits for the others in one step; generous, because test machines are busy.
+TIMEOUT = 8.0
+
+
+def report_of(folder: Path, rank: int) -> dict[str, Any]:
+    """Return the last report of a rank."""
+    try:
+        facts: dict[str, Any] = json.loads((folder / f"{rank}.json").read_text())
+    except FileNotFoundError:
+        return {"committed": 0}
+    return facts
+
+
+def save_until_failure(folder: Path, path: Path, first: int, mode: str, writer: str) -> None:
+    """Save steps to one path until a save fails; keep a report in `folder`, which outlives a killed rank."""
+    rank, world, step = dist.get_rank(), dist.get_world_size(), first
+    bytecheckpoint.configure(timeout=TIMEOUT, writer=writer)
+    facts: dict[str, Any] = {"committed": 0}
+
+    def report(**news: Any) -> None:
+        facts.update(news)
+        (folder / f"{rank}.tmp").write_text(json.dumps(facts))
+        os.replace(folder / f"{rank}.tmp", folder / f"{rank}.json")
+
+    try:
+        while True:
+            bytecheckpoint.save(path, states(rank, world, step, ROWS), **MODES[mode]).result(30)
+            if step == first:
+                helper = world_of(current()).resources.running_helper
+                if rank == 0:
+                    catalog, _ = read_catalog(resolve(path))
+                    named = {f.name for f in catalog.files} | {"metadata.parquet"}
+                    report(leftovers=[name for name in files_of(path) if name not in named])
+                dist.barrier()
+                report(helper=helper.pid if helper else 0)
+            report(committed=step)
+            step += 1
+    except bytecheckpoint.CheckpointError as error:
+        report(error=type(error).__name__, message=str(error), when=time.monotonic())
+    except RuntimeError as error:  # of torch's barrier
+        report(error="gloo", message=str(error)[:100], when=time.monotonic())
 
 
 def kill_a_rank(worlds: Worlds, folder: Path, first: int, dice: random.Random) -> dict[str, Any]:
@@ -117,6 +165,25 @@ def test_the_writer_process_is_killed_between_saves(path: Path, helper: Any) -> 
         os.kill(helper().pid, signal.SIGKILL)
         bytecheckpoint.save(path, states(step=step), async_checkpoint=True).result(30)
         assert load_step(path) == step
+
+
+def test_the_writer_process_of_one_rank_is_killed_while_it_gets_a_message(path: Path) -> None:
+    """It stops once it has files, so that what it is sent stays in its pipe, and dies: all ranks raise the same error."""
+    bytecheckpoint.configure(writer="process", timeout=20.0)
+    rows, world = 100_000, saved(path, 2, rows=100_000, **MODES["async"])
+    before = set(files_of(path))
+    helper = world_of(world.ranks[1]).resources.running_helper
+    assert helper is not None
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(save_all, world, path, 2, rows=rows, **MODES["async"])
+        assert wait_until(lambda: any("rank-00001" in name for name in {*files_of(path)} - before), 20)
+        os.kill(helper.pid, signal.SIGSTOP)
+        time.sleep(0.2)
+        os.kill(helper.pid, signal.SIGKILL)
+    for error in saving.result():
+        assert isinstance(error, CheckpointError) and "rank 1, write: the writer process died" in str(error), error
+    assert load_step(path, rows=rows) == 1 and {*files_of(path)} == before
+    check_recovery(world, path, "async")
 
 
 def test_a_writer_process_that_hangs_ends_the_save_in_time(path: Path, helper: Any) -> None:

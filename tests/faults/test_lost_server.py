@@ -1,4 +1,4 @@
-"""The server of a mounted file system is killed and comes back: saves and loads go on, and nothing is lost silently."""
+"""The server of a mounted file system is killed and comes back: saves and loads continue, and nothing is lost silently."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from bytecheckpoint import StorageConflictError, StorageUnavailableError
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.storage import NewFile, resolve
 from bytecheckpoint.storage.testing import content, read_all
-from tests.servers.faultfs import FaultFs
-from tests.servers.process import folder_of
+from tests.servers.faultfs import FaultFs, fault_fs
 from tests.support.coded import files_of, load_step, states, step_of
 from tests.support.modes import MODES
 from tests.support.processes import wait_until
@@ -37,11 +36,8 @@ _ROWS = 10_000
 
 @pytest.fixture
 def fs(tmp_path: Path) -> Iterator[FaultFs]:
-    if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
-        pytest.skip("NOT TESTED HERE: needs root and FUSE (/dev/fuse)")
-    fs = FaultFs(tmp_path / "faultfs", folder_of("mfusepy"))
-    yield fs
-    fs.stop()
+    with fault_fs(tmp_path) as fs:
+        yield fs
 
 
 @contextmanager

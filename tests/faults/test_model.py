@@ -1,4 +1,4 @@
-"""A model of the guarantee that a load gives the last committed step, whatever failed before it.
+"""A model of the guarantee that a load gives the last committed step, after any failure.
 
 Hypothesis draws sequences of saves, replacements, failures, kills and loads of two ranks on local disk. The model keeps
 the steps that the checkpoint may hold. A load must return one of them, whole, and settles which one it is.

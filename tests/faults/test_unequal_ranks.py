@@ -84,6 +84,37 @@ def test_ctrl_c_while_a_rank_waits_for_the_others(tmp_path: Path, rank: int, ste
 
 
 @pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ctrl_c_after_the_commit_removes_no_committed_file(tmp_path: Path, rank: int, cached: bool) -> None:
+    """The rank has the news of the commit and is interrupted before its save returns."""
+    world, step = ThreadWorld(2), 2 if cached else 1
+    if cached:
+        succeeded(save_all(world, tmp_path / "s", 1, rows=ROWS))
+
+    def one(collective: Collective) -> Any:
+        recv = collective.recv
+
+        def interrupted(other: int, tag: str, *args: Any, **options: Any) -> Any:
+            message = recv(other, tag, *args, **options)
+            if tag.endswith("first/reply" if cached else "report/reply"):
+                vars(collective).pop("recv")
+                raise KeyboardInterrupt
+            return message
+
+        if collective.rank == rank:
+            collective.recv = interrupted  # type: ignore[method-assign]
+        try:
+            return bytecheckpoint.save(tmp_path / "s", states(collective.rank, 2, step, ROWS), timeout=30)
+        except KeyboardInterrupt:
+            return "interrupted"
+
+    assert outcomes(world, one)[rank] == "interrupted"
+    assert load_step(tmp_path / "s", rows=ROWS) == step
+    succeeded(save_all(world, tmp_path / "s", 5, rows=ROWS))
+    assert load_step(tmp_path / "s", rows=ROWS) == 5
+
+
+@pytest.mark.parametrize("cached", [False, True])
 def test_a_rank_that_prepares_while_the_others_save(tmp_path: Path, cached: bool) -> None:
     world = ThreadWorld(3)
     if cached:

@@ -37,9 +37,9 @@ class Request:
     """A request that passes.
 
     Attributes:
-        method: "PUT", ...
-        path: with its query.
-        headers: names in lower case.
+        method: HTTP method ("PUT", ...).
+        path: path with its query.
+        headers: headers by their names in lower case.
     """
 
     method: str
@@ -49,15 +49,15 @@ class Request:
 
 @dataclass
 class HttpFault(FaultRule):
-    """Which requests fail, and how: `call` is a predicate of a `Request`.
+    """A rule for requests: `call` is a predicate of a `Request`.
 
     Attributes:
-        status: of a made-up answer; 0: the server is asked.
-        body: of such an answer.
-        cut: bytes of the server's answer after which the connection breaks; -1: none.
-        headers: names in lower case; added to a made-up answer, or in place of those of the server's answer.
-        strip: headers of the request that the server does not get, names in lower case.
-        together: the server gets no body before it has accepted the headers of so many requests.
+        status: status of a made-up answer; 0 if the server answers.
+        body: body of a made-up answer.
+        cut: number of bytes of the server's answer after which the connection breaks; -1: none.
+        headers: headers to add to a made-up answer, or to replace in the server's answer, by names in lower case.
+        strip: names in lower case of the headers that the server does not get.
+        together: number of requests whose headers the server must have accepted before it gets the body of one.
     """
 
     status: int = 0
@@ -91,8 +91,8 @@ class FaultProxy:
     """The proxy.
 
     Attributes:
-        endpoint: where clients reach it.
-        rules: the first that hits a request applies.
+        endpoint: URL of the proxy for clients.
+        rules: rules, of which the first that hits a request applies.
         requests: all requests so far.
     """
 
@@ -246,7 +246,7 @@ def fail_at_rate(proxy: FaultProxy, rate: float, seed: int = 0) -> list[Request]
 
 
 def repeated_by_client(request: Request) -> bool:
-    """Whether the client library repeats a request by itself, and does not tell: those of multipart uploads."""
+    """Whether the client library repeats a request silently, as it does those of multipart uploads."""
     words = ("uploadId=", "comp=block")
     return any(word in request.path for word in words) or (request.method == "POST" and "?uploads" in request.path)
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bytecheckpoint.storage.testing import fault_rule
+from tests.servers.process import folder_of
 from tests.support.processes import wait_until
 
-__all__ = ["FaultFs"]
+__all__ = ["FaultFs", "fault_fs"]
 
 _PROGRAM = Path(__file__).with_name("faultfs_program.py")
 
@@ -22,8 +27,8 @@ class FaultFs:
     """A mounted file system over a folder of this machine.
 
     Args:
-        folder: for everything that belongs to it; new.
-        library: the folder of mfusepy.
+        folder: new folder for its files.
+        library: folder of mfusepy.
 
     Attributes:
         back: the folder below.
@@ -65,7 +70,7 @@ class FaultFs:
             self._unmount()
 
     def kill_for(self, seconds: float, *, unmount: bool = False) -> threading.Timer:
-        """`kill`, and start again so many seconds later, while others go on; join what is returned."""
+        """End the process, and start it again `seconds` later, on the returned thread."""
         self.kill(unmount=unmount)
         self._restart = threading.Timer(seconds, self.start)
         self._restart.start()
@@ -108,3 +113,15 @@ class FaultFs:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+
+
+@contextlib.contextmanager
+def fault_fs(folder: Path) -> Iterator[FaultFs]:
+    """Mount a file system below a folder; skip the test where this user may not."""
+    if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
+        pytest.skip("NOT TESTED HERE: needs root and FUSE (/dev/fuse)")
+    fs = FaultFs(folder / "faultfs", folder_of("mfusepy"))
+    try:
+        yield fs
+    finally:
+        fs.stop()

@@ -1,4 +1,4 @@
-"""The process of `FaultFs`: passes every call on to a folder, unless a rule says otherwise.
+"""The process of `FaultFs`: it passes every call on to a folder, unless a rule hits it.
 
     python tests/servers/faultfs_program.py BACK MOUNT RULES     # ends when MOUNT is unmounted
 
@@ -26,15 +26,15 @@ _CHANGES = {"create", "write", "truncate", "fsync", "fsyncdir", "mkdir", "rmdir"
 
 @dataclass
 class FileFault(FaultRule):
-    """Which calls of the file system fail, and how.
+    """A rule for calls of the file system.
 
     Attributes:
-        times: how many calls are hit; by default all.
-        errno: of the error; 0: none.
-        hang: the call waits until the rules change.
-        after_bytes: only calls after that many bytes were written since the rules changed.
-        flip: one bit of what is read is wrong.
-        short: a write takes that many bytes at most; 0: all.
+        times: number of calls that are hit; by default all.
+        errno: number of the error; 0 for none.
+        hang: True if the call waits until the rules change.
+        after_bytes: number of bytes, written since the rules changed, after which calls are hit.
+        flip: True if one bit of the bytes read is wrong.
+        short: number of bytes that a write takes at most; 0: all.
     """
 
     times: int = -1

@@ -65,9 +65,9 @@ class Server:
     """One server.
 
     Args:
-        command: what to run.
-        url: "http://127.0.0.1:port/path"; the server is ready once this has any HTTP status.
-        log: file for its output.
+        command: command line.
+        url: "http://127.0.0.1:port/path", which has an HTTP status once the server is ready.
+        log: file for the output.
         env: variables, besides those of this process.
     """
 
@@ -122,7 +122,7 @@ class Server:
         self._end(signal.SIGKILL)
 
     def kill_for(self, seconds: float) -> None:
-        """End the server with SIGKILL, and start it again so many seconds later, while others go on."""
+        """End the server with SIGKILL, and start it again `seconds` later, on another thread."""
         self.kill()
         threading.Timer(seconds, self.start).start()
 

@@ -1,4 +1,4 @@
-"""Checks that many tests of storages make."""
+"""Checks for tests of storages."""
 
 from __future__ import annotations
 

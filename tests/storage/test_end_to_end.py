@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -105,29 +104,6 @@ def test_a_damaged_object_is_found(root: str, capsys: pytest.CaptureFixture[str]
     storage.delete([name])
     with pytest.raises(bytecheckpoint.CorruptCheckpointError, match="missing"):
         load_step(f"{root}/step")
-
-
-def test_a_load_asks_for_every_byte_once_but_at_borders(
-    s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = f"s3://{bucket}/step"
-    succeeded(save(path, 1, world=2))
-    with fault_proxy(s3.endpoint) as between:
-        use(monkeypatch, s3.environment(between.endpoint))
-        assert load(path, 4) == {1}
-        gets = [r for r in between.requests if r.method == "GET" and "/rank-" in r.path]
-        between.requests.clear()
-        assert load(path, 1) == {1}
-        files = resolve(path).list()
-        # A long read is cut for several connections, into pieces of a MiB or more.
-        most = sum(3 + (size >> 20) for _, size in files)
-        assert len([r for r in between.requests if r.method == "GET"]) < most, "few large requests"
-    ranges = sorted((r.path, *map(int, r.headers["range"].removeprefix("bytes=").split("-"))) for r in gets)
-    for (file, _, last), (other, first, _) in itertools.pairwise(ranges):
-        assert other != file or last - first < 1 << 20, "more than a block was read twice"
-    total = sum(last + 1 - first for _, first, last in ranges)
-    sizes = sum(size for name, size in files if "/rank-" in name)
-    assert 0.99 * sizes < total <= 1.04 * sizes
 
 
 # --- servers that die -------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def of_race(request: Request) -> bool:
 
 
 def retries_of(path: str, steps: int, *, rows: int = ROWS, **options: bool) -> int:
-    """Save and load each step, check every value, and return the retries that all reports tell."""
+    """Save and load each step, check every value, and return the retries of all reports."""
     retries, waited = 0, 0.0
     for step in range(1, steps + 1):
         target = states(rows=rows)

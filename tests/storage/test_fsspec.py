@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import errno
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -25,7 +24,6 @@ from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from bytecheckpoint.storage.uploading import UploadingStorage
 from tests.storage.checks import check_file, check_save
-from tests.support.catalogs import catalog_at
 from tests.support.coded import load_step, states, step_of
 
 STEP = "fsspec+flaky://x/step"
@@ -108,34 +106,11 @@ def test_save_replace_and_load(tmp_path: Path, scheme: str, writer: str, asynchr
 @pytest.mark.parametrize("call", ["open", "cat_file", "info", "mv"])
 def test_transient_errors_are_tried_again(flaky: type[Flaky], call: str, error: Exception) -> None:
     flaky.failing[call] = [error, error]
-    check_save(STEP, 3)
-    assert flaky.failing[call] == []
-
-
-@pytest.mark.parametrize("percent", [1, 5, 20])
-def test_calls_that_fail_now_and_then(flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch, percent: int) -> None:
-    """Nothing is lost, and the reports tell the attempts."""
-    chance, hits, reports = random.Random(percent), [], []
-
-    def fail(_: Flaky, call: str) -> None:
-        if chance.random() < percent / 100:
-            hits.append(call)
-            raise ConnectionResetError("reset")
-
-    monkeypatch.setattr(Flaky, "_fail", fail)
-    monkeypatch.setattr("bytecheckpoint.retries._LONGEST_PAUSE", 0.1)
-    for step in range(1, 6):
-        reports.append(bytecheckpoint.save(STEP, states(step=step)).result())
-        target = states()
-        reports.append(bytecheckpoint.load(STEP, target))
-        assert step_of(target) == step
-    retries = sum(report.retries for report in reports)
-    monkeypatch.undo()
-    assert run(["verify", STEP]) == 0
-    named = {"metadata.parquet", *(file.name for file in catalog_at(STEP).files)}
-    assert {name for name, _ in resolve(STEP).list()} == named
-    # An attempt that has failed may fail to tidy up, too; the next one does that.
-    assert hits and len([call for call in hits if call in ("open", "cat_file", "mv")]) <= retries <= len(hits)
+    target = states()
+    retries = bytecheckpoint.save(STEP, states(step=3)).result().retries
+    retries += bytecheckpoint.load(STEP, target).retries
+    assert step_of(target) == 3
+    assert flaky.failing[call] == [] and retries == 2, "the reports count every attempt"
 
 
 def test_a_removal_whose_outcome_cannot_be_seen(flaky: type[Flaky], storage: Storage) -> None:

@@ -199,7 +199,7 @@ class Loader:
 
 @pytest.mark.parametrize("framework", ["megatron", "fsdp"])
 def test_figure_6_of_the_paper(hdfs: Hdfs, framework: str) -> None:
-    """Its two calls as they are written, and training that goes on with equal losses."""
+    """Its two calls as they are printed, and equal losses afterwards."""
     if framework == "megatron":
         pytest.importorskip("megatron.core", reason="NOT TESTED HERE: Megatron-Core is not installed")
 

@@ -121,7 +121,7 @@ def test_a_restarted_namenode_is_waited_for(hdfs: Hdfs, hdfs_path: str) -> None:
 
 @pytest.mark.parametrize("writer", quick(["process", "thread"], every=2))
 def test_a_datanode_that_is_dead_before_a_save(hdfs: Hdfs, hdfs_path: str, writer: str) -> None:
-    """The NameNode goes on naming it for ten minutes, and the client cannot tell it not to."""
+    """The NameNode names it for ten more minutes, and the client cannot exclude it."""
     bytecheckpoint.configure(writer=writer)
     succeeded(save(hdfs_path, 1, world=2))
     hdfs.datanodes[1].kill()

@@ -1,4 +1,4 @@
-"""What does not fit into an HDFS is refused before the first byte, with what is needed and what is left."""
+"""A save that does not fit into an HDFS fails before its first byte, with the bytes needed and the bytes left."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_bytes_of_all_ranks_count(limited: str, hdfs_path: str) -> None:
 
 @pytest.mark.parametrize("operation", ["getContentSummary", "getFsStats"])
 def test_a_namenode_that_does_not_tell(rpc_proxy: TcpProxy, hdfs_path: str, operation: str) -> None:
-    """Then the save goes on."""
+    """The save continues without the answer."""
     unanswered = rpc_proxy.add(operation, lose=True, times=-1)
     bytecheckpoint.save(hdfs_path, states(step=1))
     assert unanswered.hits

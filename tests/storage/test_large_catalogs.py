@@ -107,7 +107,7 @@ def test_hdfs_opens_it_once(hdfs: Hdfs, hdfs_storage: HdfsStorage) -> None:
 
 
 def test_a_catalog_that_another_program_is_writing(hdfs: Hdfs, hdfs_storage: HdfsStorage) -> None:
-    """It has no length yet; all ranks hear that from the one that reads."""
+    """It has no length yet; the rank that reads it fails, and all ranks with it."""
     writer = hdfs.client().create(hdfs_storage._path(CATALOG_NAME))
     writer.write(b"PAR1" * 1000)
     for error in load(hdfs_storage, 3):

@@ -103,14 +103,6 @@ def test_long_names(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / ("d" * 200))
 
 
-def test_a_long_name_of_a_state(tmp_path: Path) -> None:
-    state = "k" * 300 + "/../x"
-    bytecheckpoint.save(tmp_path / "s", {state: {"a": 1}})
-    loaded: dict[str, Any] = {state: {}}
-    bytecheckpoint.load(tmp_path / "s", loaded)
-    assert loaded[state] == {"a": 1}
-
-
 # --- files that other things share ------------------------------------------------------------------------------------
 
 
@@ -237,11 +229,6 @@ os._exit(9)
     assert load_step(f"{memory}/step") == 5
 
 
-def test_nothing_is_in_memory(memory: str) -> None:
-    with pytest.raises(CheckpointNotFoundError, match=memory):
-        bytecheckpoint.open(f"{memory}/step")
-
-
 @pytest.mark.parametrize("wrong", ["open", "link"])
 def test_a_folder_in_memory_that_others_can_reach_is_refused(tmp_path: Path, wrong: str) -> None:
     folder = tmp_path / f"bytecheckpoint-{os.geteuid()}"
@@ -292,15 +279,6 @@ def test_what_a_crashed_saver_left_in_memory_goes_with_the_next_save(memory: str
     assert isinstance(found, CheckpointNotFoundError) if first else found == 1
     check_save(path, 3)
     assert len(resolve(path).list()) == 6
-
-
-@pytest.mark.parametrize("name", ["with space", "ünï-文", "100%41", "a+b&c=d,e;f", "~", "#x?y", "-rf", "x" * 200])
-def test_odd_names_in_memory(memory: str, name: str) -> None:
-    path = f"{memory}/{name}/{name}"
-    check_save(path, 1, async_checkpoint=True)
-    assert load_step(f"{path}/") == 1
-    assert resolve(f"{memory}/{name}").folders() == [name]
-    assert command(["verify", path]) == 0
 
 
 def test_users_have_memory_of_their_own(tmp_path: Path, as_user: Callable[..., str]) -> None:

@@ -1,4 +1,4 @@
-"""What `errors.py` reads out of the errors of the installed client library, on which retries and messages depend.
+"""Facts that `errors.py` reads from the errors of the installed client library, for retries and messages.
 
 A version of the library that words its errors otherwise fails here; pyproject.toml excludes versions that nobody has tried.
 """

@@ -147,7 +147,7 @@ def test_a_store_without_the_condition_of_a_replacement(
     hit: Callable[[Request], bool],
     fault: dict[str, Any],
 ) -> None:
-    """It does not tell versions apart, does not know the header, or ignores it."""
+    """It has no versions, does not know the header, or ignores it."""
     if "strip" in fault:
         request.getfixturevalue("unsigned")
     between.add(hit, **fault, times=-1)
@@ -170,7 +170,7 @@ def test_a_store_without_the_condition_of_a_replacement(
 def test_what_keeps_the_probe_from_its_puts_is_no_verdict(
     between: FaultProxy, path: str, status: int, code: str
 ) -> None:
-    """The store refuses whatever is put, not the condition."""
+    """The store refuses every put, not the condition."""
     between.add(asks("PUT"), status=status, body=s3_error(code), times=-1)
     with pytest.raises(StorageError, match=rf"cannot try conditional puts on s3://\S+: {code}: so it is"):
         bytecheckpoint.save(path, states(step=1))

@@ -237,7 +237,7 @@ def test_profiles_need_the_sdk(
 
 @pytest.fixture
 def metadata(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """What lends the server's credentials to whoever asks, for a second each, as the machines of a cloud do."""
+    """A service that lends the server's credentials for a second each, as the machines of a cloud do."""
     lent = {
         "Code": "Success", "AccessKeyId": KEY, "SecretAccessKey": SECRET, "Token": "",
         "LastUpdated": "2023-01-02T03:04:05Z", "Type": "AWS-HMAC",

@@ -110,7 +110,7 @@ def test_an_object_that_goes_between_the_list_and_the_read(storage: Storage, bet
 
 
 def test_an_object_that_is_replaced_while_it_is_read(storage: Storage, between: FaultProxy, path: str) -> None:
-    """Nobody replaces a storage file; if somebody does, its sums tell."""
+    """Nobody replaces a storage file; if somebody does, its checksums differ."""
     bytecheckpoint.save(path, states(step=1, rows=ROWS))
     (name,) = [name for name, _ in resolve(path).list() if name.startswith("model/rank")]
     good = storage.read(name)
@@ -185,7 +185,7 @@ def test_a_wrong_region(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPat
 def test_a_burst_of_passing_refusals(storage: Storage, between: FaultProxy, size: int, status: int, code: str) -> None:
     """Every operation is hit twice in a row, and nobody notices."""
     data = LARGE[:size]
-    # Without a body, as an answer to HEAD is, nothing tells these two from refusals that stay.
+    # An answer to HEAD has no body, by which these two differ from refusals that stay.
     methods = ("PUT", "GET", "DELETE", "POST", *(["HEAD"] if status not in (400, 409) else []))
     body = s3_error(code) if code else b""
 

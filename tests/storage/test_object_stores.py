@@ -1,4 +1,4 @@
-"""Object stores: commit by conditional put, uploads in parts, and what goes wrong on the way."""
+"""Object stores: uploads in parts, reads of ranges, stores that stay away."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import pytest
 import bytecheckpoint
 from bytecheckpoint import CheckpointError, StorageError, StorageUnavailableError
 from bytecheckpoint.storage import NewFile, Storage, resolve
-from bytecheckpoint.storage.testing import content, read_all, write_file
+from bytecheckpoint.storage.testing import content, write_file
 from bytecheckpoint.storage.uploading import UploadingStorage
 from tests.servers.fault_proxy import FaultProxy, asks, s3_error
 from tests.servers.s3 import S3Server
 from tests.storage.checks import check_file, within
-from tests.storage.conftest import use
 from tests.support.coded import load_step, states
 from tests.support.processes import wait_until
 from tests.support.ranks import attempt
@@ -124,15 +123,6 @@ def test_reads_ask_for_ranges_only(storage: Storage, between: FaultProxy) -> Non
     assert np.array_equal(out, LARGE[5 << 20 : (5 << 20) + 1000])
 
 
-def test_reads_that_fail_are_tried_again(storage: Storage, between: FaultProxy) -> None:
-    write_file(storage, "model/file", LARGE)
-    between.add(asks("GET"), status=500, times=2)
-    between.add(asks("GET"), lose=True, times=2)
-    between.add(asks("HEAD"), status=503)
-    assert np.array_equal(read_all(storage, "model/file"), LARGE)
-    assert [r.hits for r in between.rules] == [2, 2, 1]
-
-
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
@@ -154,16 +144,6 @@ def test_a_store_that_stays_away_is_an_error_that_says_all(
     text = str(raised.value)
     assert re.search(rf"cannot {operation}.* {path}.*: SlowDown: so it is \(attempt \d+\)", text), text
     assert int(re.search(r"attempt (\d+)", text)[1]) > 1  # type: ignore[index]
-
-
-def test_a_server_that_is_not_there(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, s3.environment("http://127.0.0.1:1"))
-    bytecheckpoint.configure(storage_timeout=2.0)
-    says = rf"s3://{bucket}.*Connection refused.*attempt \d+"
-    with within(30), pytest.raises(StorageUnavailableError, match=says):
-        bytecheckpoint.save(f"s3://{bucket}/step", states(step=1))
-    with pytest.raises(StorageUnavailableError, match=rf"s3://{bucket}/step.*Connection refused"):
-        load_step(f"s3://{bucket}/step")
 
 
 def test_wrong_bucket(s3: S3Server) -> None:

@@ -172,7 +172,7 @@ def test_the_age_is_by_the_clock_of_the_store(path: str, between: FaultProxy, be
 def test_uploads_that_cannot_be_listed(
     path: str, between: FaultProxy, begin: Callable[[str], str], answer: dict[str, Any], says: str, requests: int
 ) -> None:
-    """A save goes on, after another attempt where that may help; the next save does not ask, and `gc` says why."""
+    """A save continues, after other attempts where these may help; the next save does not ask, and `gc` reports why."""
     begin(f"runs/step/{OWN}")
     rule = between.add(asks("GET", "uploads"), times=-1, **answer)
     for step in (1, 2):
@@ -195,7 +195,7 @@ def test_a_listing_that_never_ends(path: str, between: FaultProxy) -> None:
 
 
 def test_other_keys_than_those_asked_for(path: str, between: FaultProxy) -> None:
-    """Some stores list all uploads of the bucket, whatever the prefix."""
+    """Some stores ignore the prefix and list all uploads of the bucket."""
     upload = "<Upload><Key>{}</Key><UploadId>1</UploadId><Initiated>2020-01-01T00:00:00Z</Initiated></Upload>"
     found = upload.format(f"other/{OWN}") + upload.format(f"runs/step/{OWN}")
     between.add(asks("GET", "uploads"), status=200, body=LISTED.format(found).encode())
@@ -216,9 +216,18 @@ def test_an_abort_that_fails(path: str, between: FaultProxy, begin: Callable[[st
     assert [r.what for r in collect_garbage(path, older_than=3600)] == ["upload"], "somebody else has aborted it"
 
 
-def test_wrong_keys(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "WRONG-SECRET")
-    with pytest.raises(StorageError, match=r"cannot list the uploads to .*check the credentials") as raised:
+@pytest.mark.parametrize("keys", ["wrong", "none"])
+def test_uploads_are_not_listed_without_credentials(
+    path: str, between: FaultProxy, keys: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if keys == "wrong":
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "WRONG-SECRET")
+    else:
+        nowhere = {"AWS_SHARED_CREDENTIALS_FILE": "/nowhere", "AWS_CONFIG_FILE": "/nowhere"}
+        service = {"AWS_EC2_METADATA_DISABLED": "true", "AWS_METADATA_ENDPOINT": "http://127.0.0.1:1"}
+        use(monkeypatch, {"AWS_ENDPOINT_URL": between.endpoint, **nowhere, **service})
+    says = "check the credentials" if keys == "wrong" else "found no credentials"
+    with pytest.raises(StorageError, match=f"cannot list the uploads to .*{says}") as raised:
         unfinished_uploads(resolve(path))
     assert "WRONG" not in str(raised.value)
 
@@ -229,17 +238,6 @@ def test_a_user_name_in_the_endpoint(
     begin(f"runs/step/{OWN}")
     use(monkeypatch, s3.environment(s3.endpoint.replace("//", "//user:USERINFO-MARK@")))
     assert [upload.name for upload in unfinished_uploads(resolve(f"s3://{bucket}/runs/step"))] == [OWN]
-
-
-def test_no_credentials(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    nowhere = {
-        "AWS_SHARED_CREDENTIALS_FILE": "/nowhere",
-        "AWS_CONFIG_FILE": "/nowhere",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }
-    use(monkeypatch, {"AWS_ENDPOINT_URL": s3.endpoint, "AWS_METADATA_ENDPOINT": "http://127.0.0.1:1", **nowhere})
-    with pytest.raises(StorageError, match=r"cannot list the uploads to .*found no credentials"):
-        unfinished_uploads(resolve(f"s3://{bucket}/step"))
 
 
 def test_without_the_sdk_uploads_are_left_to_the_bucket(

@@ -1,4 +1,4 @@
-"""What holds on every storage alike: odd paths, roots, very many files, writers at the same time, bytes read once."""
+"""The same guarantees on every storage: odd paths, roots, very many files, writers at the same time, bytes read once."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ BORDERS = 0.04
 
 
 def test_a_load_reads_only_blocks_at_borders_twice(anywhere: str) -> None:
-    """All ranks of the world together ask for what is stored, once, whatever is sharded or replicated."""
+    """All ranks together read every stored byte once, sharded or replicated."""
     path = f"{anywhere}/step"
     succeeded(save(path, 1, world=2))
     sizes = sum(size for name, size in resolve(path).list() if "/" in name)

@@ -65,7 +65,7 @@ def test_every_byte_is_asked_for_once_and_goes_to_its_place(seed: int) -> None:
     ],
 )  # fmt: skip
 def test_how_reads_are_cut(monkeypatch: pytest.MonkeyPatch, others: int, nbytes: int, expected: list[int]) -> None:
-    """Into requests of so many MiB: not too short. Reads at the same time share the connections."""
+    """Requests are not too short, and reads at the same time share the connections; all numbers in MiB."""
     bucket = Bucket("memory", obstore.store.MemoryStore(), 1.0)
     storage = ObjectStorage("s3://bucket/step", bucket)
     data = content(nbytes * _MIB)

@@ -1,4 +1,4 @@
-"""Storages that take whole files: what is remembered, what is spooled, what is left when it fails."""
+"""Storages that take whole files: bytes that stay in memory, bytes that are spooled, and failures that leave nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.ranks import attempt
 
 
 class Uploads(UploadingStorage, PosixStorage):
-    """Keeps what is uploaded, and where its bytes stood in memory."""
+    """A storage that keeps uploads, and the addresses of their bytes."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(str(root), str(root))

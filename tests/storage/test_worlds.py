@@ -1,4 +1,4 @@
-"""Worlds of real processes over gloo on HDFS and S3: save, replace, load at other layouts, go on with equal losses."""
+"""Worlds of real processes over gloo on HDFS and S3: save, replace, load at other layouts, continue with equal losses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_every_layout_loads_every_layout(worlds: Worlds, root: str, tmp_path: Pa
 
 
 def test_a_step_that_is_replaced_again_and_again(worlds: Worlds, root: str) -> None:
-    """Only the files of the last save remain, and another layout goes on from it."""
+    """Only the files of the last save remain, and another layout continues from it."""
     path = f"{root}/step"
     expected = run(worlds, 3, "storage.world_jobs", "replace", "fsdp3", path, 4)[0]
     names = [name for name, _ in resolve(path).list()]

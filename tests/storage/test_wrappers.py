@@ -1,9 +1,8 @@
-"""Wrappers: what they count, repeat, delay and break."""
+"""Wrappers that count, repeat, delay and break calls."""
 
 from __future__ import annotations
 
 import itertools
-import random
 import threading
 import time
 import uuid
@@ -34,7 +33,7 @@ from bytecheckpoint.storage.time_limits import TimeLimitedStorage
 from bytecheckpoint.storage.uploading import UploadingStorage
 from bytecheckpoint.storage.wrappers import Call, WrappedStorage, wrapped_like
 from tests.storage.checks import check_save, within
-from tests.support.coded import files_of, load_step, states, step_of
+from tests.support.coded import load_step, states
 from tests.support.processes import wait_until
 from tests.support.ranks import outcomes
 from tests.support.variants import crossed
@@ -80,7 +79,7 @@ WRAPPERS: dict[str, Callable[[Storage, Sequence[FaultRule]], Storage]] = {
     ("order", "scheme"), crossed(list(itertools.permutations(WRAPPERS)), ["", "fsspec+file://"], every=3)
 )
 def test_wrappers_go_in_any_order(tmp_path: Path, order: tuple[str, ...], scheme: str) -> None:
-    """Of a save and a load through all four, what the retrying one can hear of is tried again."""
+    """The retrying wrapper repeats the calls of a save and a load that fail inside of it."""
     bytecheckpoint.configure(writer="thread")
     down = StorageUnavailableError("down")
     faults = [
@@ -100,27 +99,6 @@ def test_wrappers_go_in_any_order(tmp_path: Path, order: tuple[str, ...], scheme
     assert load_step(storage.url) == 2
     if order.index("retrying") > order.index("faulty"):
         assert [fault.hits for fault in faults] == [2, 1, 1, 1]
-
-
-@pytest.mark.parametrize("percent", [1, 5, 20])
-def test_calls_that_fail_now_and_then(tmp_path: Path, percent: int) -> None:
-    """Nothing is lost, and the reports tell every attempt."""
-    chance = random.Random(5)  # of which one of the first calls is among the 1 % too
-    repeated = {"open", "read", "read_into", "stat", "list", "delete", "sync", "write"}
-    rule = FaultRule(
-        lambda operation: operation in repeated and chance.random() < percent / 100,
-        StorageUnavailableError("down"),
-        times=-1,
-    )
-    storage = RetryingStorage(FaultyStorage(resolve(str(tmp_path)), [rule]), 60.0)
-    retries = 0
-    for step in range(1, 6):
-        target = states()
-        for report in bytecheckpoint.save(storage, states(step=step)).result(), bytecheckpoint.load(storage, target):
-            retries += report.retries
-        assert step_of(target) == step
-    assert retries == rule.hits > 0
-    assert len(files_of(tmp_path)) == 6
 
 
 def test_what_can_be_repeated_is_tried_again(local: Storage) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of worlds of real processes run on storages that are found by the environment."""
+"""Jobs for the ranks of real processes, on storages that they find by the environment."""
 
 from __future__ import annotations
 

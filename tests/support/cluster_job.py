@@ -1,4 +1,4 @@
-"""A rank of a job that a launcher starts: it saves step after step, and goes on where the job before has ended.
+"""A rank of a job that a launcher starts: it saves step after step, and continues where the job before has ended.
 
     python cluster_job.py FOLDER STEPS [--pace SECONDS]
 

@@ -71,7 +71,7 @@ def check_rows(piece: Rows, step: int, tensor: int) -> None:
 
 
 def load_step(path: str | Path, *, rows: int = ROWS, **options: Any) -> int:
-    """Load the checkpoint at `path` into one process, whatever layout wrote it; return its step."""
+    """Load the checkpoint at `path` into one process, from any layout; return its step."""
     loaded = states(rows=rows)
     bytecheckpoint.load(path, loaded, **options)
     return step_of(loaded)

@@ -18,6 +18,7 @@ import pytest
 from bytecheckpoint.collectives import current
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.storage.testing.fault_rule import FaultRule
 from bytecheckpoint.storage.testing.wrappers import FaultyStorage
 from bytecheckpoint.storage.wrappers import Call
@@ -47,7 +48,7 @@ class Faults:
     bytes_written: dict[int, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, call: str, error: BaseException | None = None, **options: Any) -> FaultRule:
+    def add(self, call: str | Callable[[str], bool], error: BaseException | None = None, **options: Any) -> FaultRule:
         """Add a rule; see `FaultRule` for the options."""
         self.rules.append(FaultRule(call, error, **options))
         return self.rules[-1]
@@ -68,6 +69,28 @@ class Faults:
         for name in _USERS:
             monkeypatch.setattr(f"bytecheckpoint.{name}", self.at)
         return self
+
+    def install_in_folders(self, monkeypatch: pytest.MonkeyPatch) -> Faults:
+        """Let all local folders, but not memory, have these faults: for tiers and cooldown, which find their folders.
+
+        Rules see the whole path of a file, and no ranks, bytes or single writes.
+        """
+        for name in ("create", "open", "read", "stat", "version", "publish", "check_publish", "list", "folders"):
+            monkeypatch.setattr(LocalStorage, name, self._failing(name))
+        return self
+
+    def _failing(self, name: str) -> Callable[..., Any]:
+        real = getattr(LocalStorage, name)
+
+        def call(storage: LocalStorage, *args: Any, **options: Any) -> Any:
+            file = getattr(args[0], "name", args[0]) if args else ""
+            for rule in [rule for rule in self.rules if rule.hit(name, f"{storage.url}/{file}")]:
+                rule.wait()
+                if rule.error is not None:
+                    raise rule.error
+            return real(storage, *args, **options)
+
+        return call
 
     def count(self, table: dict[int, int], rank: int, nbytes: int) -> None:
         """Add to one of the byte counters."""

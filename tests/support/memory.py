@@ -68,10 +68,10 @@ def new_memory() -> Iterator[str]:
 
 
 def as_of_a_new_job(monkeypatch: pytest.MonkeyPatch, *, ahead: float = 0.0) -> None:
-    """Let flushes take what is in the hot tier for steps of jobs that have ended.
+    """Make flushes treat the steps in the hot tier as those of jobs that have ended.
 
     Args:
-        monkeypatch: undoes it.
+        monkeypatch: patch that ends with the test.
         ahead: seconds by which the job begins later than now.
     """
     monkeypatch.setattr(world_of(current()).flusher, "_unflushed", UnflushedSteps(time.time() + ahead))

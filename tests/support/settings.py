@@ -14,7 +14,7 @@ from bytecheckpoint.world import world_of
 
 @contextlib.contextmanager
 def using(**changes: Any) -> Iterator[None]:
-    """Change settings inside the block, and restore them after it, whatever was configured in between."""
+    """Change settings inside the block, and restore them after it, also if the block configures others."""
     before = flat_settings(bytecheckpoint.settings())
     bytecheckpoint.configure(**changes)
     try:

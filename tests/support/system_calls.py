@@ -28,12 +28,12 @@ def failing(
     """Let a function fail with an errno; return the rule, which counts the failures.
 
     Args:
-        monkeypatch: of the test.
-        name: of the function.
-        code: the errno.
-        fits: of the calls that fail, by their positional arguments; by default all.
-        owner: the function's module.
-        times: how many calls fail; -1: all.
+        monkeypatch: fixture of the test.
+        name: name of the function.
+        code: errno of the error.
+        fits: predicate of the positional arguments of the calls that fail; by default all fail.
+        owner: module of the function.
+        times: number of calls that fail; -1: all.
         **options: see `FaultRule`; with `lose` the call is carried out before the error.
     """
     real, rule = getattr(owner, name), FaultRule(lambda args: fits(*args), times=times, **options)

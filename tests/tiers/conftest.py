@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.faulty_storage import Faults
 from tests.support.memory import folder_in_memory, hot_tier
 
 
@@ -21,3 +22,9 @@ def hot(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def run(tmp_path: Path) -> str:
     """The URL of a training run: a folder of steps behind a tier."""
     return f"tier+file://{tmp_path}/durable/run"
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """Faults of the durable folders, which are on the local disk."""
+    return Faults().install_in_folders(monkeypatch)

@@ -1,4 +1,4 @@
-"""What the ranks of simulated machines do: each machine has a name and a memory of its own."""
+"""Jobs for the ranks of simulated machines: each machine has a name and a memory of its own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 import bytecheckpoint
@@ -17,6 +18,7 @@ from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.tiers.flush import flusher
 from bytecheckpoint.world import world_of
 from tests.support.coded import states, step_of
+from tests.support.faulty_storage import Faults
 from tests.support.memory import durable_folder
 from tests.support.processes import wait_until
 
@@ -35,24 +37,14 @@ def settle(
     return collective
 
 
-def hold_back(gate: Path) -> None:
-    """Let nothing be written to local folders (not to memory) before the file `gate` exists."""
-    real = LocalStorage.create
-
-    def create(storage: LocalStorage, request: Any) -> Any:
-        assert wait_until(gate.exists, 60)
-        return real(storage, request)
-
-    LocalStorage.create = create  # type: ignore[method-assign]
-
-
 def save(
     path: str, memory: str, machines: list[int], step: int, gate: str = "", rows: int = 24, **options: Any
 ) -> dict[str, Any]:
     """Save; with a gate, only until the step is restorable."""
     collective = settle(memory, machines, **options)
-    if gate:
-        hold_back(Path(gate))
+    if gate:  # nothing is written to the durable folder before that file exists
+        faults = Faults().install_in_folders(pytest.MonkeyPatch())
+        faults.add("create", before=lambda: wait_until(Path(gate).exists, 60), times=-1)
     handle = bytecheckpoint.save(
         path, states(collective.rank, collective.world_size, step, rows), async_checkpoint=True
     )

@@ -1,4 +1,4 @@
-"""Cooldown: older steps move to a cold storage, their paths go on working, and no kill loses anything."""
+"""Cooldown: older steps move to a cold storage, their paths still work, and no kill loses anything."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ import bytecheckpoint
 from bytecheckpoint import CheckpointNotFoundError, UsageError
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.storage import Storage, resolve
-from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from bytecheckpoint.tuning import tuned
 from tests.support.coded import files_of, load_step, save_steps, states
 from tests.support.damage import damage, storage_file
+from tests.support.faulty_storage import Faults
 from tests.support.memory import new_memory
 from tests.support.processes import environment, python
 
@@ -39,7 +39,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def planned(root: str | Path, cold: str | Path, older_than: float = 0, days: float = 1, **options: Any) -> list[Any]:
-    """The plan of a cooldown that runs in so many days."""
+    """Return the plan of a cooldown that runs `days` from now."""
     return plan_cooldown(str(root), str(cold), older_than=older_than, now=time.time() + days * DAY, **options)
 
 
@@ -53,7 +53,7 @@ def actions(plan: list[Any]) -> list[str]:
     return [step.action for step in plan]
 
 
-def test_paths_go_on_working(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_paths_of_cooled_steps_work(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cold = tmp_path / "cold"
     done = move_all(root, cold)
     assert actions(done) == ["move", "move", "move", "keep"]
@@ -84,7 +84,7 @@ def test_a_cold_step_can_be_replaced(root: Path, tmp_path: Path) -> None:
     assert load_step(tmp_path / "cold" / "step_1") == 1
 
 
-def test_what_stays(root: Path, tmp_path: Path) -> None:
+def test_the_newest_steps_stay(root: Path, tmp_path: Path) -> None:
     cold = tmp_path / "cold"
     plan = planned(root, cold, older_than=7 * DAY, days=0)
     assert actions(plan) == ["keep"] * 4 and [step.reason for step in plan] == ["too young"] * 3 + ["one of the newest"]
@@ -142,18 +142,10 @@ def test_the_cold_folder_holds_something_else(root: Path, tmp_path: Path) -> Non
     assert load_step(root / "step_1") == 1 and load_step(tmp_path / "cold" / "step_1") == 77
 
 
-def test_a_step_that_is_replaced_meanwhile(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = LocalStorage.publish
-
-    def publish(storage: LocalStorage, name: str, data: bytes, *, expected: str | None = None) -> None:
-        if storage.url == str(root / "step_1") and not replaced:
-            replaced.append(True)
-            bytecheckpoint.save(root / "step_1", states(step=50))
-        real(storage, name, data, expected=expected)
-
-    replaced: list[bool] = []
+def test_a_step_that_is_replaced_meanwhile(root: Path, tmp_path: Path, faults: Faults) -> None:
+    step = root / "step_1"
     plan = planned(root, tmp_path / "cold")
-    monkeypatch.setattr(LocalStorage, "publish", publish)
+    faults.add("publish", name=str(step), before=lambda: bytecheckpoint.save(step, states(step=50)))
     done = cool(plan[0])
     assert "another save" in done.error
     assert load_step(root / "step_1") == 50

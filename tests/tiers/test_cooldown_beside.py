@@ -83,7 +83,7 @@ def paused(owner: Any, name: str, fits: Callable[..., bool], work: Callable[...,
 
 @pytest.mark.parametrize("moment", ["catalog read", "file opened", "file read"])
 def test_a_step_that_moves_while_it_is_loaded(root: Path, tmp_path: Path, moment: str) -> None:
-    """The load finds the files at their new place, or goes on reading the old ones, and never fails for it."""
+    """The load finds the files at their new place or keeps reading the old ones; it does not fail."""
     (plan, *_) = planned(root, tmp_path / "cold")
     here = str(root / "1")
     owner, name, fits = {
@@ -98,7 +98,7 @@ def test_a_step_that_moves_while_it_is_loaded(root: Path, tmp_path: Path, moment
 
 
 def test_a_step_that_moves_while_it_is_open(root: Path, tmp_path: Path) -> None:
-    """What was opened before reads what it had, or says that the file is gone; opened again it reads the cold files."""
+    """A checkpoint opened before reads the old files or fails because they are gone; a new one reads the cold files."""
     (plan, *_) = planned(root, tmp_path / "cold")
     with bytecheckpoint.open(root / "1") as checkpoint:
         before = checkpoint["model/w"][...]

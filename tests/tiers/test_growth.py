@@ -44,7 +44,7 @@ def test_many_saves(saves: int, run: str, hot: Path) -> None:
 
 
 def test_a_path_is_saved_again_while_older_steps_are_evicted(run: str) -> None:
-    """Eviction in the background never takes what a save has begun to write, on whatever rank."""
+    """Eviction in the background removes no file that a save is writing, on any rank."""
 
     def save(collective: Collective) -> None:
         for step in range(1, 31):

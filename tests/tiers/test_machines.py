@@ -211,7 +211,7 @@ def test_without_replicas_a_lost_machine_loses_the_step(cluster: Cluster, run: s
 
 @pytest.mark.parametrize("new", quick([[0, 0, 1, 2], [0, 1, 2], [2]], every=3))
 def test_two_lost_machines(cluster: Cluster, run: str, new: list[int]) -> None:
-    """One replica does not survive two neighbours: a load finds an older durable step, or names what is missing."""
+    """One replica does not survive two neighbours: a load finds an older durable step, or its error names the files."""
     path, other = f"{run}/s", f"{run}/t"
     job = cluster.start(0, 1, 2)
     job.save(path, 1)

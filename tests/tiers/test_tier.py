@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,15 +30,16 @@ from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.collectives import current
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.storage import Storage, resolve
-from bytecheckpoint.storage.posix.storage import LocalStorage, PosixStorage
+from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.storage.testing import StorageTests
-from bytecheckpoint.storage.testing.wrappers import MeteredStorage
+from bytecheckpoint.storage.testing.wrappers import FaultRule, MeteredStorage
 from bytecheckpoint.tiers.hot_folder import HotFolder
 from bytecheckpoint.tiers.storage import hot_part
 from bytecheckpoint.tuning import tuned
 from bytecheckpoint.world import world_of
 from tests.support.coded import check_steps, files_of, load_step, save_steps, states
 from tests.support.damage import damage, storage_file
+from tests.support.faulty_storage import Faults
 from tests.support.memory import as_of_a_new_job, durable_folder, hot_folder
 from tests.support.modes import MODES
 from tests.support.mounts import small_tmpfs
@@ -57,9 +59,9 @@ def hot_steps(run: str) -> list[str]:
     return sorted(os.listdir(hot_folder(f"{run}/1").parent))
 
 
-def away(storage: LocalStorage, *_: Any) -> Any:
-    """Stands for a method of a storage that does not answer."""
-    raise StorageUnavailableError(f"cannot reach {storage.url}: Transport endpoint is not connected")
+def away(run: str) -> StorageUnavailableError:
+    """Return the error of a durable storage that does not answer."""
+    return StorageUnavailableError(f"cannot reach {durable_folder(run)}: Transport endpoint is not connected")
 
 
 def drain() -> None:
@@ -67,54 +69,28 @@ def drain() -> None:
     world_of(current()).flusher.drain()
 
 
-class Gate:
-    """Holds, or fails, what is written to local folders (not to memory)."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open = threading.Event()
-        self.error: Exception | None = None
-        self.met = threading.Event()
-        real_create, real_publish = LocalStorage.create, LocalStorage.publish
-
-        def create(storage: LocalStorage, request: Any) -> Any:
-            self.pass_()
-            return real_create(storage, request)
-
-        def publish(storage: LocalStorage, *args: Any, **options: Any) -> None:
-            self.pass_()
-            real_publish(storage, *args, **options)
-
-        monkeypatch.setattr(LocalStorage, "create", create)
-        monkeypatch.setattr(LocalStorage, "publish", publish)
-
-    def pass_(self) -> None:
-        self.met.set()
-        assert self.open.wait(60)
-        if self.error is not None:
-            raise self.error
-
-
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
-    gate = Gate(monkeypatch)
+def gate(faults: Faults) -> Iterator[FaultRule]:
+    """A rule that holds writes to the durable folders until it is released, and lets them fail if it has an error."""
+    gate = faults.add(lambda call: call in ("create", "publish"), hold=threading.Event(), times=-1)
     yield gate
     gate.error = None
-    gate.open.set()
+    gate.release()
 
 
 @pytest.mark.parametrize("writer", ["process", "thread"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_save_is_restorable_first_and_durable_later(run: str, gate: Gate, mode: str, writer: str) -> None:
+def test_a_save_is_restorable_first_and_durable_later(run: str, gate: FaultRule, mode: str, writer: str) -> None:
     bytecheckpoint.configure(writer=writer)
     handle = bytecheckpoint.save(f"{run}/1", states(step=1), **MODES[mode])
     handle.restorable.result(60)
-    assert gate.met.wait(60)
+    assert wait_until(lambda: gate.hits > 0, 60)
     assert not handle.committed.done() and not handle.done()
     assert not (durable_folder(run) / "1" / "metadata.parquet").exists()
     assert load_step(f"{run}/1") == 1, "from memory"
     with pytest.raises(CheckpointNotFoundError):
         load_step(durable_folder(run) / "1")
-    gate.open.set()
+    gate.release()
     report = handle.result(60)
     assert report.path == f"{run}/1" and report.phases["flush"] > 0
     assert load_step(durable_folder(run) / "1") == 1, "a checkpoint like any other"
@@ -137,13 +113,14 @@ def test_a_tier_in_a_wrapper_is_flushed_too(run: str) -> None:
     assert storage.meter.calls("publish") == 1
 
 
-@pytest.mark.parametrize("how", ["flip", "cut", "extend", "remove", "catalog", "memory"])
-def test_a_damaged_hot_copy_falls_through(run: str, how: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("how", ["flip", "extend", "memory"])
+def test_the_durable_copy_is_read_in_place_of_a_damaged_hot_one(
+    run: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """test_verify.py has other damage."""
     bytecheckpoint.save(f"{run}/1", states(step=1)).result(60)
     hot = hot_folder(f"{run}/1")
-    if how == "catalog":
-        (hot / "metadata.parquet").write_bytes(b"nonsense" * 50)
-    elif how == "memory":
+    if how == "memory":
         for name in files_of(hot):
             (hot / name).unlink()
     else:
@@ -155,10 +132,10 @@ def test_a_damaged_hot_copy_falls_through(run: str, how: str, caplog: pytest.Log
         assert "checksum mismatch" in caplog.text and "another copy" in caplog.text
 
 
-def test_a_damaged_hot_copy_is_not_flushed(run: str, gate: Gate) -> None:
+def test_a_damaged_hot_copy_is_not_flushed(run: str, gate: FaultRule) -> None:
     handle = bytecheckpoint.save(f"{run}/1", states(step=1))
     damage(storage_file(hot_folder(f"{run}/1"), "optimizer"))
-    gate.open.set()
+    gate.release()
     with pytest.raises(CorruptCheckpointError, match="no machine has a sound copy"):
         handle.result(60)
     assert not (durable_folder(run) / "1" / "metadata.parquet").exists()
@@ -167,10 +144,12 @@ def test_a_damaged_hot_copy_is_not_flushed(run: str, gate: Gate) -> None:
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_failed_flush_stops_no_save_and_is_repeated(run: str, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_flush_stops_no_save_and_is_repeated(
+    run: str, gate: FaultRule, caplog: pytest.LogCaptureFixture
+) -> None:
     """Restarts can use the step. The next save whose flush succeeds flushes it too."""
     gate.error = StorageFullError("cannot write here: No space left on device; free space")
-    gate.open.set()
+    gate.release()
     handle = bytecheckpoint.save(f"{run}/1", states(step=1), async_checkpoint=True)
     drain()
     assert handle.restorable.result() is None
@@ -190,8 +169,10 @@ def test_a_failed_flush_stops_no_save_and_is_repeated(run: str, gate: Gate, capl
     assert command(["flush", run]) == 0
 
 
-def test_a_step_that_no_flush_can_take_is_tried_once(run: str, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
-    gate.open.set()
+def test_a_step_that_no_flush_can_take_is_tried_once(
+    run: str, gate: FaultRule, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate.release()
     gate.error = StorageUnavailableError("cannot write here: Input/output error")
     with pytest.raises(StorageUnavailableError):
         bytecheckpoint.save(f"{run}/1", states(step=1), async_checkpoint=True).result(60)
@@ -203,8 +184,8 @@ def test_a_step_that_no_flush_can_take_is_tried_once(run: str, gate: Gate, caplo
     assert hot_steps(run) == ["1", "4"], "it is as many steps as may be waiting"
 
 
-def test_steps_that_cannot_be_flushed_do_not_fill_the_memory(run: str, gate: Gate) -> None:
-    gate.open.set()
+def test_steps_that_cannot_be_flushed_do_not_fill_the_memory(run: str, gate: FaultRule) -> None:
+    gate.release()
     gate.error = StorageUnavailableError("cannot write here: Input/output error")
     for step in range(1, 7):
         handle = bytecheckpoint.save(f"{run}/{step}", states(step=step), async_checkpoint=True)
@@ -217,59 +198,52 @@ def test_steps_that_cannot_be_flushed_do_not_fill_the_memory(run: str, gate: Gat
     assert sorted(os.listdir(durable_folder(run))) == ["5", "6", "7"]
 
 
-def test_the_durable_storage_is_away(tmp_path: Path, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        for name in ("stat", "list"):
-            patch.setattr(LocalStorage, name, away)
-        handle = bytecheckpoint.save(f"{run}/1", states(step=1), async_checkpoint=True)
-        handle.restorable.result(60)
-        with pytest.raises(StorageUnavailableError, match="not connected"):
-            handle.result(60)
-        assert load_step(f"{run}/1") == 1, "the hot copy needs no durable one"
+def test_the_durable_storage_is_away(run: str, faults: Faults) -> None:
+    faults.add(lambda call: call in ("stat", "list"), away(run), times=-1)
+    handle = bytecheckpoint.save(f"{run}/1", states(step=1), async_checkpoint=True)
+    handle.restorable.result(60)
+    with pytest.raises(StorageUnavailableError, match="not connected"):
+        handle.result(60)
+    assert load_step(f"{run}/1") == 1, "the hot copy needs no durable one"
+    faults.clear()
     assert command(["flush", run]) == 0
     assert load_step(durable_folder(run) / "1") == 1
 
 
-def test_credentials_of_the_durable_storage_that_expire(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_of_the_durable_storage_that_expire(run: str, faults: Faults) -> None:
     """The hot tier works alone until they are renewed; a storage that has refused from the start is an error."""
-
-    def refuse(storage: LocalStorage, *_: Any, **__: Any) -> Any:
-        raise StorageError(f"cannot look at {storage.url}: ExpiredToken")
-
-    names = ("version", "stat", "read", "list", "create", "publish", "check_publish", "open")
-    with monkeypatch.context() as patch:
-        for name in names:
-            patch.setattr(LocalStorage, name, refuse)
-        with pytest.raises(StorageError, match="ExpiredToken"):
-            bytecheckpoint.save(f"{run}/1", states(step=1))
+    refused = StorageError(f"cannot look at {durable_folder(run)}: ExpiredToken")
+    faults.add("*", refused, times=-1)
+    with pytest.raises(StorageError, match="ExpiredToken"):
+        bytecheckpoint.save(f"{run}/1", states(step=1))
+    faults.clear()
     bytecheckpoint.save(f"{run}/1", states(step=1)).result(60)
-    with monkeypatch.context() as patch:
-        for name in names:
-            patch.setattr(LocalStorage, name, refuse)
-        for step, place in ((2, "2"), (3, "1")):
-            handle = bytecheckpoint.save(f"{run}/{place}", states(step=step))
-            handle.restorable.result(60)
-            with pytest.raises(StorageError, match="ExpiredToken"):
-                handle.result(60)
-            assert load_step(f"{run}/{place}") == step
+    faults.add("*", refused, times=-1)
+    for step, place in ((2, "2"), (3, "1")):
+        handle = bytecheckpoint.save(f"{run}/{place}", states(step=step))
+        handle.restorable.result(60)
+        with pytest.raises(StorageError, match="ExpiredToken"):
+            handle.result(60)
+        assert load_step(f"{run}/{place}") == step
+    faults.clear()
     bytecheckpoint.save(f"{run}/4", states(step=4)).result(60)
     drain()
     check_steps(durable_folder(run), 2, 4)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_is_restorable_although_an_earlier_flush_takes_long(run: str, gate: Gate, mode: str) -> None:
+def test_a_step_is_restorable_although_an_earlier_flush_takes_long(run: str, gate: FaultRule, mode: str) -> None:
     """A synchronous save, too, does not wait for the flush of the one before it."""
     first = bytecheckpoint.save(f"{run}/1", states(step=1), **MODES[mode])
-    assert gate.met.wait(60)
+    assert wait_until(lambda: gate.hits > 0, 60)
     second = bytecheckpoint.save(f"{run}/2", states(step=2), **MODES[mode])
     second.restorable.result(20)
     assert not first.committed.done() and load_step(f"{run}/2") == 2
-    gate.open.set()
+    gate.release()
     assert second.result(60).path == f"{run}/2" and first.done()
 
 
-def test_waiting_steps_are_bounded(run: str, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_steps_are_bounded(run: str, gate: FaultRule, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     bytecheckpoint.configure(tier_waiting=2)
     first, _ = (bytecheckpoint.save(f"{run}/{step}", states(step=step), async_checkpoint=True) for step in (1, 2))
@@ -279,20 +253,20 @@ def test_waiting_steps_are_bounded(run: str, gate: Gate, caplog: pytest.LogCaptu
         time.sleep(0.7)
         assert not third.done(), "a third unflushed step must wait"
         assert f"the save of {run}/3 waits, because these are not durable yet: {run}/1, {run}/2" in caplog.text
-        gate.open.set()
+        gate.release()
         report = third.result(60).result(60)
     assert report.phases["wait"] > 0.5 and report.blocking_seconds > 0.5
     check_steps(durable_folder(run), 1, 2, 3)
 
 
-def test_a_path_is_replaced_only_after_its_flush(run: str, gate: Gate) -> None:
+def test_a_path_is_replaced_only_after_its_flush(run: str, gate: FaultRule) -> None:
     bytecheckpoint.save(f"{run}/s", states(step=1), async_checkpoint=True)
-    assert gate.met.wait(60)
+    assert wait_until(lambda: gate.hits > 0, 60)
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(bytecheckpoint.save, f"{run}/s", states(step=2), async_checkpoint=True)
         time.sleep(0.5)
         assert not second.done()
-        gate.open.set()
+        gate.release()
         second.result(60)
     for step in (3, 4):
         bytecheckpoint.save(f"{run}/s", states(step=step)).result(60)
@@ -321,19 +295,21 @@ def test_a_checkpoint_that_was_replaced_without_the_tier_counts(run: str) -> Non
 
 
 @pytest.mark.parametrize("replacing", [False, True])
-def test_a_flush_does_not_overwrite_what_another_job_saved_meanwhile(run: str, gate: Gate, replacing: bool) -> None:
-    gate.open.set()
+def test_a_flush_does_not_overwrite_what_another_job_saved_meanwhile(
+    run: str, gate: FaultRule, replacing: bool
+) -> None:
+    gate.release()
     other = durable_folder(run) / "other"
     bytecheckpoint.save(other, states(step=9))
     if replacing:
         bytecheckpoint.save(durable_folder(run) / "s", states(step=1))
-    gate.open.clear()
-    gate.met.clear()
+    gate.hold = threading.Event()
+    gate.hits = 0
     handle = bytecheckpoint.save(f"{run}/s", states(step=2), async_checkpoint=True)
     handle.restorable.result(60)
-    assert gate.met.wait(60)
+    assert wait_until(lambda: gate.hits > 0, 60)
     shutil.copytree(other, durable_folder(run) / "s", dirs_exist_ok=True)
-    gate.open.set()
+    gate.release()
     with pytest.raises(StorageConflictError, match="another save"):
         handle.result(60)
     assert load_step(durable_folder(run) / "s") == 9
@@ -348,7 +324,7 @@ def test_a_flush_does_not_overwrite_what_another_job_saved_meanwhile(run: str, g
 def test_a_hot_tier_without_room(
     run: str, tmp_path: Path, mode: str, writer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What does not fit goes straight to the durable storage."""
+    """Files that do not fit go straight to the durable storage."""
     hot = tmp_path / "hot"
     with small_tmpfs(hot, "1m"):
         bytecheckpoint.configure(tier_hot=str(hot), writer=writer)
@@ -414,10 +390,10 @@ def test_a_save_that_fails_leaves_nothing_in_the_durable_storage(
 
 @pytest.mark.parametrize("hours", [0, 5, -5])
 def test_a_clock_that_is_set_back_makes_no_step_older(
-    run: str, gate: Gate, hours: int, monkeypatch: pytest.MonkeyPatch
+    run: str, gate: FaultRule, hours: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The storage is away, so the memory holds the only copies of the newest steps; an older job's clock was ahead."""
-    gate.open.set()
+    gate.release()
     clock = time.time
     for first, seconds in ((1, 3600 * hours), (4, 0)):
         monkeypatch.setattr(time, "time", lambda seconds=seconds: clock() + seconds)
@@ -435,9 +411,9 @@ def test_a_clock_that_is_set_back_makes_no_step_older(
     check_steps(durable_folder(run), 5, 6, 7)
 
 
-def test_flushed_steps_of_earlier_runs_are_evicted(run: str, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flushed_steps_of_earlier_runs_are_evicted(run: str, gate: FaultRule, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each job saves to a folder of its own. What is not durable stays."""
-    gate.open.set()
+    gate.release()
     for job, error in enumerate([None, StorageUnavailableError("away"), None]):
         gate.error = error
         as_of_a_new_job(monkeypatch)
@@ -447,7 +423,7 @@ def test_flushed_steps_of_earlier_runs_are_evicted(run: str, gate: Gate, monkeyp
 
 
 def test_eviction_reads_no_catalogs_of_other_runs(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There may be many, and large ones; their records tell what goes."""
+    """There may be many, and large ones; the records decide which steps go."""
     for job in range(3):
         bytecheckpoint.save(f"{run}-{job}/1", states(step=1)).result(60)
     drain()
@@ -459,7 +435,7 @@ def test_eviction_reads_no_catalogs_of_other_runs(run: str, monkeypatch: pytest.
     assert read and not [url for url in read if f"{run.rpartition('/')[2]}-2" not in url]
 
 
-def test_an_incomplete_hot_step_does_not_count(run: str, gate: Gate) -> None:
+def test_an_incomplete_hot_step_does_not_count(run: str, gate: FaultRule) -> None:
     """The error says that files are missing."""
     bytecheckpoint.save(f"{run}/1", states(step=1))
     for file in (hot_folder(f"{run}/1") / "optimizer").iterdir():
@@ -470,7 +446,7 @@ def test_an_incomplete_hot_step_does_not_count(run: str, gate: Gate) -> None:
         load_step(f"{run}/1")
     assert command(["inspect", f"{run}/1"]) == 2
     gate.error = StorageUnavailableError("cannot write here")
-    gate.open.set()
+    gate.release()
 
 
 def test_what_killed_saves_leave_in_memory_is_removed_by_the_next_job(
@@ -516,10 +492,10 @@ def test_what_killed_saves_leave_in_memory_is_removed_by_the_next_job(
 @tuned(tier_save_timeout=0.3, tier_load_timeout=0.3)
 @pytest.mark.parametrize("lost", ["record", "catalog for a moment"])
 def test_a_step_that_cannot_be_judged_is_no_leftover(
-    run: str, gate: Gate, monkeypatch: pytest.MonkeyPatch, lost: str
+    run: str, gate: FaultRule, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     """The next job does not know whether it is flushed, or what it needs; the only copy stays, and `flush` takes it."""
-    gate.open.set()
+    gate.release()
     gate.error = StorageUnavailableError("away")
     bytecheckpoint.save(f"{run}/1", states(step=1)).committed.exception(60)
     drain()
@@ -533,7 +509,9 @@ def test_a_step_that_cannot_be_judged_is_no_leftover(
             real = PosixStorage.read
 
             def read(storage: PosixStorage, name: str) -> bytes:
-                return away(storage) if storage.root == str(hot) else real(storage, name)
+                if storage.root == str(hot):
+                    raise StorageUnavailableError(f"cannot reach {hot}")
+                return real(storage, name)
 
             patched.setattr(PosixStorage, "read", read)
         bytecheckpoint.save(f"{run}/2", states(step=2)).result(60)
@@ -542,22 +520,15 @@ def test_a_step_that_cannot_be_judged_is_no_leftover(
     check_steps(durable_folder(run), 1, 2)
 
 
-def test_a_durable_storage_that_does_not_answer_is_not_waited_for(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_durable_storage_that_does_not_answer_is_not_waited_for(run: str, faults: Faults) -> None:
     bytecheckpoint.save(f"{run}/1", states(step=1)).result(60)
-    hang = threading.Event()
-    real = LocalStorage.stat
-
-    def stat(storage: LocalStorage, name: str) -> Any:
-        hang.wait(60)
-        return real(storage, name)
-
-    monkeypatch.setattr(LocalStorage, "stat", stat)
+    hang = faults.add("stat", hold=threading.Event(), times=-1)
     begun = time.monotonic()
     assert load_step(f"{run}/1") == 1
     handle = bytecheckpoint.save(f"{run}/2", states(step=2), async_checkpoint=True)
     handle.restorable.result(60)
     assert time.monotonic() - begun < 20
-    hang.set()
+    hang.release()
     handle.result(60)
 
 
@@ -599,7 +570,7 @@ def test_another_world_size(run: str, worlds: tuple[int, int], mode: str) -> Non
 # --- the command line ----------------------------------------------------------------------------------------------
 
 
-def test_ls_inspect_and_open(run: str, gate: Gate, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_inspect_and_open(run: str, gate: FaultRule, capsys: pytest.CaptureFixture[str]) -> None:
     bytecheckpoint.save(f"{run}/1", states(step=1))
     assert command(["ls", run]) == 0
     out = capsys.readouterr().out
@@ -607,24 +578,21 @@ def test_ls_inspect_and_open(run: str, gate: Gate, capsys: pytest.CaptureFixture
     assert command(["inspect", f"{run}/1"]) == 0
     with bytecheckpoint.open(f"{run}/1") as checkpoint:
         assert checkpoint["extra_states/step"] == 1
-    gate.open.set()
+    gate.release()
 
 
 def test_ls_while_the_durable_storage_is_away(
-    run: str, gate: Gate, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: str, gate: FaultRule, faults: Faults, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What this machine has is listed, and what could not be asked is said."""
+    """The steps of this machine are listed, and the error of the durable storage is printed."""
     bytecheckpoint.save(f"{run}/1", states(step=1))
-    for name in ("read", "list", "stat"):
-        monkeypatch.setattr(LocalStorage, name, away)
-    hang = threading.Event()
-    monkeypatch.setattr(LocalStorage, "folders", lambda storage: hang.wait(60))
+    faults.add(lambda call: call in ("read", "list", "stat"), away(run), times=-1)
+    hang = faults.add("folders", away(run), hold=threading.Event(), times=-1)
     capsys.readouterr()
     with tuned(tier_load_timeout=0.3):
         assert command(["ls", run]) == 1
     assert f"{run}: no answer within 0.3 s" in capsys.readouterr().err
-    hang.set()
-    monkeypatch.setattr(LocalStorage, "folders", away)
+    hang.release()
     assert command(["ls", run]) == 1
     said = capsys.readouterr()
     assert "committed" in said.out
@@ -641,7 +609,7 @@ def test_ls_while_the_durable_storage_is_away(
         assert command(["ls", path]) == 2
         assert "not connected" in capsys.readouterr().err
     gate.error = StorageUnavailableError("cannot write here")
-    gate.open.set()
+    gate.release()
 
 
 def test_the_hot_tier_must_be_local(tmp_path: Path) -> None:

@@ -75,3 +75,8 @@ class FaultRule:
         if self.hold is not None and not self.hold.wait(60):
             raise TimeoutError(f"nobody released the held call {self.call}")
         time.sleep(self.delay)
+
+    def release(self) -> None:
+        """Let the calls that wait for `hold`, and all later ones, continue."""
+        assert self.hold is not None
+        self.hold.set()

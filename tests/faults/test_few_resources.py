@@ -1,8 +1,9 @@
-"""A rank that may start no other thread: it works with those it has, or all ranks hear at once what to raise."""
+"""Ranks that may start few threads or open few files: they work with those, or say at once which limit to raise."""
 
 from __future__ import annotations
 
 import contextlib
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -17,13 +18,14 @@ import torch.distributed as dist
 
 import bytecheckpoint
 from bytecheckpoint import CheckpointError
-from tests.support.variants import crossed
-from tests.support.worlds import on_ranks
+from tests.support.memory import as_on_disk
+from tests.support.variants import crossed, quick
+from tests.support.worlds import Worlds, on_ranks
 
 
 @contextlib.contextmanager
 def threads_left(count: int) -> Iterator[None]:
-    """Let this process start so many threads, as the limit of a cgroup does."""
+    """Let this process start `count` threads, as the limit of a cgroup does."""
     starts = iter(range(count))
     # Python 3.13 has renamed it.
     name = "_start_joinable_thread" if hasattr(threading, "_start_joinable_thread") else "_start_new_thread"
@@ -60,3 +62,27 @@ def test_a_limit_on_threads(call: str, odd: int, tmp_path: Path) -> None:
         dist.barrier()
         bytecheckpoint.save(tmp_path / "c", state, async_checkpoint=True, **here).result(60)
         bytecheckpoint.load(tmp_path / "c", state, **here)
+
+
+def save_and_load(path: str, limit: int) -> str:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, 64), limit))  # the soft limit can be raised
+    values = torch.arange(3_000_000) + dist.get_rank()
+    state = {"model": {f"rank {dist.get_rank()}": values, "all": torch.arange(3_000_000)}}
+    loaded = {"model": {name: torch.zeros_like(value) for name, value in state["model"].items()}}
+    try:
+        bytecheckpoint.save(path, state, async_checkpoint=True).result()
+        bytecheckpoint.load(as_on_disk(path), loaded)
+    except bytecheckpoint.UsageError as error:
+        return str(error)
+    assert all(torch.equal(loaded["model"][name], value) for name, value in state["model"].items())
+    return ""
+
+
+@pytest.mark.parametrize("limit", quick([40, 256], every=2))
+def test_few_descriptors(tmp_path: Path, worlds: Worlds, limit: int) -> None:
+    world = worlds.fresh(4)
+    try:
+        for told in world.run(save_and_load, str(tmp_path / "s"), limit):
+            assert ("open descriptors" in told and f"hard limit of this process is {limit}" in told) == (limit < 100)
+    finally:
+        world.close()
