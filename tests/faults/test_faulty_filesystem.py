@@ -152,31 +152,12 @@ def test_a_load_meets_an_error(fs: FaultFs, path: Path, op: str, code: int, erro
     assert load_step(path) == 1
 
 
-def test_a_stale_handle_is_opened_again(fs: FaultFs, path: Path) -> None:
-    fs.rule("open", errno.ESTALE, times=2)
-    assert load_step(path) == 1
-    fs.rule("read", errno.ESTALE, times=1, name="rank-")
-    assert load_step(path) == 1
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_slow_file_system_is_waited_for(fs: FaultFs, path: Path, mode: str) -> None:
     fs.rule("*", delay=0.005)
     got = save_all(ThreadWorld(2), path, 2, **MODES[mode])
     succeeded(got)
     assert load_step(path) == 2
-
-
-def test_a_hanging_file_system_ends_an_asynchronous_save_in_time(fs: FaultFs, path: Path) -> None:
-    bytecheckpoint.configure(writer="process", timeout=1.0)
-    begun = time.monotonic()
-    fs.rule("write", delay=8.0, times=1)
-    handle = bytecheckpoint.save(path, states(step=2), async_checkpoint=True)
-    assert handle.staged.done() and time.monotonic() - begun < 7, "the caller does not wait for the storage"
-    with pytest.raises(bytecheckpoint.CheckpointError):
-        handle.result(60)
-    fs.clear()
-    assert load_step(path) in (1, 2)
 
 
 _TIMEOUT = 1.5

@@ -179,13 +179,6 @@ def test_errors_that_pass(fs: FaultFs, op: str, code: int) -> None:
     assert len(files_of(path)) == 6
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
-def test_errors_that_do_not_pass(fs: FaultFs, code: int) -> None:
-    fs.rule("write", code, times=1, name="rank-")
-    with pytest.raises(bytecheckpoint.StorageError, match=os.strerror(code)):
-        bytecheckpoint.save(fs.mount / "s", states(step=1))
-
-
 @pytest.mark.parametrize("stable", [False, True])
 def test_bytes_that_the_server_has_lost(fs: FaultFs, stable: bool) -> None:
     """It had taken them and died before the fsync: written again from the caller's memory, or the file fails."""

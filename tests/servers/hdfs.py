@@ -14,9 +14,10 @@ from xml.sax.saxutils import escape
 
 import hdfs_native
 
+from bytecheckpoint.storage import Storage
 from tests.servers.process import Server, folder_of, free_port, opener
 
-__all__ = ["USER", "Hdfs", "write_configuration"]
+__all__ = ["USER", "Hdfs", "path_in_cluster", "write_configuration"]
 
 #: The user who starts the NameNode is its superuser.
 USER = "superuser"
@@ -40,6 +41,11 @@ def write_configuration(folder: Path, core: Mapping[str, str], hdfs: Mapping[str
         )
         (folder / name).write_text(f"<configuration>\n{''.join(lines)}</configuration>\n")
     return folder
+
+
+def path_in_cluster(storage: Storage) -> str:
+    """Return the path of a storage's folder, as plain clients name it."""
+    return "/" + storage.url.split("://", 1)[1].partition("/")[2]
 
 
 def _beans(http: int, service: str, name: str) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.hdfs.rpc import RemoteError
 from bytecheckpoint.storage.hdfs.storage import HdfsStorage
 from bytecheckpoint.storage.testing import RawAccess, StorageTests, content, read_all, write_file
-from tests.servers.hdfs import Hdfs, write_configuration
+from tests.servers.hdfs import Hdfs, path_in_cluster, write_configuration
 from tests.servers.tcp_proxy import TcpProxy
 from tests.storage.checks import check_file
 from tests.storage.raw_access import HdfsAccess
@@ -134,7 +134,7 @@ def test_a_joined_file_is_like_any_other(
 ) -> None:
     check_file(hdfs_storage, "model/file", LARGE, stable=stable, piece=1_000_003)
     assert hdfs_storage.list() == [("model/file", len(LARGE))], "no sub-files are left"
-    path = hdfs_storage._path("model/file")
+    path = f"{path_in_cluster(hdfs_storage)}/model/file"
     assert hdfs.client().get_file_info(path).replication == 2
     if stable:  # Hadoop's own client takes seconds
         assert hdfs.shell("-checksum", path)
@@ -142,10 +142,10 @@ def test_a_joined_file_is_like_any_other(
 
 def test_sub_files_that_are_left_are_seen_and_removed(hdfs: Hdfs, hdfs_storage: HdfsStorage, short_parts: None) -> None:
     """As a killed writer leaves them: the file that they were to become can be removed, and they go with it."""
-    client = hdfs.client()
+    client, folder = hdfs.client(), f"{path_in_cluster(hdfs_storage)}/model"
     for name in (".bytecheckpoint-part-0001-file", ".bytecheckpoint-part-0002-file", ".bytecheckpoint-part-0001-other"):
-        client.create(hdfs_storage._path(f"model/{name}")).close()
-    client.create(hdfs_storage._path("model/other")).close()
+        client.create(f"{folder}/{name}").close()
+    client.create(f"{folder}/other").close()
     assert hdfs_storage.list() == [("model/file", 0), ("model/other", 0)]
     hdfs_storage.delete(["model/file", "model/other"])
     assert hdfs_storage.list() == []

@@ -13,9 +13,10 @@ from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.hdfs.storage import HdfsStorage
 from bytecheckpoint.storage.testing import content
 from bytecheckpoint.tuning import tuned
-from tests.servers.hdfs import Hdfs
+from tests.servers.hdfs import Hdfs, path_in_cluster
 from tests.servers.tcp_proxy import TcpProxy
 from tests.storage.checks import check_file
+from tests.support.catalogs import catalog_at
 from tests.support.coded import load_step, states
 from tests.support.modes import MODES
 from tests.support.ranks import succeeded
@@ -29,18 +30,19 @@ LARGE = content((3 << 20) + 4097)
 
 
 def past(hdfs: Hdfs, url: str) -> str:
-    """The same place by an address that goes past the proxy."""
+    """Return the same place by an address that goes past the proxy."""
     return url.replace("demo_0", f"127.0.0.1:{hdfs.port}")
 
 
-def hdfs_files(storage: Storage) -> list[Any]:
-    """All that is in the folder, hidden or not."""
-    assert isinstance(storage, HdfsStorage)
-    return list(storage._cluster.client.list_status(storage._root, True))
+def hdfs_files(hdfs: Hdfs, storage: Storage) -> list[Any]:
+    """Return all entries of the folder, hidden or not."""
+    return list(hdfs.client().list_status(path_in_cluster(storage), True))
 
 
 @pytest.mark.parametrize(("expected", "skip"), [("new", 0), ("replaced", 0), ("replaced", 1), ("any", 0)])
-def test_a_rename_whose_answer_gets_lost(rpc_proxy: TcpProxy, hdfs_path: str, expected: str, skip: int) -> None:
+def test_a_rename_whose_answer_gets_lost(
+    hdfs: Hdfs, rpc_proxy: TcpProxy, hdfs_path: str, expected: str, skip: int
+) -> None:
     storage = resolve(hdfs_path)
     if expected != "new":
         storage.publish(CATALOG, b"before")
@@ -48,7 +50,7 @@ def test_a_rename_whose_answer_gets_lost(rpc_proxy: TcpProxy, hdfs_path: str, ex
     storage.publish(CATALOG, b"mine", expected=None if expected == "any" else storage.version(CATALOG))
     assert event.hits == 1
     assert resolve(storage.url).read(CATALOG) == b"mine"
-    assert [entry.path.rpartition("/")[2] for entry in hdfs_files(storage)] == [CATALOG]
+    assert [entry.path.rpartition("/")[2] for entry in hdfs_files(hdfs, storage)] == [CATALOG]
 
 
 @pytest.mark.parametrize("replacing", [False, True])
@@ -62,7 +64,7 @@ def test_another_publisher_in_between(hdfs: Hdfs, rpc_proxy: TcpProxy, hdfs_path
     with pytest.raises(StorageConflictError, match=r"cannot publish hdfs://demo_0/.*another save"):
         ours.publish(CATALOG, b"ours", expected=version)
     assert ours.read(CATALOG) == b"theirs"
-    assert len(hdfs_files(ours)) == 1
+    assert len(hdfs_files(hdfs, ours)) == 1
 
 
 @tuned(hdfs_lock_expiry=1.0)
@@ -76,17 +78,17 @@ def test_a_publisher_that_was_killed_half_way_is_no_obstacle(hdfs: Hdfs, rpc_pro
         slow.publish(CATALOG, b"slow", expected=version)
     assert event.hits == 1
     assert slow.read(CATALOG) == b"quick"
-    assert len(hdfs_files(slow)) == 1
+    assert len(hdfs_files(hdfs, slow)) == 1
 
 
 def test_abandoned_files_go_with_a_later_save(hdfs: Hdfs, hdfs_storage: HdfsStorage) -> None:
     for name in (".bytecheckpoint-publishing-0123", ".bytecheckpoint-replacing-0123"):
-        hdfs.client().create(hdfs_storage._path(name)).close()
+        hdfs.client().create(f"{path_in_cluster(hdfs_storage)}/{name}").close()
     bytecheckpoint.save(hdfs_storage.url, states(step=1))
-    assert sum(".bytecheckpoint" in entry.path for entry in hdfs_files(hdfs_storage)) == 2, "they may be in use"
+    assert sum(".bytecheckpoint" in entry.path for entry in hdfs_files(hdfs, hdfs_storage)) == 2, "they may be in use"
     with tuned(hdfs_abandoned=-1.0):
         bytecheckpoint.save(hdfs_storage.url, states(step=2))
-    assert not any(".bytecheckpoint" in entry.path for entry in hdfs_files(hdfs_storage))
+    assert not any(".bytecheckpoint" in entry.path for entry in hdfs_files(hdfs, hdfs_storage))
     assert load_step(hdfs_storage.url) == 2
 
 
@@ -120,8 +122,8 @@ def test_the_slower_of_two_jobs_hears_of_the_other(
     assert type(raised) is StorageConflictError, repr(raised)
     assert hdfs_path in str(raised) and "another save" in str(raised) and "one job at a time" in str(raised)
     assert load_step(hdfs_path, rows=ROWS) == 2
-    named = {file.name for file in bytecheckpoint.open(hdfs_path)._catalog.files}
-    present = {entry.path.partition("/step/")[2] for entry in hdfs_files(resolve(hdfs_path)) if not entry.isdir}
+    named = {file.name for file in catalog_at(hdfs_path).files}
+    present = {entry.path.partition("/step/")[2] for entry in hdfs_files(hdfs, resolve(hdfs_path)) if not entry.isdir}
     assert present == {CATALOG, *named}, "nothing of the slower one is left"
 
 
@@ -133,13 +135,15 @@ def test_a_file_that_is_removed_once_is_written_again(hdfs: Hdfs, rpc_proxy: Tcp
     event = rpc_proxy.add("complete", before=lambda: client.delete(path))
     check_file(storage, "model/file", LARGE)
     assert event.hits == 1
-    assert [entry.path for entry in hdfs_files(storage) if not entry.isdir] == [path]
+    assert [entry.path for entry in hdfs_files(hdfs, storage) if not entry.isdir] == [path]
 
 
-def test_a_publisher_that_is_refused_leaves_nothing(hdfs_storage: HdfsStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_publisher_that_is_refused_leaves_nothing(
+    hdfs: Hdfs, hdfs_storage: HdfsStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hdfs_storage.publish(CATALOG, b"before")
     version = hdfs_storage.version(CATALOG)
     monkeypatch.setattr(hdfs_storage, "_rename", Mock(side_effect=StorageError("refused")))
     with pytest.raises(StorageError, match="refused"):
         hdfs_storage.publish(CATALOG, b"after", expected=version)
-    assert hdfs_storage.read(CATALOG) == b"before" and len(hdfs_files(hdfs_storage)) == 1
+    assert hdfs_storage.read(CATALOG) == b"before" and len(hdfs_files(hdfs, hdfs_storage)) == 1

@@ -15,7 +15,7 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.hdfs.storage import HdfsStorage
 from bytecheckpoint.tuning import tuned
 from tests.servers.fault_proxy import fault_proxy
-from tests.servers.hdfs import Hdfs
+from tests.servers.hdfs import Hdfs, path_in_cluster
 from tests.servers.s3 import S3Server
 from tests.storage.conftest import ANYWHERE, use
 from tests.storage.test_hdfs import Operations
@@ -108,7 +108,7 @@ def test_hdfs_opens_it_once(hdfs: Hdfs, hdfs_storage: HdfsStorage) -> None:
 
 def test_a_catalog_that_another_program_is_writing(hdfs: Hdfs, hdfs_storage: HdfsStorage) -> None:
     """It has no length yet; the rank that reads it fails, and all ranks with it."""
-    writer = hdfs.client().create(hdfs_storage._path(CATALOG_NAME))
+    writer = hdfs.client().create(f"{path_in_cluster(hdfs_storage)}/{CATALOG_NAME}")
     writer.write(b"PAR1" * 1000)
     for error in load(hdfs_storage, 3):
         assert isinstance(error, CorruptCheckpointError) and CATALOG_NAME in str(error)

@@ -26,13 +26,14 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.testing.wrappers import Meter, MeteredStorage
 from tests.storage.checks import check_save
 from tests.storage.conftest import ANYWHERE
+from tests.support.catalogs import catalog_at
 from tests.support.coded import load_step, states
 from tests.support.layouts import Box, Leaf
 from tests.support.metrics import collecting, wait_for_operations
 from tests.support.names import ODD_NAMES
 from tests.support.ranks import attempt, succeeded
 from tests.support.saves import load, save
-from tests.support.variants import crossed, quick
+from tests.support.variants import crossed
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
@@ -73,8 +74,7 @@ def test_the_root_of_a_bucket_or_cluster(root: str) -> None:
         assert run(["verify", path]) == 0
     if top.startswith("s3"):
         assert run(["ls", path]) == 0
-    with bytecheckpoint.open(top) as checkpoint:
-        names = [file.name for file in checkpoint._catalog.files]
+    names = [file.name for file in catalog_at(top).files]
     resolve(top).delete(["metadata.parquet", *names])  # other tests use the same cluster
 
 
@@ -98,20 +98,6 @@ def test_a_fork_is_refused_and_a_new_process_works(root: str, kind: str, method:
         assert isinstance(found, StorageError) and f"in a fork of a process that has used {kind}" in str(found)
     else:
         assert found == b"content"
-
-
-@pytest.mark.parametrize("anywhere", quick(ANYWHERE, every=2), indirect=True)
-def test_very_many_files(anywhere: str) -> None:
-    """More than one page of a listing and one request of a bulk deletion hold."""
-    storage = resolve(f"{anywhere}/step")
-    remote = not anywhere.startswith(("az", "hdfs"))
-    names = [f"kind-{number % 2}/file-{number:05d}" for number in range(2300 if remote else 1100)]
-    names += [f"only/file-{number:05d}" for number in range(0 if remote else 1050)]
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda name: storage.publish(name, b"x"), names))
-    assert storage.list() == sorted((name, 1) for name in names)
-    storage.delete(names)
-    assert storage.list() == []
 
 
 def test_two_jobs_that_save_to_one_path(anywhere: str) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import bytecheckpoint
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.representation.names import generation_of
 from bytecheckpoint.storage import Storage, resolve
+from tests.support.catalogs import catalog_at
 from tests.support.ranks import load_all, save_all
 
 __all__ = ["ROWS", "check_folder", "load", "save"]
@@ -30,6 +30,5 @@ def load(path: str | Storage, world: int, rows: int = ROWS) -> set[int]:
 def check_folder(path: str) -> None:
     """Fail unless the checkpoint verifies, and its folder has no storage files but those that the catalog names."""
     assert run(["verify", path]) == 0
-    with bytecheckpoint.open(path) as checkpoint:
-        named = {file.name for file in checkpoint._catalog.files}
+    named = {file.name for file in catalog_at(path).files}
     assert {name for name, _ in resolve(path).list() if generation_of(name)} == named
