@@ -114,7 +114,7 @@ def test_optimizer_state_must_be_equal(tmp_path: Path) -> None:
 
 
 def test_flat_state_in_a_state_dict_is_refused(tmp_path: Path) -> None:
-    """As FSDP1's optimizers have it, on ranks whose parts are of one size."""
+    """FSDP1's optimizers have it, here on ranks whose parts are of one size."""
 
     def one(collective: Collective) -> None:
         part = torch.arange(6.0) + 6 * collective.rank

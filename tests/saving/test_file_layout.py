@@ -1,4 +1,4 @@
-"""What one rank captures, and how its files are laid out."""
+"""The captured state of one rank, and the layout of its files."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def test_a_save_by_a_handler_does_not_wait_for_a_lock_of_the_thread_below(tmp_pa
 
 
 def test_lazy_attributes_hold_no_lock() -> None:
-    """As `functools.cached_property` does in Python 3.11, for all objects of a class at once."""
+    """`functools.cached_property` of Python 3.11 holds one, for all objects of a class."""
 
     class Lazy:
         def __init__(self, inner: Lazy | None) -> None:

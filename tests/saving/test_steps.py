@@ -119,7 +119,7 @@ def test_counters_of_a_rank_are_no_steps_where_the_optimizers_agree(tmp_path: Pa
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), 2**60, True, 2 + 0j])
 def test_steps_of_any_kind_are_saved(tmp_path: Path, odd: complex) -> None:
-    """What no step can be fails no save, unless ranks differ in it."""
+    """A value that is no step fails a save only if ranks differ in it."""
 
     def save(collective: Collective, odd: complex) -> Any:
         model, optimizer, _ = trained(2)
@@ -146,7 +146,7 @@ class WithProperty:
         pass
 
 
-def test_what_shows_a_step() -> None:
+def test_steps_of_objects() -> None:
     _, _, scheduler = trained(2)
     found = steps_of_objects(
         {

@@ -1,4 +1,4 @@
-"""Who writes which value: pure functions over the ranks' records."""
+"""Assignment of values to writers: pure functions over the ranks' records."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Visit:
 
     Attributes:
         page: playwright's.
-        troubles: what the page has written to the console, and its errors.
+        troubles: output of the page on the console, and its errors.
         requests: URLs that it has asked for, itself included.
     """
 

@@ -246,7 +246,7 @@ def fail_at_rate(proxy: FaultProxy, rate: float, seed: int = 0) -> list[Request]
 
 
 def repeated_by_client(request: Request) -> bool:
-    """Whether the client library repeats a request silently, as it does those of multipart uploads."""
+    """Return whether the client library repeats a request silently, as it does those of multipart uploads."""
     words = ("uploadId=", "comp=block")
     return any(word in request.path for word in words) or (request.method == "POST" and "?uploads" in request.path)
 

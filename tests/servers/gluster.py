@@ -78,7 +78,7 @@ class Gluster:
     """One volume with two mounts, `mounts[0]` and `mounts[1]`.
 
     Args:
-        folder: for everything; new.
+        folder: new folder for all its files.
         kind: one of KINDS.
     """
 

@@ -58,17 +58,17 @@ class Hdfs:
     """A running cluster.
 
     Args:
-        folder: for everything it writes.
-        datanodes: how many.
+        folder: folder for all its files.
+        datanodes: number of DataNodes.
         data: folder for the DataNodes' blocks, if not in `folder`.
         java: options of the Java machines; by default they start quickly.
-        **properties: of hdfs-site.xml.
+        **properties: properties of hdfs-site.xml.
 
     Attributes:
-        port: of the NameNode's RPC.
-        namenode: its process.
-        datanodes: their processes.
-        ports: where the DataNodes take data.
+        port: port of the NameNode's RPC.
+        namenode: process of the NameNode.
+        datanodes: processes of the DataNodes.
+        ports: ports on which the DataNodes take data.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Hdfs:
         """Return the variables with which clients find the cluster as "demo_0", by a configuration in a new folder.
 
         Args:
-            folder: for the files; new.
+            folder: new folder for the files.
             namenode: address of a proxy in place of the NameNode's own.
             **properties: further properties, with "__" for "." and "_" for "-".
         """

@@ -20,7 +20,7 @@ class ClickHouse:
     """A server with the users "default" (no password) and "writer" (password "pass/word").
 
     Args:
-        port: of its HTTP interface.
+        port: port of the HTTP interface.
     """
 
     def __init__(self, port: int) -> None:
@@ -74,7 +74,7 @@ class Prometheus:
     """A server of Prometheus.
 
     Args:
-        port: of its HTTP interface.
+        port: port of the HTTP interface.
     """
 
     def __init__(self, port: int) -> None:

@@ -86,7 +86,7 @@ class Server:
 
     @property
     def running(self) -> bool:
-        """Whether it was started and neither stopped nor killed."""
+        """True if it was started and neither stopped nor killed."""
         return self._process is not None
 
     def start(self, timeout: float = 120.0) -> Server:

@@ -62,7 +62,7 @@ class Slurm:
     """A cluster. Use as a context manager: at the end its jobs are cancelled, and its daemons end.
 
     Args:
-        folder: for its state and logs.
+        folder: folder for state and logs.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -144,7 +144,7 @@ class _Connection:
 
 
 def _asks_for(method: str, data: bytes) -> bool:
-    """Whether a request to a NameNode asks for an operation: field 1 of its header is the name behind its length."""
+    """Return whether a request to a NameNode asks for an operation: field 1 of its header has the name."""
     return bytes([0x0A, len(method)]) + method.encode() in data
 
 

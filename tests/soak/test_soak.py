@@ -32,7 +32,7 @@ def shared_memory() -> set[str]:
 
 
 def measure(process: psutil.Process) -> dict[str, int]:
-    """What must not grow, of this process and its helpers."""
+    """Return counts that must not grow, of this process and its helpers."""
     _finish_all()  # a preparation of the next save reads files of /proc in the background
     gc.collect()
     children = [c for c in process.children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE]

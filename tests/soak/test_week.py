@@ -56,7 +56,7 @@ def live(worlds: Worlds, folder: Path, day: int, draw: random.Random) -> None:
             for process in world.processes:
                 process.join(90)
             codes = [process.exitcode for process in world.processes]
-            # A victim may hear of another one's death before its own.
+            # A victim may learn of another one's death before its own.
             allowed = [{-9, LEFT} if rank in victims else {LEFT} for rank in range(size)]
             assert -9 in codes and all(map(set.__contains__, allowed, codes)), (codes, options)
         else:

@@ -1,4 +1,4 @@
-"""Where every connection is limited, as on busy networks and real stores: a file goes over several of them."""
+"""Files go over several connections, so that a limit of each connection, as on busy networks, slows them less."""
 
 from __future__ import annotations
 

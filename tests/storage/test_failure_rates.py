@@ -30,7 +30,7 @@ STEPS = {0: 1, 1: 6, 5: 3, 20: 3}
 
 
 def of_race(request: Request) -> bool:
-    """Whether a request is one of the puts that race while the store is probed: half of them may fail."""
+    """Return whether a request is one of the puts that race while the store is probed: half of them may fail."""
     return "-probe-" in request.path and request.method == "PUT"
 
 
@@ -46,7 +46,7 @@ def retries_of(path: str, steps: int, *, rows: int = ROWS, **options: bool) -> i
             retries += report.retries
             waited += report.retry_seconds
         assert step_of(target) == step
-    assert waited >= 0.05 * (retries - steps)  # a read that has made progress goes on at once
+    assert waited >= 0.05 * (retries - steps)  # a read that has made progress continues at once
     return retries
 
 

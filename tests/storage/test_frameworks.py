@@ -29,6 +29,6 @@ MEMBERS = ("plain", "fsdp1-x3", "z3x2", "tp2-pp2-whole")
 def test_every_framework_loads_every_framework(
     worlds: Worlds, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in tests/frameworks/interchange, on storages across a network."""
+    """The same as in tests/frameworks/interchange, on storages across a network."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     check_members(worlds, root, tmp_path, FAMILIES["dense-adamw"], MEMBERS)

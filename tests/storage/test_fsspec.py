@@ -215,15 +215,15 @@ def test_versions_of_one_second(storage: Storage, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_file_without_a_size(flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by web servers that send in chunks."""
+    """Web servers that send in chunks do that."""
     resolve(STEP).publish("catalog", b"x")
     monkeypatch.setattr(Flaky, "info", lambda fs, path: MemoryFileSystem.info(fs, path) | {"size": None})
     with pytest.raises(StorageError, match=r"fsspec\+flaky://x/step/catalog: its file system does not say how long"):
         resolve(STEP).open("catalog")
 
 
-def test_a_listing_that_tells_no_sizes(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of web servers."""
+def test_a_listing_without_sizes(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Web servers have such listings."""
     write_file(storage, "model/file", content(1000))
     full = MemoryFileSystem.ls
     monkeypatch.setattr(Flaky, "ls", lambda fs, path, detail: [e | {"size": None} for e in full(fs, path, detail=True)])

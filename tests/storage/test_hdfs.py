@@ -59,7 +59,7 @@ class Operations:
         self._before = Counter(hdfs.operations())
 
     def since(self) -> Counter[str]:
-        """How often each was asked for since the last look."""
+        """Return the number of calls of each operation since the last look."""
         now = Counter(self._hdfs.operations())
         found = {name: count - self._before[name] for name, count in now.items() if not self._servers.match(name)}
         self._before = now
@@ -116,7 +116,7 @@ def test_operations_of_a_whole_save_and_load(hdfs: Hdfs, hdfs_path: str) -> None
 
 
 def test_a_load_reads_no_byte_twice(hdfs: Hdfs, hdfs_path: str) -> None:
-    """As the DataNodes count it: with checksums of 4 bytes for 512, to which ranges are rounded."""
+    """The DataNodes count the bytes, with checksums of 4 bytes for 512, to which ranges are rounded."""
     bytecheckpoint.save(hdfs_path, states(step=1, rows=50_000))
     sizes = sum(size for _, size in resolve(hdfs_path).list())
     reads = len(resolve(hdfs_path).list()) + sizes // (2 << 20) + 50
@@ -141,7 +141,7 @@ def test_a_joined_file_is_like_any_other(
 
 
 def test_sub_files_that_are_left_are_seen_and_removed(hdfs: Hdfs, hdfs_storage: HdfsStorage, short_parts: None) -> None:
-    """As a killed writer leaves them: the file that they were to become can be removed, and they go with it."""
+    """A killed writer leaves them; they go when the file that they were to become is removed."""
     client, folder = hdfs.client(), f"{path_in_cluster(hdfs_storage)}/model"
     for name in (".bytecheckpoint-part-0001-file", ".bytecheckpoint-part-0002-file", ".bytecheckpoint-part-0001-other"):
         client.create(f"{folder}/{name}").close()

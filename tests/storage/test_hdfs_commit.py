@@ -107,10 +107,10 @@ def test_abandoned_files_go_with_a_later_save(hdfs: Hdfs, hdfs_storage: HdfsStor
     ],
 )
 @tuned(hdfs_part_bytes=2 << 20)
-def test_the_slower_of_two_jobs_hears_of_the_other(
+def test_the_slower_of_two_jobs_gets_a_conflict(
     hdfs: Hdfs, rpc_proxy: TcpProxy, hdfs_path: str, mode: str, method: str, replacing: bool
 ) -> None:
-    """Whatever it is doing when the other one commits, which takes its files for those of a killed save."""
+    """The quicker one commits at any moment of the slower one, and takes its files for those of a killed save."""
     bytecheckpoint.configure(writer="thread")
     other = past(hdfs, hdfs_path)
     if replacing:

@@ -106,7 +106,7 @@ def test_a_restarted_namenode_is_waited_for(hdfs: Hdfs, hdfs_path: str) -> None:
     hdfs.namenode.kill()
     hdfs.namenode.start()
     assert hdfs.bean("NameNode", "NameNodeInfo")["Safemode"]
-    # After the room was looked at, for the second time too: a cluster without DataNodes has none.
+    # After both looks at the free space: a cluster without DataNodes has none.
     timers = [threading.Timer(9.0 + number, datanode.start) for number, datanode in enumerate(hdfs.datanodes)]
     for timer in timers:
         timer.start()
@@ -282,7 +282,7 @@ def lines(hdfs: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def test_a_range_goes_over_several_connections(lines: list[TcpProxy], hdfs_path: str) -> None:
-    """Where every connection is limited, a file is read several times as fast as over one."""
+    """A file is read several times as fast as over one connection, if each is limited."""
     storage = resolve(hdfs_path)
     data = content(32 << 20)
     write_file(storage, "model/file", data)

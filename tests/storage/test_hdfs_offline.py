@@ -70,7 +70,7 @@ def test_where_namenodes_are(conf: Path) -> None:
 
 
 def test_variables_and_included_files(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Hadoop's own configuration knows them; the client that does the work does not."""
+    """Hadoop's own configuration has them; the client library does not know them."""
     monkeypatch.setenv("NAMENODE_PORT", "8021")
     write_configuration(conf, {"fs.defaultFS": "hdfs://${dfs.nameservices}", "main.host": "${main.prefix}-1"}, {})
     site = """<configuration xmlns:xi="http://www.w3.org/2001/XInclude">
@@ -109,7 +109,7 @@ def test_a_broken_configuration(conf: Path) -> None:
 
 
 def rpc_error(kind: str, message: str) -> RuntimeError:
-    """What the client raises for an error that a NameNode reports, with the trace of its stack."""
+    """Return the client's error for one that a NameNode reports, with the trace of its stack."""
     trace = r"\n\tat org.apache.hadoop.hdfs.server.namenode.FSNamesystem.x(FSNamesystem.java:1)"
     return RuntimeError(f'RPCError("{kind}", "{message}{trace}")')
 

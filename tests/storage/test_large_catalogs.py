@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
 @pytest.fixture(autouse=True)
 def parts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each decoded catalog was read in parts."""
+    """True for each decoded catalog that was read in parts, else False."""
     found: list[bool] = []
     catalog = CatalogGroups.catalog
 

@@ -37,7 +37,7 @@ def event_descriptors() -> int:
 
 
 def growth(visit: Callable[[int], None], warm: int = 8, more: int = 20, *, events: bool = True) -> dict[str, float]:
-    """What stays behind after `more` visits, each to another place, once `warm` have been made.
+    """Return the growth of this process by `more` visits, each to another place, after `warm` of them.
 
     Args:
         visit: makes visit number n.
@@ -111,7 +111,7 @@ def test_many_buckets(s3: S3Server) -> None:
 @pytest.mark.timeout(300)
 @tuned(object_clients=4)
 def test_credentials_that_change(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they do every hour where they are lent; each time it is another client."""
+    """Lent credentials change every hour, and each time there is another client."""
 
     def visit(number: int) -> None:
         monkeypatch.setenv("AWS_TIMEOUT", f"{60 + number}s")

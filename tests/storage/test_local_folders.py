@@ -121,7 +121,7 @@ def test_copies_that_share_their_bytes_stay_as_they_are(tmp_path: Path, flags: l
 
 
 def act(user: int, mask: int, root: str, what: str, name: str, memory: str) -> str:
-    """What another user meets, in a process of its own."""
+    """Act as another user, in a process of its own; return the result or error as a text."""
     bytecheckpoint.configure(memory_dir=memory)
     os.setgroups([])
     os.setgid(2000)

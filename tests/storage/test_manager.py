@@ -56,7 +56,7 @@ def test_what_is_kept_and_what_goes(root: str, monkeypatch: pytest.MonkeyPatch) 
         eventually(manager, [1, 3, 5, 6])
     assert resolve(durable(root)).folders() == [f"step_0000000{step}" for step in (1, 3, 5, 6)]
 
-    # With a grace, the files of a step stay a while without their catalog, whoever ends the deletion.
+    # With a grace, the files of a step stay a while without their catalog; any job may end the deletion.
     before = files(root, 6)
     save_steps(root, 7, keep=Retention(1, grace=3600))
     assert numbers(manager) == [1, 7] and {*before} - {*files(root, 6)} == {"metadata.parquet"}

@@ -55,7 +55,7 @@ def places(nas: Gluster, request: pytest.FixtureRequest) -> list[Path]:
 
 @pytest.mark.parametrize("nas", ["strict", "stale"], indirect=True, scope="module")
 class TestConformance(StorageTests):
-    """What one mount writes the other reads."""
+    """The conformance suite, with writes through one mount and reads through the other."""
 
     large_bytes = (3 << 20) + 4097
     many = 110

@@ -72,7 +72,7 @@ def test_the_probe_runs_once_and_leaves_nothing(between: FaultProxy, bucket: str
 
 
 def test_a_save_from_inside_an_event_loop(bucket: str) -> None:
-    """As in a notebook."""
+    """Notebooks have such a loop."""
 
     async def main() -> None:
         bytecheckpoint.save(f"s3://{bucket}/step", states(step=1))
@@ -179,7 +179,7 @@ def test_what_keeps_the_probe_from_its_puts_is_no_verdict(
 
 
 def test_a_probe_whose_answers_get_lost(between: FaultProxy, path: str) -> None:
-    """What was carried out and is asked for again is refused; that is no fault of the store."""
+    """The store refuses a repeated put that it has carried out; that is no fault of the store."""
     lost = [between.add(lambda r, fits=fits: "probe" in r.path and fits(r), lose=True) for fits in (replaces, creates)]
     check_save(path, 1, 2)
     assert [rule.hits for rule in lost] == [1, 1]

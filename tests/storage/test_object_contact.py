@@ -104,7 +104,7 @@ def test_variables_on_which_the_client_panics(
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in containers that run under a number without a name."""
+    """Containers may run under a number without a name."""
 
     def unknown(uid: int) -> None:
         raise KeyError(uid)

@@ -274,7 +274,7 @@ def test_credentials_that_the_machine_lends(metadata: FaultProxy, bucket: str) -
 
 @pytest.mark.parametrize("status", [500, 429])
 def test_a_service_of_credentials_that_fails_for_a_while(metadata: FaultProxy, bucket: str, status: int) -> None:
-    """As when all ranks of a job ask it at the same time: it is tried again, at the first contact too."""
+    """It may refuse when all ranks of a job ask at once: the client tries again, at the first contact too."""
     fail(metadata, status, 1.5)
     bytecheckpoint.save(f"s3://{bucket}/step", states(step=1))
     fail(metadata, status, 1.5)

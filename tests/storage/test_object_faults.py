@@ -29,7 +29,7 @@ ROWS = 3000
 
 
 def undeleted(code: str) -> bytes:
-    """What a bulk deletion answers, with status 200, when one object could not be deleted."""
+    """Return the answer of a bulk deletion, of status 200, that could not delete one object."""
     return (
         '<?xml version="1.0" encoding="UTF-8"?><DeleteResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Error>'
         f"<Key>runs/step/model/1</Key><Code>{code}</Code><Message>so it is</Message></Error></DeleteResult>"

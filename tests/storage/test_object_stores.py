@@ -59,7 +59,7 @@ def test_a_completion_whose_answer_gets_lost(storage: Storage, between: FaultPro
 def test_a_completion_that_is_answered_wrongly(
     storage: Storage, between: FaultProxy, answer: str, carried_out: bool
 ) -> None:
-    """As servers do that were killed while they carried it out."""
+    """Servers that were killed while they carried it out answer so."""
     done = b"<CompleteMultipartUploadResult><ETag>&quot;x&quot;</ETag></CompleteMultipartUploadResult>"
     status, body = (200, done) if answer == "done" else (404, s3_error("NoSuchUpload"))
     if carried_out:  # the rule that comes first is the one that applies

@@ -101,7 +101,7 @@ def test_a_fork_is_refused_and_a_new_process_works(root: str, kind: str, method:
 
 
 def test_two_jobs_that_save_to_one_path(anywhere: str) -> None:
-    """Whoever wins, the checkpoint is complete, and the other save raises."""
+    """The checkpoint of the winner is complete, and the other save raises."""
     path = f"{anywhere}/step"
 
     def one(step: int) -> Any:

@@ -18,7 +18,7 @@ MEMBERS = ("one", "ddp2", "fsdp3", "tp2-fsdp2")
 
 
 def test_every_layout_loads_every_layout(worlds: Worlds, root: str, tmp_path: Path) -> None:
-    """As in tests/distributed/test_matrix.py, by whole states and by the losses that follow."""
+    """Whole states are right, and the losses that follow are equal."""
     check_members(worlds, root, tmp_path, FAMILIES["torch"], MEMBERS)
 
 

@@ -2,7 +2,7 @@
 
     python cluster_job.py FOLDER STEPS [--pace SECONDS]
 
-The launcher may be torchrun, Slurm's srun or MPI's mpirun: the rank is read from the variables of whoever has set them.
+The launcher may be torchrun, Slurm's srun or MPI's mpirun: it sets the variables with the rank.
 """
 
 from __future__ import annotations

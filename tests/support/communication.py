@@ -1,4 +1,4 @@
-"""A record of what a rank communicates over process groups, and a check that checkpoints communicate nothing there."""
+"""A record of a rank's communication over process groups, and a check that checkpoints communicate nothing there."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_no_communication(
     Args:
         framework: the adapter whose capture is checked.
         start: starts a training run, which has `train` and `states`.
-        folder: for the checkpoints.
+        folder: folder for the checkpoints.
         peer: gathers the state of a run in the framework's own way, which communicates; None: it has none that does.
     """
     run = start()

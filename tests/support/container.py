@@ -37,8 +37,8 @@ def container_command(command: Sequence[str], scratch: Path) -> list[str]:
     """Return a command that runs another one in a container, with 64 MiB of /dev/shm.
 
     Args:
-        command: what to run.
-        scratch: a folder outside of the container's root, where alone the command may write; it is empty and in memory.
+        command: command line.
+        scratch: folder outside of the container's root, where alone the command may write; it is empty and in memory.
     """
     # Nobody may enter the folders of root in which Python may lie.
     hidden = [parent for parent in Path(sys.base_prefix).parents if not parent.stat().st_mode & 1]

@@ -1,4 +1,4 @@
-"""Small checkpoints of many ranks whose catalogs are in groups, and a storage that counts what is asked of a catalog."""
+"""Small checkpoints of many ranks whose catalogs are in groups, and a storage that counts the reads of a catalog."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPE = (48, 3)
 
 
 def states(rank: int, world: int, *, fresh: bool) -> dict[str, Any]:
-    """What rank `rank` of an FSDP job has: a box of each tensor, and values of its own and of all."""
+    """Return the states of rank `rank` of an FSDP job: a box of each tensor, own values and shared ones."""
     box = grid_boxes(SHAPE, [[SHAPE[0] * r // world for r in range(1, world)], []])[rank]
     # The destination begins with other numbers than the saved ones.
     model = {

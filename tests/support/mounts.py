@@ -49,9 +49,9 @@ def small_tmpfs(folder: Path, size: str, *, lazy: bool = False) -> Iterator[None
     """Mount a tmpfs at `folder`, which is made if it does not exist; skip the test without root.
 
     Args:
-        folder: where to mount it.
-        size: as mount(8) takes it; other options may follow after a comma.
-        lazy: unmount it although files may be open.
+        folder: mount point.
+        size: size in the form of mount(8); other options may follow after a comma.
+        lazy: True to unmount it although files may be open.
     """
     if os.geteuid() != 0:
         pytest.skip("NOT TESTED HERE: mounting a small file system takes root")

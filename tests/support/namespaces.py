@@ -66,8 +66,8 @@ def container(hostname: str, hosts: str = "") -> list[str]:
     """Return what a command is put behind to run in a container, which ends with it.
 
     Args:
-        hostname: of the container.
-        hosts: a file in place of /etc/hosts; "": that of this machine.
+        hostname: name of the container.
+        hosts: file in place of /etc/hosts; "": that of this machine.
     """
     enter = ["unshare", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount"]
     return [*enter, "sh", "-c", _ENTER, hostname, hosts]

@@ -24,8 +24,8 @@ class Pod(NamedTuple):
 
     Attributes:
         network: name of its network namespace; "": that of the node (hostNetwork).
-        hostname: of the pod.
-        ranks: how many it has.
+        hostname: name of the pod.
+        ranks: number of its ranks.
     """
 
     network: str

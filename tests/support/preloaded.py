@@ -1,4 +1,4 @@
-"""What the template process imports before it forks the ranks of test worlds. No import here may start a thread."""
+"""Imports of the template process before it forks the ranks of test worlds. None of them may start a thread."""
 
 import gc
 

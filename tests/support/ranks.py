@@ -1,4 +1,4 @@
-"""Calls on several ranks, which are threads, and checks of what each rank returned or raised."""
+"""Calls on several ranks, which are threads, and checks of each rank's result or error."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ __all__ = ["Received", "bad_port", "receiver"]
 
 @dataclass
 class Received:
-    """What a receiver got.
+    """Everything that a receiver got.
 
     Attributes:
         port: at which it listens on the loopback interface.

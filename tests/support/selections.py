@@ -20,7 +20,7 @@ def assert_part_loaded(
         saved: full state of the run that saved, by the keys of `bytecheckpoint.open`.
         before: full state of the other run before the load.
         after: its full state after the load.
-        pattern: what the load selected.
+        pattern: pattern of the keys that the load selected.
         joined: several parameters share one step.
     """
     names = {name for name in before if not (joined and name.endswith("/step"))}

@@ -90,8 +90,8 @@ class Gpt(nn.Module):
     """The whole model, or one pipeline stage of it, whose parts have the same names.
 
     Args:
-        stage: of how many `stages`.
-        tied: embedding and head are one parameter (of which a stage has its own copy).
+        stage: number of this stage, of `stages`.
+        tied: True if embedding and head are one parameter (of which a stage has its own copy).
     """
 
     def __init__(self, stage: int = 0, stages: int = 1, *, tied: bool = False) -> None:

@@ -43,11 +43,11 @@ class World:
 
     Args:
         size: number of ranks.
-        folder: for logs and the rendezvous; must be new.
-        group: initialise torch.distributed (never for one process).
+        folder: new folder for logs and the rendezvous.
+        group: True to initialise torch.distributed (never for one process).
 
     Attributes:
-        worn: its jobs have left so many threads that the next ones would be slow.
+        worn: True if its jobs have left so many threads that the next ones would be slow.
     """
 
     def __init__(self, size: int, folder: Path, *, group: bool = True) -> None:
@@ -72,17 +72,17 @@ class World:
 
     @property
     def usable(self) -> bool:
-        """Whether all processes live, and none has failed."""
+        """True if all processes live, and none has failed."""
         return self._alive and all(p.is_alive() for p in self.processes)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 90.0, **kwargs: Any) -> list[Any]:
         """Run `function(*args, **kwargs)` on every rank; return the results in order of rank.
 
         Args:
-            function: importable by its module and name, which are what is sent.
-            *args: picklable, equal on all ranks.
+            function: function that can be imported by its module and name.
+            *args: arguments to pickle, the same on all ranks.
             timeout: seconds for all ranks.
-            **kwargs: as `args`.
+            **kwargs: further arguments, as `args`.
 
         Raises:
             RankError: a rank raised, died or took too long. The world is killed.

@@ -292,7 +292,7 @@ def test_the_lease_of_a_killed_process_is_taken_over_by_one(tmp_path: Path, shor
 
 
 class _WithoutConditions(local.LocalStorage):
-    """As an object store that creates under a condition, but does not replace: Ceph 16 is one."""
+    """A storage that creates under a condition, but does not replace, like Ceph 16."""
 
     def check_publish(self, name: str, expected: str) -> None:
         if expected:
@@ -343,7 +343,7 @@ def test_the_cold_storage_does_not_answer(root: Path, tmp_path: Path, monkeypatc
 
 
 def test_a_cold_step_is_brought_back_by_copying(root: Path, tmp_path: Path) -> None:
-    """As docs/how-to/cool-down.md says: the storage files first, the catalog last."""
+    """The order is that of docs/how-to/cool-down.md: the storage files first, the catalog last."""
     cold = tmp_path / "cold"
     assert all(cool(step).done for step in planned(root, cold))
     for folder in ("model", "optimizer", "extra"):

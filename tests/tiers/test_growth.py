@@ -16,7 +16,7 @@ from tests.support.variants import quick
 
 
 def folders_and_files(root: Path) -> tuple[int, int, int]:
-    """How many there are below a folder, and the bytes in them."""
+    """Return the numbers of folders and files below a folder, and the bytes in the files."""
     found = [(folder, name) for folder, _, names in os.walk(root) for name in names]
     return sum(1 for _ in os.walk(root)), len(found), sum(os.stat(os.path.join(*file)).st_size for file in found)
 
