@@ -28,5 +28,5 @@ def faults() -> Faults:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where a test saves a checkpoint."""
+    """The path of a checkpoint."""
     return tmp_path / "s"

@@ -1,7 +1,7 @@
 """The states in which POSIX may leave a disk after a loss of power, made from a journal of `tests.servers.faultfs`.
 
 The disk surely holds what was synced: the bytes of a file up to its last fsync, and the names in a folder up to the
-folder's last fsync. It may or may not hold any later change, in whatever order the changes were made. A rename is atomic.
+folder's last fsync. It may or may not hold any later change, in any order. A rename is atomic.
 """
 
 from __future__ import annotations

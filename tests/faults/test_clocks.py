@@ -48,7 +48,7 @@ def test_saves_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: 
 
 
 def test_a_publisher_at_work_is_not_taken_for_a_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where files cannot be locked, the age by the file system's clock decides."""
+    """The age by the file system's clock decides where files cannot be locked."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks")

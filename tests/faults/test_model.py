@@ -103,7 +103,7 @@ class Checkpoints(RuleBasedStateMachine):
         fault = self.faults.add(call, gone, rank=victim, skip=skip, before=kill)
         got = self.save(mode)
         for collective in world.ranks:
-            world_of(collective).saves.close()  # no thread of a dead rank goes on once the faults are cleared
+            world_of(collective).saves.close()  # no thread of a dead rank continues once the faults are cleared
         self.faults.clear()
         if fault.hits:
             self.possible.add(self.last_step)

@@ -75,7 +75,7 @@ def test_a_save_that_begins_during_anothers_commit_keeps_its_files(tmp_path: Pat
 
 @pytest.mark.parametrize(("asynchronous", "listed"), [(False, True), (True, True), (False, False)])
 def test_ranks_that_do_not_share_the_path(tmp_path: Path, asynchronous: bool, listed: bool) -> None:
-    """As when every machine has a disk of its own at the same path: no checkpoint without rank 1's files."""
+    """Every machine may have a disk of its own at the same path: no checkpoint without rank 1's files."""
     world = ThreadWorld(2)
 
     class Unlisted(PosixStorage):

@@ -46,7 +46,7 @@ def refused(got: list[Any], says: str) -> None:
 
 
 def other_shard(own: torch.nn.Module) -> None:
-    """What the rank holds is another one's shard, by the name of the whole tensor."""
+    """Give the rank another one's shard, by the name of the whole tensor."""
     own.get_parameter("0.weight").copy_(model(seed=1)[0].weight)
 
 

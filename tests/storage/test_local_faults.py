@@ -17,9 +17,8 @@ import pytest
 import bytecheckpoint
 from bytecheckpoint import StorageError, StorageFullError, StorageUnavailableError
 from bytecheckpoint.collectives.testing import ThreadWorld
-from bytecheckpoint.storage import FileWriter, NewFile, resolve
+from bytecheckpoint.storage import NewFile, resolve
 from bytecheckpoint.storage.posix import open_files
-from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from bytecheckpoint.tuning import tuned
 from tests.storage.checks import check_file, check_save
@@ -27,7 +26,7 @@ from tests.support.coded import files_of, load_step, states
 from tests.support.faulty_storage import Faults
 from tests.support.modes import MODES
 from tests.support.mounts import small_tmpfs
-from tests.support.ranks import attempt, check_recovery, save_all, succeeded
+from tests.support.ranks import attempt, save_all, succeeded
 from tests.support.system_calls import Fail
 
 ROOT = os.geteuid() == 0
@@ -244,30 +243,6 @@ def test_the_directory_is_removed_before_it_is_read(tmp_path: Path) -> None:
             checkpoint["model/w"][...]
     with pytest.raises(bytecheckpoint.CheckpointNotFoundError, match=rf"{path} .*there after `handle.result\(\)`"):
         load_step(path)
-
-
-@pytest.mark.skipif(not ROOT, reason="NOT TESTED HERE: mounting a small file system takes root")
-@pytest.mark.parametrize("mode", MODES)
-def test_one_rank_has_no_space(tmp_path: Path, mode: str) -> None:
-    """Ranks whose files are on different small disks: what one cannot write, all take back."""
-    bytecheckpoint.configure(writer="thread")
-    path, world = tmp_path / "s", ThreadWorld(3)
-    succeeded(save_all(world, path, 1))
-    before = files_of(path)
-    real, small = PosixStorage.create, tmp_path / "small"
-
-    def create(storage: PosixStorage, request: NewFile) -> FileWriter:
-        return real(resolve(small) if "rank-00001" in request.name else storage, request)
-
-    with small_tmpfs(small, "4k"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(PosixStorage, "create", create)
-            got = save_all(world, path, 2, **MODES[mode])
-        assert all(type(raised) is StorageFullError for raised in got), got
-        assert all("No space left on device" in str(raised) and "rank-00001" in str(raised) for raised in got)
-        assert files_of(small) == [], "nothing is left"
-    assert files_of(path) == before and load_step(path) == 1
-    check_recovery(world, path, mode)
 
 
 # --- caches of network file systems that are out of date: test_nas.py has two mounts of a real one ----------------------

@@ -132,7 +132,8 @@ def test_a_second_cooldown_leaves_the_step_to_the_first(root: Path, tmp_path: Pa
     (plan, *_) = planned(root, cold)
     with paused(open_files.PosixWriter, "finish", lambda writer, *_: str(cold) in writer._path, cool, plan) as first:
         second = cool(plan)
-        assert not second.done and "being filled by another cooldown" in second.error
+        assert not second.done and "being filled by another cooldown (process" in second.error
+        assert "let it finish" in second.error
     assert first.result().done
     assert cool(plan).done, "and nothing is left to do"
     assert load_step(root / "1") == load_step(cold / "1") == 1
@@ -157,19 +158,6 @@ def test_many_cooldowns_at_once(tmp_path: Path) -> None:
         assert files_of(root / str(step)) == ["metadata.parquet"]
         assert load_step(cold / str(step)) == step and command(["verify", str(cold / str(step))]) == 0
         assert LEASE_FILE not in files_of(cold / str(step))
-
-
-def test_a_lease_is_respected_while_it_is_renewed(root: Path, tmp_path: Path, short_leases: None) -> None:
-    (plan, *_) = planned(root, tmp_path / "cold")
-    storage = resolve(plan.target)
-    with leased(storage) as theirs:
-        first = storage.read(LEASE_FILE)
-        assert wait_until(lambda: storage.read(LEASE_FILE) != first, 30)
-        theirs.check()
-        error = cool(plan).error
-        assert "another cooldown (process" in error and "let it finish" in error
-        theirs.check()
-    assert cool(plan).done
 
 
 @pytest.mark.parametrize("content", [b"process 7 on another", b"\xff"])
