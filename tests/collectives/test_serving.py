@@ -9,8 +9,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld
-from bytecheckpoint.collectives.base import DataProvider
 from bytecheckpoint.collectives.transport.serving import Request, Service
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, StorageFullError
 from tests.collectives.data_world import MIB, DataWorld, content, until
@@ -190,34 +188,3 @@ def test_answers_in_memory_are_few(world: DataWorld) -> None:
         for salt, call in enumerate(calls):
             np.testing.assert_array_equal(call.result(60), content(0, 0, size, salt))
     assert most[0] <= 6, "four, and what is just being given up"
-
-
-# --- worlds without sockets ------------------------------------------------------------------------------------------
-
-
-def serve_and_fetch(collective: Collective, provider: DataProvider) -> list[int]:
-    rank, size = collective.rank, collective.world_size
-    with collective.serve("data", provider):
-        collective.barrier("served", timeout=20)
-        destination = np.zeros(9, np.uint8)
-        collective.fetch((rank + 1) % size, "data", b"9 7", destination, timeout=20)
-        collective.barrier("fetched", timeout=20)
-    assert destination.tolist() == content(0, 0, 9, 7).tolist()
-    with pytest.raises(CheckpointError, match="'data' is not served now"):
-        collective.fetch(rank, "data", b"9 7", destination, timeout=20)
-    return list(destination)
-
-
-def test_worlds_of_threads_and_of_one() -> None:
-    assert len(ThreadWorld(3).run(lambda collective: serve_and_fetch(collective, by_size), timeout=30)) == 3
-    assert serve_and_fetch(SingleProcess(), by_size)
-    world = ThreadWorld(3)
-    with world.rank(1).serve("data", refusing):
-        destination = np.zeros(9, np.uint8)
-        with pytest.raises(FileNotFoundError, match="model/file"):
-            world.rank(0).fetch(1, "data", b"missing", destination, timeout=5)
-        with pytest.raises(CheckpointError, match="has 5 bytes for a fetch of 9"):
-            world.rank(0).fetch(1, "data", b"", destination, timeout=5)
-        world.kill(1, silent=False)
-        with pytest.raises(PeerLostError, match="it was killed"):
-            world.rank(0).fetch(1, "data", b"", destination, timeout=3600)

@@ -1,4 +1,4 @@
-"""Worlds of threads, and of one."""
+"""Worlds of threads: lost ranks, relayed answers, and what `run` raises."""
 
 from __future__ import annotations
 
@@ -13,34 +13,12 @@ from bytecheckpoint.collectives.testing import _ThreadRank
 from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
 
 
-def test_messages_with_one_tag_keep_their_order_and_self_sends_work() -> None:
-    for c in (SingleProcess(), ThreadWorld(2).rank(0)):
-        for i in range(3):
-            c.send(0, "t", bytes([i]))
-        assert [c.recv(0, "t", timeout=1) for _ in range(3)] == [b"\0", b"\1", b"\2"]
-        with pytest.raises(CheckpointTimeoutError):
-            c.recv(0, "t", timeout=0)
-
-
-def test_single_process() -> None:
-    c = SingleProcess()
-    assert c.gather("t", b"a", timeout=1) == c.all_gather("u", b"a", timeout=1) == [b"a"]
-    assert c.scatter("v", [b"b"], timeout=1) == c.broadcast("w", b"b", timeout=1) == b"b"
-    c.barrier("x", timeout=1)
-    filled = np.zeros(3, np.uint8)
-    c.exchange("e", {0: np.arange(3, dtype=np.uint8)}, {0: filled}, timeout=1)
-    assert filled.tolist() == [0, 1, 2]
-    c.close()
-    with pytest.raises(PeerLostError):
-        c.send(0, "t", b"")
-
-
 def test_time_out_names_every_missing_rank_and_the_tag() -> None:
     world = ThreadWorld(4)
     world.rank(2).gather("plan", b"", timeout=1)
     started = time.monotonic()
-    with pytest.raises(CheckpointTimeoutError, match=r"rank 0.*'plan'.*ranks 1, 3 within 0\.2 s"):
-        world.rank(0).gather("plan", b"", timeout=0.2)
+    with pytest.raises(CheckpointTimeoutError, match=r"rank 0.*'plan'.*ranks 1, 3 within 0\.12 s"):
+        world.rank(0).gather("plan", b"", timeout=0.1234567)
     assert time.monotonic() - started < 10
     # The message of rank 2 was not lost with the failure: the operation can be repeated.
     for rank in (1, 3):
@@ -157,18 +135,13 @@ def test_use_is_per_thread_and_nests() -> None:
     assert seen[0] is current() is not outer
 
 
-def test_losses_are_told() -> None:
+def test_losses_are_reported() -> None:
     """Those of the past too, until the watch ends."""
     world = ThreadWorld(4)
-    told: dict[int, str] = {}
+    reported: dict[int, str] = {}
     world.kill(1, silent=False)
-    end = world.ranks[3].watch_losses(told.__setitem__)
+    end = world.ranks[3].watch_losses(reported.__setitem__)
     world.kill(2, silent=False)
     end()
     world.kill(0, silent=False)
-    assert sorted(told) == [1, 2] and all(told.values())
-
-
-def test_what_is_left_of_a_time_limit_is_rounded() -> None:
-    with pytest.raises(CheckpointTimeoutError, match=r"within 0\.12 s;"):
-        ThreadWorld(2).rank(0).recv(1, "never", timeout=0.1234567)
+    assert sorted(reported) == [1, 2] and all(reported.values())

@@ -215,18 +215,6 @@ def test_a_second_peer_that_claims_a_connected_rank_harms_nobody() -> None:
     assert all(star.join(10) for star in (*spokes.values(), hub))
 
 
-def test_where_names_cannot_be_taken_each_rank_speaks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a sandbox without sockets of the machine's own."""
-
-    def refuse(*_: object) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr("bytecheckpoint.collectives.transport.spoke.listen_beside", refuse)
-    with SocketWorld([0, 1, 1, 1], tree=True) as world:
-        assert len(set(hub_of(world).below.values())) == 3
-        assert world.run(lambda c: c.all_gather("all", b"", timeout=30)) == [[b""] * 4] * 4
-
-
 def test_where_abstract_sockets_are_forbidden(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
