@@ -68,7 +68,7 @@ def _report(results: list[Result], about: dict[str, Any], out: Path) -> int:
         print(f"\n{out / 'results.json'}, {out / 'results.png'}")
     else:
         print(f"\n{out / 'results.json'} (no chart: matplotlib is not installed)")
-    return 0
+    return int(any(result.error for result in results if result.arm.startswith("bytecheckpoint")))
 
 
 def _parse() -> argparse.Namespace:

@@ -84,7 +84,6 @@ def test_any_sequence_of_jobs_goes_on_exactly(how: str, shards: int, run: list[S
         loader = loaders_of(dataset_of(shards, how=how), segment.ranks, **options)[data]
         return loader, iter(loader)
 
-    bytecheckpoint.configure(writer="thread")
     [alone] = loaders_of(dataset_of(shards, how=how), 1, **options)
     with tempfile.TemporaryDirectory() as folder:
         play(run, Path(folder), make, Reference(iter(alone)))

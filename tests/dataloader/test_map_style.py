@@ -98,7 +98,6 @@ def test_any_sequence_of_jobs_goes_on_exactly(case: tuple[dict[str, Any], list[S
         loader = loader_of(rank=data, ranks=segment.ranks, **options)
         return loader, chain.from_iterable(repeat(loader))
 
-    bytecheckpoint.configure(writer="thread")
     reference = chain.from_iterable(expected(epoch=epoch, **options) for epoch in count())
     with tempfile.TemporaryDirectory() as folder:
         play(run, Path(folder), make, Reference(reference))

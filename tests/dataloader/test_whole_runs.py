@@ -30,7 +30,7 @@ from tests.support.variants import quick
 
 @pytest.fixture(autouse=True)
 def _quick_saves() -> None:
-    bytecheckpoint.configure(writer="thread", timeout=30.0)
+    bytecheckpoint.configure(timeout=30.0)
 
 
 # --- token loaders ------------------------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from bytecheckpoint.tuning import tuned
 from tests.support.large_catalogs import NAMES, RANKS, SHAPE, FarStorage, load, save, states
 from tests.support.layouts import coded
 from tests.support.ranks import outcomes
-from tests.support.settings import using
 
 
 @pytest.fixture
@@ -247,7 +246,7 @@ def test_a_failure_ends_reads_of_groups_that_hang(saved: Path) -> None:
 
     begun = time.monotonic()
     try:
-        with using(writer="thread"), tuned(catalog_group_bytes=1):
+        with tuned(catalog_group_bytes=1):
             found = outcomes(ThreadWorld(RANKS), run)
         assert time.monotonic() - begun < 30
     finally:

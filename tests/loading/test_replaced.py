@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,16 +19,9 @@ from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.wrappers import Call, WrappedStorage
 from tests.support.ranks import outcomes
-from tests.support.settings import using
 
 T = TypeVar("T")
 SHAPE = (3, 1000)
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    with using(writer="thread"):
-        yield
 
 
 def save(path: Path, step: int) -> None:

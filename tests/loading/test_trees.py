@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,6 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.optional import CacheProbe
 from bytecheckpoint.storage.wrappers import Call, WrappedStorage
 from tests.support.ranks import outcomes
-from tests.support.settings import using
 
 T = TypeVar("T")
 RANKS = 4
@@ -46,12 +45,6 @@ class FarStorage(WrappedStorage, CacheProbe):
             with self._counting:
                 self.opened[call.names[0].partition("/")[0]] += 1
         return do()
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    with using(writer="thread"):
-        yield
 
 
 def states(collective: Collective, *, own: bool) -> dict[str, Any]:

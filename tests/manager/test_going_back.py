@@ -22,9 +22,9 @@ from bytecheckpoint.manager import Best, Cadence, Every, Latest, Retention, Step
 from bytecheckpoint.manager.run_folder import RunFolder, by_age, step_folder
 from bytecheckpoint.saving.coordinator import Coordinator
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
-from tests.manager.test_manager import Run, eventually, numbers, save_steps
 from tests.support.damage import damage, storage_file
 from tests.support.memory import hot_tier
+from tests.support.runs import Run, eventually, numbers, save_steps
 from tests.support.variants import crossed
 
 

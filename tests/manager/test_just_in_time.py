@@ -16,7 +16,7 @@ from bytecheckpoint.errors import UsageError
 from bytecheckpoint.manager import SaveOptions
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools import verify
-from tests.manager.lost_rank_job import EVERY, LEFT, train
+from tests.support.lost_rank_job import EVERY, LEFT, train
 from tests.support.runs import steps_in
 from tests.support.worlds import Worlds
 

@@ -48,40 +48,8 @@ from bytecheckpoint.tools.removal import collect_garbage
 from tests.support.damage import damage, storage_file
 from tests.support.faulty_storage import Faults
 from tests.support.memory import hot_tier
+from tests.support.runs import Run, eventually, numbers, save_steps
 from tests.support.worlds import Worlds
-
-
-class Run:
-    """A run whose weights tell its step; a rank holds its own part of them."""
-
-    def __init__(self, collective: Collective | None = None) -> None:
-        self.rank = collective.rank if collective else 0
-        self.weights = torch.zeros(50)
-        self.progress = {"step": 0}
-
-    def states(self) -> dict[str, Any]:
-        return {"model": {f"part_{self.rank}": self.weights}, "progress": self.progress}
-
-    def step(self) -> int:
-        self.weights += 1
-        self.progress["step"] += 1
-        return self.progress["step"]
-
-    def check(self, step: int) -> None:
-        assert self.progress["step"] == step and torch.equal(self.weights, torch.full((50,), float(step)))
-
-
-def numbers(manager: CheckpointManager) -> list[int]:
-    return [info.step for info in manager.steps()]
-
-
-def eventually(manager: CheckpointManager, wanted: list[int]) -> None:
-    """Wait for the deletions in the background."""
-    for _ in range(500):
-        if numbers(manager) == wanted:
-            return
-        time.sleep(0.01)
-    assert numbers(manager) == wanted
 
 
 def test_a_run_that_is_resumed(tmp_path: Path) -> None:
@@ -146,25 +114,6 @@ def test_the_clock_of_rank_0_counts(tmp_path: Path) -> None:
 
 
 # --- what cannot be loaded ------------------------------------------------------------------------------------------------
-
-
-def save_steps(
-    root: Path | str,
-    *steps: int,
-    metrics: dict[str, Any] | None = None,
-    restore: bool = False,
-    keep: Any = None,
-    **options: Any,
-) -> None:
-    run = Run()
-    retention = keep if isinstance(keep, Retention) else Retention(keep, grace=0)
-    with CheckpointManager(root, run.states(), keep=retention, **options) as manager:
-        if restore:
-            manager.restore_latest()
-        for step in steps:
-            run.weights.fill_(step)
-            run.progress["step"] = step
-            manager.save(step, metrics).result(60)
 
 
 @pytest.mark.parametrize("how", ["flip", "cut", "remove", "catalog", "uncommitted"])

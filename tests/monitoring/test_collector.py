@@ -95,7 +95,6 @@ def test_a_failure_says_which_rank_and_where(tmp_path: Path, monkeypatch: pytest
     faults = Faults().install(monkeypatch)
     faults.add("write", StorageFullError("no space at s3://key:secret@bucket/x?X-Amz-Signature=own-signature"), rank=1)
     with collecting():
-        bytecheckpoint.configure(writer="thread")
         save_all(ThreadWorld(2), tmp_path / "run" / "step_00000001", 1)
         (table,) = wait_for_operations(tmp_path / "run", 1)
     rows = [row for row in table.to_pylist() if row["level"] == "rank"]
@@ -262,7 +261,6 @@ def test_live_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(files.FilesSink, "progress", note)
     with collecting(), tuned(progress_interval=0.05):
-        bytecheckpoint.configure(writer="thread")
         succeeded(save_all(ThreadWorld(2), tmp_path / "step_00000003", 3))
         wait_for_operations(tmp_path, 1)
         (live,) = (tmp_path / ".bytecheckpoint-metrics").glob("live-*.json")
@@ -347,7 +345,6 @@ def test_a_path_without_secrets_still_leads_to_the_checkpoint(path: str, shown: 
 
 def test_metrics_lie_beside_a_run_of_a_container_of_an_account() -> None:
     with collecting():
-        bytecheckpoint.configure(writer="thread")
         bytecheckpoint.save("fsspec+memory://container@account/run/step_1", {"model": {"w": torch.ones(1)}})
         wait_for_operations("fsspec+memory://container@account/run", 1)
 
@@ -392,7 +389,6 @@ def test_an_operation_that_ends_before_an_earlier_one(tmp_path: Path, monkeypatc
         handle.result(60)
 
     with collecting():
-        bytecheckpoint.configure(writer="thread")
         ThreadWorld(2).run(run, timeout=90)
         found = wait_for_operations(tmp_path, 2)
     assert sorted(table["operation"][0].as_py().rpartition("-")[2] for table in found) == ["1", "2"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import subprocess
 import sys
@@ -79,21 +78,6 @@ def test_a_world_ends_with_its_process_group(worlds: Worlds, tmp_path: Path) -> 
         assert world.run(save_and_leave, str(tmp_path / "step_1")) == [True, True]
     finally:
         world.close()
-
-
-def test_a_forked_child_begins_anew(tmp_path: Path) -> None:
-    with collecting():
-        bytecheckpoint.save(tmp_path / "step_1", {"model": torch.nn.Linear(4, 4)})
-        wait_for_operations(tmp_path, 1)
-        child = os.fork()
-        if child == 0:
-            try:
-                bytecheckpoint.save(tmp_path / "step_2", {"model": torch.nn.Linear(4, 4)})
-                wait_for_operations(tmp_path, 2)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_model_without_a_mesh_is_searched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import gc
 import os
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,15 +32,8 @@ from bytecheckpoint.tuning import tuned
 from tests.support.damage import flip_bit
 from tests.support.faulty_storage import Faults
 from tests.support.layouts import DTYPES, Leaf, bits, coded, grid_boxes
-from tests.support.settings import using
 
 SHAPE = (7, 9, 5)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _threads() -> Iterator[None]:
-    with using(writer="thread"):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from bytecheckpoint.manager.run_folder import step_folder
 from bytecheckpoint.representation.names import generation_of
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools import removal
-from tests.manager.test_manager import Run, eventually, numbers, save_steps
 from tests.storage.conftest import place
 from tests.support.memory import hot_folder, hot_tier
 from tests.support.processes import run_program, wait_until
+from tests.support.runs import Run, eventually, numbers, save_steps
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
@@ -76,8 +76,7 @@ _KILLED = """
 import sys
 import bytecheckpoint
 from bytecheckpoint import CheckpointManager
-from tests.manager.test_manager import Run
-from tests.support.runs import die_in_commit
+from tests.support.runs import Run, die_in_commit
 
 def train():
     run = Run()

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 import bytecheckpoint
 from bytecheckpoint.collectives import current
 from bytecheckpoint.settings import flat_settings
@@ -21,6 +23,13 @@ def using(**changes: Any) -> Iterator[None]:
         yield
     finally:
         bytecheckpoint.configure(**before)
+
+
+@pytest.fixture(autouse=True)
+def writer_threads() -> Iterator[None]:
+    """Write by threads of this process in all tests of a folder whose conftest imports this: no helper has to start."""
+    with using(writer="thread"):
+        yield
 
 
 @contextlib.contextmanager

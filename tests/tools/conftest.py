@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,11 @@ import torch
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from tests.support.layouts import Leaf, coded, grid_boxes
-from tests.support.settings import using
+from tests.support.settings import writer_threads
+
+__all__ = ["writer_threads"]
 
 SHAPE = (48, 40)
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    with using(writer="thread"):
-        yield
 
 
 def _trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -1,0 +1,5 @@
+"""Settings of the tests of the manager."""
+
+from tests.support.settings import writer_threads
+
+__all__ = ["writer_threads"]
