@@ -21,13 +21,6 @@ def test_a_small_job(job: str, ranks: int, tmp_path: Path) -> None:
     assert 0 < loaded["rows read"] < saved["rows"] / 2
 
 
-def test_the_catalog_without_a_plan_is_that_of_the_plan(tmp_path: Path) -> None:
-    with tuned(catalog_group_bytes=20_000):
-        saved, unplanned = planning_table.save("c", 24, tmp_path), planning_table.unplanned(24, tmp_path)
-        assert saved["rows"] == unplanned["rows"]
-        planning_table.load("c", 24, tmp_path)
-
-
 def test_fragments_come_back() -> None:
     for table in (False, True):
         assert "whole save" in planning_table.fragments(100, table=table)  # which compares what comes back

@@ -78,7 +78,7 @@ def test_streams_share_what_they_hold(tmp_path: Path, monkeypatch: pytest.Monkey
     done = False
     while not done:
         done = not max(len(drain(cursor, 7)) for cursor in cursors)
-        gc.collect()
+        gc.collect(1)
         assert len(source._shared) <= 5
     assert sorted(set(reads)) == list(range(12)) and len(reads) <= 12 + 4
     assert not source._shared

@@ -31,7 +31,7 @@ from bytecheckpoint.errors import (
     PeerLostError,
     UsageError,
 )
-from tests.dataloader.token_loaders import Numbers, loader, tokens_of
+from tests.dataloader.token_loaders import Numbers, loader, tokens_of, workers_of
 from tests.support.variants import quick
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -123,10 +123,19 @@ def cut() -> None:
     raise EOFError("cut short")
 
 
-def test_a_worker_that_dies_is_named() -> None:
-    with loader(sources=Bad(die), workers=2) as one, pytest.raises(PeerLostError) as caught:
+@pytest.mark.parametrize(
+    ("deed", "error", "message"),
+    [
+        (die, PeerLostError, "worker 0 of 1, which feeds streams 0 to 5, died with exit code -9"),
+        (sleep, CheckpointTimeoutError, "worker 0 of 1"),
+        (fail, CheckpointError, "ValueError: no such shard"),
+        (cut, CheckpointError, "EOFError: cut short"),
+    ],
+)
+def test_what_happens_to_a_worker_is_raised(deed: Callable[[], Any], error: type[Exception], message: str) -> None:
+    timeout = 0.5 if deed is sleep else 60.0
+    with loader(sources=Bad(deed), workers=1, timeout=timeout) as one, pytest.raises(error, match=message):
         next(one)
-    assert "worker 0 of 2, which feeds streams 0 to 2, died with exit code -9" in str(caught.value)
 
 
 def test_a_worker_that_has_died_fails_the_save_of_every_rank(tmp_path: Path) -> None:
@@ -134,8 +143,8 @@ def test_a_worker_that_has_died_fails_the_save_of_every_rank(tmp_path: Path) -> 
         with loader(collective.rank, 3, workers=2) as own:
             next(own)
             if collective.rank == 1:
-                os.kill(own._makers[1][0]._process.pid, signal.SIGKILL)
-                own._makers[1][0]._process.join(30)
+                workers_of(own)[1].kill()
+                workers_of(own)[1].join(30)
             with pytest.raises(PeerLostError) as caught:
                 bytecheckpoint.save(tmp_path / "c", {"dataloader": own})
             return str(caught.value)
@@ -147,35 +156,20 @@ def test_a_worker_that_has_died_fails_the_save_of_every_rank(tmp_path: Path) -> 
     assert found[0].startswith("rank 1, ")
 
 
-@pytest.mark.parametrize(("deed", "message"), [(fail, "ValueError: no such shard"), (cut, "EOFError: cut short")])
-def test_the_error_of_a_worker_arrives(deed: Callable[[], Any], message: str) -> None:
-    with loader(sources=Bad(deed), workers=1) as one, pytest.raises(CheckpointError, match=message):
-        next(one)
-
-
 def test_what_cannot_be_pickled_is_named() -> None:
     with pytest.raises(UsageError, match="cannot be sent to a forkserver worker"):
         next(loader(tokenizer=lambda text: [1], workers=1))
 
 
-def test_a_hung_worker_is_a_timeout() -> None:
-    sources = Bad(sleep)
-    with (
-        loader(sources=sources, workers=1, timeout=0.5) as one,
-        pytest.raises(CheckpointTimeoutError, match="worker 0 of 1"),
-    ):
-        next(one)
-
-
 def test_workers_end_with_their_loader() -> None:
     one = loader(workers=2)
     next(one)
-    processes = [worker._process for worker, _ in one._makers]
+    processes = workers_of(one)
     one.close()
     assert not any(process.is_alive() for process in processes)
     one = loader(workers=1)
     next(one)
-    (process,) = [worker._process for worker, _ in one._makers]
+    (process,) = workers_of(one)
     del one
     process.join(10)
     assert not process.is_alive()
@@ -222,9 +216,9 @@ def test_an_idle_worker_stays() -> None:
 @pytest.mark.parametrize("method", quick(["fork", "forkserver"], every=2))
 def test_workers_end_with_a_killed_process(method: str) -> None:
     program = (
-        "import time; from tests.dataloader.token_loaders import loader\n"
+        "import time; from tests.dataloader.token_loaders import loader, workers_of\n"
         f"if __name__ == '__main__':\n    one = loader(workers=2, start_method={method!r}); next(one)\n"
-        "    print(*(worker._process.pid for worker, _ in one._makers), flush=True); time.sleep(600)"
+        "    print(*(worker.pid for worker in workers_of(one)), flush=True); time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -391,7 +385,7 @@ def test_new_ratios_hold_from_the_load_on(tmp_path: Path, new: dict[str, float])
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_many_streams_need_few_descriptors(tmp_path: Path, workers: int) -> None:
-    options = {"sources": Numbers(count=4000), "global_batch": 800, "streams": 800, "workers": workers}
+    options = {"sources": Numbers(count=2000), "global_batch": 400, "streams": 400, "workers": workers}
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 200, most[1]))
     try:

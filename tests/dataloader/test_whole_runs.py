@@ -115,7 +115,7 @@ def play_tokens(options: dict[str, Any], run: list[Segment], folder: Path) -> in
     return play(run, folder, make, Reference(map(rows_of, own(0, 1))))
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(token_runs())
 @example(({"sources": "one", "streams": 5, "global_batch": 5}, [Segment(2, 2, killed=3), Segment(5), Segment(3, 2)]))
 def test_any_sequence_of_jobs_goes_on_exactly(case: tuple[dict[str, Any], list[Segment]]) -> None:

@@ -14,7 +14,7 @@ from bytecheckpoint.dataloader.loader import TokenBufferLoader, WorkerOptions
 from bytecheckpoint.dataloader.recipe import TokenRecipe
 from bytecheckpoint.dataloader.sources.base import MapSource
 
-__all__ = ["Numbers", "loader", "numbers_of_stream", "rows_of", "tokens_of"]
+__all__ = ["Numbers", "loader", "numbers_of_stream", "rows_of", "tokens_of", "workers_of"]
 
 
 class Numbers(MapSource):
@@ -46,6 +46,11 @@ def loader(rank: int = 0, ranks: int = 1, **options: Any) -> TokenBufferLoader:
     workers = WorkerOptions(given.pop("workers", 0), **of_workers)
     of_recipe = {name: given.pop(name) for name in given.keys() & signature(TokenRecipe).parameters.keys()}
     return TokenBufferLoader(TokenRecipe(**of_recipe), rank=rank, ranks=ranks, workers=workers, **given)
+
+
+def workers_of(one: TokenBufferLoader) -> list[Any]:
+    """Return the worker processes of a loader."""
+    return [worker._process for worker, _ in one._makers]
 
 
 def tokens_of(batch: dict[str, torch.Tensor]) -> list[list[int]]:

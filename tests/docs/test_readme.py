@@ -1,43 +1,53 @@
-"""Runs the README as a reader does: its program under torchrun at the layouts of its console block, then the rest."""
+"""Runs the README as a reader does: its program on as many ranks as its console block says, then the rest."""
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.docs.test_snippets import ROOT, python_blocks
+from tests.servers.process import free_port
+from tests.support.processes import environment, python
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.timeout(300)  # nine processes import torch: a minute of processor time
+#: Forks the ranks of a program, so that torch is imported once for all of them and not once for each.
+_RANKS = """
+import os, runpy, sys
+import torch._dynamo, torch.distributed.fsdp, bytecheckpoint.loading, bytecheckpoint.saving
+
+program, size, port = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+ranks = []
+for rank in range(size):
+    ranks.append(os.fork())
+    if ranks[-1] == 0:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        runpy.run_path(program, run_name="__main__")
+        sys.exit()
+assert not any(os.waitpid(rank, 0)[1] for rank in ranks)
+"""
+
+
+@pytest.mark.timeout(300)
 def test_the_example_trains_and_continues_at_another_layout(tmp_path: Path) -> None:
     train, look = python_blocks(README)
     (tmp_path / "train.py").write_text(train.code, encoding="utf-8")
     (tmp_path / "look.py").write_text(look.code, encoding="utf-8")
-    runs = re.findall(r"^\$ torchrun (.*)\n(saved .*)$", README, re.MULTILINE)
+    runs = re.findall(r"^\$ torchrun --nproc-per-node (\d+) train.py\n(saved .*)$", README, re.MULTILINE)
     assert len(runs) == 2
 
-    def run(*command: str) -> str:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "BYTECHECKPOINT_METRICS": "off"}
+    def run(*command: object) -> str:
         done = subprocess.run(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=250,
-            check=False,
+            python(*command), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=250, check=False
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    for arguments, printed in runs:
-        assert run("-m", "torch.distributed.run", "--standalone", *arguments.split()) == printed
+    for size, printed in runs:
+        assert run("-c", _RANKS, "train.py", size, free_port()) == printed
     assert run("look.py").startswith("20 ")
     assert run("-m", "bytecheckpoint.cli.main", "verify", "checkpoints/latest").endswith(": sound")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
 import tempfile
 import threading
 import time
 import weakref
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,14 @@ from tests.support.variants import crossed
 
 #: 4.5 chunks of a tensor, a tensor whose bytes are no multiple of 16, and one that is cut by columns.
 SHAPES = {"a": (1500, 8192), "b": (3, 1_000_001), "c": (512, 4096)}
-FULL = {name: coded(shape, torch.int16, number) for number, (name, shape) in enumerate(SHAPES.items())}
-NBYTES = sum(t.nbytes for t in FULL.values())
+NBYTES = sum(2 * math.prod(shape) for shape in SHAPES.values())
+
+
+@cache
+def full() -> dict[str, torch.Tensor]:
+    """Return the tensors; every worker collects this file, and they take a while."""
+    return {name: coded(shape, torch.int16, number) for number, (name, shape) in enumerate(SHAPES.items())}
+
 
 MACHINES = {
     "one machine": ["m"] * 4,
@@ -44,7 +52,7 @@ MACHINES = {
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("exchange") / "step"
-    bytecheckpoint.save(path, {"model": dict(FULL)})
+    bytecheckpoint.save(path, {"model": full()})
     return path
 
 
@@ -65,11 +73,11 @@ def load(
 ) -> Any:
     collective.host = hosts[collective.rank]
     wanted = boxes(collective.rank, len(hosts), replicated)
-    state = {name: leaf.fill(torch.zeros_like(FULL[name]), strided) for name, leaf in wanted.items()}
+    state = {name: leaf.fill(torch.zeros_like(full()[name]), strided) for name, leaf in wanted.items()}
     source = as_on_disk(step) if on_disk else step
     report = bytecheckpoint.load(source, {"model": state}, timeout=30)
     for name, leaf in wanted.items():
-        leaf.check(FULL[name])
+        leaf.check(full()[name])
     return report
 
 
@@ -111,7 +119,7 @@ def test_each_rank_reads_from_memory_for_itself() -> None:
     """A copy from another rank would cost as much as a read from a tmpfs."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         path = Path(folder) / "step"
-        bytecheckpoint.save(path, {"model": dict(FULL)})
+        bytecheckpoint.save(path, {"model": full()})
         reports = ThreadWorld(3).run(load, path, ["m"] * 3, True, False, False, timeout=60)
     assert [r.bytes_received for r in reports] == [0, 0, 0]
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.optim import PostLocalSGDOptimizer
 
 import bytecheckpoint
 from bytecheckpoint.frameworks.optimizers.own_values import pack_own_values
@@ -68,6 +67,8 @@ def test_a_wrapper_of_torch_that_counts() -> None:
     """Its param groups are those of the optimizer inside, also after a load: schedulers change them."""
 
     def make(parameters: Any) -> Any:
+        from torch.distributed.optim import PostLocalSGDOptimizer  # takes a second, and every worker collects this file
+
         return PostLocalSGDOptimizer(torch.optim.Adam(parameters), Averager())  # type: ignore[arg-type]
 
     (model, one), (other, two) = trained(make), trained(make, steps=0)

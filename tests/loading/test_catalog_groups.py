@@ -119,22 +119,13 @@ def test_the_groups_of_a_large_catalog_are_read_once_per_machine(
     assert storage.count()["read"] == 0
 
 
-def test_others_fail_with_the_rank_that_reads(saved: Path) -> None:
+@pytest.mark.parametrize("before", [0, 3 + RANKS], ids=["head", "groups"])
+def test_a_rank_that_cannot_read_fails_all_by_name(saved: Path, before: int) -> None:
+    """The head is one rank's; the groups of values have a file for each rank, which the head's reader reads too."""
     storage = FarStorage(resolve(saved))
 
     def refuse(operation: str) -> None:
-        raise StorageError("cannot read: permission denied")
-
-    storage.before = refuse
-    for error in load(storage, 5):
-        assert isinstance(error, StorageError) and "permission denied" in str(error)
-
-
-def test_a_rank_that_cannot_read_groups_fails_all_by_name(saved: Path) -> None:
-    storage = FarStorage(resolve(saved))
-
-    def refuse(operation: str) -> None:
-        if len(storage.calls) > 2 + RANKS:  # the head is read: the groups of values have a file for each rank
+        if len(storage.calls) >= before:
             raise StorageError("cannot read: permission denied")
 
     storage.before = refuse
@@ -207,16 +198,7 @@ def test_a_catalog_that_is_cut(saved: Path, left: int) -> None:
             assert isinstance(error, CorruptCheckpointError) and CATALOG_NAME in str(error)
 
 
-def test_a_forked_child_reads_groups(saved: Path) -> None:
-    with tuned(catalog_group_bytes=1), bytecheckpoint.open(saved) as checkpoint:
-        checkpoint["model/w0"][0:1]
-        child = os.fork()
-        if not child:
-            os._exit(int(not torch.equal(checkpoint["model/w1"][...], coded(SHAPE, torch.float32, 1))))
-        assert os.waitpid(child, 0)[1] == 0
-
-
-def test_threads_read_groups(saved: Path) -> None:
+def test_threads_and_a_forked_child_read_groups(saved: Path) -> None:
     expected = [coded(SHAPE, torch.float32, i) for i in range(len(NAMES))]
     with tuned(catalog_group_bytes=1), bytecheckpoint.open(saved) as checkpoint:
 
@@ -224,6 +206,11 @@ def test_threads_read_groups(saved: Path) -> None:
             row, name = number % SHAPE[0], number % len(NAMES)
             return torch.equal(checkpoint[f"model/w{name}"][row], expected[name][row])
 
+        assert read(0)
+        child = os.fork()
+        if not child:
+            os._exit(int(not read(1)))
+        assert os.waitpid(child, 0)[1] == 0
         assert all(parallel_map(read, range(200), 8, "read"))
 
 

@@ -30,8 +30,6 @@ pytestmark = pytest.mark.server
 
 SLOW = 5
 RUN = SimulatedRun({"pp": 2, "dp": 4, "tp": 2}, saves=6, faults=[Fault("slow", [SLOW], first=2)])
-#: The example of the paper's evaluation: a 405B model on 8,960 GPUs.
-LARGE = SimulatedRun({"pp": 16, "dp": 70, "tp": 8}, saves=2, faults=[Fault("slow", [4711], first=1)])
 #: Gives the warnings of the import, and by process and thread the number of slices.
 _IMPORT_TRACE = """async () => {
     const model = new tr.Model();
@@ -146,18 +144,6 @@ def test_the_page_says_what_saves_cost_the_run(browser: Any, page: str) -> None:
         assert "6 saves, 1 load and 0 that failed, by 1 job" in seen.text("#words")
         assert "of the time counts (ETTR)" in seen.text("#words")
         assert "With a failure every 4.0 h: " in seen.text("#words")
-
-
-def test_a_run_without_metrics_has_a_page(browser: Any, tmp_path: Path) -> None:
-    with visit(browser, write_page(tmp_path, [])) as seen:
-        assert "no metrics" in seen.text("#findings")
-
-
-def test_8960_ranks_are_drawn(browser: Any, tmp_path: Path) -> None:
-    """`python -m benchmarks.report_pictures` measures how quickly; here the page must only not stall beside other tests."""
-    with visit(browser, write_page(tmp_path, list(LARGE.records()))) as seen:
-        assert seen.drawn() < 10_000
-        assert seen.text("#timeline-title") == "Timeline of rank 4711"
 
 
 def test_the_trace_opens_in_a_trace_viewer(browser: Any, tmp_path: Path) -> None:

@@ -32,9 +32,8 @@ with tuned(progress_interval=0.05):
 """
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_a_save_shows_how_far_it_is(tmp_path: Path, terminal: bool) -> None:
-    ours, theirs = pty.openpty() if terminal else os.pipe()
+def test_a_save_shows_on_a_terminal_how_far_it_is(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
     program = subprocess.Popen([sys.executable, "-c", _PROGRAM, str(tmp_path)], stderr=theirs, env=environment)
     os.close(theirs)
@@ -45,7 +44,6 @@ def test_a_save_shows_how_far_it_is(tmp_path: Path, terminal: bool) -> None:
     os.close(ours)
     assert program.wait(60) == 0, shown
     assert b"save step 5, rank 0 in write" in shown
-    assert terminal or b"step_00000005: done" in shown
 
 
 @pytest.mark.parametrize(("fault", "outcome"), [("fail", "failed"), ("missing", "done"), ("retry", "done")])
@@ -55,4 +53,5 @@ def test_only_a_rank_that_failed_makes_it_failed(capsys: pytest.CaptureFixture[s
     ranks = {"rank": [0], "host": [""], "phase": ["write"], "seconds": [1.0], "done": [1], "planned": [2]}
     sink.progress(OperationProgress(record.id, "save", record.path, 1, 2, 0.0, 1e9, False, ranks))
     sink.deliver(record, summarize(record))
-    assert capsys.readouterr().err.splitlines()[-1] == f"save {record.path}: {outcome}"
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert "rank 0 in write" in first and last == f"save {record.path}: {outcome}"

@@ -30,7 +30,7 @@ if sys.argv[2] == "kill":
 """
 
 
-@pytest.mark.parametrize("end", ["sync", "async", "kill"])
+@pytest.mark.parametrize("end", ["async", "kill"])
 def test_a_process_that_ends_delivers_what_it_has(tmp_path: Path, end: str) -> None:
     command = [sys.executable, "-c", _PROGRAM, str(tmp_path), end]
     program = subprocess.run(command, capture_output=True, timeout=100, check=False)

@@ -477,11 +477,14 @@ def test_a_forked_child_has_sinks_of_its_own(tmp_path: Path) -> None:
 def test_metrics_of_a_save_that_ends_with_the_program_are_delivered(tmp_path: Path) -> None:
     program = """if True:
         import sys, time, torch, bytecheckpoint
+        from bytecheckpoint.tuning import tuned
         bytecheckpoint.configure(metrics="files")
+        changed = tuned(idle_call_thread=0.1)
+        changed.__enter__()
         for step in range(2):
             save = bytecheckpoint.save(f"{sys.argv[1]}/step_{step}", {"model": {"w": torch.ones(9)}}, async_checkpoint=True)
             save.result()
-            time.sleep(6 * (1 - step))  # threads have had nothing to do for long when the last save ends
+            time.sleep(1 - step)  # idle threads have ended when the last save ends
     """
     done = run_program(program, tmp_path)
     assert done.returncode == 0 and not done.stderr and len(tables(tmp_path)) == 2

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bytecheckpoint.planning.balance import assign, scrambled
@@ -42,7 +42,6 @@ WORLD = 6
 holdings = st.lists(st.lists(st.integers(0, WORLD - 1), min_size=1, max_size=8), max_size=20)
 
 
-@settings(deadline=None, max_examples=150)
 @given(holdings, st.data())
 def test_large_groups_follow_worst_fit_exactly(held: list[list[int]], data: st.DataObject) -> None:
     # At most 20 groups of similar size: none of them is small, so the plain greedy is the oracle.
@@ -58,7 +57,6 @@ def test_large_groups_follow_worst_fit_exactly(held: list[list[int]], data: st.D
     assert (writer == again).all()
 
 
-@settings(deadline=None, max_examples=100)
 @given(holdings, st.data())
 def test_every_writer_holds_what_it_writes(held: list[list[int]], data: st.DataObject) -> None:
     sizes = st.sampled_from([0, 0, 1, 2, 3, 10**4, 2**45])
@@ -69,7 +67,6 @@ def test_every_writer_holds_what_it_writes(held: list[list[int]], data: st.DataO
     assert all(w in h for w, h in zip(writer.tolist(), held, strict=True))
 
 
-@settings(deadline=None, max_examples=100)
 @given(
     st.lists(st.integers(0, 50), max_size=60),
     st.lists(st.integers(0, 400), min_size=1, max_size=6),

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bytecheckpoint.planning import intersect as module
@@ -26,7 +26,6 @@ def fill(mask: np.ndarray, offsets: np.ndarray, lengths: np.ndarray) -> np.ndarr
     return mask
 
 
-@settings(deadline=None, max_examples=150)
 @given(st.data(), st.integers(1, 3))
 def test_first_gap_is_uncovered_and_maximal(data: st.DataObject, dims: int) -> None:
     shape = SHAPE[:dims]
@@ -54,7 +53,6 @@ def test_first_gap_is_uncovered_and_maximal(data: st.DataObject, dims: int) -> N
                 assert (larger & ~free).any(), "the gap could be larger"
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.data(), st.integers(1, 3))
 def test_overlaps_and_missing_volumes_equal_brute_force(data: st.DataObject, dims: int) -> None:
     found = data.draw(boxes(dims))
@@ -131,7 +129,6 @@ def nearly_tiled(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[tupl
     return shapes, [tensor[i] for i in order], [found[i] for i in order]
 
 
-@settings(deadline=None, max_examples=200)
 @given(nearly_tiled())
 def test_not_tiled_finds_boxes_that_only_have_the_right_volume(
     drawn: tuple[list[list[int]], list[int], list[tuple[list[int], list[int]]]],

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bytecheckpoint.planning.replicas import all_distinct, group_equal, repeated_rows
@@ -11,7 +11,6 @@ from bytecheckpoint.representation.boxes import BoxTable
 values = st.sampled_from([0, 1, 2, 7, 2**40, 2**61, 2**62])
 
 
-@settings(deadline=None, max_examples=200)
 @given(st.integers(1, 4), st.data())
 def test_numbers_equal_sorted_distinct_rows(dims: int, data: st.DataObject) -> None:
     width = 1 + 2 * dims

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
@@ -119,7 +119,6 @@ def specs(draw: st.DrawFn) -> Spec:
     return result
 
 
-@settings(deadline=None, max_examples=150)
 @given(specs(), st.integers(1, 4))
 def test_catalogs_round_trip(tensors: Spec, files: int) -> None:
     catalog = catalog_of(tensors, files, aliases={"a": {"\ud800": "x"}}, info={"a": [1, None, "\ufdd0"]})
@@ -131,7 +130,6 @@ def test_catalogs_round_trip(tensors: Spec, files: int) -> None:
     assert again.keys() == [TensorKey(*key[:3]) for key, *_ in tensors]
 
 
-@settings(deadline=None)
 @given(specs(), st.lists(st.tuples(ANY_TEXT, ANY_TEXT, ANY_TEXT), max_size=5), st.integers(-2, 3))
 def test_find_agrees_with_a_dictionary(tensors: Spec, others: list[tuple[str, str, str]], owner: int) -> None:
     catalog = decode(encode(catalog_of(tensors)))
@@ -315,7 +313,6 @@ def test_faults_of_buggy_and_hostile_writers_are_found(what: str) -> None:
         decode(data)
 
 
-@settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_hostile_bytes_under_a_right_seal_raise_only_our_errors(data: st.DataObject) -> None:
     content = bytearray(encode(small()))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError
@@ -69,7 +69,6 @@ def sharded(ranks: int = 40, tensors: int = 30) -> Catalog:
     return catalog_of(spec, files=ranks)
 
 
-@settings(deadline=None, max_examples=50)
 @given(specs(), st.integers(1, 4), st.data())
 def test_parts_are_what_the_whole_says(tensors: Spec, files: int, data: st.DataObject) -> None:
     catalog = catalog_of(tensors, files, aliases={"a": {"\ud800": "x"}}, info={"a": [1, None, "\ufdd0"]})
@@ -124,10 +123,10 @@ def test_plain_values_have_groups_of_their_own() -> None:
     assert sorted(tensors.tolist()) == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("first", quick([0, 1, 2], every=3))
+@pytest.mark.parametrize("first", quick(range(7), every=7))
 def test_every_changed_byte_is_noticed_by_those_who_read_it(first: int) -> None:
     data = in_groups(small())
-    for place in range(first, len(data), 3):
+    for place in range(first, len(data), 7):
         damaged = bytearray(data)
         damaged[place] ^= 1 << place % 8
         with pytest.raises(CorruptCheckpointError, match="cannot be trusted"):
@@ -135,7 +134,7 @@ def test_every_changed_byte_is_noticed_by_those_who_read_it(first: int) -> None:
     # What a reader of parts does not need: the first magic, and the hash over the whole file.
     seal_at = tail_start(memoryview(data), len(data)) + LOCATOR_BYTES
     ignored = {*range(4), *range(seal_at + 16, seal_at + SEAL_BYTES)}
-    for place in sorted({*range(first, len(data), 3)} - ignored):
+    for place in sorted({*range(first, len(data), 7)} - ignored):
         damaged = bytearray(data)
         damaged[place] ^= 1 << place % 8
         with pytest.raises(CorruptCheckpointError, match="cannot be trusted"):
@@ -172,7 +171,6 @@ def parts_of(data: bytes) -> Sequence[bytes]:
     return data[:offset], data[offset : offset + size], data[-8 - length :]
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_hostile_bytes_under_right_hashes_raise_only_our_errors(data: st.DataObject) -> None:
     pages, index, footer = parts_of(in_groups(small()))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
@@ -23,7 +23,6 @@ def decompose(items: list[tuple[list[int], int, int]]):  # type: ignore[no-untyp
     return shapes, flat_ranges_to_boxes(shapes, bounds[:, 0], bounds[:, 1])
 
 
-@settings(deadline=None, max_examples=200)
 @given(st.lists(ranges(), max_size=8))
 def test_boxes_tile_their_ranges_in_order(items: list[tuple[list[int], int, int]]) -> None:
     shapes, boxes = decompose(items)
@@ -43,7 +42,6 @@ def test_boxes_tile_their_ranges_in_order(items: list[tuple[list[int], int, int]
         assert len(mine) <= max(1, 2 * sum(n > 1 for n in shape) - 1)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
 def test_whole_slices_are_one_box(shape: list[int], data: st.DataObject) -> None:
     row = int(np.prod(shape[1:]))

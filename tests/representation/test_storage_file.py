@@ -14,7 +14,7 @@ import safetensors
 import safetensors.torch
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, UsageError
@@ -79,7 +79,6 @@ def entry_lists(draw: st.DrawFn) -> list[StoredEntry]:
     return placed(entries)
 
 
-@settings(deadline=None, max_examples=150)
 @given(entry_lists(), ANY_TEXT)
 def test_headers_round_trip_and_safetensors_reads_them(entries: list[StoredEntry], state: str) -> None:
     made = template(entries, state=state)
@@ -129,18 +128,16 @@ def test_tensors_open_under_their_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", dtype_names())
-@pytest.mark.parametrize("shape", [(), (3,), (2, 4), (0, 2)])
-def test_every_dtype_is_readable_by_safetensors(dtype: str, shape: tuple[int, ...], tmp_path: Path) -> None:
-    entries = placed([whole("x", dtype, shape)])
-    data = bytes(i % 2 for i in range(entries[0].byte_length))
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(file_of(entries, data))
-    tensor = safetensors.torch.load_file(path)["x"]
-    if safetensors_code(dtype):
-        assert tensor.dtype == getattr(torch, dtype) and tensor.shape == shape
-    else:
-        assert tensor.dtype == torch.uint8
-    assert tensor.flatten().view(torch.uint8).numpy().tobytes() == data
+def test_every_dtype_is_readable_by_safetensors(dtype: str) -> None:
+    for shape in ((), (3,), (2, 4), (0, 2)):
+        entries = placed([whole("x", dtype, shape)])
+        data = bytes(i % 2 for i in range(entries[0].byte_length))
+        tensor = safetensors.torch.load(file_of(entries, data))["x"]
+        if safetensors_code(dtype):
+            assert tensor.dtype == getattr(torch, dtype) and tensor.shape == shape
+        else:
+            assert tensor.dtype == torch.uint8
+        assert tensor.flatten().view(torch.uint8).numpy().tobytes() == data
 
 
 def test_hostile_names_are_all_different(tmp_path: Path) -> None:
@@ -201,7 +198,6 @@ def test_every_flipped_bit_and_every_cut_is_noticed() -> None:
             parse_header(text[:length], file="f")
 
 
-@settings(deadline=None)
 @given(
     st.binary(max_size=60),
     st.recursive(
