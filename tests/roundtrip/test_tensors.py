@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +56,17 @@ def test_every_dtype_and_form(tmp_path: Path, mode: str) -> None:
 @pytest.mark.parametrize(
     ("tensor", "word"),
     [
-        (torch.empty(3, device="meta"), "meta"),
-        (torch.eye(3).to_sparse(), "sparse"),
-        (torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quant"),
-        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
+        (lambda: torch.empty(3, device="meta"), "meta"),
+        (lambda: torch.eye(3).to_sparse(), "sparse"),
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quant"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_by_name_before_anything_is_written(
-    tmp_path: Path, tensor: torch.Tensor, word: str
+    tmp_path: Path, tensor: Callable[[], torch.Tensor], word: str
 ) -> None:
     with pytest.raises(bytecheckpoint.UsageError, match=f"(?is)odd one.*{word}"):
-        bytecheckpoint.save(tmp_path / "s", {"model": {"fine": torch.ones(3), "odd one": tensor}})
+        bytecheckpoint.save(tmp_path / "s", {"model": {"fine": torch.ones(3), "odd one": tensor()}})
     assert not (tmp_path / "s").exists()
 
 
