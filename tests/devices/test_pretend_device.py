@@ -23,6 +23,7 @@ from tests.support import pretend_device as pretend
 from tests.support.layouts import Declared, bits, coded
 from tests.support.modes import MODES
 from tests.support.settings import undisturbed, using
+from tests.support.variants import crossed
 from tests.support.warned import warned
 from tests.support.worlds import on_ranks
 
@@ -97,9 +98,7 @@ def assert_stored(path: str, wanted: dict[str, torch.Tensor], state: str = "mode
 
 
 # A pool for the whole state, or one that chunks pass through.
-@pytest.mark.parametrize("stream", ["default", "own"])
-@pytest.mark.parametrize("staging_bytes", [0, 2 << 20])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "staging_bytes", "stream"), crossed(list(MODES), [0, 2 << 20], ["default", "own"]))
 @on_ranks(1)
 def test_a_save_waits_for_what_the_caller_had_queued(path: str, mode: str, staging_bytes: int, stream: str) -> None:
     pretend.load()
@@ -117,8 +116,7 @@ def test_a_save_waits_for_what_the_caller_had_queued(path: str, mode: str, stagi
     assert_stored(path, wanted, state="extra_states")
 
 
-@pytest.mark.parametrize("staging_bytes", [0, 2 << 20])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "staging_bytes"), crossed(list(MODES), [2 << 20, 0]))
 @on_ranks(1)
 def test_a_save_waits_for_its_copies(path: str, mode: str, staging_bytes: int) -> None:
     pretend.load()

@@ -54,17 +54,17 @@ def check_model(net: Any, whole: dict[str, torch.Tensor]) -> None:
 def test_distributed_aranges() -> None:
     strided = _StridedShard
     placements: list[tuple[dict[str, int], list[Any]]] = [
-        ({"a": 6}, [Shard(0)]),
-        ({"a": 6}, [Replicate()]),
-        ({"a": 2, "b": 3}, [Shard(0), Shard(0)]),
-        ({"a": 2, "b": 3}, [Replicate(), Shard(0)]),
-        ({"a": 3, "b": 2}, [Shard(1), Shard(0)]),
-        ({"a": 3, "b": 2}, [strided(0, split_factor=2), Shard(0)]),
-        ({"a": 2, "b": 3}, [strided(0, split_factor=3), Shard(0)]),
-        ({"a": 2, "b": 3}, [strided(1, split_factor=3), Shard(1)]),
-        ({"a": 6}, [strided(0, split_factor=2)]),
-        ({"a": 1, "b": 3, "c": 2}, [Replicate(), strided(0, split_factor=2), Shard(0)]),
-        ({"a": 3, "b": 2, "c": 1}, [strided(0, split_factor=2), Shard(0), Shard(1)]),
+        ({"dp": 6}, [Shard(0)]),
+        ({"dp": 6}, [Replicate()]),
+        ({"dp": 2, "tp": 3}, [Shard(0), Shard(0)]),
+        ({"dp": 2, "tp": 3}, [Replicate(), Shard(0)]),
+        ({"dp": 3, "tp": 2}, [Shard(1), Shard(0)]),
+        ({"dp": 3, "tp": 2}, [strided(0, split_factor=2), Shard(0)]),
+        ({"dp": 2, "tp": 3}, [strided(0, split_factor=3), Shard(0)]),
+        ({"dp": 2, "tp": 3}, [strided(1, split_factor=3), Shard(1)]),
+        ({"dp": 6}, [strided(0, split_factor=2)]),
+        ({"rep": 1, "shard": 3, "tp": 2}, [Replicate(), strided(0, split_factor=2), Shard(0)]),
+        ({"rep": 3, "shard": 2, "tp": 1}, [strided(0, split_factor=2), Shard(0), Shard(1)]),
     ]
     shapes = ((7, 5), (12, 6), (13, 4), (1, 3), (5, 2), (4, 9), (0, 3), (3, 0))
     wholes = {str(shape): arange(*shape) for shape in shapes}
@@ -194,7 +194,7 @@ def test_dtensors_in_extra_states() -> None:
     live: dict[str, Any] = {}
     saved.load({"extra_states": live})
     assert torch.equal(live["average"], whole) and live["rank"] == dist.get_rank()
-    target = distribute_tensor(torch.zeros(7, 2), mesh(rep=2, shard=3), [Shard(1), Shard(0)], src_data_rank=None)
+    target = distribute_tensor(torch.zeros(7, 2), mesh(dp=2, tp=3), [Shard(1), Shard(0)], src_data_rank=None)
     live = {"average": target}
     saved.load({"extra_states": live})
     assert live["average"] is target and torch.equal(target.full_tensor(), whole)

@@ -151,7 +151,7 @@ def test_the_pool_is_page_locked(path: str) -> None:
 
 @_DEVICE_GROUP
 def test_one_rank_with_a_device_group(tmp_path: Path) -> None:
-    """A group without a CPU backend, such as NCCL's, tells the ranks rank 0's address on the device."""
+    """A group without a CPU backend, such as NCCL's, sends rank 0's address over the device."""
     backend = dist.get_default_backend_for_device(device().type)
     torch.accelerator.set_device_index(0)
     store = dist.FileStore(str(tmp_path / "store"), 1)

@@ -1,4 +1,4 @@
-"""What all integrations use; none of the tools is needed for it."""
+"""The helpers that all integrations share; the tests need none of the tools."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class SplitRun:
         tensor: tensor-parallel size; 0: torch alone.
         stage: stage of ZeRO.
         low: "bf16", "fp16", or "" for float32.
-        form: what a program passes: the "engine", or its "module" and optimizer.
+        form: states that a program passes: the "engine", or its "module" and optimizer.
         seed: seed of the weights.
     """
 

@@ -27,7 +27,7 @@ Found = dict[int, tuple[float, list[int]]]
 
 
 class Counter:
-    """What a program registers: how far it is."""
+    """The progress that a program registers."""
 
     def __init__(self) -> None:
         self.step = 0

@@ -1,4 +1,4 @@
-"""What the ranks of worlds need for accelerate. No import here may start a thread."""
+"""Import the modules that ranks of worlds need for accelerate. No import here may start a thread."""
 
 import gc
 

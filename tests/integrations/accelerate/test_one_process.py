@@ -30,7 +30,7 @@ from tests.support.worlds import Worlds, on_ranks
 
 @on_ranks(1)
 def test_automatic_naming(tmp_path: Path) -> None:
-    """As accelerate numbers and limits; but it deletes before it saves, and refuses to save after a load."""
+    """Number and limit steps as accelerate does, which deletes before it saves and refuses to save after a load."""
     project = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True, "total_limit": 2}
     job = Run("", project=project, attached={"root": None})
     assert job.accelerator.load_state() is None
@@ -193,7 +193,7 @@ def test_several_of_each(tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_random_numbers_that_are_missing(tmp_path: Path) -> None:
-    """Accelerate itself goes on without them, and says so at level INFO."""
+    """Accelerate itself continues without them, with a message at level INFO."""
     run(tmp_path, attached={"save_options": SaveOptions(exclude=["rng/*"])})
     with pytest.raises(CheckpointError, match="rng"):
         run(tmp_path)
@@ -224,7 +224,7 @@ def positions(folder: Path, count: int, **options: Any) -> tuple[Run, Found]:
 
 @on_ranks(1)
 def test_a_program_that_skips_batches_itself(tmp_path: Path) -> None:
-    """As accelerate's examples do; the number is checked, and `skip_first_batches` alone works too."""
+    """Skip batches as accelerate's examples do: the number is checked, and `skip_first_batches` alone works too."""
     _, wanted = positions(tmp_path, 2)
     job = Run(tmp_path)
     job.accelerator.load_state()
@@ -250,7 +250,7 @@ def test_a_copy_of_a_loader(tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_a_loader_is_pickled(tmp_path: Path) -> None:
-    """As one of accelerate itself, which stays as it is."""
+    """Pickle and copy a loader as one of accelerate itself, which stays as it is."""
     job = Run(tmp_path)
     copies = pickle.loads(pickle.dumps(job.loader)), copy.deepcopy(job.loader)
     next(iter(job.loader))
@@ -260,7 +260,7 @@ def test_a_loader_is_pickled(tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_what_is_dropped_is_freed(tmp_path: Path) -> None:
-    """At once: workers of a loader that the garbage collector frees end five seconds late."""
+    """Free loaders at once: workers of a loader that the garbage collector frees end five seconds late."""
     job = Run(tmp_path)
     job.train(1)
     job.end()
@@ -333,7 +333,7 @@ def test_loops_that_end_early(tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_an_evaluation_in_between(tmp_path: Path) -> None:
-    """One that is done before the loop goes on draws numbers, which are no part of the run."""
+    """An evaluation between a load and the loop draws numbers, which are no part of the run."""
 
     def evaluate(job: Run, evaluation: Any) -> None:
         job.model.eval()
@@ -371,7 +371,7 @@ def test_a_run_that_goes_back(tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_a_load_inside_of_a_loop(tmp_path: Path) -> None:
-    """As after a spike of the loss: the loop goes on with the next data, and says so."""
+    """Go back after a spike of the loss: the loop continues with the next data, with a warning."""
     run(tmp_path, stop=4)
     job = Run(tmp_path)
     job.accelerator.load_state(tmp_path / "step_00000004")

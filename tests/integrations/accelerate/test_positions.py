@@ -1,4 +1,4 @@
-"""Losses and data go on exactly, whatever the loaders are."""
+"""Losses and data continue exactly with every loader."""
 
 from __future__ import annotations
 

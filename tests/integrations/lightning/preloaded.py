@@ -1,4 +1,4 @@
-"""What the ranks of worlds need for Lightning; importing it takes many seconds. No import here may start a thread."""
+"""Import the modules that ranks of worlds need for Lightning, in many seconds. No import here may start a thread."""
 
 import gc
 

@@ -113,7 +113,7 @@ def test_losses_go_on(tmp_path: Path, options: dict[str, Any], steps: list[int])
 
 @on_ranks(1)
 def test_a_run_that_is_continued(tmp_path: Path) -> None:
-    """A run that ended in the middle of an epoch, by max_steps or by hand, goes on there; one that is done stays done."""
+    """A run that ended in the middle of an epoch, by max_steps or by hand, continues there; a finished one does not."""
     wanted = run(None)
     options: dict[str, Any] = {"checkpoint": {"every_n_train_steps": None, "every_n_epochs": 1}}
     run(tmp_path, max_epochs=-1, max_steps=8, **options)
@@ -129,7 +129,7 @@ def test_a_run_that_is_continued(tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_fits_of_one_trainer(tmp_path: Path) -> None:
-    """A second fit goes on where the first one ended, and saves into the same folder."""
+    """A second fit continues where the first one ended, and saves into the same folder."""
     callback = ModelCheckpoint(tmp_path, save_top_k=-1)
     trainer, net = make(callback, max_epochs=1), Net()
     trainer.fit(net, loader())
@@ -379,7 +379,7 @@ class Settings:
 
 @on_ranks(1)
 def test_hyperparameters(tmp_path: Path) -> None:
-    """Those that cannot be stored are refused when the training begins, and not when somebody needs them."""
+    """Refuse hyperparameters that cannot be stored when the training begins."""
 
     def net(value: Any) -> Net:
         made = Net()
@@ -470,7 +470,7 @@ NAN, INF = float("nan"), float("inf")
 def test_the_best_and_the_last(
     tmp_path: Path, values: list[float], options: dict[str, Any], steps: list[int], best: int
 ) -> None:
-    """As Lightning keeps them; and best_model_path is never that of a step that is gone."""
+    """Keep the steps that Lightning keeps; best_model_path is never that of a deleted step."""
     callback = train_with_values(tmp_path / "own", values, **options)
     assert steps_in(tmp_path / "own") == steps
     if best:

@@ -63,7 +63,7 @@ def make(
         batch: `training.local_batch_size`.
         parallelism: options of `ParallelismConfig`.
         streams: feed the data by a loader with streams.
-        workers: of the loader.
+        workers: number of processes of the loader.
         own_container: train with optimizers in a container with a state of its own.
         dropout: draw random numbers in every forward pass.
         at: functions to call at the end of steps, before the save.

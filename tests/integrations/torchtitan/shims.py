@@ -1,4 +1,4 @@
-"""What lets torchtitan, which is made for accelerators, train on the CPU over gloo."""
+"""Let torchtitan, which is made for accelerators, train on the CPU over gloo."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_killed_and_started_again(worlds: Worlds, tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_the_configuration_of_the_demo() -> None:
-    """That of the real model, which the CPU does not train."""
+    """Parse the configuration of the real model, which the CPU does not train."""
     from torchtitan.config import ConfigManager
 
     options = ["--module", "demo.torchtitan_llama", "--config", "llama3_debugmodel", "--checkpoint.interval", "7"]

@@ -96,7 +96,7 @@ def test_a_checkpoint_holds_everything(tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_the_last_model(tmp_path: Path) -> None:
-    """It is no step: a longer training goes on from the last full one, and retention does not count it."""
+    """The last model is no step: a longer training continues from the last full step, and retention counts those only."""
     trainer = make(tmp_path, checkpoint={"export_dtype": "bfloat16", "keep_latest_k": 2})
     train(trainer)
     assert steps_in(tmp_path) == [4, 8]
@@ -162,14 +162,14 @@ def test_beginning_from_another_run(tmp_path: Path, stock: bool, model_only: boo
         assert list(got) == list(range(1, 13)) and got[1] < wanted[1] - 0.1
     else:
         assert got == after(8, wanted)
-    # The folder has steps now, and the same options go on with them.
+    # The folder has steps now, and the same options continue from them.
     last = steps_in(tmp_path / "new")[-1]
     assert list(run(tmp_path / "new", checkpoint=options, steps=14)) == list(range(last + 1, 15))
 
 
 @on_ranks(1)
 def test_a_folder_of_torchtitans_own_manager(tmp_path: Path) -> None:
-    """A run that changes its manager goes on where it was, in either's newest step."""
+    """A run that changes its manager continues from the newest step of both."""
     wanted = run(tmp_path / "whole", steps=20, checkpoint={"enable": False})
     run(tmp_path, steps=8, checkpoint={"stock": True, **FULL})
     got = run(tmp_path, checkpoint=FULL)

@@ -35,7 +35,7 @@ def test_hooks_that_communicate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)])
 def test_another_number_of_ranks(worlds: Worlds, tmp_path: Path, before: int, now: int) -> None:
-    """A loader with streams goes on at another data-parallel degree; the batch of all ranks is the same."""
+    """A loader with streams continues at another data-parallel degree; the batch of all ranks is the same."""
     wanted = worlds.run(before, run, tmp_path, checkpoint=FULL, streams=True, batch=8 // before)[0]
     options = {"checkpoint": {"load_step": 4, **FULL}, "streams": True, "batch": 8 // now}
     first, *others = worlds.run(now, run, tmp_path, **options)

@@ -175,7 +175,7 @@ def test_batches_that_shrink(tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_the_limit_and_the_best_step(tmp_path: Path) -> None:
-    """As Trainer keeps them: the best one and the newest; the best weights are loaded at the end."""
+    """Keep the steps that Trainer keeps, the best and the newest; the best weights are loaded at the end."""
     options = {
         "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "save_total_limit": 2, "load_best_model_at_end": True,
         "metric_for_best_model": "loss", "num_train_epochs": 3,

@@ -106,5 +106,5 @@ class Member:
 
     @property
     def joins_steps(self) -> bool:
-        """Whether parameters that the framework joins share one step."""
+        """True if parameters that the framework joins share one step."""
         return self.framework == "deepspeed" or "flat" in self.name
