@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.worlds import PRELOADED
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is asked of the Hugging Face Hub
+
 #: The packages that the tests of a folder need.
 NEEDED = {
     "accelerate": ("accelerate", "torchdata", "datasets", "transformers"),
@@ -21,7 +25,13 @@ OWN_TARGETS = {"torchtitan": "test-torchtitan", "ray": "test-ray"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a package skip the tests that need it, loudly, unless BYTECHECKPOINT_REQUIRE_INTEGRATIONS is set."""
+    """Have worlds import the tools once, in their template, and skip the tests of a tool that is missing.
+
+    With BYTECHECKPOINT_REQUIRE_INTEGRATIONS those tests fail.
+    """
+    for tool in sorted({item.path.parent.name for item in items} & NEEDED.keys()):
+        if importlib.util.find_spec(tool) and (Path(__file__).parent / tool / "preloaded.py").exists():
+            PRELOADED.append(f"tests.integrations.{tool}.preloaded")
     if os.environ.get("BYTECHECKPOINT_REQUIRE_INTEGRATIONS"):
         return
     for folder, packages in NEEDED.items():
