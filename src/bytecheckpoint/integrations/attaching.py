@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Mapping
+import os
+from collections.abc import Collection, Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.manager import CheckpointManager, Retention
+from bytecheckpoint.manager import Cadence, CheckpointManager, LoadOptions, Preemption, Retention, SaveOptions
 
-__all__ = ["check_has", "differences", "refuse_newer", "retention_of_tool", "subclass_in_place"]
+__all__ = ["ManagerArguments", "check_has", "differences", "refuse_newer", "retention_of_tool", "subclass_in_place"]
+
+
+@dataclass(frozen=True)
+class ManagerArguments:
+    """Arguments of the `CheckpointManager` of a tool's training.
+
+    Attributes:
+        root: folder or URL of the run.
+        retention: steps to keep.
+        cadence: times of saves beside those of the tool.
+        preemption: notice that the job is about to stop.
+        save_options: options of all saves.
+        load_options: options of all loads.
+    """
+
+    root: str | os.PathLike[str]
+    retention: Retention
+    cadence: Cadence
+    preemption: Preemption | None
+    save_options: SaveOptions
+    load_options: LoadOptions
+
+    def manager(self, states: MutableMapping[str, Any]) -> CheckpointManager:
+        """Return a new manager of these live objects."""
+        return CheckpointManager(
+            self.root, states, every=self.cadence, keep=self.retention, preemption=self.preemption,
+            save_options=self.save_options, load_options=self.load_options,
+        )  # fmt: skip
 
 
 def check_has(thing: Any, names: Collection[str], package: str, remedy: str) -> None:

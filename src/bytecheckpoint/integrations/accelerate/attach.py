@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.integrations.accelerate.checkpoints import AcceleratorCheckpoints
 from bytecheckpoint.integrations.accelerate.loaders import refuse_copies
-from bytecheckpoint.integrations.attaching import check_has, retention_of_tool, subclass_in_place
-from bytecheckpoint.manager import Latest, LoadOptions, SaveOptions
+from bytecheckpoint.integrations.attaching import ManagerArguments, check_has, retention_of_tool, subclass_in_place
+from bytecheckpoint.manager import Cadence, Latest, LoadOptions, SaveOptions
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -75,10 +75,15 @@ def attach(
             raise UsageError("attach needs a root=, or an Accelerator with project_dir and automatic_checkpoint_naming")
         root = os.path.join(accelerator.project_dir, "checkpoints")
     limit = None if project.total_limit is None else Latest(project.total_limit)
-    retention = retention_of_tool(keep, limit)
-    checkpoints = AcceleratorCheckpoints(
-        accelerator, root, retention, save_options or SaveOptions(), load_options or LoadOptions()
+    arguments = ManagerArguments(
+        root,
+        retention_of_tool(keep, limit),
+        Cadence(),
+        None,
+        save_options or SaveOptions(),
+        load_options or LoadOptions(),
     )
+    checkpoints = AcceleratorCheckpoints(accelerator, arguments)
     refuse_copies(accelerator.gradient_state)
     subclass_in_place(accelerator, _AttachedAccelerator)
     accelerator.bytecheckpoint = checkpoints

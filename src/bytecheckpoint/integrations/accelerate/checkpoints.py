@@ -16,8 +16,7 @@ from bytecheckpoint.frameworks.rng import rng_state
 from bytecheckpoint.handles import SaveHandle
 from bytecheckpoint.integrations.accelerate.loaders import track
 from bytecheckpoint.integrations.accelerate.position import LoaderPosition
-from bytecheckpoint.integrations.attaching import differences, refuse_newer
-from bytecheckpoint.manager import CheckpointManager, LoadOptions, Retention, SaveOptions
+from bytecheckpoint.integrations.attaching import ManagerArguments, differences, refuse_newer
 from bytecheckpoint.manager.run_folder import step_folder
 from bytecheckpoint.saving import save
 from bytecheckpoint.storage import resolve
@@ -34,28 +33,16 @@ class AcceleratorCheckpoints:
 
     Args:
         accelerator: accelerator of the run.
-        root: folder or URL of the run.
-        retention: steps to keep.
-        save_options: options of all saves.
-        load_options: options of all loads.
+        arguments: arguments of the manager.
 
     Attributes:
         manager: manager of the run.
     """
 
-    def __init__(
-        self,
-        accelerator: Any,
-        root: str | os.PathLike[str],
-        retention: Retention,
-        save_options: SaveOptions,
-        load_options: LoadOptions,
-    ) -> None:
-        self._accelerator, self._save_options = weakref.proxy(accelerator), save_options
+    def __init__(self, accelerator: Any, arguments: ManagerArguments) -> None:
+        self._accelerator, self._save_options = weakref.proxy(accelerator), arguments.save_options
         self._states: dict[str, Any] = {}
-        self.manager = CheckpointManager(
-            root, self._states, keep=retention, save_options=save_options, load_options=load_options
-        )
+        self.manager = arguments.manager(self._states)
         self._last: int | None = None  # the step that was saved or restored last
         self._apart: SaveHandle | None = None
         self._collect()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
+from bytecheckpoint.dataloader.checks import check_in_order
 from bytecheckpoint.dataloader.hugging_face import check_exact
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.rng.sources import RandomSource, own_source, process_sources
@@ -90,10 +91,7 @@ class LoaderPosition:
         self._resume: _Resume | None = None  # from a load until the next iteration
         sampler, base = sampler_of(loader), loader.base_dataloader
         self._seeded = sampler if isinstance(sampler, SeedableRandomSampler) else None
-        if not getattr(loader, "in_order", True):
-            raise UsageError(
-                "in_order=False lets workers yield batches out of their order, so that no position is exact"
-            )
+        check_in_order(loader)
         if getattr(base, "_initial_iter_for_state_dict", False):
             # Workers of torchdata have begun already, in the order of a sampler that accelerate has replaced since.
             base._iterator, base._initial_iter_for_state_dict = None, False

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.integrations.attaching import refuse_newer, retention_of_tool
+from bytecheckpoint.integrations.attaching import ManagerArguments, refuse_newer, retention_of_tool
 from bytecheckpoint.integrations.lightning.package import pl
-from bytecheckpoint.integrations.lightning.steps import FitArguments, Newest, TrainerSteps
+from bytecheckpoint.integrations.lightning.steps import Newest, TrainerSteps
 from bytecheckpoint.integrations.lightning.strategy import checkpointed
-from bytecheckpoint.manager import Best, KeepRule, Latest, LoadOptions, Preemption, SaveOptions, StepInfo
+from bytecheckpoint.manager import Best, Cadence, KeepRule, Latest, LoadOptions, Preemption, SaveOptions, StepInfo
 from bytecheckpoint.manager.run_folder import RunFolder, step_folder
 from bytecheckpoint.storage import resolve
 
@@ -95,20 +95,19 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         self._best = ""
         super().__init__(**{**given, "dirpath": None})
         self.dirpath = resolve(os.path.expanduser(dirpath)).url
-        self._arguments = FitArguments(
+        self._arguments = ManagerArguments(
             self.dirpath,
             retention_of_tool(keep, _keep_rule(self.monitor, self.save_top_k, self.mode)),
+            Cadence(overlap=overlap),
             preemption,
-            overlap,
             save_options or SaveOptions(),
             load_options or LoadOptions(),
-            self.save_weights_only,
-            skip_batches,
         )
+        self._skip_batches = skip_batches
         self._trainer: Any = None
         self.steps: TrainerSteps | None = None
-        self._wanted = self.preempted = False
-        self._metrics: dict[str, float] = {}
+        self._wanted: dict[str, float] | None = None  # metrics of a save that is due
+        self.preempted = False
         self._reached = -1
 
     # --- the best step --------------------------------------------------------------------------------------------
@@ -171,13 +170,16 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
             )
         self._trainer = trainer
         trainer.strategy.__class__ = checkpointed(type(trainer.strategy))
-        trainer.strategy.bytecheckpoint = self.steps = TrainerSteps(trainer, self._arguments, self._reach)
+        trainer.strategy.bytecheckpoint = self.steps = TrainerSteps(
+            trainer, self._arguments, self._reach,
+            weights_only=self.save_weights_only, skip_batches=self._skip_batches,
+        )  # fmt: skip
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Make the manager of the run."""
         assert self.steps is not None
         self.steps.begin()
-        self._wanted, self._reached, self.preempted = False, -1, False
+        self._wanted, self._reached, self.preempted = None, -1, False
         self._best, self.best_k_models, self._last_checkpoint_saved = "", {}, ""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -253,12 +255,11 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
 
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
         """Save at the next place where the state of the training is complete."""
-        self._wanted, self._last_global_step_saved = True, trainer.global_step
+        self._wanted, self._last_global_step_saved = {}, trainer.global_step
         self._last_checkpoint_saved = self.last_model_path = filepath
-        self._metrics = {}
         for name, value in self._monitor_candidates(trainer).items():
             if name not in ("epoch", "step") and value.numel() == 1:
-                self._metrics[name] = _rankable(float(value), self.mode) if name == self.monitor else float(value)
+                self._wanted[name] = _rankable(float(value), self.mode) if name == self.monitor else float(value)
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
         """Do nothing: the manager deletes, after the next commit."""
@@ -272,11 +273,11 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
             SIGTERMException: the job is to stop.
         """
         assert self.steps is not None
-        trainer, wanted, self._wanted = self._trainer, self._wanted, False
-        if trainer.fast_dev_run or (not wanted and self._reached == trainer.global_step):
+        trainer, wanted, self._wanted = self._trainer, self._wanted, None
+        if trainer.fast_dev_run or (wanted is None and self._reached == trainer.global_step):
             return
         self._reached = trainer.global_step
-        self.steps.maybe_save(wanted, self._metrics if wanted else {})
+        self.steps.maybe_save(wanted is not None, wanted or {})
         self.preempted = self.steps.manager.preempted
         if self.preempted:
             raise pl.utilities.exceptions.SIGTERMException

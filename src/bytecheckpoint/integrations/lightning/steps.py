@@ -5,23 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from bytecheckpoint.errors import CheckpointNotFoundError, UsageError
 from bytecheckpoint.handles import LoadReport
+from bytecheckpoint.integrations.attaching import ManagerArguments
 from bytecheckpoint.integrations.generators import DelayedGenerators
 from bytecheckpoint.integrations.lightning.package import pl
 from bytecheckpoint.integrations.lightning.position import TrainingPosition
 from bytecheckpoint.integrations.lightning.strategy import states_of_model
-from bytecheckpoint.manager import Cadence, CheckpointManager, LoadOptions, Preemption, Retention, SaveOptions
+from bytecheckpoint.manager import Cadence, CheckpointManager
 from bytecheckpoint.manager.run_folder import step_number
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import resolve
 
-__all__ = ["POSITION", "FitArguments", "LightningState", "Newest", "TrainerSteps"]
+__all__ = ["POSITION", "LightningState", "Newest", "TrainerSteps"]
 
 #: Name of the `TrainingPosition` in the state that Lightning dumps.
 POSITION = "bytecheckpoint"
@@ -77,38 +78,15 @@ class LightningState:
         self.loaded = dict(state)
 
 
-@dataclass(frozen=True)
-class FitArguments:
-    """Arguments of the fits of a callback.
-
-    Attributes:
-        root: folder or URL of the run.
-        retention: steps to keep.
-        preemption: notice that the job is about to stop.
-        overlap: reaction to a save that is due during the save before.
-        save_options: options of all saves.
-        load_options: options of all loads.
-        weights_only: True to save neither optimizers nor random number generators.
-        skip_batches: True to continue behind the done batches of an epoch.
-    """
-
-    root: str
-    retention: Retention
-    preemption: Preemption | None
-    overlap: str
-    save_options: SaveOptions
-    load_options: LoadOptions
-    weights_only: bool
-    skip_batches: bool
-
-
 class TrainerSteps:
     """Steps of a trainer. The strategy that `checkpointed` makes loads them.
 
     Args:
         trainer: trainer of the run.
-        arguments: arguments of the callback.
+        arguments: arguments of the manager.
         reach: function to call at each place where the state is complete.
+        weights_only: True to save neither optimizers nor random number generators.
+        skip_batches: True to continue behind the done batches of an epoch.
 
     Attributes:
         manager: manager of a fit.
@@ -120,8 +98,17 @@ class TrainerSteps:
     manager: CheckpointManager
     position: TrainingPosition
 
-    def __init__(self, trainer: Any, arguments: FitArguments, reach: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        arguments: ManagerArguments,
+        reach: Callable[[], object],
+        *,
+        weights_only: bool,
+        skip_batches: bool,
+    ) -> None:
         self._trainer, self._arguments, self._reach = trainer, arguments, reach
+        self._weights_only, self._skip_batches = weights_only, skip_batches
         self._states: dict[str, Any] = {}
         self._state = LightningState(self._dump)
         self._stack = contextlib.ExitStack()
@@ -135,17 +122,16 @@ class TrainerSteps:
         """Make the manager of a fit, whose model and optimizers are ready."""
         trainer, generators = self._trainer, DelayedGenerators()
         self._states |= self._model_states()
-        if not self._arguments.weights_only:
+        if not self._weights_only:
             mock = pl.core.optimizer._MockOptimizer
             optimizers = [one for one in trainer.optimizers if not isinstance(one, mock)]
             if optimizers:
                 self._states["optimizer"] = optimizers[0] if len(optimizers) == 1 else optimizers
             self._states["rng"] = generators
-        arguments = self._arguments
-        cadence = Cadence(lambda _: self._asked, overlap=arguments.overlap)
-        self.manager = self._stack.enter_context(self._new_manager(self._states, cadence, arguments.preemption))
+        cadence = Cadence(lambda _: self._asked, overlap=self._arguments.cadence.overlap)
+        self.manager = self._stack.enter_context(self._new_manager(self._states, cadence=cadence))
         self.position = TrainingPosition(
-            trainer, generators, self._reach, self._load_streams, skip_batches=arguments.skip_batches
+            trainer, generators, self._reach, self._load_streams, skip_batches=self._skip_batches
         )
         self._stack.callback(self.position.close)
         self.running = True
@@ -159,25 +145,15 @@ class TrainerSteps:
     def maybe_save(self, asked: bool, metrics: Mapping[str, float]) -> None:
         """Save if Lightning asks for it, or if the job is to stop."""
         self._asked = asked
-        if not self._arguments.weights_only:
+        if not self._weights_only:
             self._states |= self.position.streams
         self.manager.maybe_save(self._trainer.global_step, metrics)
 
-    def _new_manager(
-        self, states: dict[str, Any], cadence: Cadence | None = None, preemption: Preemption | None = None
-    ) -> CheckpointManager:
-        arguments, load_options = self._arguments, self._arguments.load_options
+    def _new_manager(self, states: dict[str, Any], **changes: Any) -> CheckpointManager:
+        load_options = self._arguments.load_options
         if load_options.strict is True and not self._trainer.lightning_module.strict_loading:
             load_options = replace(load_options, strict={"model": False})
-        return CheckpointManager(
-            arguments.root,
-            states,
-            every=cadence,
-            keep=arguments.retention,
-            preemption=preemption,
-            save_options=arguments.save_options,
-            load_options=load_options,
-        )
+        return replace(self._arguments, load_options=load_options, **changes).manager(states)
 
     def _model_states(self) -> dict[str, Any]:
         return {"model": states_of_model(self._trainer.strategy), "lightning": self._state}
@@ -196,7 +172,7 @@ class TrainerSteps:
             )
         self.dumping = True
         try:
-            found = self._trainer._checkpoint_connector.dump_checkpoint(self._arguments.weights_only)
+            found = self._trainer._checkpoint_connector.dump_checkpoint(self._weights_only)
         finally:
             self.dumping = False
         self._trainer.strategy.refuse_edits("on_save_checkpoint", found.pop("state_dict"))
@@ -224,7 +200,7 @@ class TrainerSteps:
         if self.running:
             report = _load(self.manager, path)
         else:
-            with self._new_manager(self._model_states()) as manager:
+            with self._new_manager(self._model_states(), preemption=None) as manager:
                 report = _load(manager, path)
             if report is None:
                 raise CheckpointNotFoundError(f"{self._arguments.root} holds no committed step")

@@ -11,8 +11,8 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.integrations.attaching import check_has, retention_of_tool, subclass_in_place
-from bytecheckpoint.integrations.transformers.checkpoints import RunArguments, TrainerCheckpoints
+from bytecheckpoint.integrations.attaching import ManagerArguments, check_has, retention_of_tool, subclass_in_place
+from bytecheckpoint.integrations.transformers.checkpoints import TrainerCheckpoints
 from bytecheckpoint.integrations.transformers.rules import keep_rule
 from bytecheckpoint.manager import Cadence, LoadOptions, Preemption, SaveOptions
 
@@ -67,10 +67,10 @@ def attach(
     if trainer.args.enable_jit_checkpoint:
         _remove_jit_checkpoints(trainer)
         preemption = preemption or Preemption()
-    arguments = RunArguments(
+    arguments = ManagerArguments(
         trainer.args.output_dir if root is None else root,
-        every if isinstance(every, Cadence) else Cadence(every),
         retention_of_tool(keep, keep_rule(trainer.args)),
+        every if isinstance(every, Cadence) else Cadence(every),
         preemption,
         save_options or SaveOptions(),
         load_options or LoadOptions(),

@@ -8,49 +8,20 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
-from bytecheckpoint.integrations.attaching import differences, refuse_newer
+from bytecheckpoint.integrations.attaching import ManagerArguments, differences, refuse_newer
 from bytecheckpoint.integrations.generators import DelayedGenerators
 from bytecheckpoint.integrations.transformers.rules import best_rule
-from bytecheckpoint.manager import (
-    Cadence,
-    CheckpointManager,
-    LoadOptions,
-    Preemption,
-    Retention,
-    SaveOptions,
-    StepInfo,
-)
+from bytecheckpoint.manager import Cadence, CheckpointManager, StepInfo
 from bytecheckpoint.manager.run_folder import step_folder, step_number
 from bytecheckpoint.storage import resolve
 
-__all__ = ["RunArguments", "TrainerCheckpoints"]
+__all__ = ["TrainerCheckpoints"]
 
 _log = logging.getLogger("bytecheckpoint")
-
-
-@dataclass(frozen=True)
-class RunArguments:
-    """Arguments of the manager of a training.
-
-    Attributes:
-        root: folder or URL of the run.
-        cadence: times of saves beside those of the trainer.
-        retention: steps to keep.
-        preemption: notice that the job is about to stop.
-        save_options: options of all saves.
-        load_options: options of all loads.
-    """
-
-    root: str | os.PathLike[str]
-    cadence: Cadence
-    retention: Retention
-    preemption: Preemption | None
-    save_options: SaveOptions
-    load_options: LoadOptions
 
 
 class TrainerCheckpoints:
@@ -65,7 +36,7 @@ class TrainerCheckpoints:
         manager: manager of the current or last training; None before the first.
     """
 
-    def __init__(self, trainer: Any, arguments: RunArguments, *, final_weights: bool) -> None:
+    def __init__(self, trainer: Any, arguments: ManagerArguments, *, final_weights: bool) -> None:
         self._trainer, self._arguments = trainer, arguments
         self.final_weights = final_weights
         self.manager: CheckpointManager | None = None
@@ -130,22 +101,19 @@ class TrainerCheckpoints:
         return json.dumps(facts)
 
     def _new_manager(self) -> CheckpointManager:
-        arguments, frozen = self._arguments, self._frozen()
+        arguments, cadence = self._arguments, self._arguments.cadence
         save_options, load_options = arguments.save_options, arguments.load_options
-        if frozen and save_options.exclude is None:
-            save_options = replace(save_options, exclude=frozen)
-        if frozen and load_options.exclude is None:
-            load_options = replace(load_options, exclude=frozen)
-        cadence = arguments.cadence
-        return CheckpointManager(
-            arguments.root,
-            self._states,
-            every=Cadence([lambda _: self._asked, *cadence.rules], at_end=cadence.at_end, overlap=cadence.overlap),
-            keep=arguments.retention,
-            preemption=arguments.preemption,
-            save_options=save_options,
-            load_options=load_options,
-        )
+        if frozen := self._frozen():
+            save_options = replace(
+                save_options, exclude=frozen if save_options.exclude is None else save_options.exclude
+            )
+            load_options = replace(
+                load_options, exclude=frozen if load_options.exclude is None else load_options.exclude
+            )
+        every = [lambda _: self._asked, *cadence.rules]
+        cadence = Cadence(every, at_end=cadence.at_end, overlap=cadence.overlap)
+        arguments = replace(arguments, cadence=cadence, save_options=save_options, load_options=load_options)
+        return arguments.manager(self._states)
 
     def _frozen(self) -> list[str]:
         """Return patterns of the parameters that a model with adapters does not train: the base model has them."""
