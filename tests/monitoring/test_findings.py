@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from bytecheckpoint.cli.main import run as command
-from bytecheckpoint.monitoring.analysis.findings import findings
 from bytecheckpoint.monitoring.analysis.limits import Limits, StorageLimit
 from bytecheckpoint.monitoring.analysis.run import summarize_run, usual
+from bytecheckpoint.monitoring.report.findings import findings
 from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER, encode_table
 from tests.support.metrics_runs import simulated

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.alerts import Evaluation, Rule
-from bytecheckpoint.monitoring.analysis.findings import RunFinding, findings
 from bytecheckpoint.monitoring.analysis.limits import Limits
 from bytecheckpoint.monitoring.analysis.run import RunSummary, Shares, summarize_run
 from bytecheckpoint.monitoring.analysis.words import plural, seconds_text
 from bytecheckpoint.monitoring.reading import RunMetrics
+from bytecheckpoint.monitoring.report.findings import RunFinding, findings
 
 __all__ = ["Report", "Reporter"]
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from bytecheckpoint.monitoring.alert import Alert
+from bytecheckpoint.monitoring.alerts import rules
 from bytecheckpoint.monitoring.analysis.limits import Limits
 from bytecheckpoint.monitoring.analysis.run import summarize_run, usual
-from bytecheckpoint.monitoring.analysis.summary import OperationSummary, Straggler
-from bytecheckpoint.monitoring.analysis.words import bandwidth_text, rank_text, ranks_text, seconds_text, size_text
+from bytecheckpoint.monitoring.analysis.summary import OperationSummary
+from bytecheckpoint.monitoring.analysis.words import bandwidth_text, rank_text, seconds_text, size_text
 
 __all__ = ["RunFinding", "findings"]
 
@@ -21,6 +23,11 @@ _RECENT = 10
 _NOTABLE_SECONDS = 1.0
 #: Fewest saves or loads for which the best shows the bandwidth of the storage.
 _FEW = 5
+#: Rules whose alerts become findings. Their limits are lower than those of a running job: a finding sums up small losses.
+_RULES: tuple[rules.Rule, ...] = (
+    rules.FailedRule(), rules.VerificationRule(), rules.MissingRule(),
+    rules.StragglerRule(ratio=1.0, seconds=0.0), rules.RetriesRule(per_rank=0.0),
+)  # fmt: skip
 #: Advice about a slow rank, by phase.
 _SLOW_PHASE = {
     "capture": "Its objects' state_dict or hooks take long: look for hooks of its own, garbage collection or swapping.",
@@ -86,60 +93,67 @@ def findings(summaries: Sequence[OperationSummary], limits: Limits | None = None
     return sorted(found, key=lambda finding: _SEVERITIES.index(finding.severity))
 
 
+def _alerts(summaries: Sequence[OperationSummary], kind: type[rules.Rule]) -> list[Alert]:
+    """Return the alerts about the operations by the rules of one class."""
+    chosen = [rule for rule in _RULES if isinstance(rule, kind)]
+    return [alert for summary in summaries for rule in chosen for alert in rule.check(summary, ())]
+
+
 def _failures(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
-    failed = [summary for summary in summaries if summary.failed]
-    if failed:
+    if failed := _alerts(summaries, rules.FailedRule):
         last = failed[-1]
-        first = last.first_failure
         yield RunFinding(
-            "critical", f"{len(failed)} of {len(summaries)} operations failed",
-            f"The last one, the {last.name}, on rank {first.rank} in {first.stage or 'its beginning'}: {first.error}",
+            "critical", f"{len(failed)} of {len(summaries)} operations failed", f"The last one, {last.text}",
             "Read the error; docs/how-to/when-things-fail.md says what each means.",
-            last.id, first.rank, first.stage,
+            last.operation, last.rank, last.phase,
         )  # fmt: skip
 
 
 def _missing(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
-    hit = [summary for summary in summaries if summary.missing]
-    if hit:
-        last = hit[-1]
+    if hit := _alerts(summaries, rules.MissingRule):
         yield RunFinding(
-            "warning", "Ranks reported nothing",
-            f"{ranks_text(last.missing)} in the {last.name}; in {len(hit)} operations altogether.",
+            "warning", "Ranks reported nothing", f"{hit[-1].text}; in {len(hit)} operations altogether.",
             "A rank that ended, hung or was cut off sends no metrics. Look at its log and its machine.",
-            last.id, last.missing[0],
+            hit[-1].operation, hit[-1].rank,
         )  # fmt: skip
 
 
 def _stragglers(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
     recent = summaries[-_RECENT:]
-    seen: dict[tuple[str, str], list[tuple[OperationSummary, Straggler]]] = {}
-    for summary in recent:
-        for phase in {slow.phase for slow in summary.stragglers}:
-            worst = next(slow for slow in summary.stragglers if slow.phase == phase)
-            seen.setdefault((summary.kind, phase), []).append((summary, worst))
-    most_first = sorted(seen.items(), key=lambda item: sum(s.median - s.seconds for _, s in item[1]))
-    for (kind, phase), cases in most_first:
-        excess: dict[int, float] = {}
-        for _, slow in cases:
-            excess[slow.rank] = excess.get(slow.rank, 0.0) + slow.seconds - slow.median
-        rank = max(excess, key=lambda slow: excess[slow])
-        times = sum(slow.rank == rank for _, slow in cases)
-        summary, worst = [case for case in cases if case[1].rank == rank][-1]
-        if times == 1 and worst.seconds - worst.median < _NOTABLE_SECONDS:
-            continue
-        of = sum(summary.kind == kind for summary in recent)
-        hosts = Counter(slow.host for slow in summary.stragglers if slow.phase == phase)
-        host, on_host = hosts.most_common(1)[0]
-        machine = f" {on_host} slow ranks are on {host}." if on_host > 1 else ""
-        load = f" It has {worst.load:.1f} times the mean bytes." if worst.load > 1.5 else ""
+    kinds = {summary.id: summary.kind for summary in recent}
+    seen = defaultdict[tuple[str, str], list[Alert]](list)
+    for alert in _alerts(recent, rules.StragglerRule):
+        seen[kinds[alert.operation], alert.phase].append(alert)
+    for (kind, phase), alerts in sorted(seen.items(), key=lambda item: -sum(map(_lost, item[1]))):
+        lost = defaultdict[int | None, float](float)
+        for alert in alerts:
+            lost[alert.rank] += _lost(alert)
+        rank = max(lost, key=lost.__getitem__)
+        own = [alert for alert in alerts if alert.rank == rank]
+        last = own[-1]
+        if len(own) > 1 or _lost(last) >= _NOTABLE_SECONDS:
+            of = sum(summary.kind == kind for summary in recent)
+            yield RunFinding(
+                "warning", f"{rank_text(rank or 0, last.host)} is slow in {phase}",
+                f"{last.text}; slowest in {len(own)} of the last {of} {kind}s.",
+                _SLOW_PHASE.get(phase, "Compare its timeline with that of another rank."),
+                last.operation, rank, phase,
+            )  # fmt: skip
+
+
+def _lost(alert: Alert) -> float:
+    """Return the seconds that a straggler takes over the median, which is the limit of the rule."""
+    return (alert.value or 0.0) - (alert.limit or 0.0)
+
+
+def _retries(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
+    longest = {summary.id: summary.most_retries[1] for summary in summaries[-_RECENT:]}
+    if hit := _alerts(summaries[-_RECENT:], rules.RetriesRule):
+        worst = max(hit, key=lambda alert: longest[alert.operation])
         yield RunFinding(
-            "warning",
-            f"{rank_text(rank, worst.host)} is slow in {phase}",
-            f"{seconds_text(worst.seconds)} in the {summary.name}, where the median of {summary.world_size} ranks is "
-            f"{seconds_text(worst.median)}; slowest in {times} of the last {of} {kind}s.{machine}{load}",
-            _SLOW_PHASE.get(phase, "Compare its timeline with that of another rank."),
-            summary.id, rank, phase,
+            "warning" if longest[worst.operation] > 1 else "info", "Requests are repeated", f"{worst.text}.",
+            "The storage refuses or drops requests: look for throttling, and at the network of that machine.",
+            worst.operation, worst.rank,
         )  # fmt: skip
 
 
@@ -152,20 +166,6 @@ def _balance(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
             f"One rank writes {last.balance:.1f} times the mean of {size_text(last.nbytes / last.world_size)}.",
             "Large tensors that only one rank holds, or values of rank 0, cannot be spread. Shard them if you can.",
             last.id,
-        )  # fmt: skip
-
-
-def _retries(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
-    hit = [summary for summary in summaries[-_RECENT:] if summary.retries]
-    if hit:
-        worst = max(hit, key=lambda summary: summary.most_retries[1])
-        rank, longest = worst.most_retries
-        yield RunFinding(
-            "warning" if longest > 1 else "info", "Requests are repeated",
-            f"{worst.retries} in the {worst.name}, with {seconds_text(worst.retry_seconds)} of waiting in all, most on "
-            f"rank {rank} ({seconds_text(longest)}).",
-            "The storage refuses or drops requests: look for throttling, and at the network of that machine.",
-            worst.id, rank,
         )  # fmt: skip
 
 
