@@ -46,7 +46,7 @@ from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
 from bytecheckpoint.garbage_collection import gc_paused
 from bytecheckpoint.representation.shards import LiveShard, LiveState, each_box
 
-__all__ = ["NativeFramework", "Scan", "describe_layout"]
+__all__ = ["LoadInputs", "NativeFramework", "Scan", "describe_layout"]
 
 
 @dataclass(slots=True)
@@ -60,6 +60,27 @@ class Scan:
 
     modules: Mapping[str, Any]
     names: ParameterNames
+
+
+@dataclass(frozen=True, slots=True)
+class LoadInputs:
+    """The inputs of the hooks that plan a load.
+
+    Attributes:
+        scan: modules and parameter names of the live states.
+        saved: the checkpoint.
+        destination: receives the plan.
+        strict: strictness of the load by state.
+    """
+
+    scan: Any
+    saved: SavedStates
+    destination: Destination
+    strict: Strict
+
+    def is_strict(self, state_name: str) -> bool:
+        """Return whether the load is strict about a state."""
+        return is_strict(self.strict, state_name)
 
 
 class NativeFramework:
@@ -105,13 +126,12 @@ class NativeFramework:
         destination = Destination()
         with gc_paused():
             scan = self._scan(states, names)
+            load = LoadInputs(scan, saved, destination, strict)
             for state_name, value in states.items():
                 if state_name in scan.modules:
-                    self._load_modules(state_name, scan, saved, destination)
+                    self._load_modules(state_name, load)
                 elif (optimizers := self._as_optimizers(state_name, value)) is not None:
-                    self._load_optimizers(
-                        state_name, optimizers, scan, saved, destination, strict=is_strict(strict, state_name)
-                    )
+                    self._load_optimizers(state_name, optimizers, load)
                 elif isinstance(value, SupportsStreams):
                     load_streams(state_name, value, saved, destination)
                 else:
@@ -154,23 +174,17 @@ class NativeFramework:
     def _capture_optimizers(self, state_name: str, optimizers: Sequence[Optimizer], scan: Scan) -> LiveState:
         return capture_optimizers(state_name, optimizers, scan.names)
 
-    def _load_modules(self, state_name: str, scan: Scan, saved: SavedStates, destination: Destination) -> None:
+    def _load_modules(self, state_name: str, load: LoadInputs) -> None:
+        found, destination = load.scan.modules[state_name], load.destination
         before = len(destination.wanted)
-        load_modules(state_name, scan.modules[state_name], saved, destination)
+        load_modules(state_name, found, load.saved, destination)
         if len(destination.wanted) > before:
-            destination.finish.append(partial(_run_load_hooks, scan.modules[state_name]))
+            destination.finish.append(partial(_run_load_hooks, found))
 
-    def _load_optimizers(
-        self,
-        state_name: str,
-        optimizers: Sequence[Optimizer],
-        scan: Scan,
-        saved: SavedStates,
-        destination: Destination,
-        *,
-        strict: bool,
-    ) -> None:
-        load_optimizers(state_name, optimizers, scan.names, saved, destination, strict=strict)
+    def _load_optimizers(self, state_name: str, optimizers: Sequence[Optimizer], load: LoadInputs) -> None:
+        load_optimizers(
+            state_name, optimizers, load.scan.names, load.saved, load.destination, strict=load.is_strict(state_name)
+        )
 
     def _layouts(self, state_name: str, scan: Scan) -> Iterable[str]:
         """Describe the layout of each tensor of one state."""

@@ -37,7 +37,7 @@ from bytecheckpoint.frameworks.deepspeed.optimizers import (
 from bytecheckpoint.frameworks.deepspeed.partitions import HeldRange, zero3_optimizer_of
 from bytecheckpoint.frameworks.deepspeed.progress import EngineProgress, engine_state_name
 from bytecheckpoint.frameworks.detection import nested_objects
-from bytecheckpoint.frameworks.native import NativeFramework, Scan
+from bytecheckpoint.frameworks.native import LoadInputs, NativeFramework, Scan
 from bytecheckpoint.frameworks.optimizers.master_weights import optimizer_state_name
 from bytecheckpoint.representation.shards import LiveState
 
@@ -135,34 +135,25 @@ class DeepSpeedFramework(NativeFramework):
         _refuse_flat_tensors(state_name, optimizers, scan)
         return super()._capture_optimizers(state_name, optimizers, scan)
 
-    def _load_modules(self, state_name: str, scan: Scan, saved: SavedStates, destination: Destination) -> None:
-        assert isinstance(scan, _ZeroScan)
-        modules: ZeroModules = scan.modules[state_name]
+    def _load_modules(self, state_name: str, load: LoadInputs) -> None:
+        modules: ZeroModules = load.scan.modules[state_name]
         master_state, masters = None, dict[int, HeldRange]()
-        for name, optimizer in scan.engine_optimizers.items():
+        for name, optimizer in load.scan.engine_optimizers.items():
             if optimizer.masters.keys() & modules.parameters.keys():
                 master_state, masters = name, optimizer.masters
-        load_zero_modules(state_name, modules, saved, destination, master_state=master_state, masters=masters)
+        load_zero_modules(state_name, modules, load.saved, load.destination, master_state=master_state, masters=masters)
 
-    def _load_optimizers(
-        self,
-        state_name: str,
-        optimizers: Sequence[Any],
-        scan: Scan,
-        saved: SavedStates,
-        destination: Destination,
-        *,
-        strict: bool,
-    ) -> None:
-        assert isinstance(scan, _ZeroScan)
-        if state_name in scan.engine_optimizers:
-            load_engine_optimizer(scan.engine_optimizers[state_name], saved, destination, strict=strict)
+    def _load_optimizers(self, state_name: str, optimizers: Sequence[Any], load: LoadInputs) -> None:
+        engine_optimizers: dict[str, EngineOptimizer] = load.scan.engine_optimizers
+        if state_name in engine_optimizers:
+            strict = load.is_strict(state_name)
+            load_engine_optimizer(engine_optimizers[state_name], load.saved, load.destination, strict=strict)
         else:
-            _refuse_flat_tensors(state_name, optimizers, scan)
+            _refuse_flat_tensors(state_name, optimizers, load.scan)
             experts = [(g, g["name"]) for o in optimizers for g in o.param_groups if g.get("moe") and "name" in g]
-            super()._load_optimizers(state_name, optimizers, scan, saved, destination, strict=strict)
+            super()._load_optimizers(state_name, optimizers, load)
             # The name of a group of experts says which ranks share it now: it is not taken from the checkpoint.
-            destination.finish += [partial(group.update, {"moe": True, "name": name}) for group, name in experts]
+            load.destination.finish += [partial(group.update, {"moe": True, "name": name}) for group, name in experts]
 
     def _layouts(self, state_name: str, scan: Scan) -> Iterable[str]:
         modules: ZeroModules = scan.modules[state_name]

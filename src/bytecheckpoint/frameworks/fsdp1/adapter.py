@@ -9,11 +9,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.base import Destination, SavedStates, UserNames
+from bytecheckpoint.frameworks.base import UserNames
 from bytecheckpoint.frameworks.fsdp1.detection import find_fsdp1
 from bytecheckpoint.frameworks.fsdp1.modules import capture_flat_modules, load_flat_modules, scan_flat_modules
 from bytecheckpoint.frameworks.fsdp1.optimizers import FlatParameterTable, capture_flat_optimizers, load_flat_optimizers
-from bytecheckpoint.frameworks.native import NativeFramework, Scan, describe_layout
+from bytecheckpoint.frameworks.native import LoadInputs, NativeFramework, Scan, describe_layout
 from bytecheckpoint.frameworks.optimizers.names import as_optimizers
 from bytecheckpoint.representation.shards import LiveState
 
@@ -54,20 +54,14 @@ class FSDP1Framework(NativeFramework):
     def _capture_optimizers(self, state_name: str, optimizers: Sequence[Optimizer], scan: Scan) -> LiveState:
         return capture_flat_optimizers(state_name, optimizers, scan.names, _table(scan))
 
-    def _load_modules(self, state_name: str, scan: Scan, saved: SavedStates, destination: Destination) -> None:
-        load_flat_modules(state_name, scan.modules[state_name], saved, destination)
+    def _load_modules(self, state_name: str, load: LoadInputs) -> None:
+        load_flat_modules(state_name, load.scan.modules[state_name], load.saved, load.destination)
 
-    def _load_optimizers(
-        self,
-        state_name: str,
-        optimizers: Sequence[Optimizer],
-        scan: Scan,
-        saved: SavedStates,
-        destination: Destination,
-        *,
-        strict: bool,
-    ) -> None:
-        load_flat_optimizers(state_name, optimizers, scan.names, _table(scan), saved, destination, strict=strict)
+    def _load_optimizers(self, state_name: str, optimizers: Sequence[Optimizer], load: LoadInputs) -> None:
+        load_flat_optimizers(
+            state_name, optimizers, load.scan.names, _table(load.scan), load.saved, load.destination,
+            strict=load.is_strict(state_name),
+        )  # fmt: skip
 
     def _layouts(self, state_name: str, scan: Scan) -> Iterable[str]:
         found = scan.modules[state_name]

@@ -27,7 +27,7 @@ from bytecheckpoint.frameworks.megatron.module_scan import MegatronModuleScan, s
 from bytecheckpoint.frameworks.megatron.modules import capture_megatron_modules, load_megatron_modules
 from bytecheckpoint.frameworks.megatron.optimizers import capture_megatron_optimizers
 from bytecheckpoint.frameworks.megatron.restore import load_megatron_optimizers
-from bytecheckpoint.frameworks.native import NativeFramework, Scan
+from bytecheckpoint.frameworks.native import LoadInputs, NativeFramework, Scan
 from bytecheckpoint.frameworks.optimizers.master_weights import optimizer_state_name
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames, as_optimizers
 from bytecheckpoint.representation.shards import LiveState
@@ -37,7 +37,7 @@ __all__ = ["MegatronFramework"]
 
 @dataclass(slots=True)
 class _MegatronScan(Scan):
-    """A scan with what Megatron's modules and optimizers need to know of each other.
+    """A scan with the facts that Megatron's modules and optimizers share.
 
     Attributes:
         layouts: id of a parameter -> its layout.
@@ -154,32 +154,22 @@ class MegatronFramework(NativeFramework):
             return capture_megatron_optimizers(state_name, optimizers, scan.names, scan.layouts)
         return super()._capture_optimizers(state_name, optimizers, scan)
 
-    def _load_modules(self, state_name: str, scan: Scan, saved: SavedStates, destination: Destination) -> None:
-        assert isinstance(scan, _MegatronScan)
-        found = scan.modules[state_name]
+    def _load_modules(self, state_name: str, load: LoadInputs) -> None:
+        found = load.scan.modules[state_name]
         if isinstance(found, MegatronModuleScan):
-            master_state = scan.master_states.get(state_name, optimizer_state_name(state_name))
-            load_megatron_modules(state_name, found, saved, destination, master_state, scan.with_masters)
+            master_state = load.scan.master_states.get(state_name, optimizer_state_name(state_name))
+            load_megatron_modules(state_name, found, load.saved, load.destination, master_state, load.scan.with_masters)
         else:
-            super()._load_modules(state_name, scan, saved, destination)
+            super()._load_modules(state_name, load)
 
-    def _load_optimizers(
-        self,
-        state_name: str,
-        optimizers: Sequence[Any],
-        scan: Scan,
-        saved: SavedStates,
-        destination: Destination,
-        *,
-        strict: bool,
-    ) -> None:
-        assert isinstance(scan, _MegatronScan)
-        if self._steps_megatron_params(optimizers, scan):
+    def _load_optimizers(self, state_name: str, optimizers: Sequence[Any], load: LoadInputs) -> None:
+        if self._steps_megatron_params(optimizers, load.scan):
             load_megatron_optimizers(
-                state_name, optimizers, scan.names, scan.layouts, scan.model_states, saved, destination, strict=strict
-            )
+                state_name, optimizers, load.scan.names, load.scan.layouts, load.scan.model_states, load.saved,
+                load.destination, strict=load.is_strict(state_name),
+            )  # fmt: skip
         else:
-            super()._load_optimizers(state_name, optimizers, scan, saved, destination, strict=strict)
+            super()._load_optimizers(state_name, optimizers, load)
 
     def _layouts(self, state_name: str, scan: Scan) -> Iterable[str]:
         found = scan.modules[state_name]

@@ -20,8 +20,7 @@ from bytecheckpoint.frameworks.optimizers.names import ParameterNames
 from bytecheckpoint.frameworks.optimizers.restore import ParameterRestore, load_optimizers
 from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees
 from bytecheckpoint.frameworks.optimizers.state_dtypes import SINGLE_VALUE_SLOTS
-from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state, request_state
-from bytecheckpoint.frameworks.tensors.allocation import is_writable
+from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state, is_reusable, request_state
 
 __all__ = ["load_megatron_optimizers"]
 
@@ -65,7 +64,7 @@ def load_megatron_optimizers(
         loads.append(_ParamLoad(state_name, param, optimizer, name, on_device, model_state, requests, state))
         return loads[-1]
 
-    states: dict[int, _LoadedState] = {}  # by what the optimizer steps
+    states: dict[int, _LoadedState] = {}  # by id of the stepped tensor
     loads: list[_ParamLoad] = []
     requests = BoxRequests(destination)
     load_optimizers(state_name, [view.optimizer], view.names, saved, destination, strict=strict, restorer=restorer)
@@ -87,16 +86,15 @@ def _check_group_steps(state_name: str, loads: Sequence[_ParamLoad]) -> None:
         first = first_of_group.setdefault(id(load.param.main.group), load)
         if (known := first.group_step()) != step:
             raise IncompatibleCheckpointError(
-                f"{state_name}: {type(load.param.main.inner).__name__} keeps one step for all parameters of a group, "
-                "and the "
-                f"checkpoint has {known} for {first.name!r}, {step} for {load.name!r}: use AdamW of torch, or groups of "
-                "their own"
+                f"{state_name}: {type(load.param.main.inner).__name__} keeps one step for all parameters of a group, and "
+                f"the checkpoint has {known} for {first.name!r}, {step} for {load.name!r}: use AdamW of torch, or "
+                "groups of their own"
             )
 
 
 @dataclass(slots=True)
 class _LoadedState:
-    """The loaded state of one tensor that an optimizer steps, to which each of the parameters fused in it adds its part.
+    """The loaded state of one stepped tensor. Each parameter that is fused in the tensor adds its part.
 
     Attributes:
         memory: slot -> elementwise state.
@@ -131,7 +129,7 @@ class _ParamLoad:
         self._model_state = model_state
         self._requests = requests
         self._state = state
-        self._own_scalars: set[str] = set()  # slots, of those that are saved once for each of the fused parameters
+        self._own_scalars: set[str] = set()  # slots that hold one value for each of the fused parameters
 
     def plan(self, saved: SavedStates, trees: SavedTrees, destination: Destination) -> bool:
         """Request this rank's elements of the state, the single values, and the master weights."""
@@ -208,17 +206,12 @@ class _ParamLoad:
         if target is None:
             live = self.param.main.state().get(slot)
             dtype = self._choose_dtype(found, trees, live)
-            fits = (
-                isinstance(live, torch.Tensor)
-                and live.shape == tensor.shape
-                and live.dtype == dtype
-                and is_writable(live)
-                and found.global_shape == box.global_shape
-                and all(live is not other for other in self._state.memory.values())
-            )
-            # Zeros, since a checkpoint may hold nothing of the rows that a vocabulary is padded with.
-            target = live if fits else torch.zeros_like(tensor, dtype=dtype)
-            assert target is not None
+            whole = found.global_shape == box.global_shape
+            if whole and is_reusable(live, tuple(tensor.shape), dtype, self._state.memory.values()):
+                target = live
+            else:
+                # Zeros, since a checkpoint may hold nothing of the rows that a vocabulary is padded with.
+                target = torch.zeros_like(tensor, dtype=dtype)
             self._state.memory[slot] = target
         return target
 
@@ -228,8 +221,7 @@ class _ParamLoad:
 
     def _incompatible(self, found: SavedTensor, problem: str) -> IncompatibleCheckpointError:
         return IncompatibleCheckpointError(
-            f"{found.key} {problem}, and Megatron's optimizers step the parameter of "
-            "shape "
+            f"{found.key} {problem}, and Megatron's optimizers step the parameter of shape "
             f"{tuple(self.param.layout.tensor.shape)} here element by element: state that does not follow the elements "
             "cannot be loaded"
         )

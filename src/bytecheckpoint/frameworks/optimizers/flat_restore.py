@@ -21,9 +21,8 @@ from bytecheckpoint.frameworks.optimizers.restore import (
 )
 from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees
 from bytecheckpoint.frameworks.optimizers.state_dtypes import SINGLE_VALUE_SLOTS, mark_exact_conversions
-from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state, request_state
+from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state, is_reusable, request_state
 from bytecheckpoint.frameworks.optimizers.tree import comparable_bytes, unpack_tensors
-from bytecheckpoint.frameworks.tensors.allocation import is_writable
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_name
 from bytecheckpoint.frameworks.tensors.flat_ranges import FlatRange, ParameterRange, flat_range_shards
 from bytecheckpoint.representation.shards import TensorKey
@@ -113,13 +112,7 @@ class _FlatTensorRestore:
         if target is None:
             shape = self.flat.local_shape
             live = self.flat.state().get(slot)
-            if (
-                isinstance(live, torch.Tensor)
-                and tuple(live.shape) == shape
-                and live.dtype == dtype
-                and is_writable(live)
-                and all(live is not other for other in self._memory.values())
-            ):
+            if is_reusable(live, shape, dtype, self._memory.values()):
                 target = live
             else:
                 # Zeros: the optimizer steps the padding too, which must not hold nan.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TypeGuard
+
 import torch
 
 from bytecheckpoint.frameworks.base import Destination, SavedTensor
 from bytecheckpoint.frameworks.optimizers.state_dtypes import SINGLE_VALUE_SLOTS, mark_exact_conversions
-from bytecheckpoint.frameworks.tensors.allocation import empty_like_layout, empty_on_mesh_of
+from bytecheckpoint.frameworks.tensors.allocation import empty_like_layout, empty_on_mesh_of, is_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.representation.shards import LiveShard
 
-__all__ = ["allocate_state", "request_state"]
+__all__ = ["allocate_state", "is_reusable", "request_state"]
 
 
 def allocate_state(found: SavedTensor, parameter: torch.Tensor, dtype: torch.dtype, *, on_device: bool) -> torch.Tensor:
@@ -27,6 +30,26 @@ def allocate_state(found: SavedTensor, parameter: torch.Tensor, dtype: torch.dty
     if found.global_shape == tuple(parameter.shape):
         return empty_like_layout(parameter, dtype)
     return empty_on_mesh_of(parameter, found.global_shape, dtype)
+
+
+def is_reusable(
+    live: object, shape: tuple[int, ...], dtype: torch.dtype, taken: Iterable[torch.Tensor]
+) -> TypeGuard[torch.Tensor]:
+    """Return whether a load can fill a live state tensor in place.
+
+    Args:
+        live: state that the optimizer has now.
+        shape: shape of the state to load.
+        dtype: dtype of the state to load.
+        taken: memory that the load fills already.
+    """
+    return (
+        isinstance(live, torch.Tensor)
+        and tuple(live.shape) == shape
+        and live.dtype == dtype
+        and is_writable(live)
+        and all(live is not other for other in taken)
+    )
 
 
 def request_state(
