@@ -10,7 +10,7 @@ import torch.distributed
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.representation.values.equality import equal
 
-__all__ = ["check_allow", "check_rank", "check_shared", "remedy", "share", "short"]
+__all__ = ["check_allow", "check_in_order", "check_rank", "check_shared", "remedy", "share", "short"]
 
 
 def check_rank(rank: int | None, ranks: int | None) -> tuple[int, int]:
@@ -52,6 +52,16 @@ def check_allow(allow: Collection[str], known: Collection[str]) -> None:
     unknown = sorted({*allow} - {*known})
     if unknown:
         raise UsageError(f"allow= does not know {', '.join(unknown)}; it takes {', '.join(known)}")
+
+
+def check_in_order(loader: Any) -> None:
+    """Check that a DataLoader with workers yields batches in their order.
+
+    Raises:
+        UsageError: the loader does not.
+    """
+    if not getattr(loader, "in_order", True):
+        raise UsageError("in_order=False lets workers yield batches out of their order, so that no position is exact")
 
 
 def check_shared(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from bytecheckpoint.dataloader.checks import check_allow, check_rank, check_shared, share
+from bytecheckpoint.dataloader.checks import check_allow, check_in_order, check_rank, check_shared, share
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 
 __all__ = ["ResumableLoader", "ResumableSampler"]
@@ -190,10 +190,7 @@ class ResumableLoader:
             raise UsageError(
                 f"the data set has {length} samples in the DataLoader, and {sampler.length} in its sampler"
             )
-        if not getattr(loader, "in_order", True):
-            raise UsageError(
-                "in_order=False lets workers yield batches out of their order, so that no position is exact"
-            )
+        check_in_order(loader)
         self.loader, self.sampler = loader, sampler
         self._iteration = 0
         self._loaded = False

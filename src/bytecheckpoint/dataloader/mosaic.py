@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bytecheckpoint.dataloader.checks import check_shared
+from bytecheckpoint.dataloader.checks import check_in_order, check_shared
 from bytecheckpoint.errors import UsageError
 
 __all__ = ["MosaicLoader"]
@@ -40,10 +40,7 @@ class MosaicLoader:
                 "a MosaicLoader wraps a StreamingDataLoader over a StreamingDataset, not a "
                 f"{type(loader).__name__} over a {type(getattr(loader, 'dataset', None)).__name__}"
             )
-        if not loader.in_order:
-            raise UsageError(
-                "in_order=False lets workers yield batches out of their order, so that no position is exact"
-            )
+        check_in_order(loader)
         if loader.batch_size is None:
             raise UsageError("the StreamingDataLoader needs a batch_size, of which the global batch is made")
         self.loader = loader

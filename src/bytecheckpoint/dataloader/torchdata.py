@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bytecheckpoint.dataloader.checks import check_shared, share
+from bytecheckpoint.dataloader.checks import check_in_order, check_shared, share
 from bytecheckpoint.dataloader.per_rank import PerRankLoader
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 
@@ -44,10 +44,7 @@ class TorchdataLoader(PerRankLoader):
 
         if not isinstance(self.loader, StatefulDataLoader):
             raise UsageError(f"a TorchdataLoader wraps a StatefulDataLoader, not a {type(self.loader).__name__}")
-        if not self.loader.in_order:
-            raise UsageError(
-                "in_order=False lets workers yield batches out of their order, so that no position is exact"
-            )
+        check_in_order(self.loader)
         found = type(self.loader.sampler) is StatefulDistributedSampler and self.loader.batch_size is not None
         # A data set with a state is changed by being read, in another way by each rank and worker.
         return self.loader.sampler if found and not hasattr(self.loader.dataset, "state_dict") else None

@@ -83,7 +83,7 @@ class EverySteps:
     steps: int
 
     def __post_init__(self) -> None:
-        _check_steps(self)
+        _check_number(self, self.steps)
 
     def due(self, step: int, before: int) -> bool:
         """See `SaveRule`."""
@@ -223,7 +223,7 @@ class Latest:
     count: int = 1
 
     def __post_init__(self) -> None:
-        _check_count(self)
+        _check_number(self, self.count)
 
     def keep(self, steps: Sequence[StepInfo]) -> Collection[int]:
         """See `KeepRule`."""
@@ -245,7 +245,7 @@ class Best:
     mode: str = "min"
 
     def __post_init__(self) -> None:
-        _check_count(self)
+        _check_number(self, self.count)
         if self.mode not in ("min", "max"):
             raise UsageError(f"Best({self.metric!r}, mode={self.mode!r}): use 'min' or 'max'")
 
@@ -271,7 +271,7 @@ class Every:
     steps: int
 
     def __post_init__(self) -> None:
-        _check_steps(self)
+        _check_number(self, self.steps)
 
     def keep(self, steps: Sequence[StepInfo]) -> Collection[int]:
         """See `KeepRule`."""
@@ -346,16 +346,10 @@ def _keep_rules(keep: Any) -> tuple[KeepRule, ...] | None:
     return rules
 
 
-def _check_steps(rule: EverySteps | Every) -> None:
-    if type(rule.steps) is not int or rule.steps < 1:
-        raise UsageError(f"{type(rule).__name__}({rule.steps!r}): give a number of steps, at least 1")
-
-
-def _check_count(rule: Latest | Best) -> None:
-    if type(rule.count) is not int or rule.count < 1:
-        raise UsageError(
-            f"{type(rule).__name__}: keep at least 1 step, not {rule.count!r}; that would delete everything"
-        )
+def _check_number(rule: object, number: object) -> None:
+    """Check a number of steps of a rule."""
+    if type(number) is not int or number < 1:
+        raise UsageError(f"{type(rule).__name__}: {number!r} is no number of steps: give an integer of at least 1")
 
 
 def finite_metrics(metrics: Mapping[str, Any], step: int) -> dict[str, float]:
