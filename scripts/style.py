@@ -73,14 +73,10 @@ MANY_FIELDS: dict[str, str] = {
 #: Classes that are still to be split. The list only gets shorter.
 STILL_WIDE = {
     "bytecheckpoint.collectives.inbox.Inbox",
-    "bytecheckpoint.collectives.transport.link.Link",
     "bytecheckpoint.collectives.transport.loop.Loop",
-    "bytecheckpoint.collectives.transport.peers.Peer",
     "bytecheckpoint.collectives.transport.spoke.Spoke",
     "bytecheckpoint.storage.objects.bucket.Bucket",
     "bytecheckpoint.storage.posix.open_files.PosixWriter",
-    "bytecheckpoint.tiers.flush.flusher.PendingFlush",
-    "bytecheckpoint.tools.verify_files._FileCheck",
     "bytecheckpoint.tracing.operation.Operation",
 }
 #: Small modules with one importer that stay by themselves, with the reason.

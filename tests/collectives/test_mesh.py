@@ -390,11 +390,11 @@ def test_an_address_that_means_another_machine_elsewhere(world: DataWorld) -> No
     """A rank that has reached rank 0 over a loopback address is where rank 0 is."""
     world.stars[2].hub_address = "127.0.0.3"
     world.pair("x", 1, 2, 9)
-    assert world.meshes[2]._peer(1).address == ("127.0.0.3", world.stars[1].data_port)
+    assert world.meshes[2]._peer(1).dialling.address == ("127.0.0.3", world.stars[1].data_port)
     place = msgspec.msgpack.encode(Place(5, host="10.11.12.13"))
     world.meshes[2].on_message(0, place)
     world.pair("y", 1, 2, 9)
-    assert world.meshes[2]._peer(0).address == ("10.11.12.13", 5)
+    assert world.meshes[2]._peer(0).dialling.address == ("10.11.12.13", 5)
 
 
 # ---- unauthenticated connections ----

@@ -95,7 +95,7 @@ class DirectConnections(Loop):
         return self._peers[rank]
 
     def _connect_if_needed(self, peer: Peer) -> None:
-        """Dial `peer` if this rank wants bytes of it, or has to tell it something; watch it if it has to dial."""
+        """Dial `peer` if this rank wants its bytes or has failures to send; watch it if `peer` has to dial."""
         wants = peer.called is None and bool(peer.to_request or (peer.unsent_failures and peer.caller is None))
         waits = peer.caller is None and bool(peer.offers)
         if self._deadline is not None or not (wants or waits):
@@ -106,19 +106,19 @@ class DirectConnections(Loop):
         try:
             if peer.rank != 0:
                 self._star.watch(peer.rank)
-            if not wants or peer.dialling is not None:
+            if not wants or peer.dialling.connection is not None:
                 return
-            if peer.address is not None:
-                self._dial(peer, *peer.address)
-            elif not peer.asked:
-                peer.asked = True
+            if peer.dialling.address is not None:
+                self._dial(peer, *peer.dialling.address)
+            elif not peer.dialling.asked:
+                peer.dialling.asked = True
                 self._star.locate(peer.rank)
         except CheckpointError as error:
             self._fail_all(peer, error)
 
     def _on_place(self, rank: int, payload: bytes) -> None:
         place, peer = PLACES.decode(payload), self._peer(rank)
-        peer.address = place.host or self._star.hub_address, place.data
+        peer.dialling.address = place.host or self._star.hub_address, place.data
         self._connect_if_needed(peer)
 
     def _on_lost_rank(self, rank: int, reason: str) -> None:
@@ -157,7 +157,7 @@ class DirectConnections(Loop):
                 sock.close()
             self._redial_later(peer, str(error))
             return
-        peer.dialling = sock
+        peer.dialling.connection = sock
         self._selector.register(sock, selectors.EVENT_WRITE, partial(self._on_dialled, peer, sock))
 
     def _on_dialled(self, peer: Peer, sock: socket.socket, _mask: int) -> None:
@@ -167,15 +167,15 @@ class DirectConnections(Loop):
             self._redial_later(peer, os.strerror(code))
             return
         greeting = Greeting(self._thread.name, self.secret, self.rank, peer.rank)
-        peer.dialling = link = PeerLink(self.security.over(sock, dials=True), greeting)
+        peer.dialling.connection = link = PeerLink(self.security.over(sock, dials=True), greeting)
         self._add(link)
         self._post(link, Kind.HELLO, self.rank, peer.rank, b"", greeting.hello())
 
     def _redial_later(self, peer: Peer, failure: str) -> None:
-        peer.dialling = None
-        assert peer.address is not None
-        host, port = peer.address
-        peer.failure = f"{host} port {port}: {failure}"
+        peer.dialling.connection = None
+        assert peer.dialling.address is not None
+        host, port = peer.dialling.address
+        peer.dialling.failure = f"{host} port {port}: {failure}"
         for operation in {transfer.operation for transfer in peer.to_request}:
             operation.redials += 1
         self._call_later(REDIAL_SECONDS, partial(self._connect_if_needed, peer))
@@ -191,7 +191,8 @@ class DirectConnections(Loop):
         assert isinstance(link, PeerLink)
         peer = self._peer(link.rank)
         if link.greeting.dialled is not None:
-            peer.called, peer.dialling, peer.failure = link, None, ""
+            peer.called = link
+            peer.dialling.connection, peer.dialling.failure = None, ""
         else:
             old, peer.caller = peer.caller, link
             if old is not None:  # the other rank has noticed first that it broke
@@ -213,8 +214,8 @@ class DirectConnections(Loop):
     def _on_leave(self) -> None:
         self._stop_accepting()
         for peer in self._peers.values():
-            if isinstance(peer.dialling, socket.socket):
-                self._selector.unregister(peer.dialling)
-                peer.dialling.close()
+            if isinstance(sock := peer.dialling.connection, socket.socket):
+                self._selector.unregister(sock)
+                sock.close()
         for link in self._open:
             self._hang_up(link)

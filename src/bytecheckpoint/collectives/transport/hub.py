@@ -1,4 +1,4 @@
-"""Rank 0's end of the messages: it takes those of all ranks, and knows where each listens and which are gone."""
+"""Receive the messages of all ranks on rank 0, which knows where each rank listens and which ranks are lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LOOK = 0.5
 
 
 class Hub(Star):
-    """Rank 0's end of the messages. The constructor listens on `port`.
+    """The message connections of rank 0. The constructor listens on `port`.
 
     Args:
         world_size: number of ranks.
@@ -56,12 +56,12 @@ class Hub(Star):
         self._places[0] = Place(self.data_port)
         self._carriers: list[int] = []  # ranks that pass on messages of other machines
         self._turns = itertools.count()
-        self._sent_away: set[Link] = set()  # to a rank that passes on messages
+        self._redirected: set[Link] = set()  # to a rank that passes on messages
         self._gone: dict[int, str] = {}
         self._watchers: dict[int, set[int]] = {}
         self._hung_up = False
         inbox.explain = self._explain
-        self._refusal: CheckpointError | None = None  # why this world cannot be
+        self._refusal: CheckpointError | None = None  # reason why this world cannot begin
         self._most_strangers = max(self._most_strangers, links)
         self._accept_from(listener)
         try:
@@ -146,7 +146,7 @@ class Hub(Star):
             payload = msgspec.msgpack.encode(self._places[carrier])
             self._post(link, Kind.REDIRECT, 0, link.rank, b"", payload)
             self._hang_up(link)
-            self._sent_away.add(link)
+            self._redirected.add(link)
         else:
             self._join(link.rank, link, place)
             if place.messages:
@@ -163,15 +163,15 @@ class Hub(Star):
             self.ready.set()
 
     def _refuse(self, error: CheckpointError) -> None:
-        """End this world before it has begun, and tell the ranks that are there."""
+        """End this world before it has begun, and send the reason to the ranks that are connected."""
         if self._refusal is None:
             self._refusal = error
             self._send_all_below(Kind.LOST, str(error))
             self.ready.set()
 
     def _on_frame(self, link: Link, kind: Kind, source: int, to: int, tag: bytes, payload: Payload) -> None:
-        if link in self._sent_away:
-            return  # it will tell the same there
+        if link in self._redirected:
+            return  # it sends the same to the rank that passes its messages on
         if kind is Kind.MESSAGE:
             self._receive(source, tag, payload)
         elif kind is Kind.PACK:
@@ -179,31 +179,31 @@ class Hub(Star):
                 for rank in message.ranks:
                     self._receive(rank, message.tag, message.payload)
         elif kind is Kind.JOIN and source in self.below:
-            pass  # somebody has claimed this rank at another machine, which is to stay connected
+            pass  # a second process that claims this rank: the machine that reports it stays connected
         elif kind is Kind.JOIN:
             self._join(source, link, self._place_of(link, payload))
         elif kind is Kind.WATCH:
             for lost in self._gone if to == ANYBODY else self._gone.keys() & {to}:
-                self._tell_loss(source, lost)
+                self._report_loss(source, lost)
             self._watchers.setdefault(to, set()).add(source)
         elif kind is Kind.WHERE:
             self._post(link, Kind.PLACE, to, source, b"", msgspec.msgpack.encode(self._places[to]))
         elif self.below.get(source) is not link:
-            pass  # only the connection through which a rank is reached can tell that it is gone
+            pass  # only the connection through which a rank is reached can report its end
         elif kind is Kind.BYE:
             self._lose(source, "it has left this world or ended")
         elif kind is Kind.LOST:
             self._lose(source, bytes(payload).decode())
 
     def _on_gone(self, link: Link) -> None:
-        self._sent_away.discard(link)
+        self._redirected.discard(link)
         for rank, through in list(self.below.items()):
             if through is link:
                 passes_on = f"rank {link.rank}, which passes its messages on, is gone: {_KILLED}"
                 self._lose(rank, _KILLED if rank == link.rank else passes_on)
 
     def _lose(self, rank: int, reason: str) -> None:
-        """Note that a rank sends no more messages, and tell those who asked."""
+        """Record the loss of a rank, and report it to the ranks that watch it."""
         if rank in self._gone:
             return
         self._gone[rank] = reason
@@ -211,9 +211,9 @@ class Hub(Star):
             return
         self.inbox.mark_lost(rank, reason)
         for watcher in self._watchers.pop(rank, set()) | self._watchers.get(ANYBODY, set()):
-            self._tell_loss(watcher, rank)
+            self._report_loss(watcher, rank)
 
-    def _tell_loss(self, watcher: int, rank: int) -> None:
+    def _report_loss(self, watcher: int, rank: int) -> None:
         self._post(self.below[watcher], Kind.LOST, rank, watcher, b"", self._gone[rank].encode())
 
     def _on_leave(self) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from bytecheckpoint.collectives.transport.greeting import Greeting
 from bytecheckpoint.collectives.transport.tls import AGAIN_AFTER_READING, AGAIN_AFTER_WRITING, shut_down_writing
@@ -20,11 +21,60 @@ from bytecheckpoint.tuning import tuning
 __all__ = ["Link"]
 
 _READS_PER_TURN = 64  # from one connection, before the others get their turn
-_REFILLS_PER_TURN = 16  # the same for writes
+_REFILLS_PER_TURN = 16  # to one connection, likewise
 #: Layout of `TCP_INFO` of Linux: eight bytes, of which the fourth counts probes of a closed window that nobody has
 #: answered, then words, of which the fifth counts unacknowledged packets and the thirteenth milliseconds since the last
 #: acknowledgement.
 _TCP_INFO = struct.Struct("=3xB20xI28xI")
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """The sending side of a connection.
+
+    Attributes:
+        queue: data to send.
+        dead: True if nothing can be sent any more.
+        hangs_up: True to shut down for writing once the queue is empty.
+        resumes: True if sending continues once bytes have come (the handshake of TLS).
+    """
+
+    queue: deque[memoryview] = field(default_factory=deque)
+    dead: bool = False
+    hangs_up: bool = False
+    resumes: bool = False
+
+
+class _Acknowledgements:
+    """Watches whether the other machine acknowledges the bytes that were sent to it over TCP.
+
+    Keepalive probes nothing while data are under way, and the kernel sends those again for a quarter of an hour. Its time
+    limit for that (`TCP_USER_TIMEOUT`) also cuts off a rank that lives and reads nothing for a while.
+
+    Args:
+        sock: the connection.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._overdue_since: float | None = None
+
+    def are_overdue(self) -> bool:
+        """Return whether acknowledgements have been missing for too long. The caller repeats this."""
+        if not hasattr(socket, "TCP_INFO"):
+            return False
+        try:
+            info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            probes, unacknowledged, silent = _TCP_INFO.unpack(info)
+        except (OSError, struct.error):  # reading reports a broken connection; some systems say less
+            return False
+        now = time.monotonic()
+        if not unacknowledged and probes < 2:
+            self._overdue_since = None
+            return False
+        since = self._overdue_since = self._overdue_since or now
+        unanswered: float = min(now - since, silent / 1000)
+        return unanswered > tuning().unanswered_timeout
 
 
 class Link:
@@ -32,17 +82,18 @@ class Link:
 
     Args:
         sock: the connection, over TCP, TLS, or within this machine.
-        reader: assembles what arrives.
-        greeting: this side of it.
+        reader: assembles frames from the bytes that arrive.
+        greeting: this side of the handshake.
 
     Attributes:
-        failure: why it broke, as far as this side knows; "" before that, and after an ordinary end.
+        failure: reason why the connection broke, as far as this side knows; "" before that, and after an ordinary end.
     """
 
     def __init__(self, sock: socket.socket, reader: FrameReader, greeting: Greeting) -> None:
         sock.setblocking(False)
-        self.local = sock.family == socket.AF_UNIX
-        if not self.local:
+        self._acknowledgements = None
+        if sock.family != socket.AF_UNIX:
+            self._acknowledgements = _Acknowledgements(sock)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             # A machine that loses power closes no connection: probe after 15 s of silence, give up after another 30.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -50,17 +101,21 @@ class Link:
                 if hasattr(socket, name):
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.sock = sock
-        self._secured = isinstance(sock, ssl.SSLSocket)
-        self.resumes = False  # more can be sent once something has come
         self.greeting = greeting
-        self.rank = -1  # of the other side, once the greeting is over
+        self.rank = -1  # rank of the other side, once the greeting is over
         self.failure = ""
-        self._unanswered_since: float | None = None
-        self.hang_up = False  # shut down for writing once the queue is empty
-        self._dead = False  # nothing can be sent any more
-        self._queue: deque[memoryview] = deque()
+        self._outgoing = _Outgoing()
         self._lock = threading.Lock()
         self._reader = reader
+
+    @property
+    def local(self) -> bool:
+        """True for a connection within this machine."""
+        return self._acknowledgements is None
+
+    @property
+    def _secured(self) -> bool:
+        return isinstance(self.sock, ssl.SSLSocket)
 
     def post(self, kind: Kind, source: int, to: int, tag: bytes, payload: Payload) -> bool:
         """Send as much as the socket takes and queue the rest; False when something is queued. From any thread."""
@@ -68,10 +123,10 @@ class Link:
         if payload:
             parts.append(memoryview(payload).cast("B"))
         with self._lock:
-            if self._dead:
+            if self._outgoing.dead:
                 return True
-            idle = not self._queue
-            self._queue.extend(parts)
+            idle = not self._outgoing.queue
+            self._outgoing.queue.extend(parts)
             return self._flush() if idle else False
 
     def flush(self) -> bool:
@@ -79,41 +134,53 @@ class Link:
         with self._lock:
             return self._flush()
 
+    def resume(self) -> bool:
+        """Continue to send, if sending has waited for bytes that have come now; False when something stays queued."""
+        if not self._outgoing.resumes:
+            return True
+        self._outgoing.resumes = False
+        return self.flush()
+
+    def hang_up(self) -> bool:
+        """Shut down for writing once the queue is empty; False when something stays queued."""
+        self._outgoing.hangs_up = True
+        return self.flush()
+
     def _flush(self) -> bool:
         refills = 0
-        while not self._dead and (self._queue or self._refill()):
+        while not self._outgoing.dead and (self._outgoing.queue or self._refill()):
             try:
                 sent = self._send()
             except AGAIN_AFTER_WRITING:
                 return False
             except AGAIN_AFTER_READING:  # the handshake of TLS
-                self.resumes = True
+                self._outgoing.resumes = True
                 return True
             except OSError as error:
                 # Reading from the broken connection fails too, and reports it.
                 self.failure = str(error)
-                self._dead = True
-                self._queue.clear()
+                self._outgoing.dead = True
+                self._outgoing.queue.clear()
                 return True
             while sent:
-                head = self._queue.popleft()
+                head = self._outgoing.queue.popleft()
                 if sent < len(head):
-                    self._queue.appendleft(head[sent:])
+                    self._outgoing.queue.appendleft(head[sent:])
                     break
                 sent -= len(head)
-            refills += not self._queue
+            refills += not self._outgoing.queue
             if refills > _REFILLS_PER_TURN:
                 return False
-        if self.hang_up:
-            self.hang_up = False
+        if self._outgoing.hangs_up:
+            self._outgoing.hangs_up = False
             with contextlib.suppress(OSError):
                 shut_down_writing(self.sock)
         return True
 
     def _send(self) -> int:
         if self._secured:
-            return self.sock.send(self._queue[0])
-        return self.sock.sendmsg(itertools.islice(self._queue, 16))
+            return self.sock.send(self._outgoing.queue[0])
+        return self.sock.sendmsg(itertools.islice(self._outgoing.queue, 16))
 
     def _refill(self) -> bool:
         """Add more data to the empty queue; False when there is none."""
@@ -146,34 +213,17 @@ class Link:
             return self.sock.recv_into(self._reader.target)
 
     def is_cut_off(self) -> bool:
-        """Return whether the other machine has not acknowledged sent bytes for too long. The caller repeats this.
-
-        Keepalive probes nothing while data are under way, and the kernel sends those again for a quarter of an hour. Its
-        time limit for that (`TCP_USER_TIMEOUT`) also cuts off a rank that lives and reads nothing for a while.
-        """
-        if self.local or not hasattr(socket, "TCP_INFO"):
-            return False
-        try:
-            info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-            probes, unacknowledged, silent = _TCP_INFO.unpack(info)
-        except (OSError, struct.error):  # reading reports a broken connection; some systems say less
-            return False
-        now = time.monotonic()
-        if not unacknowledged and probes < 2:
-            self._unanswered_since = None
-            return False
-        since = self._unanswered_since = self._unanswered_since or now
-        unanswered: float = min(now - since, silent / 1000)
-        return unanswered > tuning().unanswered_timeout
+        """Return whether the other machine has not acknowledged sent bytes for too long. The caller repeats this."""
+        return self._acknowledgements is not None and self._acknowledgements.are_overdue()
 
     def ungreeted(self) -> str:
-        """Tell that the connection ended before its greeting, and why."""
+        """Return the error text of a connection that ended before its greeting."""
         ended = "the connection closed before the ranks had greeted each other"
         return f"{ended} ({self.failure})" if self.failure else ended
 
     def kill(self) -> None:
         """Close the connection and clear the queue."""
         with self._lock:
-            self._dead = True
-            self._queue.clear()
+            self._outgoing.dead = True
+            self._outgoing.queue.clear()
             self.sock.close()

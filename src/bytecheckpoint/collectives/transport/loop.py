@@ -259,10 +259,8 @@ class Loop(ABC):
                         self._on_frame(link, kind, source, to, tag, payload)
                     else:
                         self._on_greeting(link, kind, source, to, bytes(payload))
-                if link.resumes and link in self._open:
-                    link.resumes = False
-                    if not link.flush():
-                        self._unsent.append(link)
+                if link in self._open and not link.resume():
+                    self._unsent.append(link)
             except (EOFError, OSError) as error:
                 if link in self._open:
                     link.failure = link.failure or str(error)
@@ -306,8 +304,7 @@ class Loop(ABC):
         self._wake_write.close()
 
     def _hang_up(self, link: Link) -> None:
-        link.hang_up = True
-        if not link.flush():
+        if not link.hang_up():
             self._unsent.append(link)
 
 

@@ -74,7 +74,7 @@ class Mesh(DirectConnections):
         *,
         timeout: float,
     ) -> None:
-        """ArrayExchange arrays with other ranks, as `Collective.exchange`. None of the arrays is empty."""
+        """Exchange arrays with other ranks, as `Collective.exchange`. None of the arrays is empty."""
         self._run(ArrayExchange(tag, outgoing, incoming, self._operations.discard), timeout)
 
     def fetch(self, rank: int, tag: str, request: bytes, destination: NDArray[np.uint8], *, timeout: float) -> None:
@@ -97,7 +97,7 @@ class Mesh(DirectConnections):
                 end()
 
     def _answer(self, tag: str, request: Request, data: NDArray[np.uint8]) -> None:
-        """Send what a rank has fetched; return when it is sent or cannot be sent."""
+        """Send the data that a rank fetches; return when they are sent or cannot be sent."""
         answer = Answer(tag, request.link, request.number, data, self._operations.discard)
         if self._call_soon(partial(self._begin_answer, answer)):
             answer.over.wait()
@@ -204,7 +204,7 @@ class Mesh(DirectConnections):
         unlinked = [peer for rank in sorted(sources) if (peer := self._peer(rank)).called is None]
         unlinked += [peer for rank in sorted(targets) if (peer := self._peer(rank)).caller is None]
         for peer in unlinked[:1]:
-            failure = f" ({peer.failure})" if peer.failure else ""
+            failure = f" ({peer.dialling.failure})" if peer.dialling.failure else ""
             parts.append(f"not connected with {names_of_ranks({p.rank for p in unlinked})}{failure}")
         self._fail(
             operation,

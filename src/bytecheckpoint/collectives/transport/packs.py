@@ -43,7 +43,7 @@ _DECODER = msgspec.msgpack.Decoder(list[tuple[bytes, bytes, list[int]]])
 
 
 def merged(tag: bytes, sent: Sequence[tuple[bytes, int]]) -> list[Message]:
-    """Join the messages under a tag, (payload, rank) each, that are equal. Those of one rank keep their order."""
+    """Join equal messages under one tag, given as (payload, rank). The messages of one rank keep their order."""
     if len({rank for _, rank in sent}) < len(sent):
         return [Message(tag, payload, [rank]) for payload, rank in sent]
     found: dict[bytes, list[int]] = {}
@@ -58,9 +58,9 @@ def pack(messages: Iterable[Message]) -> bytes:
 
 
 def unpack(payload: bytes) -> list[Message]:
-    """Decode what `pack` has made.
+    """Decode the messages of one frame.
 
     Raises:
-        msgspec.ValidationError: it is something else.
+        msgspec.ValidationError: the bytes are no such frame.
     """
     return [Message(*each) for each in _DECODER.decode(payload)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
+from dataclasses import dataclass
 from typing import TypeVar
 
 from bytecheckpoint.collectives.transport.transfers import PeerLink, Transfer
@@ -16,6 +17,23 @@ T = TypeVar("T")
 _REMEMBERED = 64  # failed exchanges with one peer: more than can be under way between two ranks
 
 
+@dataclass
+class Dialling:
+    """Attempts of this rank to connect to another one.
+
+    Attributes:
+        connection: connection that is being made.
+        address: address at which the other rank listens, None until rank 0 has sent it.
+        asked: request for the address, True once rank 0 has it.
+        failure: reason why the last attempt failed.
+    """
+
+    connection: socket.socket | PeerLink | None = None
+    address: tuple[str, int] | None = None
+    asked: bool = False
+    failure: str = ""
+
+
 class Peer:
     """The other end of direct connections, as one rank knows it.
 
@@ -23,24 +41,21 @@ class Peer:
         rank: the other rank.
         called: connection over which this rank asks for arrays; it has dialled.
         caller: connection over which the other rank asks for arrays.
-        dialling: connection that is being made.
-        address: address at which the other rank listens, None until rank 0 has sent it.
-        asked: request for the address, True once rank 0 has it.
-        failure: reason why the last attempt to connect failed.
+        dialling: attempts to make the first of these connections.
+        offers: outgoing arrays, by tag, that the other rank has not requested yet.
+        to_request: incoming arrays, to be requested once there is a connection.
+        given_up_here: failures, by tag, of exchanges that this rank has given up first; None once the other rank knows.
+        given_up_there: failures, by tag, of exchanges that the other rank has given up first.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.called: PeerLink | None = None
         self.caller: PeerLink | None = None
-        self.dialling: socket.socket | PeerLink | None = None
-        self.address: tuple[str, int] | None = None
-        self.asked = False
-        self.failure = ""
-        self.offers: dict[str, deque[Transfer]] = {}  # by tag, outgoing, not requested by the other rank yet
-        self.to_request: set[Transfer] = set()  # incoming, to be requested once there is a connection
-        # By tag, the failures of exchanges that one of the two ranks has given up before the other one.
-        self.given_up_here: dict[str, Failure | None] = {}  # None: the other rank knows
+        self.dialling = Dialling()
+        self.offers: dict[str, deque[Transfer]] = {}
+        self.to_request: set[Transfer] = set()
+        self.given_up_here: dict[str, Failure | None] = {}
         self.given_up_there: dict[str, Failure] = {}
 
     @property
@@ -72,7 +87,7 @@ class Peer:
             _remember(self.given_up_there, tag, failure)
 
     def withdraw(self, transfer: Transfer) -> None:
-        """Move no more of an array: its memory is neither read nor written once this returns."""
+        """Stop the transfer of an array: its memory is neither read nor written once this returns."""
         self.to_request.discard(transfer)
         tag = transfer.operation.tag
         if transfer in self.offers.get(tag, ()):

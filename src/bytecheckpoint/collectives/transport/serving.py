@@ -1,4 +1,4 @@
-"""Data that one rank serves: others fetch arrays from it without a call on this side for each."""
+"""Serve data of one rank: other ranks fetch arrays, without a call on this side for each."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _interface_addresses() -> list[str]:
 
 
 def listen(backlog: int) -> socket.socket:
-    """Open a non-blocking socket that accepts connections where the settings allow it: at any port of all interfaces.
+    """Open a non-blocking listening socket, by default at any port of all interfaces (see the settings).
 
     Raises:
         UsageError: no port of `listen_ports` is free, or `listen_address` is not of this machine.

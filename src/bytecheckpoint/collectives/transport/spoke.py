@@ -1,4 +1,4 @@
-"""The end of any other rank than 0. In a tree, one rank of each machine passes on the messages of the others."""
+"""Connect the ranks other than 0. In a tree, one rank of each machine passes on the messages of the others."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _LARGE = 64 << 10
 
 
 class Spoke(Star):
-    """The end of the messages of any other rank than 0."""
+    """The message connections of a rank other than 0."""
 
     def __init__(self, rank: int, world_size: int, inbox: Inbox, secret: bytes, linger: float) -> None:
         super().__init__(rank, world_size, inbox, secret, linger)
         self._up: Link | None = None  # towards rank 0
-        self._moved: Place | None = None  # where rank 0 has sent this one to
-        self._message_port = 0  # where other machines connect
+        self._moved: Place | None = None  # address to which rank 0 has redirected this rank
+        self._message_port = 0  # port at which ranks of other machines connect
         self._sending_over = False  # rank 0 takes no more messages
         self._said_bye = False
         self._watched: set[int] = set()
-        self._gone: set[int] = set()  # of the ranks below
+        self._gone: set[int] = set()  # ranks below that have left or are lost
         self._hung_up = False
         self._pending: dict[bytes, list[tuple[bytes, int]]] = {}  # by tag, on their way up: payload, rank
         self._flushes = False
@@ -102,7 +102,7 @@ class Spoke(Star):
                 sock.close()
 
     def _dial_beside(self, name: str, deadline: float) -> socket.socket | None:
-        """Connect to the rank that passes on the messages of this machine; None if this one shall do it."""
+        """Connect to the rank that passes on the messages of this machine; None if this rank has to pass them on."""
         while True:
             try:
                 sock = socket.socket(socket.AF_UNIX)
@@ -254,7 +254,7 @@ class Spoke(Star):
                 self._post_up(Kind.LOST, rank, 0, b"", reason.encode())
 
     def _end(self, reason: str) -> None:
-        """Let nobody wait any more: rank 0 cannot be reached."""
+        """End all waits: rank 0 cannot be reached."""
         self.inbox.close(reason)
         self._sending_over = True
         self.ready.set()
@@ -269,7 +269,7 @@ class Spoke(Star):
     def _on_greeted(self, link: Link) -> None:
         if link is self._up:
             for rank in self.below:  # they were quicker
-                self._tell_of(rank)
+                self._announce(rank)
         else:
             self._join(link.rank, link, link.greeting.received)
 
@@ -278,9 +278,9 @@ class Spoke(Star):
             raise OSError("not a rank of this world")
         self.below[rank], self._places[rank] = link, self._place_of(link, payload)
         if self._up is not None and self._up.rank >= 0:
-            self._tell_of(rank)
+            self._announce(rank)
 
-    def _tell_of(self, rank: int) -> None:
+    def _announce(self, rank: int) -> None:
         self._post_up(Kind.JOIN, rank, 0, b"", msgspec.msgpack.encode(self._places[rank]))
 
     def _on_frame_from_below(self, link: Link, kind: Kind, source: int, to: int, tag: bytes, payload: Payload) -> None:

@@ -1,7 +1,7 @@
 """Messages between processes: every rank holds a connection towards rank 0 (a star, or in a large world a tree).
 
-Each rank has plain sockets and one I/O thread, which sleeps until something comes, but for a look at silent connections
-every other second. A message costs one wake-up at each hop. Threads that wait on a connection notice at once when it
+Each rank has plain sockets and one I/O thread. The thread sleeps until data come, and looks at silent connections every
+other second. A message costs one wake-up at each hop. Threads that wait on a connection notice at once when it
 breaks. A peer that hangs cannot hang this rank. Nothing depends on torch (decisions 0002 and 0039 have the alternatives).
 """
 
@@ -26,13 +26,13 @@ from bytecheckpoint.settings import settings
 
 __all__ = ["PLACE", "PLACES", "Star"]
 
-#: Under this tag the inbox gets, as a message of a rank, its `Place`.
+#: Tag of the messages in the inbox that hold the `Place` of a rank.
 PLACE = "bytecheckpoint/place"
 PLACES = msgspec.msgpack.Decoder(Place)
 
 
 class Star(Loop):
-    """One rank's end of the messages: the thread that sends its own, passes on those of others, and fills its inbox.
+    """One rank's message connections, and the thread that sends, passes on and receives messages.
 
     Args:
         rank: rank of this process.
@@ -54,7 +54,7 @@ class Star(Loop):
         self.hub_address = settings().transport.listen_address or loopback()
         self.ready = threading.Event()  # every rank is connected, or connecting failed and the inbox is closed
         self.below: dict[int, Link] = {}  # the connection through which each rank is reached, away from rank 0
-        self._places: dict[int, Place] = {}  # where these ranks listen
+        self._places: dict[int, Place] = {}  # places at which these ranks listen
         self._data_listener: socket.socket | None = None
         try:
             self._data_listener = listen(128)
@@ -74,11 +74,11 @@ class Star(Loop):
 
     @abstractmethod
     def watch(self, other: int) -> None:
-        """Report to the inbox when rank `other` is gone, or, of `ANYBODY`, each rank that is."""
+        """Report the loss of rank `other` to the inbox; for `ANYBODY`, the loss of any rank."""
 
     @abstractmethod
     def locate(self, other: int) -> None:
-        """Have the place where rank `other` listens put into the inbox, under `PLACE`."""
+        """Ask rank 0 where rank `other` listens; the answer comes into the inbox under `PLACE`."""
 
     def take_data_listener(self) -> socket.socket:
         """Return the socket at which other ranks reach this one for arrays. One caller takes it, and closes it."""

@@ -10,7 +10,7 @@ from bytecheckpoint.settings import settings
 
 __all__ = ["AGAIN_AFTER_READING", "AGAIN_AFTER_WRITING", "Security", "shut_down_writing"]
 
-#: Errors of a non-blocking call that can continue when bytes come; the same, when bytes can be sent.
+#: Errors of a non-blocking call that can continue once bytes have come, and once bytes can be sent.
 AGAIN_AFTER_READING = (ssl.SSLWantReadError,)
 AGAIN_AFTER_WRITING = (BlockingIOError, InterruptedError, ssl.SSLWantWriteError)
 
@@ -31,7 +31,7 @@ class Security:
             self._accepts = _context(ssl.PROTOCOL_TLS_SERVER)
 
     def over(self, sock: socket.socket, *, dials: bool) -> socket.socket:
-        """Return a connection that goes over TLS, which begins by itself; the connection itself without certificates.
+        """Wrap a connection in TLS, whose handshake goes with the first data; without certificates, return it as it is.
 
         Args:
             sock: open connection; one within this machine stays as it is.
@@ -64,7 +64,7 @@ def _context(protocol: ssl._SSLMethod) -> ssl.SSLContext:
 
 
 def shut_down_writing(sock: socket.socket) -> None:
-    """Tell the other side that no more bytes come, and read on."""
+    """Signal the end of this side's bytes; the connection can still be read."""
     if isinstance(sock, ssl.SSLSocket):  # whose own method would read what still comes as plain bytes
         socket.socket.shutdown(sock, socket.SHUT_WR)
     else:

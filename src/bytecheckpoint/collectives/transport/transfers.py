@@ -67,7 +67,7 @@ class DataOperation:
         left: transfers that are not complete.
         error: failure of the operation.
         redials: failed attempts to connect with ranks from which arrays are missing.
-        over: event that no array of the operation is moved any more.
+        over: event, set when no array of the operation moves any more.
     """
 
     def __init__(self, tag: str, title: str, on_over: Callable[[DataOperation], None]) -> None:
@@ -98,7 +98,7 @@ class DataOperation:
 
 
 class ArrayExchange(DataOperation):
-    """One call of `exchange`. The other ranks make the same call, and receive the failure of each.
+    """One call of `exchange`. The other ranks make the same call, and the failure of one rank reaches all.
 
     Args:
         tag: tag of the call.
@@ -213,13 +213,13 @@ class PeerLink(Link):
         self._sending.append(outgoing)
 
     def forget(self, transfer: Transfer) -> None:
-        """Move no more of an array: its memory is neither read nor written once this returns."""
+        """Stop the transfer of an array: its memory is neither read nor written once this returns."""
         if not transfer.outgoing:
             self.arrays.forget(transfer)
         elif self._current is transfer:
             # The frame that has begun must end, and may be the last one that the receiver lacks.
             self._current = None
-            self._queue = deque(memoryview(bytes(part)) for part in self._queue)
+            self._outgoing.queue = deque(memoryview(bytes(part)) for part in self._outgoing.queue)
         elif transfer in self._sending:
             self._sending.remove(transfer)
 
@@ -235,7 +235,7 @@ class PeerLink(Link):
         self._current = now = self._sending.popleft()
         size = tuning().data_piece
         piece, now.view = now.view[:size], now.view[size:]
-        self._queue += (header(Kind.DATA, 0, 0, NUMBER.pack(now.number), len(piece)), piece)
+        self._outgoing.queue += (header(Kind.DATA, 0, 0, NUMBER.pack(now.number), len(piece)), piece)
         return True
 
 
