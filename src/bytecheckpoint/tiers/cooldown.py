@@ -1,4 +1,4 @@
-"""Cooldown: older steps move to a cheaper storage, and their paths go on working (ByteCheckpoint, section 5.1).
+"""Cooldown: older steps move to a cheaper storage, and their paths stay valid (ByteCheckpoint, section 5.1).
 
 A moved step keeps a catalog at its path, which names the cold files by URI. The cold folder has a catalog too, so it is a
 checkpoint of its own. A kill at any moment leaves the step loadable at its path: the catalog names either the hot files,
@@ -219,7 +219,7 @@ def cool(step: CoolStep, progress: Callable[[int], None] = lambda _: None) -> Co
         progress: function of the bytes of each file that was moved.
 
     Returns:
-        The step, with `done` or `error` set. Errors are not raised, so that the other steps can go on.
+        The step, with `done` or `error` set. Errors are not raised, so that the other steps can continue.
     """
     try:
         if step.action == "move":

@@ -27,12 +27,12 @@ _answered: set[str] = set()
 
 
 def ask_durable(url: str, call: Callable[[], _T], seconds: float) -> _T:
-    """Return `call()`, a question to the durable storage behind a step.
+    """Ask the durable storage behind a step within a time limit, and return the answer.
 
     Args:
         url: address of the step's tier.
-        call: the question.
-        seconds: the timeout.
+        call: function that asks.
+        seconds: time limit.
 
     Raises:
         FileNotFoundError: from `call`.

@@ -62,32 +62,27 @@ def _choose_copy(
     machines = find_machines(agreement, storage.hot_root)
     leads = machines.leads(collective.rank)
     catalog = storage.hot_folder.catalog() if leads else None
-
-    def look() -> _Found:
-        record = storage.hot_folder.record(catalog) if catalog is not None else None
-        files = dict(storage.hot.list()) if leads else {}
-        return _Found(digest_of(catalog) if catalog is not None else "", record, files)
-
-    found: list[_Found] = []  # what each rank has found; on rank 0 only
-
-    def propose(reports: list[_Found]) -> list[tuple[str, int]]:
-        found.extend(reports)
-        return _candidates(reports)
-
+    referee = _Referee(storage)
+    candidates = agreement.agree(
+        "look", lambda: _look(storage, catalog) if leads else _Found(), referee.candidates, reports=_Found
+    )
     missing: list[str] = []
-    for number, (digest, holder) in enumerate(agreement.agree("look", look, propose, reports=_Found)):
-
-        def send(holder: int = holder) -> bytes:
-            return catalog or b"" if collective.rank == holder else b""
-
-        def judge(catalogs: list[bytes], digest: str = digest, holder: int = holder) -> _Choice:
-            return _judge(storage, catalogs[holder], _record_of(found, digest), found)
-
-        choice = agreement.agree(f"catalog-{number}", send, judge, decisions=_Choice)
+    for number, (digest, holder) in enumerate(candidates):
+        own = catalog if catalog is not None and collective.rank == holder else b""
+        judge = functools.partial(referee.judge, digest, holder)
+        choice = agreement.agree(f"catalog-{number}", functools.partial(bytes, own), judge, decisions=_Choice)
         if choice.counts:
             return _serve_files(agreement, machines, storage, choice, stack)
         missing = missing or choice.missing
     return _DurableOnly(storage.url, missing)
+
+
+def _look(storage: TierStorage, catalog: bytes | None) -> _Found:
+    """Look into the hot folder of this machine, which holds this catalog."""
+    files = dict(storage.hot.list())
+    if catalog is None:
+        return _Found(files=files)
+    return _Found(digest_of(catalog), storage.hot_folder.record(catalog), files)
 
 
 class SharedTier(TierStorage):
@@ -144,9 +139,9 @@ class _Found(msgspec.Struct, frozen=True, array_like=True):
         files: sizes by name.
     """
 
-    digest: str
-    record: StepRecord | None
-    files: dict[str, int]
+    digest: str = ""
+    record: StepRecord | None = None
+    files: dict[str, int] = {}
 
 
 class _Choice(msgspec.Struct, frozen=True, array_like=True):
@@ -163,46 +158,61 @@ class _Choice(msgspec.Struct, frozen=True, array_like=True):
     missing: list[str] = []
 
 
-def _candidates(found: Sequence[_Found]) -> list[tuple[str, int]]:
-    """Return the hot steps, the newest first: the digest of each, and a rank that has its catalog."""
-    holders: dict[str, int] = {}
-    for rank, report in enumerate(found):
-        if report.digest:
-            holders.setdefault(report.digest, rank)
-    records = {digest: _record_of(found, digest) for digest in holders}
-    order = sorted(holders, key=lambda digest: -record.saved if (record := records[digest]) is not None else 0.0)
-    return [(digest, holders[digest]) for digest in order]
+class _Referee:
+    """Decides on rank 0 which hot step counts.
 
+    Args:
+        storage: tier, as rank 0 sees it.
+    """
 
-def _record_of(found: Sequence[_Found], digest: str) -> StepRecord | None:
-    records = [report.record for report in found if report.digest == digest and report.record is not None]
-    return records[-1] if records else None
+    def __init__(self, storage: TierStorage) -> None:
+        self._storage = storage
+        self._found: list[_Found] = []  # by rank
 
+    def candidates(self, found: list[_Found]) -> list[tuple[str, int]]:
+        """Return the hot steps that the ranks have found, the newest first: its digest, and a rank with its catalog."""
+        self._found = found
+        holders: dict[str, int] = {}
+        for rank, report in enumerate(found):
+            if report.digest:
+                holders.setdefault(report.digest, rank)
+        saved = {digest: record.saved if (record := self._record_of(digest)) else 0.0 for digest in holders}
+        return sorted(holders.items(), key=lambda item: -saved[item[0]])
 
-def _judge(storage: TierStorage, catalog: bytes, record: StepRecord | None, found: Sequence[_Found]) -> _Choice:
-    """Decide whether a hot step counts and is complete. Runs on rank 0."""
-    if not storage.hot_copy_counts(catalog, record):
-        return _Choice()
-    try:
-        files = [file for file in decode_outline(catalog)[0] if not is_uri(file.name)]
-    except CheckpointError as error:
-        _log.warning("%s: a hot catalog cannot be read: %s", storage.url, error)
-        return _Choice(missing=[CATALOG_NAME])
-    holders = {
-        file.name: (file.size, [rank for rank, each in enumerate(found) if each.files.get(file.name) == file.size])
-        for file in files
-    }
-    missing = {file.name: file.size for file in files if not holders[file.name][1]}
-    if missing:
-        present: dict[str, int] = {}
+    def _record_of(self, digest: str) -> StepRecord | None:
+        records = [report.record for report in self._found if report.digest == digest and report.record is not None]
+        return records[-1] if records else None
+
+    def judge(self, digest: str, holder: int, catalogs: list[bytes]) -> _Choice:
+        """Decide whether a hot step counts and is complete.
+
+        Args:
+            digest: digest of its catalog.
+            holder: rank that has sent the catalog.
+            catalogs: messages of all ranks.
+        """
+        storage, found, catalog = self._storage, self._found, catalogs[holder]
+        if not storage.hot_copy_counts(catalog, self._record_of(digest)):
+            return _Choice()
         try:
-            present = dict(storage.durable.list())
+            files = [file for file in decode_outline(catalog)[0] if not is_uri(file.name)]
         except CheckpointError as error:
-            _log.warning("%s: %s", storage.url, error)
-        missing = {name: size for name, size in missing.items() if present.get(name) != size}
-    digest = digest_of(catalog)
-    holders[CATALOG_NAME] = len(catalog), [rank for rank, each in enumerate(found) if each.digest == digest]
-    return _Choice(missing=sorted(missing)) if missing else _Choice(True, holders)
+            _log.warning("%s: a hot catalog cannot be read: %s", storage.url, error)
+            return _Choice(missing=[CATALOG_NAME])
+        holders = {
+            file.name: (file.size, [rank for rank, each in enumerate(found) if each.files.get(file.name) == file.size])
+            for file in files
+        }
+        missing = {file.name: file.size for file in files if not holders[file.name][1]}
+        if missing:
+            present: dict[str, int] = {}
+            try:
+                present = dict(storage.durable.list())
+            except CheckpointError as error:
+                _log.warning("%s: %s", storage.url, error)
+            missing = {name: size for name, size in missing.items() if present.get(name) != size}
+        holders[CATALOG_NAME] = len(catalog), [rank for rank, each in enumerate(found) if each.digest == digest]
+        return _Choice(missing=sorted(missing)) if missing else _Choice(True, holders)
 
 
 def _serve_files(

@@ -116,8 +116,8 @@ class _FileCheck:
     def __init__(self, storage: Storage, catalog: Catalog, progress: Progress | None) -> None:
         self._storage = with_time_limits(storage)
         self._catalog = catalog
-        self._progress = progress
-        self._total = sum(f.size for f in catalog.files)
+        total = sum(f.size for f in catalog.files)
+        self._progress = None if progress is None else lambda done: progress(done, total)
         self._lock = threading.Lock()
         self._local = threading.local()
         self._findings: list[tuple[int, int, VerifyFinding]] = []  # (file, block, finding)
@@ -233,7 +233,7 @@ class _FileCheck:
         with self._lock:
             self.done += nbytes
             if self._progress is not None:
-                self._progress(self.done, self._total)
+                self._progress(self.done)
 
     def _report(self, number: int, kind: str, text: str, low: int, high: int, block: int = -1, blocks: int = 0) -> None:
         catalog = self._catalog

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import msgspec
@@ -173,7 +174,7 @@ class Flusher:
         return True
 
     def _check_presence(self, flush: PendingFlush) -> None:
-        """Check that this rank's files are where it reads them. Nobody has looked: other machines cannot be seen."""
+        """Check that this rank's files are where it reads them: rank 0 cannot see those of other machines."""
         files = [flush.catalog.files[number] for number in own_files(flush.catalog)]
         present = dict(flush.storage.hot.list())
         lacking = {f.name: f.size for f in files if f.rank == self._collective.rank and present.get(f.name) != f.size}
@@ -279,7 +280,7 @@ class Stage(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(slots=True)
+@dataclass
 class PendingFlush:
     """One save that is committed in the hot tier, on one rank.
 
@@ -304,7 +305,6 @@ class PendingFlush:
     operation: Operation
     stage: Stage = Stage.REPLICATE
     step: HotStep | None = None
-    _catalog: Catalog | None = field(default=None, repr=False)
 
     @property
     def agreed_step(self) -> HotStep:
@@ -312,12 +312,10 @@ class PendingFlush:
         assert self.step is not None
         return self.step
 
-    @property
+    @functools.cached_property
     def catalog(self) -> Catalog:
         """The catalog of the step; only after the ranks have agreed upon it."""
-        if self._catalog is None:
-            self._catalog = decode(self.agreed_step.catalog)
-        return self._catalog
+        return decode(self.agreed_step.catalog)
 
     @property
     def timeout(self) -> float:
@@ -350,7 +348,7 @@ class PendingFlush:
         return kind(f"rank {rank}, {self.stage} of {self.storage.url}: {cause}")
 
     def set_failed(self, failure: CheckpointError) -> None:
-        """Report that the flush has failed. Later saves go on if a restart can use the step."""
+        """Report that the flush has failed. Later saves continue if a restart can use the step."""
         self.stage = Stage.FAILED
         if not self.handle.restorable.done():
             self.on_failure(failure)

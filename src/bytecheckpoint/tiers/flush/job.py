@@ -46,7 +46,7 @@ def flush_together(agreement: Agreement, machines: Machines, storage: TierStorag
         threads: files that a rank copies at the same time.
 
     Raises:
-        CheckpointError: on every rank, what went wrong on any.
+        CheckpointError: failure of any rank; raised on every rank.
     """
     rank, catalog = agreement.rank, decode(step.catalog)
     plan = _FlushPlan(machines, storage, catalog)  # used on rank 0

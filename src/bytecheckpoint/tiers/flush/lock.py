@@ -22,7 +22,7 @@ def flush_lock(storage: TierStorage, *, exclusive: bool, timeout: float) -> Iter
 
     Args:
         storage: the step.
-        exclusive: nobody else may hold it. The ranks of a job share it, the command line takes it alone.
+        exclusive: True for a lock that nobody shares, as the command line takes it; the ranks of a job share theirs.
         timeout: seconds to wait for it.
 
     Raises:

@@ -71,7 +71,7 @@ def _tier_url(path: str) -> str:
 
 
 def flush(storage: TierStorage, *, replicas: bool = False) -> FlushReport:
-    """Copy what this machine has of a hot step to the durable storage, and commit the step when it is complete there.
+    """Copy this machine's files of a hot step to the durable storage, and commit the step when it is complete there.
 
     This is for steps of jobs that have ended. If several machines have files of the step, each runs it, and the last one
     commits.
