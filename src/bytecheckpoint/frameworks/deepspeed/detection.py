@@ -64,7 +64,7 @@ def _is_instance(value: object, *classes: tuple[str, str]) -> bool:
 
 
 def is_engine(value: object) -> bool:
-    """Return whether `value` is an engine: what `deepspeed.initialize` returns first."""
+    """Return whether `value` is an engine, the first result of `deepspeed.initialize`."""
     return _is_instance(value, _ENGINES[0])
 
 
@@ -74,7 +74,7 @@ def is_wrapped_optimizer(value: object) -> bool:
 
 
 def is_placeholder_optimizer(value: object) -> bool:
-    """Return whether `value` is what an engine without an optimizer has in its place."""
+    """Return whether `value` stands for the missing optimizer of an engine."""
     inner = getattr(value, "optimizer", None)
     return value is None or _is_instance(value, *_PLACEHOLDERS) or _is_instance(inner, *_PLACEHOLDERS)
 
@@ -114,9 +114,9 @@ def _has_deepspeed_module(module: nn.Module) -> bool:
 
 
 def split_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over the layers of DeepSpeed inside `root` of which this rank holds a part only, with their names.
+    """Yield (name, layer) for the layers inside `root` that DeepSpeed has split over ranks.
 
-    They are those that AutoTP and AutoEP have put in the place of others, and mixtures of experts.
+    These are the layers of AutoTP and AutoEP, and mixtures of experts.
     """
     classes = tuple(found for place in _SPLIT_LAYERS if (found := imported(*place)) is not None)
     if classes and contains_module(root, classes):

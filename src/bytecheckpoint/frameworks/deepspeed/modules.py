@@ -223,7 +223,7 @@ class _WeightLoad:
         self._inexact_masters: list[str] = []
 
     def add(self, weight: _Weight, master: HeldRange | None) -> None:
-        """Request what this rank holds of one parameter: its elements, all or a partition, and its master weights."""
+        """Request this rank's elements of one parameter, whole or a partition, and its master weights."""
         found = find_saved_parameter(self._state_name, (weight.fqn, weight.aliases), self._saved, self._destination)
         if found is None:
             return

@@ -51,7 +51,7 @@ _BOOKKEEPING = frozenset({"step", "moe"})
 
 @dataclass(slots=True, kw_only=True)
 class _ZeroTensor(FlatOptimizerTensor):
-    """A flat tensor of ZeRO, which also steps parameters without a gradient, with a gradient of zeros."""
+    """A flat tensor of ZeRO. ZeRO steps parameters without a gradient too, with a gradient of zeros."""
 
     def state(self) -> Mapping[Any, Any]:
         """Return the live state, with the step as a tensor: DeepSpeed's own optimizers count steps in plain numbers."""

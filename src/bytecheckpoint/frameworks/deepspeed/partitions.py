@@ -1,4 +1,4 @@
-"""ZeRO's partitions: which elements of which parameter this rank holds, and in which tensor.
+"""Find the elements of parameters that this rank holds under ZeRO, and the tensors that hold them.
 
 Stages 1 and 2 flatten the parameters of a group into one tensor, cut it into equal partitions, and keep the master
 weights of one partition on each rank; each parameter knows its range (`_hp_mapping`). Stage 3 partitions each

@@ -1,4 +1,4 @@
-"""The parts of parameters that ranks hold under DeepSpeed's AutoTP.
+"""Find the parts of parameters that ranks hold under DeepSpeed's AutoTP.
 
 AutoTP puts a layer of its own in the place of a linear layer or an embedding. The parameter keeps its name, and its memory
 is this rank's part. For its own checkpoints DeepSpeed writes down beside each such parameter how it was cut: along which
@@ -24,7 +24,7 @@ from bytecheckpoint.representation.shards import LiveShard, TensorKey
 
 __all__ = ["AutoTPShard", "find_autotp_shards"]
 
-# Layers whose description is right. Others inherit one that is not theirs (Conv1D layers are cut along the other
+# Layers with a correct description. Others inherit a wrong one (Conv1D layers are cut along the other
 # dimension), or repeat elements on several ranks.
 _DESCRIBED = frozenset(
     {

@@ -1,4 +1,4 @@
-"""Parameter layouts: which box of which checkpoint tensor a local Megatron parameter is.
+"""Map local Megatron parameters to boxes of checkpoint tensors.
 
 The source is `sharded_state_dict()`: for each local tensor it gives the global tensor, the offsets and the fused parts.
 Its keys are made for Megatron's own checkpoints. Here every tensor gets the name that it has in the model without
@@ -101,8 +101,8 @@ class ParameterLayout:
         tensor: the live tensor.
         boxes: the boxes that it consists of: one, unless the parameter is fused.
         saved_by_other_stage: True if another pipeline stage holds the same tensor and saves it.
-        parts: the parameters of a model that does not fuse them, if the parameter is several of these: each has optimizer
-            state of its own in a checkpoint. Their boxes are this layout's.
+        parts: layouts of the unfused parameters that a fused one joins; empty for others. Each has optimizer state of its
+            own in a checkpoint. Their boxes are this layout's.
     """
 
     names: tuple[str, ...]
@@ -134,7 +134,7 @@ class ShardCollector:
         self._flat_ranges: list[FlatRange] = []
 
     def add(self, box: TensorBox, key: TensorKey, data: torch.Tensor, start: int | None = None) -> None:
-        """Add what `data` holds of one box.
+        """Add the elements of one box that `data` holds.
 
         Args:
             box: the box.

@@ -1,4 +1,4 @@
-"""Main params of Megatron's optimizers: which tensor the inner torch optimizer steps for which model parameter.
+"""Find the tensors that Megatron's optimizers step, and the model parameters behind them.
 
 The distributed optimizer joins the parameters of a model in buffers, cuts each bucket of a buffer into equal ranges, one
 per data-parallel rank, and steps 1-D tensors that hold this rank's range of one parameter. Its `gbuf_ranges` say which.
@@ -94,7 +94,7 @@ def flatten_chain(state_name: str, optimizers: Iterable[Any]) -> Iterator[Any]:
 
 
 def main_params(state_name: str, optimizers: Iterable[Any]) -> list[list[MainParam]]:
-    """Return what each optimizer, chains flattened, steps on this rank.
+    """Return the main params of each optimizer on this rank; chains are flattened.
 
     Raises:
         UsageError: an optimizer keeps its state in a form that is not supported.

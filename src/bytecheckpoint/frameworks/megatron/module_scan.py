@@ -154,7 +154,7 @@ def _scan_chunk(state_name: str, scan: MegatronModuleScan, model: Any, wrappers:
 
 
 def _join_parts(scan: MegatronModuleScan, live: Mapping[int, torch.Tensor]) -> None:
-    """Give the parameters that the model describes in parts (a fused projection, by the names without fusion) layouts."""
+    """Add layouts of parameters that the model describes in parts, such as a fused projection by its unfused names."""
     views: dict[int, list[ParameterLayout]] = {}  # by the memory that they are in
     for layout in scan.layouts:
         if id(layout.tensor) not in live and id(layout) not in scan.computed and layout.tensor.numel():
@@ -201,7 +201,7 @@ def _add_ranges(state_name: str, scan: MegatronModuleScan, wrapper: Any) -> None
 
 
 def _stepped_ranges(state_name: str, wrapper: Any) -> dict[int, list[tuple[int, int]]]:
-    """Return what this rank's distributed optimizer steps: an equal share of each bucket."""
+    """Return the ranges that this rank's distributed optimizer steps: an equal share of each bucket."""
     found: dict[int, list[tuple[int, int]]] = {}
     require(state_name, wrapper, "buffers", "expert_parallel_buffers")
     for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers):

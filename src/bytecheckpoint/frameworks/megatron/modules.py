@@ -73,8 +73,8 @@ def load_megatron_modules(
         saved: the checkpoint.
         destination: receives the plan.
         master_state: name of the state that holds these modules' master weights; None: unknown.
-        with_masters: ids of the parameters of which an optimizer in the states has master weights, which its own load
-            fills. Those of other parameters are filled here. Either way the weights may be rounded, since the exact
+        with_masters: ids of the parameters whose master weights belong to an optimizer in the states, and are filled by
+            its own load. Other master weights are filled here. Either way the weights may be rounded, since the exact
             values go into the master weights.
     """
     for handle in scan.pending_gathers:

@@ -25,7 +25,7 @@ class BoxRequests:
         self._dtypes: dict[TensorKey, str] = {}
 
     def add(self, box: TensorBox, found: SavedTensor, target: torch.Tensor, start: int | None = None) -> None:
-        """Request what `target` holds of one box; the arguments are those of `ShardCollector.add`."""
+        """Request the elements of one box that `target` holds; the arguments are those of `ShardCollector.add`."""
         if found.global_shape == box.global_shape or not box.resizable:
             self._collector.add(box, found.key, target, start)
             self._dtypes[found.key] = found.dtype

@@ -24,7 +24,7 @@ _PATCHED = threading.Lock()
 
 
 def pack_own_values(optimizer: Optimizer) -> dict[str, Any]:
-    """Return what the optimizer's state_dict holds of its own, with tensors as plain data."""
+    """Return the further entries of the optimizer's state_dict, with tensors as plain data."""
     values: dict[str, Any] = pack_tensors(_own_values(live_optimizer(optimizer)))
     return values
 

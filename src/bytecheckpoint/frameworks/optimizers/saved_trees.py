@@ -141,7 +141,7 @@ class SavedTrees:
     def groups_of(self, group: ParamGroup) -> list[list[dict[str, Any]]]:
         """Return for each parameter of a live group the saved groups that its hyperparameters come from.
 
-        They are none or one, unless the parameter had replicas in several saved groups. Then it is the group that has
+        A parameter has at most one, unless it had replicas in several saved groups. Then it is the group that has
         other parameters of the live group too, else the one of the replica with the same number. All of them, if the
         number of replicas differs.
         """

@@ -76,7 +76,7 @@ class SlotCheck:
         return bool(known) and not known & slots
 
     def is_other_algorithm(self) -> bool:
-        """Return whether no saved optimizer can have had state like the live one's, whether it had some or not."""
+        """Return whether no saved optimizer can have had state like the live one's."""
         own, saved = self._own, self._saved_types
         return own is not None and bool(saved) and all(_usual(_SLOTS.get(name, own)) != _usual(own) for name in saved)
 

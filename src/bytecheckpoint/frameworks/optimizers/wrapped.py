@@ -105,7 +105,7 @@ class _LocalRange(NamedTuple):
 
 
 def capture_wrapped(key: TensorKey, value: torch.Tensor, aliases: tuple[str, ...], shards: list[LiveShard]) -> object:
-    """Append the tensors inside `value` to `shards`; return what the tree holds of it.
+    """Append the tensors inside `value` to `shards`; return its description for the tree.
 
     Raises:
         UsageError: a sharded tensor of a class whose blocks are not known, or sharded along another dimension.
@@ -148,7 +148,7 @@ def make_wrapped(
     aliases: tuple[str, ...],
     wanted: list[LiveShard],
 ) -> torch.Tensor:
-    """Make the state tensor of `parameter` that a checkpoint holds, and append what fills it to `wanted`.
+    """Make the state tensor that a checkpoint describes, and append the shards that fill it to `wanted`.
 
     Args:
         key: key of the state.
