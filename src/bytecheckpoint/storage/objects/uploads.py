@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
+import functools
 import itertools
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 from botocore import UNSIGNED
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, NoCredentialsError
+from botocore.loaders import Loader, create_loader
 from botocore.session import Session
 
 from bytecheckpoint.concurrency import call_with_timeout, parallel_map
@@ -50,7 +51,7 @@ class Uploads:
         self._variables = variables
         self._failed: tuple[float, StorageError] | None = None
 
-    @cached_property
+    @functools.cached_property
     def _client(self) -> Any:
         access = s3_access(self._variables)
         virtual = self._variables.get("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "").lower() in ("1", "true", "on", "yes")
@@ -65,7 +66,9 @@ class Uploads:
             signature_version=UNSIGNED if "AWS_SKIP_SIGNATURE" in self._variables else None,
         )
         region = access.region or "us-east-1"
-        return Session().create_client("s3", region_name=region, endpoint_url=endpoint or None, config=config)
+        session = Session()
+        session.register_component("data_loader", _service_models())
+        return session.create_client("s3", region_name=region, endpoint_url=endpoint or None, config=config)
 
     def list(self, prefix: str) -> list[UnfinishedUpload]:
         """List the uploads whose keys begin with `prefix`, by their names behind it.
@@ -111,6 +114,12 @@ class Uploads:
         call_with_timeout(
             _SECONDS_IN_ALL, lambda: parallel_map(abort_one, uploads, _ABORTS, "bytecheckpoint-abort"), what
         )
+
+
+@functools.cache
+def _service_models() -> Loader:
+    """Return the reader of the SDK's descriptions of services, which keeps them: each takes 0.1 s and megabytes to read."""
+    return create_loader()
 
 
 def _server_time(answer: Mapping[str, Any]) -> float:
