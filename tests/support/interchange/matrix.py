@@ -148,7 +148,8 @@ class Matrices:
         """Return destination -> sources, of the selected tests."""
         selected: dict[str, list[str]] = {}
         for item in self._session.items:
-            if isinstance(item, pytest.Function) and item.originalname == self._test:
+            # Tests of other files may have the same name.
+            if isinstance(item, pytest.Function) and item.originalname == self._test and "family" in item.fixturenames:
                 params = item.callspec.params
                 if params["family"] == name:
                     selected.setdefault(params["destination"], []).append(params["source"])
