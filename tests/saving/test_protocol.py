@@ -13,11 +13,14 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld, current
+from bytecheckpoint.errors import StorageUnavailableError
 from bytecheckpoint.saving.messages import SaveStep, reply_tag, tag
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools import verify
 from tests.support.catalogs import catalog_at
+from tests.support.faulty_storage import Faults
 from tests.support.layouts import Leaf, coded
+from tests.support.ranks import attempt
 from tests.support.settings import using
 
 
@@ -210,6 +213,20 @@ def test_a_replica_that_its_writer_has_no_more_is_written_by_another_holder(tmp_
                 assert torch.equal(checkpoint[f"model/{key}"][...], tensor)
         files = list((tmp_path / name).rglob("*.safetensors"))
         assert len(files) == len(catalog_at(tmp_path / name).files)
+
+
+def test_files_that_a_rewrite_could_not_remove_go_with_the_failed_save(tmp_path: Path) -> None:
+    faults = Faults()
+
+    def run(collective: Collective) -> str:
+        rank = collective.rank
+        bytecheckpoint.save(tmp_path / "1", moved(rank, True))
+        if rank == 0:
+            faults.add("delete", StorageUnavailableError("down"), times=1)
+        return str(attempt(bytecheckpoint.save, faults.at(tmp_path / "2"), moved(rank, False)))
+
+    assert all("down" in error for error in ThreadWorld(2).run(run, timeout=60))
+    assert [p for p in (tmp_path / "2").rglob("*") if p.is_file()] == []
 
 
 def test_an_asynchronous_save_cannot_write_what_it_has_not_copied(tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ class RankWriter:
         self._cancel = cancel
         self._operation = operation
         self._files: list[PlannedFile] = []
+        self._target_checked = False
         self._writers: list[ImageWriter] = []
 
     def prewarm(self, agreed: AgreedPlan) -> None:
@@ -258,11 +259,10 @@ class RankWriter:
 
     def discard(self) -> None:
         """Remove all files after a failure; never raise for the storage."""
-        begun = bool(self._writers)
         self.abort()
         names = [self._name(f) for f in self._files]
-        if not begun or not names:
-            return
+        if not names or not self._target_checked:
+            return  # nothing was written
         try:
             self._storage.delete(names)
         except (CheckpointError, OSError) as error:
@@ -347,6 +347,7 @@ class RankWriter:
             replaces = self._storage.version(CATALOG_NAME)
             self._storage.check_publish(CATALOG_NAME, replaces)
             check_room(self._storage, nbytes)
+        self._target_checked = True
         return replaces
 
     def _job(self, files: Sequence[PlannedFile]) -> WriteJob:
