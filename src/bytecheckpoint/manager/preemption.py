@@ -86,9 +86,8 @@ class PreemptionWatch:
         self._ended.set()
         self._process = 0
         for number, before in self._before.items():
-            if (
-                signal.getsignal(number) == self._on_signal
-            ):  # equal, not identical: each access makes a new bound method
+            # Equal, not identical: each access makes a new bound method.
+            if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, before)
 
     def _notify(self) -> None:

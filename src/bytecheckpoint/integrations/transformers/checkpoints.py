@@ -103,13 +103,11 @@ class TrainerCheckpoints:
     def _new_manager(self) -> CheckpointManager:
         arguments, cadence = self._arguments, self._arguments.cadence
         save_options, load_options = arguments.save_options, arguments.load_options
-        if frozen := self._frozen():
-            save_options = replace(
-                save_options, exclude=frozen if save_options.exclude is None else save_options.exclude
-            )
-            load_options = replace(
-                load_options, exclude=frozen if load_options.exclude is None else load_options.exclude
-            )
+        frozen = self._frozen() or None
+        if save_options.exclude is None:
+            save_options = replace(save_options, exclude=frozen)
+        if load_options.exclude is None:
+            load_options = replace(load_options, exclude=frozen)
         every = [lambda _: self._asked, *cadence.rules]
         cadence = Cadence(every, at_end=cadence.at_end, overlap=cadence.overlap)
         arguments = replace(arguments, cadence=cadence, save_options=save_options, load_options=load_options)

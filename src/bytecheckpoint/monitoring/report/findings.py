@@ -24,10 +24,10 @@ _NOTABLE_SECONDS = 1.0
 #: Fewest saves or loads for which the best shows the bandwidth of the storage.
 _FEW = 5
 #: Rules whose alerts become findings. Their limits are lower than those of a running job: a finding sums up small losses.
-_RULES: tuple[rules.Rule, ...] = (
-    rules.FailedRule(), rules.VerificationRule(), rules.MissingRule(),
-    rules.StragglerRule(ratio=1.0, seconds=0.0), rules.RetriesRule(per_rank=0.0),
-)  # fmt: skip
+_FAILURES = (rules.FailedRule(), rules.VerificationRule())
+_MISSING = rules.MissingRule()
+_STRAGGLERS = rules.StragglerRule(ratio=1.0, seconds=0.0)
+_RETRIES = rules.RetriesRule(per_rank=0.0)
 #: Advice about a slow rank, by phase.
 _SLOW_PHASE = {
     "capture": "Its objects' state_dict or hooks take long: look for hooks of its own, garbage collection or swapping.",
@@ -93,14 +93,13 @@ def findings(summaries: Sequence[OperationSummary], limits: Limits | None = None
     return sorted(found, key=lambda finding: _SEVERITIES.index(finding.severity))
 
 
-def _alerts(summaries: Sequence[OperationSummary], kind: type[rules.Rule]) -> list[Alert]:
-    """Return the alerts about the operations by the rules of one class."""
-    chosen = [rule for rule in _RULES if isinstance(rule, kind)]
+def _alerts(summaries: Sequence[OperationSummary], *chosen: rules.Rule) -> list[Alert]:
+    """Return the alerts of some rules about the operations."""
     return [alert for summary in summaries for rule in chosen for alert in rule.check(summary, ())]
 
 
 def _failures(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
-    if failed := _alerts(summaries, rules.FailedRule):
+    if failed := _alerts(summaries, *_FAILURES):
         last = failed[-1]
         yield RunFinding(
             "critical", f"{len(failed)} of {len(summaries)} operations failed", f"The last one, {last.text}",
@@ -110,7 +109,7 @@ def _failures(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
 
 
 def _missing(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
-    if hit := _alerts(summaries, rules.MissingRule):
+    if hit := _alerts(summaries, _MISSING):
         yield RunFinding(
             "warning", "Ranks reported nothing", f"{hit[-1].text}; in {len(hit)} operations altogether.",
             "A rank that ended, hung or was cut off sends no metrics. Look at its log and its machine.",
@@ -122,7 +121,7 @@ def _stragglers(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
     recent = summaries[-_RECENT:]
     kinds = {summary.id: summary.kind for summary in recent}
     seen = defaultdict[tuple[str, str], list[Alert]](list)
-    for alert in _alerts(recent, rules.StragglerRule):
+    for alert in _alerts(recent, _STRAGGLERS):
         seen[kinds[alert.operation], alert.phase].append(alert)
     for (kind, phase), alerts in sorted(seen.items(), key=lambda item: -sum(map(_lost, item[1]))):
         lost = defaultdict[int | None, float](float)
@@ -148,7 +147,7 @@ def _lost(alert: Alert) -> float:
 
 def _retries(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
     longest = {summary.id: summary.most_retries[1] for summary in summaries[-_RECENT:]}
-    if hit := _alerts(summaries[-_RECENT:], rules.RetriesRule):
+    if hit := _alerts(summaries[-_RECENT:], _RETRIES):
         worst = max(hit, key=lambda alert: longest[alert.operation])
         yield RunFinding(
             "warning" if longest[worst.operation] > 1 else "info", "Requests are repeated", f"{worst.text}.",
