@@ -78,8 +78,8 @@ def main(unanswered: str, port: str = "") -> None:
         hub.wait_ready(60)
         print("connected", flush=True)
         sys.stdin.readline()
-        hub.send(1, "into the void", b"x" * MIB)
         begun = time.monotonic()
+        hub.send(1, "into the void", b"x" * MIB)
         with pytest.raises(PeerLostError, match="lost rank 1"):
             inbox.take([1], "never", timeout=3600)
         print(time.monotonic() - begun, flush=True)
