@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -74,6 +76,42 @@ def test_what_an_earlier_group_left_in_the_store(listening: bool) -> None:
             for _ in range(2 if listening else 0):
                 other.accept()[0].close()
         current(group, timeout=60).barrier("all here", timeout=30)
+
+
+@on_ranks(2)
+def test_first_calls_for_two_groups_from_two_threads() -> None:
+    """One rank connects the first group while the other one connects the second: neither waits for the other group."""
+    rank, ranks = dist.get_rank(), [0, 1]
+    first, second = (dist.new_group(ranks, timeout=timedelta(seconds=90)) for _ in range(2))
+    begun = time.monotonic()
+    delayed = threading.Event()
+
+    def call(group: dist.ProcessGroup, *, late: bool) -> str:
+        if late:
+            delayed.wait(2)  # the other thread is within its call, and the other rank is within the other one
+        current(group, timeout=60).barrier("all here", timeout=30)
+        return current(group).world_id
+
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(call, group, late=rank == number) for number, group in enumerate((first, second))]
+        one, other = (call.result(60) for call in calls)
+    assert one != other
+    assert time.monotonic() - begun < 30
+
+
+@on_ranks(4)
+def test_first_calls_crosswise() -> None:
+    """Groups that overlap in a ring, each rank in two of them, the threads in opposite order on neighbours."""
+    rank = dist.get_rank()
+    edges = [dist.new_group(sorted({n, (n + 1) % 4}), timeout=timedelta(seconds=90)) for n in range(4)]
+    everyone = [dist.new_group(range(4), timeout=timedelta(seconds=90)) for _ in range(2)]
+    mine = [edges[rank], edges[rank - 1]]
+    begun = time.monotonic()
+    with ThreadPoolExecutor(4) as pool:
+        order = [*mine, *everyone] if rank % 2 else [*reversed(everyone), *reversed(mine)]
+        calls = [pool.submit(lambda g=g: current(g, timeout=60).all_gather("ids", b"", timeout=30)) for g in order]
+        assert sorted(len(call.result(60)) for call in calls) == [2, 2, 4, 4]
+    assert time.monotonic() - begun < 30
 
 
 WRONG = {

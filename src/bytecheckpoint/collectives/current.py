@@ -25,6 +25,19 @@ __all__ = ["current", "use"]
 _override: ContextVar[Collective | None] = ContextVar("bytecheckpoint_collective", default=None)
 
 
+class _GroupCollective:
+    """The collective of one process group, once its ranks are connected.
+
+    Attributes:
+        lock: lock that the thread of the first call holds until all ranks are connected. No other group waits for it.
+        collective: the collective, None before that.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.collective: Collective | None = None
+
+
 class _State:
     """The collectives of this process. A forked child starts with a new state.
 
@@ -33,10 +46,10 @@ class _State:
     """
 
     def __init__(self, inherited: object = None) -> None:
-        self.lock = threading.Lock()
-        self.single: SingleProcess | None = None
+        self.lock = threading.Lock()  # held for a moment only, never while ranks are waited for
+        self.single = SingleProcess()
         # Weak keys: the collective of a group that is gone goes too, unless a background commit still refers to it.
-        self.by_group: weakref.WeakKeyDictionary[Any, Collective] = weakref.WeakKeyDictionary()
+        self.by_group: weakref.WeakKeyDictionary[Any, _GroupCollective] = weakref.WeakKeyDictionary()
         self.inherited = inherited
 
 
@@ -92,47 +105,48 @@ def current(process_group: ProcessGroup | None = None, *, timeout: float = 300.0
     if default is None and process_group is not None:
         raise UsageError("a process group was given, but torch.distributed is not initialized (any more)")
     group = process_group if process_group is not None else default
-    with _locked(state, timeout):
-        if group is None:
-            return _single(state)
-        import torch.distributed as dist
+    if group is None:
+        return state.single
+    import torch.distributed as dist
 
-        if default is state.inherited:
-            if dist.get_world_size() == 1:
-                return _single(state)
-            raise UsageError(
-                f"this is a forked child (pid {os.getpid()}) of a rank of a distributed job: it cannot save or load "
-                "with the job's ranks; do so in the parent, or start the child with the 'spawn' method"
-            )
-        outside = group is dist.GroupMember.NON_GROUP_MEMBER
-        if not outside and not isinstance(group, dist.ProcessGroup):
-            raise UsageError(
-                f"process_group= is of type {type(group).__name__}: give a torch.distributed process group"
-            )
-        if outside or dist.get_rank(group) < 0:
-            raise UsageError(f"rank {dist.get_rank()} is not in the process group that was given")
-        if dist.get_world_size(group) == 1:
-            return _single(state)
-        if (existing := state.by_group.get(group)) is not None:
-            return existing
-        from bytecheckpoint.collectives.store_collective import collective_of_group
+    if default is state.inherited:
+        if dist.get_world_size() == 1:
+            return state.single
+        raise UsageError(
+            f"this is a forked child (pid {os.getpid()}) of a rank of a distributed job: it cannot save or load "
+            "with the job's ranks; do so in the parent, or start the child with the 'spawn' method"
+        )
+    outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    if not outside and not isinstance(group, dist.ProcessGroup):
+        raise UsageError(f"process_group= is of type {type(group).__name__}: give a torch.distributed process group")
+    if outside or dist.get_rank(group) < 0:
+        raise UsageError(f"rank {dist.get_rank()} is not in the process group that was given")
+    if dist.get_world_size(group) == 1:
+        return state.single
+    with state.lock:
+        if group not in state.by_group:
+            _drop_destroyed(state)
+            state.by_group[group] = _GroupCollective()
+        found = state.by_group[group]
+    with _locked(found.lock, timeout):
+        if found.collective is None:
+            from bytecheckpoint.collectives.store_collective import collective_of_group
 
-        _drop_destroyed(state)
-        state.by_group[group] = new = collective_of_group(group, timeout=timeout)
-        return new
+            found.collective = collective_of_group(group, timeout=timeout)
+        return found.collective
 
 
 @contextmanager
-def _locked(state: _State, timeout: float) -> Iterator[None]:
-    """Hold the lock of `state`; another thread's first call for a group holds it until all ranks are connected."""
-    if not state.lock.acquire(timeout=timeout):
+def _locked(lock: threading.Lock, timeout: float) -> Iterator[None]:
+    """Hold the lock of a group, which another thread's first call holds until all its ranks are connected."""
+    if not lock.acquire(timeout=timeout):
         raise CheckpointTimeoutError(
-            f"another thread has not connected the ranks of its process group in {timeout:g} s"
+            f"another thread has not connected the ranks of this process group in {timeout:g} s"
         )
     try:
         yield
     finally:
-        state.lock.release()
+        lock.release()
 
 
 def _drop_destroyed(state: _State) -> None:
@@ -144,12 +158,6 @@ def _drop_destroyed(state: _State) -> None:
             dist.get_process_group_ranks(group)
         except KeyError:
             del state.by_group[group]
-
-
-def _single(state: _State) -> SingleProcess:
-    if state.single is None:
-        state.single = SingleProcess()
-    return state.single
 
 
 if hasattr(os, "register_at_fork"):

@@ -7,7 +7,6 @@ import json
 import secrets
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -22,6 +21,8 @@ KEY = "bytecheckpoint"
 """Key of the message within the store of its group."""
 #: Seconds beyond the deadline in which the store itself reports that it has passed.
 _STORE_GRACE = 1.0
+#: Seconds between two looks into the store of a rank that has waited for long.
+_MOST_PAUSE = 0.5
 #: Seconds that rank 0 has to publish its address where a message in the store leads to somebody else.
 _SUCCESSION = 5.0
 
@@ -88,14 +89,17 @@ class Rendezvous:
         """
 
         def get() -> dict[str, Any]:
+            # Not by `Store.wait`: it keeps every other thread of this process from the store, which all groups share.
+            begun = time.monotonic()
             while True:
-                self._store.wait([KEY], timedelta(seconds=max(0.001, self._deadline - time.monotonic())))
-                message: dict[str, Any] = json.loads(self._store.get(KEY))
-                if message["nonce"] not in self._received:
-                    return message
-                if time.monotonic() > self._deadline:
+                if self._store.check([KEY]):
+                    message: dict[str, Any] = json.loads(self._store.get(KEY))
+                    if message["nonce"] not in self._received:
+                        return message
+                now = time.monotonic()
+                if now > self._deadline:
                     raise TimeoutError
-                time.sleep(0.02)
+                time.sleep(min(max(0.01, (now - begun) / 8), _MOST_PAUSE, self._deadline - now + 0.001))
 
         message: dict[str, Any] = self._ask_store(get)
         self._nonce = message["nonce"]
