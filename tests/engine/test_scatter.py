@@ -6,6 +6,7 @@ import math
 import os
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -79,3 +80,19 @@ def test_no_runs_for_a_cast_or_for_many_short_runs() -> None:
     plan = plan_reads(stored, BoxTable.build([0], [[0, 0]], [[64, 64]]), np.array([True]), 1 << 20)
     assert ScatterPlan(plan, [BoxTarget(torch.zeros(64, 64), torch.float32)]).runs(0) is not None
     assert ScatterPlan(plan, [BoxTarget(torch.zeros(64, 64, dtype=torch.float64), torch.float32)]).runs(0) is None
+
+
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_many_short_copies_go_to_memory_of_every_form(by_kernel: bool) -> None:
+    count, data = 300, torch.arange(300 * 16, dtype=torch.int32)
+    boxes = BoxTable.build(list(range(count)), [[0, 0]] * count, [[4, 4]] * count)
+    number = np.arange(count)
+    stored = StoredRows(boxes, number * 0, number * 64, number * 0 + 4, np.array([data.nbytes]), np.array([_BLOCK]))
+    targets = [torch.zeros(4, 4, dtype=torch.int64 if i % 5 == 1 else torch.int32) for i in range(count)]
+    targets = [target.T if i % 5 == 2 else target for i, target in enumerate(targets)]
+    plan = plan_reads(stored, boxes, np.array([t.is_contiguous() for t in targets]), 1 << 20)
+    with tuned(peer_memory=by_kernel):
+        scattered = ScatterPlan(plan, [BoxTarget(target, torch.int32) for target in targets])
+        for index in range(len(plan.file)):
+            scattered.scatter(index, data.view(torch.uint8)[int(plan.start[index]) :], int(plan.start[index]))
+    assert all(torch.equal(t.int(), part.view(4, 4)) for t, part in zip(targets, data.split(16), strict=True))

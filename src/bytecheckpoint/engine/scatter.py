@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
+from bytecheckpoint.engine.peer_memory import read_peer_memory
 from bytecheckpoint.engine.runs import elements_of, move_runs
 from bytecheckpoint.engine.tensor_bytes import copy_all, flat_bytes, movable, views_at
 from bytecheckpoint.representation.boxes import Int64s, Mask
@@ -23,6 +25,8 @@ __all__ = ["BoxTarget", "MemoryRuns", "ScatterPlan"]
 _DIRECT_BYTES = 256 << 10
 #: Ranges with more copies than this keep the interpreter busy; two threads would only take turns at its lock.
 _MANY_COPIES = 64
+#: Copies of fewer bytes go to the kernel by the thousand: the views of source and target take longer than the bytes.
+_SHORT_BYTES = 64 << 10
 
 
 class BoxTarget(msgspec.Struct, frozen=True):
@@ -42,9 +46,10 @@ class BoxTarget(msgspec.Struct, frozen=True):
         return self.data.is_contiguous()
 
     @property
-    def addressable(self) -> bool:
-        """True if storage can read straight into the memory."""
-        return self.contiguous and self.data.is_cpu and self.data.dtype == self.dtype
+    def address(self) -> int:
+        """Address of the elements if bytes of the checkpoint can be read straight into them, else 0."""
+        data = self.data
+        return data.data_ptr() if data.is_contiguous() and data.is_cpu and data.dtype == self.dtype else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +81,17 @@ class ScatterPlan:
         nbytes = plan.copies.elements * element[plan.copies.wanted]
         self._copies = _CopyLists.of(plan.copies, nbytes)
         self._first = plan.first_copy.tolist()
-        direct = _direct_ranges(plan, targets, nbytes)
+        address = np.array([t.address for t in targets], np.int64)[plan.copies.wanted]
+        direct = _direct_ranges(plan, address > 0, nbytes)
         self._direct = direct.tolist()
         # Computed now, since later the loaded bytes push the code for this out of the processor's caches.
         ranges = np.flatnonzero(direct).tolist()
         wanted = {w for r in ranges for w in self._copies.wanted[self._first[r] : self._first[r + 1]]}
         self._memory = {w: memoryview(flat_bytes(targets[w].data).numpy()) for w in wanted}
+        short = plan.copies.flat & (address > 0) & (nbytes < _SHORT_BYTES)
+        begins = address + plan.copies.target * element[plan.copies.wanted]
+        # Memory of the short copies; no bytes for the others.
+        self._segments = np.where(short[:, None], np.column_stack((begins, nbytes)), 0)
 
     def direct_buffers(self, index: int) -> list[memoryview] | None:
         """Return memory to read range `index` into, or None when the range must pass through a scratch buffer."""
@@ -154,7 +164,11 @@ class ScatterPlan:
         whole: list[torch.Tensor] = []
         whole_at: list[int] = []
         copies = self._copies
-        for copy in self._without_runs(self._first[index], self._first[index + 1], data, start):
+        first, end = self._first[index], self._first[index + 1]
+        rest: Sequence[int] = range(first, end)
+        if len(rest) > _MANY_COPIES:
+            rest = self._without_short(self._without_runs(first, end, data, start), data, start)
+        for copy in rest:
             target = self.targets[copies.wanted[copy]]
             at = copies.source[copy] - start
             destination = target.data
@@ -180,10 +194,20 @@ class ScatterPlan:
             targets += whole
         copy_all(targets, sources)
 
-    def _without_runs(self, first: int, end: int, data: torch.Tensor, start: int) -> Sequence[int]:
+    def _without_short(self, copies: Int64s, data: torch.Tensor, start: int) -> Sequence[int]:
+        """Copy the short ones of some copies, a thousand by one call of the kernel; return the other copies."""
+        segments = self._segments[copies]
+        short = segments[:, 1] > 0
+        begins = self.plan.copies.source[copies[short]] - start + data.data_ptr()
+        try:
+            read_peer_memory(os.getpid(), np.column_stack((begins, segments[short, 1])), segments[short])
+        except OSError:  # a container may forbid the call, even for memory of the same process
+            short[:] = False
+        others: list[int] = copies[~short].tolist()
+        return others
+
+    def _without_runs(self, first: int, end: int, data: torch.Tensor, start: int) -> Int64s:
         """Copy those of copies `first` to `end` that fill a target in many short runs; return the other copies."""
-        if end - first <= _MANY_COPIES:
-            return range(first, end)
         columns = self.plan.copies
         wanted, flat = columns.wanted[first:end], columns.flat[first:end]
         numbers, counts = np.unique(wanted[flat], return_counts=True)
@@ -204,7 +228,8 @@ class ScatterPlan:
                 source // size,
                 columns.elements[first:end][chosen],
             )
-        return (first + np.flatnonzero(rest)).tolist()
+        others: Int64s = first + np.flatnonzero(rest)
+        return others
 
     def _box(self, copy: int, data: torch.Tensor, at: int, target: BoxTarget) -> tuple[torch.Tensor, torch.Tensor]:
         """Return strided views of the source, which begins at byte `at` of `data`, and of the target of a box."""
@@ -240,16 +265,21 @@ class _CopyLists:
         return _CopyLists(*(column.tolist() for column in columns))
 
 
-def _direct_ranges(plan: ReadPlan, targets: Sequence[BoxTarget], nbytes: Int64s) -> Mask:
-    """Return whether storage reads each range straight into its destinations; `nbytes` is the length of each copy."""
+def _direct_ranges(plan: ReadPlan, addressable: Mask, nbytes: Int64s) -> Mask:
+    """Return whether storage reads each range straight into its destinations.
+
+    Args:
+        plan: ranges with their copies.
+        addressable: flag of each copy, True if storage can read into its target.
+        nbytes: length of each copy.
+    """
     copies, first = plan.copies, plan.first_copy[:-1]
     if not len(first):
         return np.zeros(0, bool)
-    addressable = np.array([t.addressable for t in targets], bool)
     overlaps_previous = np.zeros(len(nbytes), bool)
     overlaps_previous[1:] = copies.source[1:] < (copies.source + nbytes)[:-1]
     overlaps_previous[first] = False
-    direct = np.logical_and.reduceat(copies.flat & addressable[copies.wanted] & ~overlaps_previous, first)
+    direct = np.logical_and.reduceat(copies.flat & addressable & ~overlaps_previous, first)
     long = np.add.reduceat(nbytes, first) >= np.diff(plan.first_copy) * _DIRECT_BYTES
     return direct & long
 
