@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,8 +14,10 @@ from typing import TypeVar
 
 from bytecheckpoint.calls import refuse_calls
 from bytecheckpoint.errors import CheckpointTimeoutError
+from bytecheckpoint.threads import try_start
+from bytecheckpoint.tuning import tuning
 
-__all__ = ["LoadReport", "SaveFuture", "SaveHandle", "SaveReport", "fail_handle"]
+__all__ = ["LoadReport", "SaveFuture", "SaveHandle", "SaveReport", "fail_handle", "failing_handle"]
 
 _T = TypeVar("_T")
 
@@ -190,3 +193,24 @@ def fail_handle(handle: SaveHandle, error: BaseException) -> None:
     for future in (handle.staged, handle.restorable, handle.committed):
         if not future.done():
             future.set_exception(error)
+
+
+@contextlib.contextmanager
+def failing_handle(handle: SaveHandle, error: BaseException) -> Iterator[None]:
+    """Fail a handle when the body, which cleans up, has ended, or soon if that takes long."""
+    cleaned = threading.Event()
+
+    def fail() -> None:
+        cleaned.wait(tuning().stopped_calls)
+        fail_handle(handle, error)
+
+    thread = threading.Thread(target=fail, name="bytecheckpoint-fail", daemon=True)
+    if not try_start(thread):
+        fail_handle(handle, error)
+        yield
+        return
+    try:
+        yield
+    finally:
+        cleaned.set()
+        thread.join()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import select
 import signal
 import socket
 import struct
@@ -125,13 +126,16 @@ class HelperProcess:
         """Process id of the helper."""
         return self._process.pid
 
-    def call(self, record: dict[str, Any], *, timeout: float, fds: Sequence[int] = ()) -> dict[str, Any]:
+    def call(
+        self, record: dict[str, Any], *, timeout: float, fds: Sequence[int] = (), cancel: Cancellation | None = None
+    ) -> dict[str, Any]:
         """Send one request and return its answer.
 
         Args:
             record: "op" names the request; the other items are its arguments.
             timeout: seconds to wait.
             fds: file descriptors to send along.
+            cancel: token of the save. Once it is set, the helper gets only the time to stop its own calls.
 
         Raises:
             CheckpointTimeoutError: no answer in time; the helper is stopped.
@@ -143,13 +147,12 @@ class HelperProcess:
                 self._channel.sock.settimeout(timeout)
                 with busy(timeout):
                     self._channel.send(record, fds)
-                    answer, _ = self._channel.receive()
+                    answer = self._receive(deadline, cancel)
                     while answer is not None and answer.get("unfinished"):
                         merge_measurements(answer["measured"])
-                        self._channel.sock.settimeout(max(deadline - time.monotonic(), 0.001))
-                        answer, _ = self._channel.receive()
+                        answer = self._receive(deadline, cancel)
             except TimeoutError:
-                self.stop()
+                self.stop(kill=True)
                 raise CheckpointTimeoutError(
                     f"the writer process did not finish {record['op']!r} within {timeout:g} s; storage may hang"
                 ) from None
@@ -169,6 +172,23 @@ class HelperProcess:
         if "failure" in answer:
             raise Failure.decode(answer["failure"]).as_error()
         return answer
+
+    def _receive(self, deadline: float, cancel: Cancellation | None) -> dict[str, Any] | None:
+        """Wait for the next record from the helper; None when it has closed the channel."""
+        sock = self._channel.sock
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        while True:
+            now = time.monotonic()
+            if cancel is not None and cancel.failure is not None:
+                deadline, cancel = min(deadline, now + tuning().stopped_calls + tuning().helper_end), None
+            left = max(deadline - now, 0.0)
+            if poll.poll(min(left, tuning().progress_interval) * 1e3):
+                break
+            if not left:
+                raise TimeoutError
+        sock.settimeout(max(left, 0.001))
+        return self._channel.receive()[0]
 
     def answers(self, *, timeout: float) -> bool:
         """Return whether the helper still serves requests.
@@ -208,13 +228,17 @@ class HelperProcess:
         with contextlib.suppress(OSError):  # the helper is gone
             self._stops.send(_LENGTH.pack(job), socket.MSG_DONTWAIT)
 
-    def stop(self) -> None:
-        """End the helper. A file that it was writing stays unfinished."""
+    def stop(self, *, kill: bool = False) -> None:
+        """End the helper. A file that it was writing stays unfinished.
+
+        Args:
+            kill: flag not to wait until it ends by itself.
+        """
         self._channel.sock.close()
         self._stops.close()
         if self._owner == os.getpid() and self._process.poll() is None:
             try:
-                self._process.wait(tuning().helper_end)
+                self._process.wait(0.0 if kill else tuning().helper_end)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 # A process inside a call of a file system that hangs dies when that answers.

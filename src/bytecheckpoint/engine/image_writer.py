@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from bytecheckpoint.engine.helper import HelperProcess
 from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.engine.staging import Chunk, Image, ImageFile, chunks_of
 from bytecheckpoint.engine.writing import FilesWriter, FileTask, StagedChunk
+from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.representation.names import escape
 from bytecheckpoint.settings import Settings, flat_settings
@@ -125,7 +127,7 @@ class HelperWriter:
         self._call("open", **self._request)
 
     def _call(self, op: str, **arguments: Any) -> dict[str, Any]:
-        return self._helper.call({"op": op, **arguments}, timeout=self._timeout)
+        return self._helper.call({"op": op, **arguments}, timeout=self._timeout, cancel=self._cancel)
 
     def write_staged(self, chunks: Sequence[StagedChunk]) -> int:
         """Start to write chunks; return the number of the batch, for `wait`."""
@@ -144,9 +146,10 @@ class HelperWriter:
         self._call("finish", headers=list(headers))
 
     def abort(self) -> None:
-        """Remove the files that are not finished."""
+        """Remove the files that are not finished; never raise. A helper that does not answer is ended."""
         if self._helper.alive:
-            self._call("abort")
+            with contextlib.suppress(CheckpointError):
+                self._call("abort")
 
 
 def stage_image(

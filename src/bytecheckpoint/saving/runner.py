@@ -12,7 +12,7 @@ from functools import partial
 from bytecheckpoint.arguments import value_of
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.failures import Failure
-from bytecheckpoint.handles import SaveFuture, SaveHandle, SaveReport, fail_handle
+from bytecheckpoint.handles import SaveFuture, SaveHandle, SaveReport, fail_handle, failing_handle
 from bytecheckpoint.saving.capture import CapturedState
 from bytecheckpoint.saving.channel import FOREGROUND_CALL, CoordinatorChannel
 from bytecheckpoint.saving.coordinator import Coordinator, refuse_save
@@ -78,6 +78,7 @@ def run_prepare(
                 run.save.prewarm(run.save.agree_plan(captured, dry=True))
             except BaseException as error:  # noqa: BLE001  kept for the owner of the future
                 cause = run.fail(error)
+                run.clean_up()
                 _log.warning("prepare failed, the first save will plan for itself: %s", cause)
                 done.set_exception(cause)
             else:
@@ -121,6 +122,7 @@ def _begin(
             yield run
         except BaseException as error:
             cause = run.fail(error)
+            run.clean_up()
             if cause is not error:
                 raise cause from error
             raise
@@ -218,7 +220,8 @@ class _SaveRun:
                 # Else ranks that never ask their handles would fail one save after the other, in turn.
                 if failure.repeats != "elsewhere" or getattr(error, "repeats", "") == "here":
                     self._world.saves.keep_failure(handle, failure)
-                fail_handle(handle, failure)
+                with failing_handle(handle, failure):
+                    self.clean_up()
 
         self._world.saves.submit(run)
 
@@ -236,16 +239,24 @@ class _SaveRun:
         handle.committed.set_result(report)
 
     def fail(self, error: BaseException) -> BaseException:
-        """End the save on all ranks, and remove the files of this rank.
+        """End the save on all ranks.
 
         Returns:
             The error to raise: that of another rank, if that made this one stop.
         """
         cause = self.channel.fail(self._operation.phase, error)
         _forget_plans(self._world)
-        self.save.discard()
-        self.channel.close()
         return cause
+
+    def clean_up(self) -> None:
+        """Remove the files of this rank after a failure."""
+        try:
+            self.save.discard()
+            self.channel.close()
+        except Exception:  # noqa: BLE001  logged; the caller gets the first failure
+            _log.exception(
+                "%s: files of a failed save may stay; the next save there removes them", self._operation.path
+            )
 
 
 def _forget_plans(world: World) -> None:

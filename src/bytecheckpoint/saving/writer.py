@@ -12,6 +12,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
+from bytecheckpoint.concurrency import call_with_timeout
 from bytecheckpoint.engine.device_copies import DeviceCopies
 from bytecheckpoint.engine.image_writer import (
     HelperWriter,
@@ -36,8 +37,10 @@ from bytecheckpoint.saving.file_layout import FileOrigin, PlannedFile, end_of, l
 from bytecheckpoint.saving.messages import FileRecord
 from bytecheckpoint.saving.rank_plan import AgreedPlan
 from bytecheckpoint.saving.request import SaveRequest
+from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.storage.optional import check_room
 from bytecheckpoint.tracing.operation import Operation, span
+from bytecheckpoint.tuning import tuning
 
 __all__ = ["Places", "RankWriter", "StagedFiles", "WrittenFiles"]
 
@@ -258,13 +261,14 @@ class RankWriter:
         self._writers = []
 
     def discard(self) -> None:
-        """Remove all files after a failure; never raise for the storage."""
+        """Remove all files after a failure; never raise for the storage, nor wait long for it."""
         self.abort()
         names = [self._name(f) for f in self._files]
         if not names or not self._target_checked:
             return  # nothing was written
+        seconds = min(call_timeout(self._storage), tuning().stopped_calls)
         try:
-            self._storage.delete(names)
+            call_with_timeout(seconds, lambda: self._storage.delete(names), f"cannot delete from {self._storage.url}")
         except (CheckpointError, OSError) as error:
             _log.warning(
                 "%s: files of a failed save may stay (%s): %s; the next save there, or `bytecheckpoint gc`, removes them",
