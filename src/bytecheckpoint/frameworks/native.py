@@ -73,7 +73,7 @@ class LoadInputs:
         strict: strictness of the load by state.
     """
 
-    scan: Any
+    scan: Scan
     saved: SavedStates
     destination: Destination
     strict: Strict

@@ -136,6 +136,7 @@ class DeepSpeedFramework(NativeFramework):
         return super()._capture_optimizers(state_name, optimizers, scan)
 
     def _load_modules(self, state_name: str, load: LoadInputs) -> None:
+        assert isinstance(load.scan, _ZeroScan)
         modules: ZeroModules = load.scan.modules[state_name]
         master_state, masters = None, dict[int, HeldRange]()
         for name, optimizer in load.scan.engine_optimizers.items():
@@ -144,10 +145,10 @@ class DeepSpeedFramework(NativeFramework):
         load_zero_modules(state_name, modules, load.saved, load.destination, master_state=master_state, masters=masters)
 
     def _load_optimizers(self, state_name: str, optimizers: Sequence[Any], load: LoadInputs) -> None:
-        engine_optimizers: dict[str, EngineOptimizer] = load.scan.engine_optimizers
-        if state_name in engine_optimizers:
-            strict = load.is_strict(state_name)
-            load_engine_optimizer(engine_optimizers[state_name], load.saved, load.destination, strict=strict)
+        assert isinstance(load.scan, _ZeroScan)
+        optimizer, strict = load.scan.engine_optimizers.get(state_name), load.is_strict(state_name)
+        if optimizer is not None:
+            load_engine_optimizer(optimizer, load.saved, load.destination, strict=strict)
         else:
             _refuse_flat_tensors(state_name, optimizers, load.scan)
             experts = [(g, g["name"]) for o in optimizers for g in o.param_groups if g.get("moe") and "name" in g]

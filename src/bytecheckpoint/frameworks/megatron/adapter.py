@@ -155,6 +155,7 @@ class MegatronFramework(NativeFramework):
         return super()._capture_optimizers(state_name, optimizers, scan)
 
     def _load_modules(self, state_name: str, load: LoadInputs) -> None:
+        assert isinstance(load.scan, _MegatronScan)
         found = load.scan.modules[state_name]
         if isinstance(found, MegatronModuleScan):
             master_state = load.scan.master_states.get(state_name, optimizer_state_name(state_name))
@@ -163,6 +164,7 @@ class MegatronFramework(NativeFramework):
             super()._load_modules(state_name, load)
 
     def _load_optimizers(self, state_name: str, optimizers: Sequence[Any], load: LoadInputs) -> None:
+        assert isinstance(load.scan, _MegatronScan)
         if self._steps_megatron_params(optimizers, load.scan):
             load_megatron_optimizers(
                 state_name, optimizers, load.scan.names, load.scan.layouts, load.scan.model_states, load.saved,
