@@ -102,10 +102,10 @@ def verify_catalog(
     """
     check = _FileCheck(storage, catalog, progress)
     try:
-        check.run(threads or settings().storage.read_threads or parallel_reads(storage, catalog))
+        found = check.run(threads or settings().storage.read_threads or parallel_reads(storage, catalog))
     finally:
         check.close()
-    findings = (*check.findings(), *_coverage(catalog))
+    findings = (*found, *_coverage(catalog))
     notes = _notes(storage, catalog)
     return VerifyReport(storage.url, len(catalog.files), check.done, catalog.count, findings, notes, not findings)
 
@@ -116,12 +116,11 @@ class _FileCheck:
     def __init__(self, storage: Storage, catalog: Catalog, progress: Progress | None) -> None:
         self._storage = with_time_limits(storage)
         self._catalog = catalog
-        total = sum(f.size for f in catalog.files)
-        self._progress = None if progress is None else lambda done: progress(done, total)
+        self._progress = progress
+        self._total = sum(f.size for f in catalog.files)
         self._lock = threading.Lock()
         self._local = threading.local()
         self._findings: list[tuple[int, int, VerifyFinding]] = []  # (file, block, finding)
-        self._bad_blocks: list[tuple[int, int]] = []  # (file, block)
         self._open: dict[int, tuple[FileReader, int]] = {}  # file -> (reader, ranges left)
         self.done = 0
 
@@ -129,21 +128,25 @@ class _FileCheck:
         for reader, _ in self._open.values():
             reader.close()
 
-    def run(self, threads: int) -> None:
+    def run(self, threads: int) -> list[VerifyFinding]:
+        """Check all files; return the findings in order of file and block."""
+        damaged: list[tuple[int, int]] = []  # (file, block)
         with ThreadPoolExecutor(threads, thread_name_prefix="bytecheckpoint-verify") as pool:
-            waiting: set[Future[None]] = set()
+            waiting: set[Future[list[tuple[int, int]]]] = set()
             try:
                 for task in self._ranges():
                     waiting.add(pool.submit(self._check_range, *task))
                     if len(waiting) >= _MAX_PENDING:
                         done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                         for future in done:
-                            future.result()
+                            damaged += future.result()
                 for future in waiting:
-                    future.result()
+                    damaged += future.result()
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
+        self._report_blocks(sorted(damaged))
+        return [finding for _, _, finding in sorted(self._findings, key=lambda item: item[:2])]
 
     def _ranges(self) -> Iterator[tuple[int, int, int]]:
         """Yield (file, start, stop) of the ranges of all data sections. Each range consists of whole blocks."""
@@ -201,9 +204,10 @@ class _FileCheck:
             return str(error)
         return _disagreement(self._catalog, number, header)
 
-    def _check_range(self, number: int, start: int, stop: int) -> None:
+    def _check_range(self, number: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return (file, block) of the blocks that do not match their checksums."""
         file = self._catalog.files[number]
-        size = stop - start
+        size, damaged = stop - start, []
         if getattr(self._local, "buffer", None) is None or len(self._local.buffer) < size:
             self._local.buffer = np.empty(size, np.uint8)
         view = memoryview(self._local.buffer)[:size]
@@ -218,9 +222,7 @@ class _FileCheck:
             first = start // file.block_bytes
             sums = block_sums(view[:got], file.block_bytes)
             wrong = np.flatnonzero(sums != self._catalog.sums(number)[first : first + len(sums)])
-            if len(wrong):
-                with self._lock:
-                    self._bad_blocks += [(number, first + block) for block in wrong.tolist()]
+            damaged = [(number, first + block) for block in wrong.tolist()]
         with self._lock:
             left = self._open[number][1] - 1
             self._open[number] = (reader, left)
@@ -228,12 +230,13 @@ class _FileCheck:
                 del self._open[number]
                 reader.close()
         self._advance(got)
+        return damaged
 
     def _advance(self, nbytes: int) -> None:
         with self._lock:
             self.done += nbytes
             if self._progress is not None:
-                self._progress(self.done)
+                self._progress(self.done, self._total)
 
     def _report(self, number: int, kind: str, text: str, low: int, high: int, block: int = -1, blocks: int = 0) -> None:
         catalog = self._catalog
@@ -249,9 +252,8 @@ class _FileCheck:
         with self._lock:
             self._findings.append((number, block, finding))
 
-    def findings(self) -> list[VerifyFinding]:
-        """Return the findings in order of file and block. Consecutive damaged blocks form one finding."""
-        damaged, self._bad_blocks = sorted(self._bad_blocks), []
+    def _report_blocks(self, damaged: list[tuple[int, int]]) -> None:
+        """Report damaged blocks, given as ascending (file, block); consecutive ones form one finding."""
         for _, run in itertools.groupby(enumerate(damaged), lambda item: (item[1][0], item[1][1] - item[0])):
             blocks = [place for _, place in run]
             number, first = blocks[0]
@@ -261,7 +263,6 @@ class _FileCheck:
             named = f"block {first}" if len(blocks) == 1 else f"blocks {first} to {first + len(blocks) - 1}"
             text = f"checksum mismatch in {file.name}, {named} (bytes {low} to {high})"
             self._report(number, "block", text, low, high, first, len(blocks))
-        return [finding for _, _, finding in sorted(self._findings, key=lambda item: item[:2])]
 
 
 def _display_key(catalog: Catalog, tensor: int) -> str:
