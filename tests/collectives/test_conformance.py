@@ -14,9 +14,9 @@ from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld
 from bytecheckpoint.collectives.stop import StopSignal
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, StorageError, UsageError
 from bytecheckpoint.failures import Cancellation, Failure
-from tests.collectives.socket_world import SocketWorld
 from tests.support.certificates import certificates
 from tests.support.settings import using
+from tests.support.socket_world import SocketWorld
 
 MACHINES = [0, 0, 1, 1, 1, 2, 3, 3]
 

@@ -17,7 +17,7 @@ from bytecheckpoint.collectives.transport.wire import Kind
 from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
 from bytecheckpoint.tuning import tuned
 from tests.collectives.data_world import SECRET, greet, until
-from tests.collectives.socket_world import SocketWorld
+from tests.support.socket_world import SocketWorld
 
 MACHINES = [0, 0, 0, 1, 1, 1, 2, 2, 2]
 

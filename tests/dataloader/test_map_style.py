@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 import bytecheckpoint
@@ -20,54 +20,8 @@ from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.dataloader.map_style import ResumableLoader, ResumableSampler
 from bytecheckpoint.errors import CheckpointError, IncompatibleCheckpointError, UsageError
+from tests.dataloader.map_loaders import Numbers, hand_over, loader_of, take
 from tests.dataloader.segments import Part, Reference, Segment, play, segments
-
-
-class Numbers(Dataset[int]):
-    """The numbers below `length`; a class, so that spawned workers can have it."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-def loader_of(
-    length: int, batch: int, *, workers: int = 0, persistent: bool = False, **options: Any
-) -> ResumableLoader:
-    data = Numbers(length)
-    sampler = ResumableSampler(data, batch, **options)
-    return ResumableLoader(
-        DataLoader(data, batch_sampler=sampler, num_workers=workers, persistent_workers=persistent, collate_fn=list)
-    )
-
-
-def take(loaders: Sequence[Any], count: int) -> Iterator[list[int]]:
-    """Take `count` global batches from the loaders of all ranks, over the ends of epochs."""
-    iterators = [iter(loader) for loader in loaders]
-    while count:
-        parts: list[list[int]] = []
-        for iterator in iterators:
-            parts += [part] if (part := next(iterator, None)) is not None else []
-        if parts:
-            assert len(parts) == len(loaders)
-            yield [*chain(*parts)]
-            count -= 1
-        else:
-            iterators = [iter(loader) for loader in loaders]
-
-
-def hand_over(old: Sequence[Any], new: Sequence[Any]) -> None:
-    """Load the state that all old loaders hold into the new ones, as a checkpoint does."""
-    shared = old[0].shared_state()
-    assert all(loader.shared_state() == shared and loader.stream_states() == {0: {}} for loader in old)
-    for loader in new:
-        chosen = loader.choose_streams(shared, [0])
-        loader.load_streams(shared, {n: {} for n in chosen})
 
 
 def expected(length: int, batch: int, epoch: int, seed: int, shuffle: bool, drop_last: bool) -> list[list[int]]:

@@ -13,7 +13,7 @@ from bytecheckpoint.dataloader.per_rank import PerRankLoader
 from bytecheckpoint.dataloader.torchdata import TorchdataLoader
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.representation.values.codec import decode, encode
-from tests.dataloader.test_map_style import Numbers, hand_over, loader_of, take
+from tests.dataloader.map_loaders import Numbers, hand_over, loader_of, take
 
 torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="NOT TESTED HERE: needs torchdata")
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # torch's own choice

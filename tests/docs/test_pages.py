@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import bytecheckpoint
+from tests.support.processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 READMES = [ROOT / folder / "README.md" for folder in ("benchmarks", "demo", "tests/gpu")]
 PAGES = [

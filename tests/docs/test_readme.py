@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.test_snippets import ROOT, python_blocks
+from tests.docs.blocks import python_blocks
 from tests.servers.process import free_port
-from tests.support.processes import environment, python
+from tests.support.processes import ROOT, environment, python
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 

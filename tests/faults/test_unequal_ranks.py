@@ -16,11 +16,11 @@ from bytecheckpoint import CheckpointError, CheckpointTimeoutError, UsageError
 from bytecheckpoint.collectives import Collective, ThreadWorld, current
 from bytecheckpoint.liveness import busy
 from bytecheckpoint.tuning import tuned
-from tests.collectives.socket_world import SocketWorld
 from tests.support.coded import load_step, states
 from tests.support.faulty_storage import Faults
 from tests.support.modes import MODES
 from tests.support.ranks import attempt, load_all, outcomes, save_all, succeeded
+from tests.support.socket_world import SocketWorld
 from tests.support.variants import crossed
 from tests.support.worlds import Worlds
 

@@ -17,7 +17,6 @@ from unittest.mock import Mock
 
 import msgspec
 import pytest
-import torch
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
@@ -36,12 +35,11 @@ from bytecheckpoint.tracing.operation import Operation
 from bytecheckpoint.tuning import tuned
 from tests.servers.process import free_port, opener
 from tests.support.certificates import certificates
-from tests.support.metrics import collecting, tables, wait_for_operations
+from tests.support.metrics import STATES, collecting, tables, wait_for_operations
 from tests.support.processes import run_program, wait_until
 from tests.support.receivers import bad_port, receiver
 from tests.support.variants import quick
 
-STATES = {"model": {"w": torch.ones(64, 64)}}
 BAD = ["refuses", "hangs", "500"]
 SCHEMES = ["clickhouse", "otlp"]
 

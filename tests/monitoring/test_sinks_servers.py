@@ -18,10 +18,9 @@ from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 from bytecheckpoint.monitoring.sinks import make_sink
 from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER, encode_table
 from bytecheckpoint.monitoring.table import SCHEMA
-from tests.monitoring.test_sinks import STATES
 from tests.servers.metrics import ClickHouse, clickhouse, collector, prometheus
 from tests.servers.process import free_port
-from tests.support.metrics import collecting
+from tests.support.metrics import STATES, collecting
 from tests.support.processes import ROOT, wait_until
 
 pytestmark = pytest.mark.server

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -13,110 +12,23 @@ from hypothesis import strategies as st
 
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.representation.boxes import BoxTable
-from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog, StorageFile, TensorTable
+from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_file import decode, encode
 from bytecheckpoint.representation.catalog_validation import catalog_problem
-from bytecheckpoint.representation.dtypes import itemsize
-from bytecheckpoint.representation.names import new_generation, storage_file_name
+from bytecheckpoint.representation.names import new_generation
 from bytecheckpoint.representation.shards import TensorKey
-from tests.support.catalogs import resealed, with_footer
+from tests.support.catalogs import (
+    ANY_TEXT,
+    GENERATION,
+    Spec,
+    assert_same,
+    catalog_of,
+    resealed,
+    small,
+    specs,
+    with_footer,
+)
 from tests.support.processes import run_program
-
-GENERATION = new_generation("test", 0)
-ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=6)
-Spec = list[tuple[tuple[str, str, str, int], str, tuple[int, ...], list[int]]]
-
-
-def catalog_of(tensors: Spec, files: int = 2, block: int = 4096, **columns: Any) -> Catalog:
-    """A catalog of tensors cut along their first dimension; the pieces are dealt to the files in turn.
-
-    Args:
-        tensors: ((state, fqn, slot, owner), dtype, shape, lengths of the pieces along the first dimension).
-    """
-    number: list[int] = []
-    offsets: list[tuple[int, ...]] = []
-    lengths: list[tuple[int, ...]] = []
-    for i, (_, _, shape, cuts) in enumerate(tensors):
-        begin = 0
-        for cut in cuts or [0]:
-            number.append(i)
-            offsets.append((begin, *(0 for _ in shape[1:])) if shape else ())
-            lengths.append((cut, *shape[1:]) if shape else ())
-            begin += cut
-    file = np.arange(len(number), dtype=np.int32) % files
-    sizes = [math.prod(n) * itemsize(tensors[i][1]) for i, n in zip(number, lengths, strict=True)]
-    ends = [4096] * files
-    byte_offset = []
-    for f, size in zip(file.tolist(), sizes, strict=True):
-        byte_offset.append(ends[f])
-        ends[f] += size
-    table = [
-        StorageFile(storage_file_name("model", i, GENERATION), "model", i, end, 4096, i + 2**63, block, GENERATION)
-        for i, end in enumerate(ends)
-    ]
-    shapes = BoxTable.build(range(len(tensors)), [t[2] for t in tensors], [t[2] for t in tensors])
-    shuffled = np.random.default_rng(len(number)).permutation(len(number))
-    return Catalog.build(
-        TensorTable.of(
-            states=[t[0][0] for t in tensors],
-            fqns=[t[0][1] for t in tensors],
-            slots=[t[0][2] for t in tensors],
-            owner=np.array([t[0][3] for t in tensors], np.int32),
-            dtypes=[t[1] for t in tensors],
-            shapes=shapes.lengths,
-            ndims=np.array([len(t[2]) for t in tensors], np.int64),
-            requires_grad=np.arange(len(tensors)) % 2 == 0,
-            devices=["cpu" if i % 3 else "cuda" for i in range(len(tensors))],
-        ),
-        boxes=BoxTable.build(number, offsets, lengths).take(shuffled),
-        file=file[shuffled],
-        byte_offset=np.array(byte_offset, np.int64)[shuffled],
-        byte_length=np.array(sizes, np.int64)[shuffled],
-        files=table,
-        sums=[np.random.default_rng(i).integers(0, 2**64, f.blocks, np.uint64) for i, f in enumerate(table)],
-        **columns,
-    )
-
-
-def small() -> Catalog:
-    return catalog_of(
-        [
-            (("model", "layers.0.weight", "", -1), "float32", (100, 64), [30, 30, 40]),
-            (("model", "embed", "", -1), "bfloat16", (0, 5), []),
-            (("optimizer", "embed", "step", -1), "float32", (), []),
-            (("extra_states", "rng", "", 0), "uint8", (5000,), [5000]),
-            (("extra_states", "rng", "", 1), "uint8", (16,), [16]),
-            (("extra_states", "", VALUES_SLOT, -1), "uint8", (4097,), [4097]),
-        ],
-        aliases={"model": {"head": "embed"}, "optimizer": {"head": "embed"}},
-        info={"world_size": 2, "versions": {"torch": "2.13"}, "odd": "\ud800"},
-    )
-
-
-def assert_same(a: Catalog, b: Catalog) -> None:
-    assert a.keys() == b.keys() and a.files == b.files and a.aliases == b.aliases and a.info == b.info
-    assert [a.shape(i) for i in range(a.count)] == [b.shape(i) for i in range(b.count)]
-    assert a.dtype.to_list() == b.dtype.to_list() and a.device.to_list() == b.device.to_list()
-    for name in ("owner", "requires_grad", "ndims", "shapes", "file", "byte_offset", "byte_length"):
-        one, other = getattr(a, name), getattr(b, name)
-        np.testing.assert_array_equal(one, other, name)
-        assert one.dtype == other.dtype, name
-    for name in ("tensor", "offsets", "lengths"):
-        np.testing.assert_array_equal(getattr(a.boxes, name), getattr(b.boxes, name), name)
-    for i in range(len(a.files)):
-        np.testing.assert_array_equal(a.sums(i), b.sums(i))
-
-
-@st.composite
-def specs(draw: st.DrawFn) -> Spec:
-    keys = draw(st.lists(st.tuples(ANY_TEXT, ANY_TEXT, ANY_TEXT, st.integers(-1, 2)), unique=True, max_size=8))
-    result: Spec = []
-    for key in keys:
-        cuts = draw(st.lists(st.integers(0, 700), max_size=4))
-        rest = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
-        shape = (sum(cuts), *rest) if cuts else draw(st.sampled_from([(), (0,), (0, 3)]))
-        result.append((key, draw(st.sampled_from(["float32", "bool", "complex128", "float4_e2m1fn_x2"])), shape, cuts))
-    return result
 
 
 @given(specs(), st.integers(1, 4))

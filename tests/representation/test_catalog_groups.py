@@ -20,7 +20,7 @@ from bytecheckpoint.representation.catalog_footer import LOCATOR_BYTES, SEAL_BYT
 from bytecheckpoint.representation.catalog_groups import CatalogGroups
 from bytecheckpoint.representation.catalog_validation import catalog_problem
 from bytecheckpoint.tuning import tuned
-from tests.representation.test_catalog import Spec, assert_same, catalog_of, small, specs
+from tests.support.catalogs import Spec, assert_same, catalog_of, small, specs
 from tests.support.variants import quick
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +19,7 @@ import hdfs_native
 from bytecheckpoint.storage import Storage
 from tests.servers.process import Server, folder_of, free_port, opener
 
-__all__ = ["USER", "Hdfs", "path_in_cluster", "write_configuration"]
+__all__ = ["USER", "Hdfs", "Operations", "path_in_cluster", "write_configuration"]
 
 #: The user who starts the NameNode is its superuser.
 USER = "superuser"
@@ -222,3 +224,22 @@ class Hdfs:
         command = [*self._options, "-cp", f"{self._conf}:{self._libraries}/*", main, *arguments]
         done = subprocess.run(command, check=True, timeout=600, capture_output=True, text=True, env=self._environment())
         return done.stdout
+
+
+class Operations:
+    """Counts what the NameNode does for clients."""
+
+    _servers = re.compile(
+        "Overall|SendHeartbeat|Block(ReceivedAndDeleted|Report)|RegisterDatanode|VersionRequest|RenewLease"
+    )
+
+    def __init__(self, hdfs: Hdfs) -> None:
+        self._hdfs = hdfs
+        self._before = Counter(hdfs.operations())
+
+    def since(self) -> Counter[str]:
+        """Return the number of calls of each operation since the last look."""
+        now = Counter(self._hdfs.operations())
+        found = {name: count - self._before[name] for name, count in now.items() if not self._servers.match(name)}
+        self._before = now
+        return Counter({name: count for name, count in found.items() if count})

@@ -18,7 +18,7 @@ import torch
 import bytecheckpoint
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
-from bytecheckpoint.world import _finish_all
+from tests.soak.growth import check_growth, measure
 from tests.support.coded import files_of, load_step, states, step_of
 
 pytestmark = pytest.mark.soak
@@ -27,40 +27,12 @@ SAVES = 40 if os.environ.get("SOAK_SHORT") else 200
 ROWS = 2000  # some 2 MB in all
 
 
-def shared_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("bytecheckpoint")}
-
-
-def measure(process: psutil.Process) -> dict[str, int]:
-    """Return counts that must not grow, of this process and its helpers."""
-    _finish_all()  # a preparation of the next save reads files of /proc in the background
-    gc.collect()
-    children = [c for c in process.children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE]
-    return {
-        "threads": process.num_threads(),
-        "descriptors": process.num_fds(),
-        "children": len(children),
-        "child descriptors": sum(c.num_fds() for c in children),
-        "child threads": sum(c.num_threads() for c in children),
-        "shared memory files": len(shared_memory()),
-        "resident": process.memory_info().rss,
-        "child resident": sum(c.memory_info().rss for c in children),
-    }
-
-
 def varying(step: int, rank: int = 0, world: int = 1) -> dict[str, Any]:
     """States whose extra part grows and shrinks from step to step."""
     mine = states(rank, world, step, ROWS)
     mine["extra_states"]["history"] = list(range(step * 37 % 500))
     mine["extra_states"]["buffer"] = torch.full((step * 101 % 3000,), float(step))
     return mine
-
-
-def check_growth(first: dict[str, int], last: dict[str, int], allowance: int) -> None:
-    for name, before in first.items():
-        # A thread that is about to end may still be counted.
-        allowed = allowance if "resident" in name else 1 if "threads" in name else 0
-        assert last[name] <= before + allowed, f"{name}: {before} -> {last[name]}"
 
 
 @pytest.mark.parametrize("writer", ["process", "thread"])

@@ -20,7 +20,7 @@ from bytecheckpoint.dataloader import SequenceSource, TokenBufferLoader, TokenRe
 from bytecheckpoint.manager import Best, EverySeconds, Latest, Retention, SaveOptions
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools import verify
-from tests.soak.test_soak import check_growth, measure, shared_memory
+from tests.soak.growth import check_growth, measure, shared_memory
 from tests.support.lost_rank_job import CONTEXT, EVERY, LEFT, ROWS, TEXTS, train
 from tests.support.runs import steps_in
 from tests.support.worlds import Worlds

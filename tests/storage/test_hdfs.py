@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.hdfs.rpc import RemoteError
 from bytecheckpoint.storage.hdfs.storage import HdfsStorage
 from bytecheckpoint.storage.testing import RawAccess, StorageTests, content, read_all, write_file
-from tests.servers.hdfs import Hdfs, path_in_cluster, write_configuration
+from tests.servers.hdfs import Hdfs, Operations, path_in_cluster, write_configuration
 from tests.servers.tcp_proxy import TcpProxy
 from tests.storage.checks import check_file
 from tests.storage.raw_access import HdfsAccess
@@ -45,25 +44,6 @@ class TestHdfs(StorageTests):
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
-
-
-class Operations:
-    """Counts what the NameNode does for clients."""
-
-    _servers = re.compile(
-        "Overall|SendHeartbeat|Block(ReceivedAndDeleted|Report)|RegisterDatanode|VersionRequest|RenewLease"
-    )
-
-    def __init__(self, hdfs: Hdfs) -> None:
-        self._hdfs = hdfs
-        self._before = Counter(hdfs.operations())
-
-    def since(self) -> Counter[str]:
-        """Return the number of calls of each operation since the last look."""
-        now = Counter(self._hdfs.operations())
-        found = {name: count - self._before[name] for name, count in now.items() if not self._servers.match(name)}
-        self._before = now
-        return Counter({name: count for name, count in found.items() if count})
 
 
 def test_operations_of_the_namenode(hdfs: Hdfs, hdfs_storage: HdfsStorage, short_parts: None) -> None:

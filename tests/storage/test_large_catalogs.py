@@ -15,10 +15,9 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.hdfs.storage import HdfsStorage
 from bytecheckpoint.tuning import tuned
 from tests.servers.fault_proxy import fault_proxy
-from tests.servers.hdfs import Hdfs, path_in_cluster
+from tests.servers.hdfs import Hdfs, Operations, path_in_cluster
 from tests.servers.s3 import S3Server
 from tests.storage.conftest import ANYWHERE, use
-from tests.storage.test_hdfs import Operations
 from tests.support.large_catalogs import NAMES, RANKS, SHAPE, load, save
 from tests.support.layouts import coded
 from tests.support.memory import hot_folder, hot_tier

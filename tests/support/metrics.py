@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
+import torch
 
 from bytecheckpoint.monitoring import collector, delivery
 from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER, decode_table
 from bytecheckpoint.storage import resolve
 from tests.support.settings import using
 
-__all__ = ["collecting", "tables", "wait_for_operations"]
+__all__ = ["STATES", "collecting", "tables", "wait_for_operations"]
+
+STATES = {"model": {"w": torch.ones(64, 64)}}
 
 
 @contextlib.contextmanager

@@ -1,0 +1,38 @@
+"""What a process uses, and that it does not grow."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import psutil
+
+from bytecheckpoint.world import _finish_all
+
+
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("bytecheckpoint")}
+
+
+def measure(process: psutil.Process) -> dict[str, int]:
+    """Return counts that must not grow, of this process and its helpers."""
+    _finish_all()  # a preparation of the next save reads files of /proc in the background
+    gc.collect()
+    children = [c for c in process.children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE]
+    return {
+        "threads": process.num_threads(),
+        "descriptors": process.num_fds(),
+        "children": len(children),
+        "child descriptors": sum(c.num_fds() for c in children),
+        "child threads": sum(c.num_threads() for c in children),
+        "shared memory files": len(shared_memory()),
+        "resident": process.memory_info().rss,
+        "child resident": sum(c.memory_info().rss for c in children),
+    }
+
+
+def check_growth(first: dict[str, int], last: dict[str, int], allowance: int) -> None:
+    for name, before in first.items():
+        # A thread that is about to end may still be counted.
+        allowed = allowance if "resident" in name else 1 if "threads" in name else 0
+        assert last[name] <= before + allowed, f"{name}: {before} -> {last[name]}"
