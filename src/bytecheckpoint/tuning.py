@@ -70,15 +70,19 @@ class Tuning:
         hdfs_first_call: storage: timeout of one call before the NameNode has answered.
         hdfs_shortest_call: storage: lower bound of a NameNode's share of these timeouts.
         hdfs_write_stall: storage: upper bound for one write or close of a stream; past it, the stream counts as hung.
+        hdfs_shortest_stall: storage: lower bound for the same. The client gives up on a DataNode after one minute, and a
+            close may wait 16 s for a DataNode's report.
         hdfs_part_bytes: storage: minimum length of a sub-file.
         hdfs_lock_expiry: storage: time after which the lock of a publisher counts as abandoned.
         hdfs_abandoned: storage: age at which the temporary file of a publisher counts as abandoned.
+        source_piece: dataloader: bytes of a file of text or tokens that are read at once.
         spans_per_rank: tracing: spans of an operation that a rank keeps, the longest ones; totals count all.
         spans_per_world: monitoring: spans of an operation that all ranks together report.
         progress_interval: tracing, monitoring: time between two reports of how far an operation is.
         progress_rate: monitoring: such reports per second of all ranks together; ranks of a large world report less often.
         metrics_wait: monitoring: time that rank 0 waits for the metrics of the other ranks while none makes progress.
         files_delay: monitoring: time after which the file of an operation is written beside the run.
+        files_joined: monitoring: number of small files that are joined into one; until then their tables stay in memory.
         metrics_end: monitoring: time that a process which ends waits for its metrics to be delivered.
         lease_renewal: tiers: time between two renewals of a lease that is held.
         lease_expiry: tiers: time for which a lease must stay unchanged for its holder to count as dead.
@@ -124,6 +128,7 @@ class Tuning:
     hdfs_first_call: float = 20.0
     hdfs_shortest_call: float = 5.0
     hdfs_write_stall: float = 120.0
+    hdfs_shortest_stall: float = 20.0
     hdfs_part_bytes: int = 16 << 20
     hdfs_lock_expiry: float = 30.0
     hdfs_abandoned: float = 3600.0
@@ -139,6 +144,9 @@ class Tuning:
     helper_end: float = 5.0
     stopped_calls: float = 5.0
 
+    # --- dataloader ---
+    source_piece: int = 4 << 20
+
     # --- tracing and monitoring ---
     spans_per_rank: int = 256
     spans_per_world: int = 100_000
@@ -146,6 +154,7 @@ class Tuning:
     progress_rate: float = 500.0
     metrics_wait: float = 30.0
     files_delay: float = 1.0
+    files_joined: int = 64
     metrics_end: float = 10.0
 
     # --- tiers ---

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld, current, use
-from bytecheckpoint.collectives.testing import _ThreadRank
 from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
 
 
@@ -72,15 +71,15 @@ def test_what_fails_on_rank_0_fails_every_rank_at_once(silent: bool) -> None:
 def test_a_long_answer_for_all_is_relayed_from_rank_to_rank(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = np.random.default_rng(1).bytes(300_000)
     sent = [0] * size
-    original = _ThreadRank.send
-
-    def send(self: _ThreadRank, to: int, tag: str, payload: bytes) -> None:
-        sent[self.rank] += len(payload)
-        original(self, to, tag, payload)
-
-    monkeypatch.setattr(_ThreadRank, "send", send)
 
     def body(c: Collective) -> bytes:
+        send = c.send
+
+        def counted(to: int, tag: str, payload: bytes) -> None:
+            sent[c.rank] += len(payload)
+            send(to, tag, payload)
+
+        monkeypatch.setattr(c, "send", counted)
         return c.gather_scatter("c", b"", lambda payloads: [answer] * len(payloads), timeout=30)
 
     assert ThreadWorld(size).run(body, timeout=60) == [answer] * size

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytecheckpoint.dataloader.sources import files
 from bytecheckpoint.dataloader.sources.base import Source
 from bytecheckpoint.dataloader.sources.parquet import ParquetSource
 from bytecheckpoint.dataloader.sources.text import JsonLinesSource, TextSource
 from bytecheckpoint.dataloader.sources.tokens import TokenFileSource
 from bytecheckpoint.errors import StorageError, UsageError
+from bytecheckpoint.tuning import tuned
 from tests.dataloader.reading import drain, epoch_of
 
 
@@ -35,8 +35,7 @@ def text_lines(data: bytes) -> list[str]:
 def test_lines(tmp_path_factory: pytest.TempPathFactory, data: bytes, piece_bytes: int) -> None:
     path = tmp_path_factory.mktemp("lines") / "x.txt"
     path.write_bytes(data)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_PIECE_BYTES", piece_bytes)
+    with tuned(source_piece=piece_bytes):
         if expected := text_lines(data):
             assert epoch_of(TextSource(path, shuffle=False), 1) == expected
         else:
@@ -129,8 +128,7 @@ def test_documents_of_tokens(
     expected = [document for document in expected if document]
     offsets = np.cumsum([0, *map(len, expected), 0])
     np.save(path.with_name("offsets.npy"), offsets)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_PIECE_BYTES", 4 * length)
+    with tuned(source_piece=4 * length):
         for boundaries in ({"document_end": 3}, {"offsets": offsets}, {"offsets": path.with_name("offsets.npy")}):
             found = epoch_of(TokenFileSource(path, dtype=dtype, shuffle=False, **boundaries), 1)
             assert [document.tolist() for document in found] == expected

@@ -20,9 +20,10 @@ from bytecheckpoint.errors import CheckpointNotFoundError, StorageConflictError
 from bytecheckpoint.frameworks.rng import rng_state
 from bytecheckpoint.manager import Best, Cadence, Every, Latest, Retention, StepInfo, Younger, run_folder
 from bytecheckpoint.manager.run_folder import RunFolder, by_age, step_folder
-from bytecheckpoint.saving.coordinator import Coordinator
+from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from tests.support.damage import damage, storage_file
+from tests.support.faulty_storage import Faults
 from tests.support.memory import hot_tier
 from tests.support.runs import Run, eventually, numbers, save_steps
 from tests.support.variants import crossed
@@ -192,16 +193,11 @@ def test_no_catalog_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_clock_goes_on_after_a_save_that_was_skipped(
     tmp_path: Path, overlap: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    commit, late = Coordinator._commit, []
+    def wait() -> None:
+        while "still being written" not in caplog.text and not refused:
+            time.sleep(0.01)
 
-    def slow(self: Any, *args: Any) -> None:
-        if not late:
-            late.append(1)
-            while "still being written" not in caplog.text and not refused:
-                time.sleep(0.01)
-        commit(self, *args)
-
-    monkeypatch.setattr(Coordinator, "_commit", slow)
+    Faults().install(monkeypatch).add("publish", name=CATALOG_NAME, before=wait)
     refused: list[Exception] = []
     run, cadence = Run(), Cadence(timedelta(seconds=0.05), overlap=overlap)
     with CheckpointManager(tmp_path, run.states(), every=cadence) as manager:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import os
@@ -43,7 +42,7 @@ from bytecheckpoint.manager import (
     SaveOptions,
 )
 from bytecheckpoint.manager.run_folder import RunFolder, step_folder
-from bytecheckpoint.saving.coordinator import Coordinator
+from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.tools.removal import collect_garbage
 from tests.support.damage import damage, storage_file
 from tests.support.faulty_storage import Faults
@@ -297,14 +296,9 @@ def test_of_two_jobs_that_begin_at_once_one_goes_on(
     tmp_path: Path, on_error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if it is the other one's step that is committed where both save one."""
-    together, commits, commit = threading.Barrier(2), itertools.count(), Coordinator._commit
-
-    def meet(self: Any, *args: Any) -> None:
-        if next(commits) < 2:
-            together.wait(30)
-        commit(self, *args)
-
-    monkeypatch.setattr(Coordinator, "_commit", meet)
+    together = threading.Barrier(2)
+    faults = Faults().install(monkeypatch)
+    faults.add("publish", name=CATALOG_NAME, times=2, before=lambda: together.wait(30))
 
     def run(collective: Collective) -> str:
         run = Run(collective)
@@ -395,14 +389,8 @@ def test_saves_that_overlap(tmp_path: Path, overlap: str, monkeypatch: pytest.Mo
         return saved
 
     go, refused = threading.Event(), []
-    commit = Coordinator._commit
-
-    def slow(self: Any, *args: Any) -> None:
-        if overlap != "wait":
-            go.wait(30)
-        commit(self, *args)
-
-    monkeypatch.setattr(Coordinator, "_commit", slow)
+    if overlap != "wait":
+        Faults().install(monkeypatch).add("publish", name=CATALOG_NAME, times=-1, hold=go)
     found = ThreadWorld(2).run(run, timeout=60)
     assert found == [[1, 2, 3] if overlap == "wait" else [1]] * 2
     wanted = [f"the save of step 1 is still being written at step {step}" for step in (2, 2, 3, 3)]
@@ -412,7 +400,7 @@ def test_saves_that_overlap(tmp_path: Path, overlap: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("which", ["latest", "step"])
 def test_a_restore_finds_the_save_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str) -> None:
     """Its own, and one of a manager that an exception has ended: the program tries again in the same process."""
-    Faults().install(monkeypatch).add("publish", name="metadata.parquet", before=lambda: time.sleep(0.5))
+    Faults().install(monkeypatch).add("publish", name=CATALOG_NAME, before=lambda: time.sleep(0.5))
     states = {"value": torch.arange(3)}
     CheckpointManager(tmp_path, states).save(1)
     manager = CheckpointManager(tmp_path, states)

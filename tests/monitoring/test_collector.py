@@ -205,10 +205,9 @@ def test_a_load_leaves_nothing_where_no_save_has(tmp_path: Path) -> None:
         wait_for_operations(tmp_path, 2)
 
 
-def test_many_small_files_become_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_JOINED", 4)
+def test_many_small_files_become_one(tmp_path: Path) -> None:
     world = ThreadWorld(1)
-    with collecting():
+    with tuned(files_joined=4), collecting():
         for step in range(1, 7):
             succeeded(save_all(world, tmp_path / f"step_{step:08d}", step))
             wait_for_operations(tmp_path, step)

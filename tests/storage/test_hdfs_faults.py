@@ -148,10 +148,9 @@ def test_a_call_that_never_returns(hdfs_path: str, monkeypatch: pytest.MonkeyPat
         return SimpleNamespace(write=lambda _: over.wait())
 
     monkeypatch.setattr(upload.Upload, "_create", create_hanging)
-    monkeypatch.setattr(upload, "_MIN_STALL_SECONDS", 2.0)
     bytecheckpoint.configure(writer="thread")
     try:
-        with within(60):  # not the 120 s of `hdfs_write_stall`
+        with tuned(hdfs_shortest_stall=2.0), within(60):  # not the 120 s of `hdfs_write_stall`
             succeeded(save(hdfs_path, 1))
     finally:
         over.set()

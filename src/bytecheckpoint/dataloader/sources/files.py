@@ -17,13 +17,13 @@ from numpy.typing import DTypeLike, NDArray
 
 from bytecheckpoint.dataloader.sources.base import Document, MapSource
 from bytecheckpoint.errors import StorageError, UsageError
+from bytecheckpoint.tuning import tuning
 
 __all__ = ["Paths", "RangeSource", "SourceFiles"]
 
 #: A path, a pattern of `glob` ("**" crosses folders), or several paths. A pattern's files are sorted by path.
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-_PIECE_BYTES: Final = 4 * 1024 * 1024
 _MAX_OPEN: Final = 128
 
 # What the fingerprint reads: this many bytes at each of so many places, of so many files.
@@ -82,8 +82,9 @@ class SourceFiles:
     def pieces(self, file: int, dtype: DTypeLike = np.uint8, *, end: int | None = None) -> Iterator[NDArray[Any]]:
         """Iterate over a whole file, or its first `end` bytes, in arrays of a few MiB."""
         end = int(self.sizes[file]) if end is None else end
-        for offset in range(0, end, _PIECE_BYTES):
-            yield np.frombuffer(self.read(file, offset, min(_PIECE_BYTES, end - offset)), dtype)
+        step = tuning().source_piece
+        for offset in range(0, end, step):
+            yield np.frombuffer(self.read(file, offset, min(step, end - offset)), dtype)
 
     def check(self, file: int) -> None:
         """Check that a file has not vanished and was not cut short.

@@ -24,6 +24,7 @@ from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.optional import folder_exists
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tiers.storage import PREFIX
+from bytecheckpoint.tuning import tuning
 
 __all__ = [
     "ALERTS_PREFIX",
@@ -43,8 +44,6 @@ LIVE_PREFIX = "live-"
 #: Prefix of the files of alerts, one per process, and most alerts in one.
 ALERTS_PREFIX = "alerts-"
 _ALERTS = 200
-#: Number of files that are joined into one. Until then their tables stay in memory.
-_JOINED = 64
 #: Seconds without news after which the file of a running operation belongs to a killed job.
 _FORGOTTEN = 86400.0
 #: Most bytes of a file that is joined with others.
@@ -98,7 +97,7 @@ class FilesSink(Sink):
         if len(data) <= _SMALL:
             small = self._small.setdefault(folder.url, {})
             small[name] = record.table
-            if len(small) >= _JOINED:
+            if len(small) >= tuning().files_joined:
                 del self._small[folder.url]
                 _join(folder, small)
 

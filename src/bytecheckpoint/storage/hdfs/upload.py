@@ -40,9 +40,6 @@ _PARTS_IN_FLIGHT = 8
 #: Bytes per call of the client. It gets `bytes`: it would take a memoryview element by element, at some 25 s of core time
 #: per GiB, under the interpreter's lock.
 _STEP = 1 << 20
-#: Lower bound for the timeout of one write or close. The client itself gives up on a DataNode after one minute, and a
-#: close may wait 16 s for a DataNode's report.
-_MIN_STALL_SECONDS = 20.0
 #: Factor from the timeout of one attempt at a stream to that of the next. The first is the lower bound: when a chain breaks
 #: while more than 100 packets (6.4 MB) are queued, the client's call now and then never returns.
 _STALL_GROWTH = 2.0
@@ -155,10 +152,10 @@ class Upload:
     def _put(self, path: str, start: int, stop: int, *, whole: bool) -> None:
         """Write bytes [start, stop) as the file `path`, again after transient errors."""
         chain_failures = removals = 0
-        stall = _MIN_STALL_SECONDS
+        stall = tuning().hdfs_shortest_stall
 
         def move_data(call: Callable[[], Any]) -> None:
-            longest = max(settings().storage.timeout, _MIN_STALL_SECONDS)
+            longest = max(settings().storage.timeout, tuning().hdfs_shortest_stall)
             call_client(call, min(stall, longest, tuning().hdfs_write_stall))
 
         def attempt() -> None:
