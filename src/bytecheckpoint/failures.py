@@ -85,13 +85,10 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     def as_error(self) -> CheckpointError:
         """Make an error of the same class and fields, whose message begins with rank and stage and which carries this."""
         cls = self.error_class
-        hints, given = _FIELDS[cls.__name__], json.loads(self.fields)
         where = [f"rank {self.rank}"] * (self.rank >= 0) + [self.stage] * bool(self.stage)
         parts = ["an earlier asynchronous save failed"] * self.repeats + [", ".join(where)] * bool(where)
         message = ": ".join([*parts, self.message])
-        error = cls(
-            message, **{name: msgspec.convert(given[name], hints[name]) for name in hints.keys() & given.keys()}
-        )
+        error = cls(message, **_known_fields(self.fields, _FIELDS[cls.__name__]))
         error.failure = self
         error.repeats = "elsewhere" if self.repeats else ""
         return error
@@ -110,6 +107,15 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     def decode(data: bytes | bytearray | memoryview) -> Failure:
         """Invert `encode`."""
         return _decoder.decode(data)
+
+
+def _known_fields(text: str, hints: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of an error, none if another process has sent something else."""
+    try:
+        given = json.loads(text)
+        return {name: msgspec.convert(given[name], hints[name]) for name in hints.keys() & given.keys()}
+    except (ValueError, AttributeError, RecursionError):
+        return {}
 
 
 # Made before any thread decodes: msgspec (0.22) crashes if two threads use a type for the first time at once.

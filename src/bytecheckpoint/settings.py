@@ -101,6 +101,8 @@ class TransportSettings(_Checked):
         fabric: transport for the bytes of a load that pass between machines. "auto": a process group of NCCL where all
             ranks load onto devices and the job's own group has NCCL; "on": a group of gloo too, where there is nothing
             better; "off": sockets. Sockets also where ranks differ in this.
+        peer_timeout: seconds for which another machine may be out of reach before its ranks count as lost. A connection
+            that works again before that continues. TCP sends again at growing intervals: give twice the outage to survive.
     """
 
     listen_address: _Ip = ""
@@ -110,6 +112,7 @@ class TransportSettings(_Checked):
     tls_authority: _Text = ""
     message_tree: Literal["auto", "on", "off"] = "auto"
     fabric: Literal["auto", "on", "off"] = "auto"
+    peer_timeout: _Seconds = 120.0
 
     def __post_init__(self) -> None:
         """Refuse values of a wrong type, addresses that are none and empty ranges of ports."""

@@ -41,7 +41,6 @@ class Tuning:
             0, while ranks connect, as many as there are to be. With one more the oldest is closed.
         call_check: collectives: time after which a rank that waits asks the others whether they are in another call.
         outlook_timeout: collectives: time in which a rank that is waited for must say that it is alive.
-        unanswered_timeout: collectives: time in which another machine must acknowledge what was sent to it.
         data_piece: collectives: bytes per frame of the data plane; a transfer that starts may have to wait for one piece.
         peer_memory: engine: ranks of one machine read each other's memory; False: they exchange bytes over sockets.
         exchange_round_bytes: engine: what all ranks together read in one round of an exchange. Each machine holds two
@@ -112,7 +111,6 @@ class Tuning:
     strangers: int = 128
     call_check: float = 5.0
     outlook_timeout: float = 10.0
-    unanswered_timeout: float = 18.0
     data_piece: int = 4 << 20
 
     # --- storage ---

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
-__all__ = ["container", "cut_cable", "inside", "lacks", "machines", "two_machines"]
+__all__ = ["container", "cut_cable", "inside", "lacks", "machines", "mend_cable", "two_machines"]
 
 #: Begins a shell that has a host name, a /dev/shm of 64 MiB and process numbers of its own, and runs a command.
 _ENTER = """
@@ -76,6 +76,11 @@ def container(hostname: str, hosts: str = "") -> list[str]:
 def cut_cable(name: str) -> None:
     """Let a machine neither send nor receive anything any more."""
     _ip("-n", name, "link", "set", "eth0", "down")
+
+
+def mend_cable(name: str) -> None:
+    """Undo `cut_cable`."""
+    _ip("-n", name, "link", "set", "eth0", "up")
 
 
 def _ip(*arguments: str) -> None:

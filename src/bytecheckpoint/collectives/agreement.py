@@ -10,7 +10,7 @@ import msgspec
 
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.stop import StopSignal
-from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.errors import CheckpointError, PeerLostError
 from bytecheckpoint.failures import Failure
 
 __all__ = ["Agreement"]
@@ -48,7 +48,7 @@ _decoders_lock = threading.Lock()
 
 
 def _decode(data: bytes, kind: Any) -> Any:
-    """Decode a message of type `kind`.
+    """Decode a message of type `kind`; raise `PeerLostError` if it is none.
 
     The lock matters: msgspec (0.22) crashes if two threads use a type for the first time at once.
     """
@@ -56,7 +56,10 @@ def _decode(data: bytes, kind: Any) -> Any:
     if decoder is None:
         with _decoders_lock:
             decoder = _decoders.setdefault(kind, msgspec.msgpack.Decoder(kind))
-    return decoder.decode(data)
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise PeerLostError(f"another rank sent what is not a message of this version: {error}") from error
 
 
 class Agreement:

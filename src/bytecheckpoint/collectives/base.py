@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from bytecheckpoint.errors import CheckpointError, listed
+from bytecheckpoint.errors import CheckpointError, PeerLostError, listed
 from bytecheckpoint.failures import Cancellation, Failure
 from bytecheckpoint.tuning import tuning
 
@@ -89,6 +89,8 @@ def _pack(payloads: list[bytes]) -> bytes:
 def _unpack(message: bytes, count: int) -> list[bytes]:
     """Split a message of `_pack` into its `count` payloads."""
     head = 8 * count
+    if len(message) < head:
+        raise PeerLostError(f"rank 0 has sent {len(message)} bytes, which are not the messages of {count} ranks")
     ends = (head + np.cumsum(np.frombuffer(message, "<u8", count)).astype(np.int64)).tolist()
     return [message[start:end] for start, end in zip([head, *ends[:-1]], ends, strict=True)]
 

@@ -38,6 +38,14 @@ _OUTLOOK = struct.Struct("<dd")
 _GRACE = 5.0
 
 
+def _is_outlook(answer: bytes) -> bool:
+    """Return whether a rank has answered with a time until which it may be waited for."""
+    if len(answer) < _OUTLOOK.size:
+        return False
+    busy, idle = _OUTLOOK.unpack_from(answer)
+    return bool(busy < math.inf and idle > -math.inf)  # neither holds for a NaN
+
+
 class MessageHandler(Protocol):
     """Receiver of all messages under one tag. The inbox calls it under its lock, so the methods must return at once."""
 
@@ -279,7 +287,8 @@ class Inbox:
         with self._lock:
             with contextlib.suppress(PeerLostError):
                 self._wait(ranks, tag, time.monotonic() + min(tuning().outlook_timeout, timeout))
-            return {rank: self._pop(rank, tag) for rank in ranks if self.has(rank, tag)}
+            answers = {rank: self._pop(rank, tag) for rank in ranks if self.has(rank, tag)}
+        return {rank: answer for rank, answer in answers.items() if _is_outlook(answer)}
 
     def _wake_all(self, _: Failure) -> None:
         with self._lock:

@@ -304,7 +304,7 @@ def decode(data: bytes) -> Any:
     """
     try:
         return _decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise PeerLostError(f"another rank sent what is not a message of this version: {error}") from error
 
 

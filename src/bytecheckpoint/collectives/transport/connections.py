@@ -152,7 +152,7 @@ class DirectConnections(Loop):
             sock.setblocking(False)
             if (code := sock.connect_ex(address)) not in (0, errno.EINPROGRESS):
                 raise OSError(code, os.strerror(code))
-        except OSError as error:
+        except (OSError, ValueError, OverflowError) as error:  # an address that is none, too
             if sock is not None:
                 sock.close()
             self._redial_later(peer, str(error))

@@ -11,7 +11,7 @@ import hmac
 import os
 import struct
 
-from bytecheckpoint.collectives.transport.wire import ANYBODY, Kind
+from bytecheckpoint.collectives.transport.wire import ANYBODY, Kind, ProtocolError
 
 __all__ = ["Greeting"]
 
@@ -51,7 +51,7 @@ class Greeting:
         """Take a frame of the other side; return the frame to answer with, if one is due.
 
         Raises:
-            OSError: the other side is no rank of this world, or not the one that was dialled.
+            ProtocolError: the other side is no rank of this world, or not the one that was dialled.
         """
         if self.dialled is None and kind is Kind.HELLO and not self._nonces and to in (self._rank, ANYBODY):
             if len(payload) == _NONCE:
@@ -68,7 +68,7 @@ class Greeting:
             if hmac.compare_digest(payload[_NONCE:], self._proof(b"called", self._rank, source)):
                 self.other, self.over = source, True
                 return Kind.PROOF, self._proof(b"calls", self._rank, source, self._facts) + self._facts
-        raise OSError("not a rank of this world")
+        raise ProtocolError("not a rank of this world")
 
     def _proof(self, side: bytes, caller: int, called: int, facts: bytes = b"") -> bytes:
         words = (self._purpose, side, _RANKS.pack(caller, called), self._nonces, facts)

@@ -16,7 +16,7 @@ from bytecheckpoint.collectives.transport.link import Link
 from bytecheckpoint.collectives.transport.packs import Message, Place, unpack
 from bytecheckpoint.collectives.transport.sockets import listen, listen_beside, reserve_descriptors
 from bytecheckpoint.collectives.transport.star import PLACE, Star
-from bytecheckpoint.collectives.transport.wire import ANYBODY, Kind, Payload
+from bytecheckpoint.collectives.transport.wire import ANYBODY, Kind, Payload, ProtocolError
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
 from bytecheckpoint.failures import Failure
 from bytecheckpoint.tuning import tuning
@@ -153,14 +153,20 @@ class Hub(Star):
                 self._carriers.append(link.rank)
 
     def _join(self, rank: int, link: Link, place: Place) -> None:
-        if not 0 < rank < self.world_size or rank in self.below:
-            raise OSError("not a rank of this world")
-        self.below[rank] = link
+        """Note the connection of a rank. Before this world begins, the newest claim of a rank counts."""
+        if not 0 < rank < self.world_size or self.ready.is_set():
+            raise ProtocolError("not a rank of this world, or a rank that has joined")
+        self._replace(rank, link)
         self._places[rank] = place
         if len(self.below) == self.world_size - 1:
             self._stop_accepting()
             self._send_all_below(Kind.WELCOME)
             self.ready.set()
+
+    def _forget(self, rank: int) -> None:
+        super()._forget(rank)
+        if rank in self._carriers:
+            self._carriers.remove(rank)
 
     def _refuse(self, error: CheckpointError) -> None:
         """End this world before it has begun, and send the reason to the ranks that are connected."""
@@ -172,28 +178,30 @@ class Hub(Star):
     def _on_frame(self, link: Link, kind: Kind, source: int, to: int, tag: bytes, payload: Payload) -> None:
         if link in self._redirected:
             return  # it sends the same to the rank that passes its messages on
+        if kind is Kind.JOIN:
+            if not self.ready.is_set():
+                self._join(source, link, self._place_of(link, payload))
+            return  # else a second process that claims this rank: the one that has joined stays connected
+        if kind in (Kind.BYE, Kind.LOST):
+            if self.below.get(source) is link:  # only the connection through which a rank is reached can report its end
+                self._lose(source, bytes(payload).decode() if payload else "it has left this world or ended")
+            return
+        self._check_source(link, source)
         if kind is Kind.MESSAGE:
             self._receive(source, tag, payload)
         elif kind is Kind.PACK:
             for message in unpack(bytes(payload)):
                 for rank in message.ranks:
+                    self._check_source(link, rank)
                     self._receive(rank, message.tag, message.payload)
-        elif kind is Kind.JOIN and source in self.below:
-            pass  # a second process that claims this rank: the machine that reports it stays connected
-        elif kind is Kind.JOIN:
-            self._join(source, link, self._place_of(link, payload))
-        elif kind is Kind.WATCH:
+        elif kind is Kind.WATCH and (to == ANYBODY or to < self.world_size):
             for lost in self._gone if to == ANYBODY else self._gone.keys() & {to}:
                 self._report_loss(source, lost)
             self._watchers.setdefault(to, set()).add(source)
-        elif kind is Kind.WHERE:
+        elif kind is Kind.WHERE and to in self._places:
             self._post(link, Kind.PLACE, to, source, b"", msgspec.msgpack.encode(self._places[to]))
-        elif self.below.get(source) is not link:
-            pass  # only the connection through which a rank is reached can report its end
-        elif kind is Kind.BYE:
-            self._lose(source, "it has left this world or ended")
-        elif kind is Kind.LOST:
-            self._lose(source, bytes(payload).decode())
+        else:
+            raise ProtocolError(f"{kind.name} to rank {to}")
 
     def _on_gone(self, link: Link) -> None:
         self._redirected.discard(link)
@@ -203,7 +211,10 @@ class Hub(Star):
                 self._lose(rank, _KILLED if rank == link.rank else passes_on)
 
     def _lose(self, rank: int, reason: str) -> None:
-        """Record the loss of a rank, and report it to the ranks that watch it."""
+        """Record the loss of a rank, and report it to the ranks that watch it. Before the world begins it may come back."""
+        if not self.ready.is_set():
+            self._forget(rank)
+            return
         if rank in self._gone:
             return
         self._gone[rank] = reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import socket
 import ssl
 import struct
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from bytecheckpoint.collectives.transport.greeting import Greeting
 from bytecheckpoint.collectives.transport.tls import AGAIN_AFTER_READING, AGAIN_AFTER_WRITING, shut_down_writing
 from bytecheckpoint.collectives.transport.wire import Frame, FrameReader, Kind, Payload, header
-from bytecheckpoint.tuning import tuning
+from bytecheckpoint.settings import settings
 
 __all__ = ["Link"]
 
@@ -74,7 +75,15 @@ class _Acknowledgements:
             return False
         since = self._overdue_since = self._overdue_since or now
         unanswered: float = min(now - since, silent / 1000)
-        return unanswered > tuning().unanswered_timeout
+        return unanswered > settings().transport.peer_timeout
+
+
+def _keepalive(timeout: float) -> dict[str, int]:
+    """Return options of TCP by which an idle connection counts as broken after about `timeout` seconds, by 20 probes."""
+    idle = min(15, math.ceil(timeout / 3))
+    interval = min(math.ceil(max(1.0, timeout - idle) / 20), 32767)  # the most that Linux takes
+    count = min(math.ceil(max(1.0, timeout - idle) / interval), 127)
+    return {"TCP_KEEPIDLE": idle, "TCP_KEEPINTVL": interval, "TCP_KEEPCNT": count}
 
 
 class Link:
@@ -87,6 +96,7 @@ class Link:
 
     Attributes:
         failure: reason why the connection broke, as far as this side knows; "" before that, and after an ordinary end.
+        distrusted: True if TLS refused the connection: another attempt would fail too.
     """
 
     def __init__(self, sock: socket.socket, reader: FrameReader, greeting: Greeting) -> None:
@@ -95,15 +105,16 @@ class Link:
         if sock.family != socket.AF_UNIX:
             self._acknowledgements = _Acknowledgements(sock)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # A machine that loses power closes no connection: probe after 15 s of silence, give up after another 30.
+            # A machine that loses power closes no connection: probe while nothing is under way.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6)):
+            for name, value in _keepalive(settings().transport.peer_timeout).items():
                 if hasattr(socket, name):
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.sock = sock
         self.greeting = greeting
         self.rank = -1  # rank of the other side, once the greeting is over
         self.failure = ""
+        self.distrusted = False
         self._outgoing = _Outgoing()
         self._lock = threading.Lock()
         self._reader = reader
@@ -158,7 +169,7 @@ class Link:
                 return True
             except OSError as error:
                 # Reading from the broken connection fails too, and reports it.
-                self.failure = str(error)
+                self.note_failure(error)
                 self._outgoing.dead = True
                 self._outgoing.queue.clear()
                 return True
@@ -215,6 +226,21 @@ class Link:
     def is_cut_off(self) -> bool:
         """Return whether the other machine has not acknowledged sent bytes for too long. The caller repeats this."""
         return self._acknowledgements is not None and self._acknowledgements.are_overdue()
+
+    @property
+    def remote(self) -> str:
+        """Address of the other side, for logs."""
+        if self.local:
+            return "this machine"
+        try:
+            return "{} port {}".format(*self.sock.getpeername())
+        except OSError:
+            return "an address that is gone"
+
+    def note_failure(self, error: BaseException) -> None:
+        """Keep the first reason why the connection broke."""
+        self.failure = self.failure or str(error)
+        self.distrusted |= isinstance(error, ssl.SSLError)
 
     def ungreeted(self) -> str:
         """Return the error text of a connection that ended before its greeting."""

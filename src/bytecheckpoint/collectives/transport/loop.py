@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import os
 import selectors
 import socket
@@ -19,13 +20,16 @@ from bytecheckpoint.collectives.transport.greeting import Greeting
 from bytecheckpoint.collectives.transport.link import Link
 from bytecheckpoint.collectives.transport.sockets import SCARCE
 from bytecheckpoint.collectives.transport.tls import Security
-from bytecheckpoint.collectives.transport.wire import FrameReader, Kind, Payload
+from bytecheckpoint.collectives.transport.wire import FrameReader, Kind, Payload, ProtocolError
 from bytecheckpoint.errors import CheckpointError, UsageError
+from bytecheckpoint.settings import settings
 from bytecheckpoint.threads import start
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["Loop", "leave_all", "release_inherited"]
 
+_log = logging.getLogger("bytecheckpoint")
+_MOST_COMPLAINTS = 20  # lines about connections that have not authenticated themselves, which cost a sender nothing
 _ACCEPT_PAUSE = 0.2  # seconds without accepting after descriptors ran out
 
 
@@ -54,6 +58,7 @@ class Loop(ABC):
         self._unsent: deque[Link] = deque()  # links with data that the socket did not take yet
         self._open: set[Link] = set()
         self._strangers: dict[Link, float] = {}  # accepted ones that have not shown who they are: until when they may
+        self._complaints = 0
         self._most_strangers = tuning().strangers
         self._calls: deque[Callable[[], None]] = deque()
         self._calls_lock = threading.Lock()
@@ -261,11 +266,25 @@ class Loop(ABC):
                         self._on_greeting(link, kind, source, to, bytes(payload))
                 if link in self._open and not link.resume():
                     self._unsent.append(link)
-            except (EOFError, OSError) as error:
+            except Exception as error:  # noqa: BLE001  an error over a frame ends its connection and no other one
+                if isinstance(error, ProtocolError) or not isinstance(error, EOFError | OSError):
+                    self._complain(link, error)
                 if link in self._open:
-                    link.failure = link.failure or str(error)
+                    link.note_failure(error)
                     self._drop(link)
                     self._on_gone(link)
+
+    def _complain(self, link: Link, error: Exception) -> None:
+        """Log that a connection ends for what the other side has sent."""
+        sender = f"rank {link.rank}" if link.rank >= 0 else "an unknown peer"
+        if link.rank < 0:
+            self._complaints += 1
+            if self._complaints > _MOST_COMPLAINTS:
+                return
+        _log.warning(
+            "rank %d: ends the connection with %s at %s, which has sent what no rank of this world sends: %s: %s",
+            self.rank, sender, link.remote, type(error).__name__, error,
+        )  # fmt: skip
 
     def _on_greeting(self, link: Link, kind: Kind, source: int, to: int, payload: bytes) -> None:
         greeting = link.greeting
@@ -273,7 +292,7 @@ class Loop(ABC):
             self._post(link, answer[0], self.rank, greeting.other, b"", answer[1])
         if greeting.over:
             if not 0 <= greeting.other < self.world_size or greeting.other == self.rank:
-                raise OSError("not a rank of this world")
+                raise ProtocolError("not a rank of this world")
             link.rank = greeting.other
             self._strangers.pop(link, None)
             self._on_greeted(link)
@@ -282,7 +301,7 @@ class Loop(ABC):
         for link in [link for link in self._open if link.is_cut_off()]:
             self._drop(link)
             self._on_gone(link)
-        self._call_later(tuning().unanswered_timeout / 8, self._drop_cut_off)
+        self._call_later(min(2.0, settings().transport.peer_timeout / 8), self._drop_cut_off)
 
     def _drain_wakes(self, _mask: int) -> None:
         try:

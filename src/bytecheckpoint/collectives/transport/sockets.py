@@ -1,4 +1,4 @@
-"""Listening sockets, addresses of this machine, and limits on open descriptors."""
+"""Listening sockets, addresses of this machine, the search for a rank at its addresses, and limits on open descriptors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ import random
 import resource
 import socket
 import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
 
-from bytecheckpoint.errors import UsageError
+from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError, UsageError
 from bytecheckpoint.settings import settings
+from bytecheckpoint.threads import start, try_start
+from bytecheckpoint.tracing.operation import count_retries
 
 __all__ = [
     "SCARCE",
+    "Search",
     "is_loopback",
     "listen",
     "listen_beside",
@@ -195,3 +201,112 @@ def reserve_descriptors(count: int, owner: str) -> None:
             f"{owner} needs {needed} open descriptors, but the limit of {soft} could not be raised ({error}): "
             f"run `ulimit -n {needed}` before the start"
         ) from error
+
+
+#: Seconds by which an address is tried later than the one before it, at most: most worlds need the first one only.
+_LEAD = 1.0
+_AGAIN = 0.2  # seconds between two attempts at one address
+_CONNECT = 5.0  # seconds of one attempt
+_LOOK = 1.0  # seconds between two looks for a reason to end
+
+
+class Search:
+    """One search for a rank. An address that refuses, or accepts and never answers, keeps no other address waiting.
+
+    Args:
+        hosts: addresses, the likeliest first.
+        port: port at all of them.
+        greet: function that begins the handshake over a new connection of this search, from any thread.
+        settles_address: True if the address that answers is that of rank 0.
+
+    Attributes:
+        found: event, set when the first connection is through its handshake.
+        over: event, set when no more connections are wanted.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        port: int,
+        greet: Callable[[socket.socket, Search], None],
+        *,
+        settles_address: bool = False,
+    ) -> None:
+        self.settles_address = settles_address
+        self.found = threading.Event()
+        self.over = threading.Event()
+        self._hosts, self._port, self._greet = list(dict.fromkeys(hosts)), port, greet
+        self._ends: dict[socket.socket, threading.Event] = {}  # of the connections that were made
+        self._failure = ""
+        self._retries = 0
+
+    def ended(self, sock: socket.socket, reason: str) -> None:
+        """Note that a connection has ended before the handshake was through."""
+        self._failure = reason or self._failure
+        if (end := self._ends.pop(sock, None)) is not None:
+            end.set()
+
+    def run(
+        self, deadline: float, local: socket.socket | None, is_vain: Callable[[], bool], rank: int, too_late: str
+    ) -> None:
+        """Return when a connection is through its handshake, or the `local` one has ended.
+
+        Args:
+            deadline: time at which to give up.
+            local: connection within this machine, to try in place of the addresses.
+            is_vain: function that returns whether the search has become pointless; called now and then.
+            rank: rank that searches.
+            too_late: message for a time-out.
+
+        Raises:
+            PeerLostError: nobody can be reached.
+            CheckpointTimeoutError: somebody was reached who did not answer.
+        """
+        begun = time.monotonic()
+        local_end = threading.Event()
+        try:
+            if local is not None:
+                self._ends[local] = local_end
+                self._greet(local, self)
+            else:
+                self._start_threads(min(_LEAD, (deadline - begun) / (2 * len(self._hosts))))
+            while not self.found.wait(max(0.0, min(_LOOK, deadline - time.monotonic()))):
+                if local_end.is_set():
+                    time.sleep(_AGAIN)
+                    return
+                late = time.monotonic() > deadline
+                if late and self._ends:
+                    raise CheckpointTimeoutError(f"{too_late}: somebody was reached who does not answer")
+                if late or is_vain():
+                    where = f"at {self._hosts} port {self._port}" if local is None else "on this machine"
+                    raise PeerLostError(f"rank {rank}: cannot reach rank 0 {where}: {self._failure}")
+        finally:
+            self.over.set()
+            for end in list(self._ends.values()):
+                end.set()
+            count_retries(self._retries, self._retries * _AGAIN)
+
+    def _start_threads(self, lead: float) -> None:
+        for number, host in enumerate(self._hosts):
+            thread = threading.Thread(
+                target=self._try, args=(host, number * lead), name="bytecheckpoint-connect", daemon=True
+            )
+            if number == 0:
+                start(thread)
+            elif not try_start(thread):
+                break
+
+    def _try(self, host: str, delay: float) -> None:
+        """Connect with one address, again and again, until the search is over."""
+        while not self.over.wait(delay):
+            delay = _AGAIN
+            try:
+                sock = socket.create_connection((host, self._port), timeout=_CONNECT)
+            except (OSError, UnicodeError) as error:
+                self._failure = str(error)
+                self._retries += 1
+                continue
+            end = self._ends[sock] = threading.Event()
+            self._greet(sock, self)
+            end.wait()
+            self._retries += 1

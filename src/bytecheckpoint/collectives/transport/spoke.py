@@ -13,17 +13,18 @@ from bytecheckpoint.collectives.inbox import Inbox
 from bytecheckpoint.collectives.transport.greeting import Greeting
 from bytecheckpoint.collectives.transport.link import Link
 from bytecheckpoint.collectives.transport.packs import Place, merged, pack, unpack
-from bytecheckpoint.collectives.transport.sockets import listen, listen_beside, remote_end
+from bytecheckpoint.collectives.transport.sockets import Search, listen, listen_beside, remote_end
 from bytecheckpoint.collectives.transport.star import PLACE, PLACES, Star
-from bytecheckpoint.collectives.transport.wire import ANYBODY, FrameReader, Kind, Payload
+from bytecheckpoint.collectives.transport.wire import ANYBODY, FrameReader, Kind, Payload, ProtocolError
 from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
-from bytecheckpoint.tracing.operation import pause
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["Spoke"]
 
 _KILLED = "was killed, crashed or was cut off"
 _LEFT = "has left this world or ended"
+#: Seconds in which rank 0 must answer again after it has ended a connection.
+_RETURN = 5.0
 _BACKLOG = 1024  # connections that wait while this process does something else
 #: Bytes of a message that travels alone: joining it with others would only copy it.
 _LARGE = 64 << 10
@@ -35,6 +36,9 @@ class Spoke(Star):
     def __init__(self, rank: int, world_size: int, inbox: Inbox, secret: bytes, linger: float) -> None:
         super().__init__(rank, world_size, inbox, secret, linger)
         self._up: Link | None = None  # towards rank 0
+        self._trying: dict[Link, socket.socket] = {}  # connections that may lead there
+        self._searching = Search([], 0, self._greet)
+        self._welcomed = False  # every rank has joined
         self._moved: Place | None = None  # address to which rank 0 has redirected this rank
         self._message_port = 0  # port at which ranks of other machines connect
         self._sending_over = False  # rank 0 takes no more messages
@@ -59,7 +63,7 @@ class Spoke(Star):
         """Join the world, and wait until every rank has joined.
 
         Args:
-            hosts: addresses of rank 0, tried in this order.
+            hosts: addresses of rank 0, tried side by side, the first one a little earlier.
             port: port at which rank 0 listens.
             timeout: seconds.
             beside: name under which the ranks of one machine find each other in a tree. The first one there passes on the
@@ -71,35 +75,38 @@ class Spoke(Star):
             CheckpointTimeoutError: not every rank joined in time.
         """
         deadline = time.monotonic() + timeout
-        addresses = list(hosts)
+        too_late = f"rank {self.rank}: not every rank connected to rank 0 within {round(timeout, 2):g} s"
+        hub = list(hosts), port
+        limit, target = deadline, hub
         try:
-            sock = self._dial_beside(beside, deadline) if beside else None
-            if sock is None:
-                sock, self.hub_address = self._dial(addresses, port, deadline, superseded)
-            self._greet(sock)
+            local = self._dial_beside(beside, deadline) if beside else None
+            self._start_thread()
         except BaseException:
             self._release()
             raise
-        self._start_thread()
-        while True:
-            if not self.ready.wait(max(0.0, deadline - time.monotonic())):
-                self.leave()
-                raise CheckpointTimeoutError(
-                    f"rank {self.rank}: not every rank connected to rank 0 within {round(timeout, 2):g} s"
-                )
-            if self.inbox.closed:
-                raise PeerLostError(f"rank {self.rank}: cannot join rank 0: {self.inbox.closed}")
-            if (place := self._moved) is None:
-                return
-            self._moved = None
-            self.ready.clear()
-            try:
-                sock, _ = self._dial([place.host or self.hub_address], place.messages, deadline, superseded)
-            except PeerLostError:
-                self.leave()
-                raise
-            if not self._call_soon(partial(self._greet, sock)):
-                sock.close()
+        try:
+            while True:
+                search = Search(*target, self._greet, settles_address=target is hub)
+                self._searching = search
+                search.run(limit, local, lambda: self.inbox.closed is not None or superseded(), self.rank, too_late)
+                if not self.ready.wait(max(0.0, deadline - time.monotonic())):
+                    raise CheckpointTimeoutError(too_late)
+                if self.inbox.closed:
+                    raise PeerLostError(f"rank {self.rank}: cannot join rank 0: {self.inbox.closed}")
+                if self._welcomed:
+                    return
+                self.ready.clear()
+                place, self._moved = self._moved, None
+                limit, target, local = deadline, hub, None
+                if place is not None:
+                    target = [place.host or self.hub_address], place.messages
+                else:  # the connection ended before all ranks had joined: rank 0 has lost it, or has ended itself
+                    limit = min(deadline, time.monotonic() + _RETURN)
+                    if beside and not self._message_port:
+                        local = self._dial_beside(beside, deadline)
+        except BaseException:
+            self.leave()
+            raise
 
     def _dial_beside(self, name: str, deadline: float) -> socket.socket | None:
         """Connect to the rank that passes on the messages of this machine; None if this rank has to pass them on."""
@@ -127,33 +134,35 @@ class Spoke(Star):
                 raise CheckpointTimeoutError(f"rank {self.rank}: no rank of this machine passes on messages")
             time.sleep(0.01)
 
-    def _dial(
-        self, hosts: list[str], port: int, deadline: float, superseded: Callable[[], bool]
-    ) -> tuple[socket.socket, str]:
-        failure: OSError | None = None
-        while True:
-            for host in hosts:
-                # A wrong address must not use up the time of the right one.
-                timeout = min(5.0, max(0.1, deadline - time.monotonic()))
-                try:
-                    sock = socket.create_connection((host, port), timeout=timeout)
-                    return sock, remote_end(sock)
-                except OSError as error:
-                    failure = error
-            if time.monotonic() + 0.2 > deadline or superseded():
-                raise PeerLostError(f"rank {self.rank}: cannot reach rank 0 at {hosts} port {port}: {failure}")
-            pause(0.2)
+    def _greet(self, sock: socket.socket, search: Search) -> None:
+        """Begin the handshake over a connection that may lead to rank 0, on the thread of this object."""
+        if not self._call_soon(partial(self._begin_greeting, sock, search)):
+            search.ended(sock, "")
+            sock.close()
 
-    def _greet(self, sock: socket.socket) -> None:
+    def _begin_greeting(self, sock: socket.socket, search: Search) -> None:
+        if search.over.is_set() or self._deadline is not None:
+            search.ended(sock, "")
+            sock.close()
+            return
         place = msgspec.msgpack.encode(Place(self.data_port, self._message_port))
         greeting = Greeting(self._thread.name, self.secret, self.rank, ANYBODY, place)
         try:
-            self._up = Link(self.security.over(sock, dials=True), FrameReader(), greeting)
+            link = Link(self.security.over(sock, dials=True), FrameReader(), greeting)
         except OSError as error:
+            search.ended(sock, f"the connection broke at once: {error}")
             sock.close()
-            raise PeerLostError(f"rank {self.rank}: the connection to rank 0 broke at once: {error}") from error
-        self._add(self._up)
-        self._post(self._up, Kind.HELLO, self.rank, ANYBODY, b"", greeting.hello())
+            return
+        self._trying[link] = sock
+        self._add(link)
+        self._post(link, Kind.HELLO, self.rank, ANYBODY, b"", greeting.hello())
+
+    def _on_greeting(self, link: Link, kind: Kind, source: int, to: int, payload: bytes) -> None:
+        # The first one that proves that it belongs to this world gets this rank's own proof; no other one does.
+        if link in self._trying and self._up is not None:
+            self._drop(link)
+        else:
+            super()._on_greeting(link, kind, source, to, payload)
 
     # --- called from any thread -------------------------------------------------------------------------------------
 
@@ -203,11 +212,14 @@ class Spoke(Star):
             self._say_bye()
         elif kind is Kind.WELCOME:
             self._stop_accepting()
+            self._welcomed = True
             self._send_all_below(Kind.WELCOME)
             self.ready.set()
-        elif kind is Kind.REDIRECT:
-            self._up, self._moved = None, PLACES.decode(payload)
+        elif kind is Kind.REDIRECT and not self._welcomed:
+            self._moved, self._up = PLACES.decode(payload), None
             self.ready.set()
+        else:
+            raise ProtocolError(f"{kind.name} from above")
 
     def _on_place(self, source: int, to: int, payload: Payload) -> None:
         place = PLACES.decode(payload)
@@ -239,19 +251,33 @@ class Spoke(Star):
                 self._hang_up(link)
 
     def _on_gone(self, link: Link) -> None:
-        if link is self._up:
+        if link in self._trying:
+            sock = self._trying.pop(link)
+            self._searching.ended(sock, link.ungreeted())
+            if link.distrusted:
+                self._end(link.ungreeted())
+        elif link is self._up and not (self._welcomed or self._sending_over or self._deadline is not None):
+            self._up = None
+            self.ready.set()  # `connect` tries again
+        elif link is self._up:
             above = "rank 0" if link.rank < 1 else f"rank {link.rank}, which passes messages on,"
             happened = _LEFT if self._sending_over else _KILLED
-            restart = "restart the job from its last committed checkpoint"
-            self._end(f"{above} {happened}; {restart}" if link.rank >= 0 else link.ungreeted())
+            self._end(f"{above} {happened}; restart the job from its last committed checkpoint")
         for rank, through in list(self.below.items()):
             if through is link and rank not in self._gone:
-                self._gone.add(rank)
+                self._lose(rank)
                 reason = "its connection closed without a word: it " + _KILLED
                 if rank != link.rank:
                     reason = f"rank {link.rank}, which passes its messages on, is gone"
-                self._flush_pending()
                 self._post_up(Kind.LOST, rank, 0, b"", reason.encode())
+
+    def _lose(self, rank: int) -> None:
+        """Note the end of a rank below, after the messages that it has sent. Before this world begins it may come back."""
+        if self._welcomed:
+            self._gone.add(rank)
+            self._flush_pending()
+        else:
+            self._forget(rank)
 
     def _end(self, reason: str) -> None:
         """End all waits: rank 0 cannot be reached."""
@@ -267,16 +293,25 @@ class Spoke(Star):
     # --- on the thread only: of the ranks below -----------------------------------------------------------------------
 
     def _on_greeted(self, link: Link) -> None:
-        if link is self._up:
-            for rank in self.below:  # they were quicker
-                self._announce(rank)
-        else:
+        if link not in self._trying:
             self._join(link.rank, link, link.greeting.received)
+            return
+        self._up = link
+        trying, self._trying = self._trying, {}
+        for other in trying.keys() - {link}:
+            self._drop(other)
+        if self._searching.settles_address and not link.local:
+            self.hub_address = remote_end(link.sock)
+        self._searching.found.set()
+        for rank in self.below:  # they were quicker
+            self._announce(rank)
 
     def _join(self, rank: int, link: Link, payload: Payload) -> None:
-        if rank in self.below:
-            raise OSError("not a rank of this world")
-        self.below[rank], self._places[rank] = link, self._place_of(link, payload)
+        if not 0 < rank < self.world_size or rank == self.rank or self._welcomed:
+            raise ProtocolError("not a rank of this world, or a rank that has joined")
+        place = self._place_of(link, payload)
+        self._replace(rank, link)
+        self._places[rank] = place
         if self._up is not None and self._up.rank >= 0:
             self._announce(rank)
 
@@ -284,19 +319,25 @@ class Spoke(Star):
         self._post_up(Kind.JOIN, rank, 0, b"", msgspec.msgpack.encode(self._places[rank]))
 
     def _on_frame_from_below(self, link: Link, kind: Kind, source: int, to: int, tag: bytes, payload: Payload) -> None:
+        if kind is Kind.JOIN:
+            self._join(source, link, payload)
+            return
+        if kind in (Kind.BYE, Kind.LOST) and self.below.get(source) is not link:
+            return  # it has come back by another connection
+        self._check_source(link, source)
         if kind is Kind.MESSAGE:
             self._pass_on(source, tag, bytes(payload))
         elif kind is Kind.PACK:
             for message in unpack(bytes(payload)):
                 for rank in message.ranks:
+                    self._check_source(link, rank)
                     self._pass_on(rank, message.tag, message.payload)
-        elif kind is Kind.JOIN:
-            self._join(source, link, payload)
         elif kind in (Kind.WATCH, Kind.WHERE, Kind.BYE, Kind.LOST):
             if kind in (Kind.BYE, Kind.LOST):  # after the messages that this rank has sent
-                self._gone.add(source)
-                self._flush_pending()
+                self._lose(source)
             self._post_up(kind, source, to, tag, payload)
+        else:
+            raise ProtocolError(f"{kind.name} from rank {source}")
 
     def _pass_on(self, source: int, tag: bytes, payload: bytes) -> None:
         """Send a message up, with those that other ranks send under the same tag at about the same time."""

@@ -8,6 +8,7 @@ breaks. A peer that hangs cannot hang this rank. Nothing depends on torch (decis
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 from abc import abstractmethod
@@ -20,12 +21,13 @@ from bytecheckpoint.collectives.transport.link import Link
 from bytecheckpoint.collectives.transport.loop import Loop
 from bytecheckpoint.collectives.transport.packs import Message, Place, pack, unpack
 from bytecheckpoint.collectives.transport.sockets import is_loopback, listen, loopback, remote_end
-from bytecheckpoint.collectives.transport.wire import Kind, Payload
+from bytecheckpoint.collectives.transport.wire import Kind, Payload, ProtocolError
 from bytecheckpoint.errors import CheckpointError, PeerLostError
 from bytecheckpoint.settings import settings
 
 __all__ = ["PLACE", "PLACES", "Star"]
 
+_log = logging.getLogger("bytecheckpoint")
 #: Tag of the messages in the inbox that hold the `Place` of a rank.
 PLACE = "bytecheckpoint/place"
 PLACES = msgspec.msgpack.Decoder(Place)
@@ -103,6 +105,8 @@ class Star(Loop):
 
     def _receive(self, source: int, tag: bytes, payload: Payload) -> None:
         """Put a message for this rank into the inbox."""
+        if tag == PLACE.encode():  # only this transport makes such messages
+            raise ProtocolError(f"a message under {PLACE!r}")
         if tag != ASK.encode():
             self.inbox.put(source, tag.decode(), bytes(payload))
             return
@@ -137,8 +141,31 @@ class Star(Loop):
         for message in messages:
             if self.rank in message.ranks:
                 self._receive(source, message.tag, message.payload)
-        if self.below:
-            self._send_down([Message(t, p, [r for r in ranks if r != self.rank]) for t, p, ranks in messages])
+        others = [Message(t, p, [r for r in ranks if r != self.rank]) for t, p, ranks in messages]
+        self._send_down([message for message in others if message.ranks])
+
+    def _check_source(self, link: Link, source: int) -> None:
+        """Refuse a frame of a rank that is not reached through its connection."""
+        if self.below.get(source) is not link:
+            raise ProtocolError(f"a frame of rank {source}, which is not reached through this connection")
+
+    def _replace(self, rank: int, link: Link) -> None:
+        """Note the connection through which a rank is reached; end another one of that rank, with a line in the log."""
+        old = self.below.get(rank)
+        if old is not None and old is not link:
+            _log.warning(
+                "rank %d: rank %d has connected from %s, and before from %s: the newer connection counts",
+                self.rank, rank, link.remote, old.remote,
+            )  # fmt: skip
+            if old.rank == rank:
+                self._drop(old)
+                self._on_gone(old)
+        self.below[rank] = link
+
+    def _forget(self, rank: int) -> None:
+        """Forget a rank whose connection has ended before this world began."""
+        self.below.pop(rank, None)
+        self._places.pop(rank, None)
 
     def _place_of(self, link: Link, payload: Payload) -> Place:
         """Return the place of a rank below this one from its payload, with the address of `link`."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.collectives.transport.greeting import Greeting
 from bytecheckpoint.collectives.transport.link import Link
-from bytecheckpoint.collectives.transport.wire import FrameReader, Kind, Payload, header
+from bytecheckpoint.collectives.transport.wire import FrameReader, Kind, Payload, ProtocolError, header
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["NUMBER", "Answer", "ArrayExchange", "DataOperation", "Fetch", "PeerLink", "Transfer", "pop_first"]
@@ -184,7 +184,7 @@ class ArrayReader(FrameReader):
         if transfer is None:
             return super()._allocate(kind, tag, size)
         if not 0 < size <= len(transfer.view):
-            raise OSError("more bytes came than were asked for")
+            raise ProtocolError("more bytes came than were asked for")
         self._filling = transfer
         return transfer.view[:size]
 

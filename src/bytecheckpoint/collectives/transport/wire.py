@@ -5,12 +5,21 @@ from __future__ import annotations
 import struct
 from enum import IntEnum
 
-__all__ = ["ANYBODY", "Frame", "FrameReader", "Kind", "Payload", "header"]
+import numpy as np
+
+__all__ = ["ANYBODY", "Frame", "FrameReader", "Kind", "Payload", "ProtocolError", "header"]
 
 _HEADER = struct.Struct("<BIIIQ")  # kind, source, destination, length of tag, length of payload
+_MOST_TAG_BYTES = 64 << 10
 _HANDSHAKE_BYTES = 256  # longest payload and tag that an unauthenticated connection may send
 
+_LARGE = 1 << 20  # payloads whose memory is not cleared beforehand
+
 Payload = bytes | bytearray | memoryview
+
+
+class ProtocolError(OSError):
+    """The other side has sent what no rank of this world sends here. Its connection ends."""
 
 
 class Kind(IntEnum):
@@ -69,7 +78,7 @@ class FrameReader:
         """Note that `count` bytes have come into `target`; return the frame that they complete, if they complete one.
 
         Raises:
-            OSError: the bytes are no frame, or one that an unauthenticated connection may not send.
+            ProtocolError: the bytes are no frame, or one that an unauthenticated connection may not send.
         """
         self.target = self.target[count:]
         if self.target:
@@ -78,7 +87,9 @@ class FrameReader:
         if self._tag is None:
             handshake = number in _GREETINGS and tag_size + size <= _HANDSHAKE_BYTES
             if number not in _KINDS or not (authenticated or handshake):
-                raise OSError("not a rank of this world")
+                raise ProtocolError("not a rank of this world")
+            if tag_size > _MOST_TAG_BYTES:
+                raise ProtocolError(f"a tag of {tag_size} bytes")
             self._tag = bytearray(tag_size)
             self.target = memoryview(self._tag)
             if tag_size:
@@ -95,8 +106,8 @@ class FrameReader:
         return kind, source, to, tag, payload
 
     def _allocate(self, kind: Kind, tag: bytes, size: int) -> Payload:
-        """Provide memory for the next payload."""
-        return bytearray(size)
+        """Provide memory for the next payload. A large one takes memory as its bytes come, not as its header claims."""
+        return bytearray(size) if size < _LARGE else memoryview(np.empty(size, np.uint8))
 
     def _discard_payload(self) -> None:
         """Read the rest of the current payload into other memory; its frame has an empty payload."""
