@@ -59,6 +59,7 @@ MANY_FIELDS: dict[str, str] = {
     "bytecheckpoint.monitoring.record.RankRecord": "a message that becomes the columns of a documented table",
     "bytecheckpoint.monitoring.simulation.SimulatedRun": "keyword options, each with a default",
     "bytecheckpoint.handles.LoadReport": "a flat report for users",
+    "bytecheckpoint.handles.SaveReport": "a flat report for users",
     "bytecheckpoint.frameworks.base.Destination": "the parts of a load plan that adapters add to, each with a default",
     "bytecheckpoint.planning.save_plan.SavePlan": "the columns of one table",
     "bytecheckpoint.representation.catalog_footer._FileColumns": "a record of the format",

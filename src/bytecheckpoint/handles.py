@@ -82,6 +82,9 @@ class SaveReport:
         phases: seconds by phase ("capture", "plan", "wait", "stage", "write", "finish", "commit").
         plan_cached: True if the plan of an earlier save was used, without any planning communication.
         generation: the part of this save's file names that no other save has.
+        replica_drift: largest difference between the copies of a replicated tensor over its largest element, by name of
+            the tensors that drifted apart by rounding. One copy of each is stored. The first save of a layout compares
+            some elements of the copies.
         retries: attempts after the first, of all requests to storages and of connections to other ranks, as far as their
             clients report them (docs/how-to/when-things-fail.md).
         retry_seconds: seconds waited before these attempts, summed over threads.
@@ -94,6 +97,7 @@ class SaveReport:
     phases: Mapping[str, float] = field(default_factory=dict)
     plan_cached: bool = False
     generation: str = ""
+    replica_drift: Mapping[str, float] = field(default_factory=dict)
     retries: int = 0
     retry_seconds: float = 0.0
 

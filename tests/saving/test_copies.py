@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import bytecheckpoint
 from bytecheckpoint import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
-from bytecheckpoint.saving.copies import full_digests, sampled_digests
+from bytecheckpoint.saving.copies import full_digests, sample
+from bytecheckpoint.saving.drift import relative_drift
+from tests.support.metrics import collecting, wait_for_operations
 from tests.support.modes import MODES
 from tests.support.ranks import outcomes, succeeded
 from tests.support.seeds import seeded
@@ -124,6 +128,96 @@ def test_flat_state_in_a_state_dict_is_refused(tmp_path: Path) -> None:
     refused(outcomes(ThreadWorld(2), one), "optimizer/state.0.exp_avg is replicated, but its copies differ ")
 
 
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.complex64]
+
+
+def drifted(values: torch.Tensor, units: int) -> torch.Tensor:
+    """Move each element by up to so many units in the last place; those of 8 bits by fewer."""
+    real = torch.view_as_real(values) if values.is_complex() else values
+    bits = real.clone().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[real.element_size()])
+    most = min(units, 30 if bits.dtype == torch.int8 else units)
+    size = (torch.arange(bits.numel()) % (most + 1)).to(bits.dtype).view(bits.shape)
+    moved = torch.where((bits & torch.iinfo(bits.dtype).max) > size, bits - size, bits).view(real.dtype)
+    return torch.view_as_complex(moved) if values.is_complex() else moved.view(values.dtype)
+
+
+@pytest.mark.parametrize("units", [1, 30, 1000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_drift_by_rounding_is_saved_and_reported(
+    tmp_path: Path, dtype: torch.dtype, units: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Norms that all ranks hold; rank 0's copy, or another one, is stored, and every report has the drift."""
+    with seeded(0):
+        base = {"ones": torch.ones(300), "random": torch.randn(7, 40), "few": torch.randn(3)}
+    base = {k: torch.complex(v, v) if dtype.is_complex else v for k, v in base.items()}
+
+    def one(collective: Collective, **options: Any) -> Any:
+        own = {k: drifted(v.to(dtype), collective.rank * units // 2) for k, v in base.items()}
+        parameters = torch.nn.ParameterDict({k: torch.nn.Parameter(v) for k, v in own.items()})
+        return bytecheckpoint.save(tmp_path / "s", {"model": parameters}, timeout=20, **options).result()
+
+    reports = outcomes(ThreadWorld(3), one)
+    succeeded(reports)
+    assert all(report.replica_drift.keys() >= {"model/ones", "model/random"} for report in reports)
+    assert len([record for record in caplog.records if "differ by rounding" in record.message]) == 1
+    eps = torch.finfo(dtype).eps
+    assert 0 < reports[1].replica_drift["model/ones"] <= units * eps
+    refused(outcomes(ThreadWorld(3), partial(one, check_replicas=True)), "copies differ")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("values", ["random", "numbered"])
+def test_a_shard_in_place_of_the_whole_is_never_drift(
+    tmp_path: Path, dtype: torch.dtype, dim: int, values: str
+) -> None:
+    with seeded(1):
+        whole = torch.randn(64, 48) if values == "random" else torch.arange(64.0 * 48).view(64, 48) / 8
+
+    def one(collective: Collective) -> None:
+        own = torch.nn.Linear(4, 4, bias=False)
+        own.weight = torch.nn.Parameter(whole.to(dtype).chunk(2, dim)[collective.rank].clone())
+        bytecheckpoint.save(tmp_path / "s", {"model": own}, timeout=20)
+
+    refused(
+        outcomes(ThreadWorld(2), one), "model/weight is replicated, but its copies differ between rank 0 and rank 1"
+    )
+
+
+def test_the_metrics_name_the_tensors_that_drifted(tmp_path: Path) -> None:
+    with collecting():
+        succeeded(save(ThreadWorld(2), tmp_path / "s", lambda own: own[0].weight.mul_(1 + 1e-6), rank=1))
+        (table,) = wait_for_operations(tmp_path, 1)
+    (row,) = [row for row in table.to_pylist() if row["level"] == "drift"]
+    assert (row["rank"], row["name"], row["subject"]) == (0, "replica drift", "model/0.weight")
+    assert 500 < row["count"] < 2000  # billionths
+
+
+@pytest.mark.parametrize("size", [4, 33, 500])
+def test_moments_that_drift_by_the_rounding_of_gradients_are_replicas(size: int) -> None:
+    """Adam's moments in float32, made of gradients in bfloat16."""
+    with seeded(size):
+        moment = torch.randn(size) * 1e-3
+        other = moment + torch.randn(size) * 1e-3 * 2**-8
+        assert 0 < relative_drift(moment, other) < 0.05
+        assert all(relative_drift(moment, torch.randn(size) * 1e-3) == math.inf for _ in range(100))
+
+
+def test_one_rank_with_other_data_among_drifted_ones_is_named(tmp_path: Path) -> None:
+    def one(collective: Collective) -> None:
+        own = model()
+        with torch.no_grad():
+            own[0].weight.mul_(1 + 1e-6 * collective.rank)
+            if collective.rank == 3:
+                other_shard(own)
+        bytecheckpoint.save(tmp_path / "s", {"model": own}, timeout=20)
+
+    refused(
+        outcomes(ThreadWorld(5), one),
+        "model/0.weight is replicated, but its copies differ between ranks 0, 1, 2, 4 and rank 3",
+    )
+
+
 def test_one_changed_element(tmp_path: Path) -> None:
     def change(own: torch.nn.Module) -> None:
         own.get_parameter("2.weight").view(-1)[7] += 1e-6
@@ -157,5 +251,5 @@ def test_strides_do_not_matter(shape: tuple[int, ...], dtype: torch.dtype) -> No
         return LiveShard(TensorKey("m", "a"), "any", shape, (0,) * len(shape), shape, data, requires_grad=True)
 
     shards = [shard(data) for data in (first, turned, (first.to(torch.complex128) + 1).to(dtype))]
-    for digests in (sampled_digests(shards), full_digests(shards)):
+    for digests in (sample(shards).digests(), full_digests(shards)):
         assert digests[0] == digests[1] != digests[2]

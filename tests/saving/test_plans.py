@@ -16,7 +16,7 @@ from bytecheckpoint.planning.local_table import LocalTable, describe
 from bytecheckpoint.planning.save_plan import plan_save
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 from bytecheckpoint.saving import copies
-from bytecheckpoint.saving.copies import check_copies
+from bytecheckpoint.saving.copies import differing_copies
 from bytecheckpoint.saving.messages import RankChecks, WriteReport
 from bytecheckpoint.saving.plans import GlobalPlan, check_arguments, check_reports, plan_around
 from bytecheckpoint.world import world_of
@@ -75,8 +75,10 @@ def test_copies_that_differ_are_named() -> None:
     tables = [table("a", "b"), table("a", "b"), table("b", "c"), table("c")]
 
     def check(*digests: tuple[int, ...]) -> None:
-        checks = {r: RankChecks(digests=np.array(found, np.uint64).tobytes()) for r, found in enumerate(digests)}
-        check_copies(checks, tables)
+        data = [np.array(found, np.uint64).tobytes() for found in digests]
+        sampled = differing_copies({r: RankChecks(digests=found) for r, found in enumerate(data)}, tables)
+        full = {r: RankChecks(digests=found, check_replicas="full") for r, found in enumerate(data)}
+        assert (differing_copies(full, tables) is None) == (sampled is None)
 
     check((1, 2), (1, 2), (2, 3), (3,))
     check((1, 2), (), (2, 3), (3,))  # rank 1 has been compared before

@@ -23,8 +23,9 @@ __all__ = [
     "without_secrets",
 ]
 
-#: Levels of rows: a rank's whole operation, one of its phases, the sum of all spans of one name, one span.
-LEVELS = ("rank", "phase", "total", "span")
+#: Levels of rows: a rank's whole operation, one of its phases, the sum of all spans of one name, one span, one tensor
+#: whose copies drifted apart by rounding.
+LEVELS = ("rank", "phase", "total", "span", "drift")
 #: One row. `name`, `phase` and `subject` are indices of strings; `begin` is seconds since the operation began.
 ROW = np.dtype(
     [
@@ -48,6 +49,8 @@ _NAMED = re.compile(
 )
 #: Most characters of an error. The rank's log has the rest.
 _LONGEST_ERROR = 4000
+#: Most tensors whose drift is described; strings of a record have numbers of 16 bits.
+_MOST_DRIFTED = 10_000
 
 
 class RankRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -162,6 +165,12 @@ def make_record(
         path, seconds = outcome.path, outcome.total_seconds
         if isinstance(outcome, SaveReport):
             blocking, nbytes = outcome.blocking_seconds, outcome.bytes_written
+            most = sorted(outcome.replica_drift.items(), key=lambda item: -item[1])[:_MOST_DRIFTED]
+            rows += [
+                (4, 0, number("replica drift"), number("commit"), number(name), 0.0, 0.0, max(1, round(part * 1e9)), 0)
+                for name, part in most
+                if rank == 0  # all ranks have the same ones
+            ]
         else:
             blocking, nbytes = seconds, outcome.bytes_read  # the caller of a load waits for all of it
     return RankRecord(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from bytecheckpoint.garbage_collection import gc_paused
 from bytecheckpoint.planning.local_table import LocalTable, describe
 from bytecheckpoint.representation.catalog import VALUES_SLOT
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
+from bytecheckpoint.saving.drift import relative_drift
 from bytecheckpoint.saving.messages import ValueRecord, escaped
 
 __all__ = ["CapturedState", "Value", "content_digest", "hash_all", "signature"]
@@ -154,28 +156,41 @@ class CapturedState:
         """Hash the values now, before the caller changes them."""
         self.values[:] = hash_all(self.values, self.copies)
 
-    def check_replicas(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def check_replicas(self, pairs: Sequence[tuple[int, int]], *, exact: bool) -> dict[str, float]:
         """Check that pairs of boxes, which are one box of one tensor, have one content.
+
+        Args:
+            pairs: numbers of the boxes of each pair.
+            exact: True to demand equal bits; else copies may have drifted apart by rounding.
+
+        Returns:
+            The drift of the pairs that differ by rounding, by name of the tensor.
 
         Raises:
             IncompatibleCheckpointError: two differ; the message names the tensor.
         """
         if not pairs:
-            return
+            return {}
         ends = np.cumsum([shard.rows for shard in self.shards], dtype=np.int64)
 
         def box(row: int) -> LiveShard:
             number = int(np.searchsorted(ends, row, "right"))
             return self.shards[number].box(row - int(ends[number]) + self.shards[number].rows)
 
+        drifts: dict[str, float] = {}
         with self.copies.queued():
             for first, second in pairs:
                 shard, replica = box(first), box(second)
-                if not same_bits(shard.data, replica.data):
+                if same_bits(shard.data, replica.data):
+                    continue
+                drift = math.inf if exact else relative_drift(shard.data.cpu(), replica.data.cpu())
+                if math.isinf(drift):
                     raise IncompatibleCheckpointError(
                         f"{shard.key} is held twice by the modules or optimizers of this rank, with different contents: "
                         "keep replicas equal, or give different tensors different names"
                     )
+                drifts[str(shard.key)] = max(drifts.get(str(shard.key), 0.0), drift)
+        return drifts
 
     def release(self) -> None:
         """Drop the live tensors, which the caller may change from now on."""

@@ -29,7 +29,7 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.failures import Failure
 from bytecheckpoint.planning.local_table import LocalTable
 from bytecheckpoint.representation.catalog_file import encode as encode_catalog
-from bytecheckpoint.representation.names import CATALOG_NAME, new_generation
+from bytecheckpoint.representation.names import CATALOG_NAME, escape, new_generation, unescape
 from bytecheckpoint.saving.commit import (
     build_catalog,
     may_have_committed,
@@ -37,6 +37,7 @@ from bytecheckpoint.saving.commit import (
     stale_files,
     stale_uploads,
 )
+from bytecheckpoint.saving.copies import CopyComparison, DifferingCopies, Samples
 from bytecheckpoint.saving.messages import (
     NEXT_STEP,
     CommitResult,
@@ -46,6 +47,7 @@ from bytecheckpoint.saving.messages import (
     PlanResponse,
     Reply,
     RewriteRequest,
+    SamplesRequest,
     SaveFailed,
     SaveStep,
     ValuesRequest,
@@ -131,14 +133,14 @@ class Coordinator:
     def run(self) -> None:
         """Run the save to its end. Never raises: every waiting rank gets the failure as its reply."""
         try:
-            reports, plan = self._collect_reports()
+            reports, plan, drift = self._collect_reports()
         except BaseException as error:  # noqa: BLE001  every rank gets it
             failure = Failure.of(error, rank=0, stage="coordination")
             self._stop.fail(failure)  # ranks that still write get no reply soon
             self._fail(SaveFailed(failure))
             return
         if reports:
-            self._commit(reports, plan)
+            self._commit(reports, plan, drift)
 
     def _fail(self, reply: SaveFailed) -> None:
         """Reply to every rank with a failure. The next save plans anew."""
@@ -147,11 +149,11 @@ class Coordinator:
         for step in SaveStep:
             self._collective.forget(tag(self._number, step))
 
-    def _collect_reports(self) -> tuple[dict[int, WriteReport], GlobalPlan]:
+    def _collect_reports(self) -> tuple[dict[int, WriteReport], GlobalPlan, dict[str, float]]:
         """Plan, and wait until all ranks have written.
 
         Returns:
-            Reports of all ranks, none for a preparation, and the plan that they follow.
+            Reports of all ranks, none for a preparation; the plan that they follow; the drift of replicas by name.
         """
         first = self._collect(self._due, SaveStep.FIRST)
         requests: dict[int, PlanRequest] = {r: m for r, m in first.items() if isinstance(m, PlanRequest)}
@@ -161,13 +163,17 @@ class Coordinator:
         if requests and all(r.dry for r in requests.values()):
             self._stop.settle()  # `prepare` ends with the plan
             self._reply(replies)
-            return {}, plan
+            return {}, plan, {}
         self._reply(replies)
         reports.update(self._collect(replies, SaveStep.REPORT))
-        check_reports(reports, plan)
+        differing = check_reports(reports, plan)
+        drift = self._compare(differing) if differing else {}
+        for report in reports.values():
+            for name, part in report.checks.drift.items():
+                drift[name] = max(drift.get(name, 0.0), part)
         self._complete_values(reports)
         self._stop.settle()
-        return reports, plan
+        return reports, plan, drift
 
     # --- messages -------------------------------------------------------------------------------------------------
 
@@ -276,13 +282,25 @@ class Coordinator:
 
     # --- commit ---------------------------------------------------------------------------------------------------
 
+    def _compare(self, differing: DifferingCopies) -> dict[str, float]:
+        """Compare the elements of replicas whose digests differ; return their drift by escaped name."""
+        comparison = CopyComparison(differing)
+        holders = np.unique(differing.rank).tolist()
+        for first in range(0, len(holders), _REPLIES):  # elements of all ranks would take much memory
+            ranks = holders[first : first + _REPLIES]
+            self._reply({rank: SamplesRequest(comparison.rows_of(rank).tobytes()) for rank in ranks})
+            for rank, found in self._collect(ranks, SaveStep.SAMPLES).items():
+                lengths = np.frombuffer(found.lengths, np.int64)
+                comparison.add(rank, Samples(np.frombuffer(found.data, np.uint8), lengths))
+        return {escape(name): part for name, part in comparison.drift().items()}
+
     def _complete_values(self, reports: dict[int, WriteReport]) -> None:
         """Have values written that no longer equal the copy that stood for them."""
         unwritten = unwritten_values({rank: report.values for rank, report in reports.items()})
         self._reply({rank: ValuesRequest(sorted(keys)) for rank, keys in unwritten.items()})
         reports.update(self._collect(unwritten, SaveStep.VALUES))
 
-    def _commit(self, reports: Mapping[int, WriteReport], plan: GlobalPlan) -> None:
+    def _commit(self, reports: Mapping[int, WriteReport], plan: GlobalPlan, drift: dict[str, float]) -> None:
         """Commit, and reply to every rank; all of them wait for it."""
         data = b""
         try:
@@ -306,7 +324,14 @@ class Coordinator:
             return
         with span("remove replaced"):
             remove_stale_files(storage, stale, uploads)
-        self._reply_to_all(CommitResult())
+        if drift:
+            name = max(drift, key=drift.__getitem__)
+            _log.warning(
+                "save %d: the copies of %d replicated tensors differ by rounding, those of %s most (%.1e of its largest "
+                "element); one copy of each is stored. check_replicas='full' refuses such a save",
+                self._number, len(drift), unescape(name), drift[name],
+            )  # fmt: skip
+        self._reply_to_all(CommitResult(drift))
 
 
 def _info(request: SaveRequest, world_size: int) -> dict[str, Any]:

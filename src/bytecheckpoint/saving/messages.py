@@ -30,8 +30,10 @@ __all__ = [
     "PlanResponse",
     "RankChecks",
     "RankMessage",
+    "RankSamples",
     "Reply",
     "RewriteRequest",
+    "SamplesRequest",
     "SaveFailed",
     "SaveStep",
     "ValueRecord",
@@ -63,6 +65,8 @@ class SaveStep(StrEnum):
     DESCRIPTION = "description"
     #: A `WriteReport`, after a `PlanResponse` or a `RewriteRequest`.
     REPORT = "report"
+    #: The `RankSamples`, after a `SamplesRequest`.
+    SAMPLES = "samples"
     #: A second `WriteReport`, after a `ValuesRequest`.
     VALUES = "values"
 
@@ -164,12 +168,14 @@ class RankChecks(msgspec.Struct, frozen=True):
         optimizer_steps: float64 of `steps_of_shards` as bytes.
         check_replicas: argument of the save.
         digests: uint64 digests of the rank's boxes as bytes (`copies`); none if nothing is compared.
+        drift: relative difference between copies on this rank by escaped name of the tensor.
     """
 
     steps: dict[str, int] = {}
     optimizer_steps: bytes = b""
     check_replicas: str = "sampled"
     digests: bytes = b""
+    drift: dict[str, float] = {}
 
 
 class CommitFacts(msgspec.Struct, frozen=True):
@@ -204,6 +210,18 @@ class WriteReport(msgspec.Struct, frozen=True, tag="write-report"):
     selection: SelectionReport = SelectionReport()
     checks: RankChecks = RankChecks()
     commit: CommitFacts | None = None
+
+
+class RankSamples(msgspec.Struct, frozen=True, tag="rank-samples"):
+    """Gives elements of a rank's boxes, after a `SamplesRequest`.
+
+    Attributes:
+        data: bytes of the elements, box after box.
+        lengths: bytes of each box's elements, int64 as bytes.
+    """
+
+    data: bytes
+    lengths: bytes
 
 
 # --- from the coordinator to a rank ---------------------------------------------------------------------------------
@@ -243,6 +261,16 @@ class RewriteRequest(msgspec.Struct, frozen=True, tag="rewrite-request"):
     reason: str
 
 
+class SamplesRequest(msgspec.Struct, frozen=True, tag="samples-request"):
+    """Asks a rank for the sampled elements of boxes whose copies differ.
+
+    Attributes:
+        rows: int64 numbers of these boxes among those of the rank, as bytes.
+    """
+
+    rows: bytes
+
+
 class ValuesRequest(msgspec.Struct, frozen=True, tag="values-request"):
     """Asks a rank to write more values, which no longer equal the copy that stood for them, and to report again.
 
@@ -254,7 +282,13 @@ class ValuesRequest(msgspec.Struct, frozen=True, tag="values-request"):
 
 
 class CommitResult(msgspec.Struct, frozen=True, tag="commit-result"):
-    """Reports to a rank that the checkpoint is committed; the save is over."""
+    """Reports to a rank that the checkpoint is committed; the save is over.
+
+    Attributes:
+        drift: largest relative difference between the copies of a replicated tensor by its escaped name.
+    """
+
+    drift: dict[str, float] = {}
 
 
 class SaveFailed(msgspec.Struct, frozen=True, tag="save-failed"):
@@ -269,13 +303,14 @@ class SaveFailed(msgspec.Struct, frozen=True, tag="save-failed"):
     commit_unknown: bool = False
 
 
-RankMessage = PlanRequest | PlanDescription | WriteReport
-Reply = PlanResponse | DescribeRequest | RewriteRequest | ValuesRequest | CommitResult | SaveFailed
+RankMessage = PlanRequest | PlanDescription | WriteReport | RankSamples
+Reply = PlanResponse | DescribeRequest | RewriteRequest | SamplesRequest | ValuesRequest | CommitResult | SaveFailed
 #: The step that each reply asks a rank for.
 NEXT_STEP: dict[type[Any], SaveStep] = {
     PlanResponse: SaveStep.REPORT,
     DescribeRequest: SaveStep.DESCRIPTION,
     RewriteRequest: SaveStep.REPORT,
+    SamplesRequest: SaveStep.SAMPLES,
     ValuesRequest: SaveStep.VALUES,
 }
 _decoder = msgspec.msgpack.Decoder(RankMessage | Reply)

@@ -15,7 +15,7 @@ from bytecheckpoint.planning.local_table import LocalTable
 from bytecheckpoint.planning.save_plan import SavePlan, plan_save
 from bytecheckpoint.representation.catalog import VALUES_SLOT
 from bytecheckpoint.representation.names import unescape
-from bytecheckpoint.saving.copies import check_copies
+from bytecheckpoint.saving.copies import DifferingCopies, differing_copies
 from bytecheckpoint.saving.messages import MIXED_PLANS, Key, PlanRequest, ValueRecord, WriteReport
 from bytecheckpoint.saving.steps import check_optimizer_steps, check_steps
 
@@ -107,8 +107,8 @@ def check_arguments(messages: Mapping[int, PlanRequest | WriteReport]) -> None:
     check_selections([message.selection for _, message in sorted(messages.items())])
 
 
-def check_reports(reports: Mapping[int, WriteReport], plan: GlobalPlan) -> None:
-    """Refuse reports that do not belong to one plan, one path and one training step, or differ in what they replicate."""
+def check_reports(reports: Mapping[int, WriteReport], plan: GlobalPlan) -> DifferingCopies | None:
+    """Refuse reports that do not belong to one plan, one path and one training step; return replicas that differ."""
     check_arguments(reports)
     for rank, report in reports.items():
         if report.plan != plan.expected[rank]:
@@ -121,7 +121,7 @@ def check_reports(reports: Mapping[int, WriteReport], plan: GlobalPlan) -> None:
     check_parts({rank: report.values for rank, report in reports.items()})
     rows = sum(len(table.ndims) for table in plan.tables) // np.dtype(np.int32).itemsize
     # After the steps, which may be the reason.
-    check_copies(checks, plan.tables, replicated=rows > len(plan.columns.boxes))
+    return differing_copies(checks, plan.tables, replicated=rows > len(plan.columns.boxes))
 
 
 # --- values ------------------------------------------------------------------------------------------------

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.frameworks.selection import select_states
 from bytecheckpoint.handles import SaveReport
-from bytecheckpoint.representation.names import escape, new_generation
+from bytecheckpoint.representation.names import escape, new_generation, unescape
 from bytecheckpoint.saving.capture import CapturedState
 from bytecheckpoint.saving.channel import CoordinatorChannel
-from bytecheckpoint.saving.copies import full_digests, sampled_digests
+from bytecheckpoint.saving.copies import Samples, full_digests, sample
 from bytecheckpoint.saving.file_layout import FileOrigin
 from bytecheckpoint.saving.messages import (
     MIXED_PLANS,
@@ -24,8 +26,10 @@ from bytecheckpoint.saving.messages import (
     PlanRequest,
     PlanResponse,
     RankChecks,
+    RankSamples,
     Reply,
     RewriteRequest,
+    SamplesRequest,
     ValuesRequest,
     WriteReport,
     unescaped,
@@ -46,11 +50,13 @@ class StagedSave:
     Attributes:
         agreed: plan of the save.
         checks: facts that the coordinator compares between ranks.
+        samples: elements of replicas that the coordinator may ask for; None if it may not.
         files: staged files.
     """
 
     agreed: AgreedPlan
     checks: RankChecks
+    samples: Samples | None
     files: StagedFiles
 
 
@@ -61,11 +67,13 @@ class WrittenSave:
     Attributes:
         agreed: plan of the save.
         checks: facts that the coordinator compares between ranks.
+        samples: elements of replicas that the coordinator may ask for; None if it may not.
         files: written files.
     """
 
     agreed: AgreedPlan
     checks: RankChecks
+    samples: Samples | None
     files: WrittenFiles
 
 
@@ -114,9 +122,6 @@ class Save:
         Args:
             captured: live objects.
             dry: True to ask in any case, and only plan (`prepare`).
-
-        Raises:
-            IncompatibleCheckpointError: replicas on this rank differ.
         """
         self._operation.phase = "plan"
         table, key = captured.describe()
@@ -135,25 +140,28 @@ class Save:
             plan = make_rank_plan(captured, table, layout, self._origin, response)
             agreed = self._adopt(AgreedPlan(captured, key, plan, cached=False), response)
         if not dry:
-            captured.check_replicas(agreed.plan.replicas)
             self._operation.count("left to others", nbytes=agreed.plan.spared)
             self._operation.count("cached plan", int(agreed.cached))
             self._operation.mark("plan")
         return agreed
 
     def stage(self, agreed: AgreedPlan) -> StagedSave:
-        """Copy the planned bytes, unless the caller waits until they are written."""
+        """Copy the planned bytes, unless the caller waits until they are written.
+
+        Raises:
+            IncompatibleCheckpointError: replicas on this rank differ.
+        """
         if self._live:
-            return StagedSave(agreed, self._read_checks(agreed), self._writer.stage_live(agreed))
+            return StagedSave(agreed, *self._read_checks(agreed), self._writer.stage_live(agreed))
         files = self._writer.copy(agreed)
-        checks = self._read_checks(agreed)
+        checks, samples = self._read_checks(agreed)
         agreed.captured.release()
-        return StagedSave(agreed, checks, files)
+        return StagedSave(agreed, checks, samples, files)
 
     def write(self, staged: StagedSave) -> WrittenSave:
         """Write the staged bytes to durable files."""
         files = self._writer.write(staged.files, staged.agreed)
-        return WrittenSave(staged.agreed, staged.checks, files)
+        return WrittenSave(staged.agreed, staged.checks, staged.samples, files)
 
     def commit(self, written: WrittenSave) -> SaveReport:
         """Report the files, and answer the coordinator's requests until it has committed.
@@ -168,6 +176,11 @@ class Save:
             if isinstance(reply, DescribeRequest):
                 reply = self._channel.ask(PlanDescription(plan.table, plan.image.rows.tobytes()))
                 continue
+            if isinstance(reply, SamplesRequest):
+                assert written.samples is not None, "they were asked for because of their digests"
+                samples = written.samples.take(np.frombuffer(reply.rows, np.int64))
+                reply = self._channel.ask(RankSamples(samples.data.tobytes(), samples.lengths.tobytes()))
+                continue
             written = self._correct(written, reply)
             reply = self._report(written)
         self._operation.mark("commit")
@@ -180,6 +193,7 @@ class Save:
             total_seconds=total,
             phases=self._operation.seconds_by_phase(),
             plan_cached=written.agreed.cached,
+            replica_drift={unescape(name): part for name, part in reply.drift.items()},
             generation=self._origin.generation,
             **retries_so_far(),
         )
@@ -217,19 +231,23 @@ class Save:
         self._resources.pools.local_ranks = response.local_ranks or self._resources.pools.local_ranks
         return agreed
 
-    def _read_checks(self, agreed: AgreedPlan) -> RankChecks:
-        """Read optimizer steps and replica digests from the live tensors, before training changes them."""
+    def _read_checks(self, agreed: AgreedPlan) -> tuple[RankChecks, Samples | None]:
+        """Read optimizer steps, digests and samples of replicas from the live tensors, before training changes them."""
         captured, extent = agreed.captured, self._request.check_replicas
+        drift = captured.check_replicas(agreed.plan.replicas, exact=extent == "full")
         optimizer_steps = digests = b""
+        samples = None
         with captured.copies.queued():
             if self._request.step is None:
                 optimizer_steps = steps_of_shards(captured.shards).tobytes()
             if self._origin.world_size > 1 and extent == "full":
                 digests = full_digests(captured.shards).tobytes()
             elif self._origin.world_size > 1 and extent == "sampled" and not agreed.plan.compared:
-                digests = sampled_digests(captured.shards).tobytes()
+                samples = sample(captured.shards)
+                digests = samples.digests().tobytes()
         steps = {escape(name): step for name, step in captured.steps.items()}
-        return RankChecks(steps, optimizer_steps, extent, digests)
+        drift = {} if agreed.plan.compared else {escape(name): part for name, part in drift.items()}
+        return RankChecks(steps, optimizer_steps, extent, digests, drift), samples
 
     def _report(self, written: WrittenSave) -> Reply:
         """Report the written files to the coordinator."""

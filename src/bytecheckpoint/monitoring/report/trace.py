@@ -99,7 +99,7 @@ def _rows_in_order(record: OperationRecord) -> Iterator[dict[str, Any]]:
     """Iterate over ranks, phases and spans, in order of rank and time."""
     rows = MetricRows(record.table)
     order = np.lexsort((rows.numbers("begin"), rows.numbers("rank")))
-    order = order[~rows.where("level", "total")[order]]
+    order = order[~(rows.where("level", "total") | rows.where("level", "drift"))[order]]
     columns = [rows.numbers(name)[order].tolist() for name in _NUMBERS]
     for name in _TEXTS:
         codes, strings = rows.texts(name)
