@@ -1,7 +1,7 @@
 """Compare the copies that several ranks hold of one box of one tensor. Only one of them is written.
 
 Ranks send a digest of some elements. If digests differ, rank 0 asks for the elements and compares their values: copies that
-drifted apart by rounding are replicas, other data is not (decision 0059).
+drifted apart by rounding are replicas, other data is not (decision 0060).
 """
 
 from __future__ import annotations
