@@ -1,1 +1,1 @@
-"""FSDP1, torch.distributed.fsdp.FullyShardedDataParallel: flat parameters as the original parameters in them."""
+"""Save and load FSDP1 (torch.distributed.fsdp.FullyShardedDataParallel): flat parameters by their original ones."""

@@ -1,4 +1,4 @@
-"""Flat parameters of FSDP1: which elements of which original parameters this rank holds, and where.
+"""Find the elements of original parameters that this rank holds in the flat parameters of FSDP1.
 
 FSDP1 concatenates the parameters of a unit, pads the result, and gives each rank an equal range of it. Each flat parameter
 lists its original parameters with their elements in the local shard, so a rank knows its part without gathering. Only this

@@ -1,8 +1,8 @@
-"""Modules with FSDP1 units: names and tensors without a state_dict, which would gather every parameter."""
+"""Save and load modules with FSDP1 units without their state_dict, which would gather every parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -89,7 +89,9 @@ def scan_flat_modules(state_name: str, modules: Sequence[nn.Module]) -> FlatModu
             return dict(module.state_dict(keep_vars=True))
         module_flats = read_flat_parameters(state_name, walked)
         flats.extend(module_flats)
-        return _entries(walked, module_flats, buffers)
+        found, cast = _entries(walked, module_flats)
+        buffers.extend(cast)
+        return found
 
     rest = scan_modules(state_name, modules, entries)
     scan = FlatModuleScan(rest, flats, buffers, dict(rest.parameters))
@@ -99,9 +101,9 @@ def scan_flat_modules(state_name: str, modules: Sequence[nn.Module]) -> FlatModu
 
 
 def _entries(
-    walked: Sequence[tuple[str, str, nn.Module]], flats: Sequence[FlatParameter], buffers: list[_CastBuffer]
-) -> dict[str, Any]:
-    """Return the state_dict entries of a module without flattened parameters, and append cast buffers to `buffers`.
+    walked: Sequence[tuple[str, str, nn.Module]], flats: Sequence[FlatParameter]
+) -> tuple[dict[str, Any], Iterable[_CastBuffer]]:
+    """Return the state_dict entries of a module, without flattened parameters and cast buffers, and the cast buffers.
 
     Hooks on state_dict are not run, because FSDP1's own hooks, which gather, are among them.
     """
@@ -130,8 +132,7 @@ def _entries(
                 cast[id(value)].aliases.append(bare + name)
             else:
                 cast[id(value)] = _CastBuffer(bare + name, [], value, dtypes[id(value)])
-    buffers.extend(cast.values())
-    return found
+    return found, cast.values()
 
 
 def _refuse_equal_names(state_name: str, scan: FlatModuleScan) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers over FSDP1's parameters: their state and hyperparameters by original parameter.
+"""Save and load optimizers over FSDP1's parameters: their state and hyperparameters by original parameter.
 
 An optimizer holds flat parameters (use_orig_params=False), or original ones of which this rank has a flat range (True).
 Either way it gets a view whose parameters are placeholders for the original ones (see `optimizers/flat_tensors.py`).
@@ -130,8 +130,7 @@ class _OptimizerViews:
             elif self._table.flat and id(parameter) not in self._by_id:
                 raise UsageError(
                     f"{self._state_name}: {type(optimizer).__name__} has a parameter (shape {tuple(parameter.shape)}) "
-                    "that no "
-                    "module in the states has: an optimizer that was made before FSDP1 wrapped the module without "
+                    "that no module in the states has: an optimizer that was made before FSDP1 wrapped the module without "
                     "use_orig_params steps what FSDP1 has replaced; make it from the parameters of the wrapped module, or "
                     "put its module into the states"
                 )

@@ -12,12 +12,10 @@ import operator
 from collections.abc import Callable, Container
 from typing import Any
 
-import torch
-
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
-from bytecheckpoint.frameworks.tensors.dtensors import PLAIN_TYPES, is_dtensor
-from bytecheckpoint.frameworks.tensors.plain import is_tensor_like, lists_own_shards
+from bytecheckpoint.frameworks.tensors.dtensors import PLAIN_TYPES
+from bytecheckpoint.frameworks.tensors.plain import is_plain, is_tensor_like
 from bytecheckpoint.representation.names import unique_name
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
 from bytecheckpoint.representation.values.codec import MAX_DEPTH, TensorRef, encode, key_of_path
@@ -50,7 +48,7 @@ def is_stateful(value: object) -> bool:
 
 
 def tensor_name(path: tuple[object, ...], taken: Container[str]) -> str:
-    """Return the name of the tensor at `path` of a nested value; "value" where the tensor is the whole value.
+    """Name the tensor at `path` of a nested value; "value" if the tensor is the whole value.
 
     Two paths may give one name: {"a": {"b": t}, "a.b": u} has two tensors called "a.b", and the second becomes "a.b#2".
     """
@@ -58,31 +56,43 @@ def tensor_name(path: tuple[object, ...], taken: Container[str]) -> str:
     return unique_name(name, taken) if name in taken else name
 
 
-def encode_value(state_name: str, value: object, shards: list[LiveShard], *, by_content: bool = True) -> bytes:
+def encode_value(
+    state_name: str,
+    value: object,
+    shards: list[LiveShard],
+    *,
+    by_content: bool = True,
+    prefix: tuple[str, ...] = (),
+    check: Callable[[str, Any], None] = lambda name, tensor: None,
+) -> bytes:
     """Encode `value` as a tree, and append the shards of its tensors to `shards`.
+
+    Args:
+        state_name: name of the state.
+        value: the state, or a part of it.
+        shards: list that receives the shards.
+        by_content: True to identify plain tensors by their content, not by their name.
+        prefix: path of `value` in the state.
+        check: callback (name, tensor) that may refuse a tensor.
 
     Raises:
         UsageError: something in `value` cannot be stored; the message names its place.
     """
-    taken: dict[str, Any] = {}
+    taken: set[str] = set()
 
     def add(path: tuple[object, ...], tensor: Any) -> str:
-        name = tensor_name(path, taken)
-        taken[name] = tensor
-        compared = by_content and _is_plain(tensor)
-        add_shards(shards, TensorKey(state_name, name), tensor, by_content=compared)
+        name = tensor_name((*prefix, *(path or ("value",))), taken)
+        check(name, tensor)
+        taken.add(name)
+        add_shards(shards, TensorKey(state_name, name), tensor, by_content=by_content and is_plain(tensor))
         return name
 
-    tree = TensorExtractor(add).extract(value)
     try:
-        return encode(tree, on_tensor=add)
+        return encode(TensorExtractor(add).extract(value), on_tensor=add)
     except UsageError as error:
         # Messages about tensors name the state already; those about plain values start with the path inside it.
-        raise (error if str(error).startswith(state_name) else UsageError(f"{state_name}/{error}")) from None
-
-
-def _is_plain(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and not is_dtensor(tensor) and not lists_own_shards(type(tensor))
+        named = str(error).startswith(f"{state_name}/")
+        raise (error if named else UsageError(f"{state_name}/{'.'.join((*prefix, ''))}{error}")) from None
 
 
 def capture_object(state_name: str, value: object) -> LiveState:
@@ -92,7 +102,7 @@ def capture_object(state_name: str, value: object) -> LiveState:
     state.tree = encode_value(state_name, value, state.shards, by_content=not by_name)
     if state_name == "optimizer":
         for shard in state.shards:
-            shard.must_be_equal = True  # flat state of FSDP1, say, is not
+            shard.must_be_equal = True  # flat state of FSDP1, say, is not equal on all ranks
     return state
 
 
@@ -135,7 +145,7 @@ class TensorExtractor:
         is_dict = cls in _DICTS
         steps = value if is_dict else range(len(value))
         items = value.values() if is_dict else value
-        # Most are plain tensors, by the ten thousand.
+        # Nearly all of ten thousands of items are plain tensors: they skip a call.
         extracted = [
             TensorRef(self._add((*path, step), item))
             if type(item) in PLAIN_TYPES

@@ -54,7 +54,7 @@ class ValueReader:
         self._tensors: dict[int, tuple[SavedTensor, torch.Tensor, Any]] = {}
         self._unwanted: dict[int, tuple[SavedTensor, torch.Tensor, Any]] = {}  # as `_tensors`; keeps the ids in use
         self._by_content: set[TensorKey] = set()
-        # Live containers and storages in use: one that stands at two places may receive one value only.
+        # Live containers and storages in use: one that is at two places receives one value only.
         self._used: set[int] = set()
 
     def read(self, blob: bytes) -> Any:
@@ -83,14 +83,14 @@ class ValueReader:
         return {found.key for found, _, _ in self._tensors.values()}
 
     def without(self, value: Any, unwanted: Callable[[TensorKey], bool]) -> Any:
-        """Return `value` without the unwanted of its tensors that are in dicts."""
+        """Return `value`, its dicts without the tensors that are unwanted."""
         for identity, (found, _, _) in list(self._tensors.items()):
             if unwanted(found.key):
                 self._unwanted[identity] = self._tensors.pop(identity)
         return self._pruned(value) if self._unwanted else value
 
     def leave_out(self, value: Any) -> None:
-        """Request none of the tensors of `value`, as far as no registered instance hides them."""
+        """Request no tensor of `value`, except those inside instances of registered classes."""
         for _, leaf in leaves_with_paths(value):
             if id(leaf) in self._tensors:
                 self._unwanted[id(leaf)] = self._tensors.pop(id(leaf))
@@ -139,7 +139,7 @@ class ValueReader:
                 self.match_live(getattr(value, field.name), getattr(live, field.name, None), in_place=in_place)
 
     def _match_parameters(self, value: dict[Any, Any], live: Optimizer) -> None:
-        """Distribute state that the optimizer has not made yet as its parameters are; load_state_dict goes by position."""
+        """Distribute state that the optimizer has not made yet as its parameters are, matched by position."""
         parameters = [parameter for group in live.param_groups for parameter in group["params"]]
         numbers = [number for group in value.get("param_groups", ()) for number in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=False):

@@ -13,12 +13,7 @@ import torch
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor
-from bytecheckpoint.frameworks.objects.capture import (
-    STATES_BY_NAME,
-    TensorExtractor,
-    is_stateful,
-    tensor_name,
-)
+from bytecheckpoint.frameworks.objects.capture import STATES_BY_NAME, TensorExtractor, is_stateful, tensor_name
 from bytecheckpoint.frameworks.objects.classes import HeldClasses
 from bytecheckpoint.frameworks.objects.reader import ValueReader, missing_tensor_error
 from bytecheckpoint.frameworks.tensors.allocation import make_writable
@@ -110,7 +105,7 @@ def _load_named(state_name: str, live: Any, saved: SavedStates, destination: Des
             return name
         destination.recognized.add(found.key)
         earlier = filled.first_in_memory_of(tensor, found)
-        if earlier is not found and earlier.key != found.key:
+        if earlier.key != found.key:
             destination.tied.append((earlier, found))
             return name
         first = len(wanted)
@@ -143,7 +138,7 @@ class _FilledMemory:
         self._by_memory: dict[object, SavedTensor] = {}
 
     def first_in_memory_of(self, tensor: Any, found: SavedTensor) -> SavedTensor:
-        """Return what is loaded into the memory of `tensor`: of several calls with the same memory, the first `found`."""
+        """Return the saved tensor that fills the memory of `tensor`: `found` of the first call for that memory."""
         cls: type = type(tensor)
         if not lists_own_shards(cls):
             # Most tensors are alone at their address, and then nothing else of their memory needs to be looked at.
@@ -157,7 +152,7 @@ class _FilledMemory:
 
 
 def _memory(tensor: Any) -> object:
-    """Return what two tensors have in common if they are one: the place and form of their elements on this rank."""
+    """Return the place and form of a tensor's elements on this rank, which are equal if two tensors are one."""
     if not isinstance(tensor, torch.Tensor) or lists_own_shards(type(tensor)):
         return id(tensor)
     local = local_tensor(tensor)
@@ -167,7 +162,7 @@ def _memory(tensor: Any) -> object:
 
 
 def _install_plain(value: Any, live: Any, state_dicts: dict[int, Any]) -> Any:
-    """Copy the plain values of `value` into `live`, whose tensors are filled already; return what replaces `live`."""
+    """Copy the plain values of `value` into `live`, whose tensors are filled already; return `live` or its replacement."""
     if is_tensor_like(live):
         return live
     if is_stateful(live):

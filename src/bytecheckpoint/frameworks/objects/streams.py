@@ -1,4 +1,4 @@
-"""Capture and load states in streams (`SupportsStreams`): each is a part of its own, for whichever rank asks for it."""
+"""Capture and load states in streams (`SupportsStreams`), any of which any rank may load."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import torch
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor, SupportsStreams
-from bytecheckpoint.frameworks.objects.capture import TensorExtractor, tensor_name
+from bytecheckpoint.frameworks.objects.capture import encode_value
 from bytecheckpoint.frameworks.objects.reader import missing_tensor_error
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
-from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
-from bytecheckpoint.frameworks.tensors.plain import lists_own_shards
+from bytecheckpoint.frameworks.tensors.plain import is_plain
 from bytecheckpoint.representation.shards import LiveState, LiveStream, TensorKey
-from bytecheckpoint.representation.values.codec import decode, encode
+from bytecheckpoint.representation.values.codec import decode
 
 __all__ = ["capture_streams", "load_streams", "refuse_streams"]
 
@@ -44,23 +43,15 @@ def capture_streams(state_name: str, live: SupportsStreams) -> LiveState:
 
 
 def _encoded(state_name: str, value: Any, part: LiveStream | None) -> bytes:
-    """Encode a state, and append the shards of its tensors to `part`; without one, it may hold none."""
-    taken: dict[str, Any] = {}
+    """Encode the state of a stream, whose shards go to `part`, or without one the shared state, which has no tensors."""
 
-    def add(path: tuple[object, ...], tensor: Any) -> str:
-        name = tensor_name((*(() if part is None else (part.name,)), *(path or ("value",))), taken)
-        if part is None or not isinstance(tensor, torch.Tensor) or is_dtensor(tensor) or lists_own_shards(type(tensor)):
+    def check(name: str, tensor: Any) -> None:
+        if part is None or not is_plain(tensor):
             where = "in the shared state" if part is None else "other than a plain one"
             raise UsageError(f"{state_name}/{name} is a tensor {where}: put plain tensors into the states of streams")
-        taken[name] = tensor
-        add_shards(part.shards, TensorKey(state_name, name), tensor, by_content=True)
-        return name
 
-    try:
-        return encode(TensorExtractor(add).extract(value), on_tensor=add)
-    except UsageError as error:
-        place = f"{state_name}/" if part is None else f"{state_name}/{part.name}."
-        raise (error if str(error).startswith(f"{state_name}/") else UsageError(f"{place}{error}")) from None
+    shards, prefix = ([], ()) if part is None else (part.shards, (part.name,))
+    return encode_value(state_name, value, shards, prefix=prefix, check=check)
 
 
 def load_streams(state_name: str, live: SupportsStreams, saved: SavedStates, destination: Destination) -> None:
@@ -75,16 +66,22 @@ def load_streams(state_name: str, live: SupportsStreams, saved: SavedStates, des
             f"the checkpoint's {state_name} is not in streams, so a {type(live).__name__} cannot go on from it: load "
             "it into a loader of the kind that saved it"
         )
-    shared = decode(blob, on_tensor=lambda name: _raise(missing_tensor_error(state_name, name)))
+    tensors: dict[TensorKey, torch.Tensor] = {}
+
+    def named(name: str) -> torch.Tensor:
+        if (key := TensorKey(state_name, name)) not in tensors:
+            raise missing_tensor_error(state_name, name)
+        return tensors[key]
+
+    shared = decode(blob, on_tensor=named)  # there is no tensor yet, so one in the shared state is an error
     chosen = live.choose_streams(shared, sorted(parts))
     for number in chosen:
         if number not in parts:
             raise IncompatibleCheckpointError(
                 f"the checkpoint lacks stream {number} of {state_name}; use another checkpoint"
             )
-    tensors = _request({part.key: part for part in (parts[n] for n in chosen)}, destination)
+    wanted = {parts[number].key: parts[number] for number in chosen}
     prefixes = {f"{_PREFIX}{number}" for number in chosen}
-    wanted = {}
     for key in saved.keys(state_name):
         if ".".join(key.fqn.split(".", 2)[:2]) in prefixes:
             found = saved.find_by_content(state_name, key.fqn)
@@ -92,11 +89,6 @@ def load_streams(state_name: str, live: SupportsStreams, saved: SavedStates, des
             wanted[key] = found
     tensors |= _request(wanted, destination)
     states: dict[int, Any] = {}
-
-    def named(name: str) -> torch.Tensor:
-        if (key := TensorKey(state_name, name)) not in tensors:
-            raise missing_tensor_error(state_name, name)
-        return tensors[key]
 
     def check() -> None:
         for number in chosen:
@@ -113,7 +105,7 @@ def load_streams(state_name: str, live: SupportsStreams, saved: SavedStates, des
 
 
 def refuse_streams(state_name: str, live: object, saved: SavedStates) -> None:
-    """Refuse to load streams into an object that knows none: it would get what is beside them, and nothing else.
+    """Refuse to load streams into an object without streams: it would get the shared state only.
 
     Raises:
         IncompatibleCheckpointError: the checkpoint holds the state in streams.
@@ -126,14 +118,10 @@ def refuse_streams(state_name: str, live: object, saved: SavedStates) -> None:
 
 
 def _request(found: dict[TensorKey, SavedTensor], destination: Destination) -> dict[TensorKey, torch.Tensor]:
-    """Ask for tensors, and return the memory that they will fill."""
+    """Request tensors, and return the memory that the load will fill."""
     tensors = {}
     for key, tensor in found.items():
         tensors[key] = torch.empty(tensor.global_shape, dtype=dtype_named(tensor.dtype))
         add_shards(destination.wanted, key, tensors[key], by_content=True)
         destination.recognized.add(key)
     return tensors
-
-
-def _raise(error: Exception) -> Any:
-    raise error

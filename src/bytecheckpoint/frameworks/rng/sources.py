@@ -1,4 +1,4 @@
-"""The random number generators of a process. Each gives its state as bytes, takes one, and makes one from a seed."""
+"""Read and set the states of a process's random number generators, as bytes, and derive states from seeds."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _of_device(device: torch.device) -> RandomSource | None:
     module = torch.get_device_module(device)
     if not hasattr(module, "get_rng_state"):
         return None
-    which = () if device.type == "mps" else (device,)  # of which there is one
+    which = () if device.type == "mps" else (device,)  # there is one only
     return RandomSource(
         lambda: module.get_rng_state(*which),
         lambda state: module.set_rng_state(state, *which),

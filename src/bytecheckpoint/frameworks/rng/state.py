@@ -48,10 +48,10 @@ def rng_state(
     Args:
         rank: number of this rank among those that draw different numbers; by default its number in the job. Ranks that
             must draw the same (of one tensor-parallel group, say) pass the same one, and a save proves that they do.
-        ranks: how many of these there are. The layout is the same if this is, and Megatron's sizes.
-        generators: further ones by name: of torch, `random.Random`, `numpy.random.Generator`.
+        ranks: number of these ranks. A layout with another number, or with other sizes of Megatron, is another one.
+        generators: further generators by name: `torch.Generator`, `random.Random` or `numpy.random.Generator`.
         layout: sizes by which the program has seeded torch, alike on ranks that must draw the same: {"pp": 2, "tp": 4}.
-            The layout is the same if they are. At another one torch's seed here stands for `rank`, as with Megatron.
+            A layout with other sizes is another one; there torch's seed stands for `rank`, as with Megatron.
 
     Raises:
         UsageError: `rank` and `ranks` do not fit each other, or a generator is of another kind.
@@ -65,7 +65,7 @@ def rng_state(
 class RngState:
     """The state that `rng_state` returns. It implements `SupportsStreams`, with one stream for each rank.
 
-    Inside of another state it saves and loads by `state_dict` and `load_state_dict`, per rank.
+    Inside another state it saves and loads by `state_dict` and `load_state_dict`, per rank.
 
     Args:
         place: `rank` and `ranks`, or None for those of the job.
@@ -81,7 +81,7 @@ class RngState:
         self._given, self._own, self._seeded_by = place, own, dict(layout)
 
     def for_ranks(self, rank: int, ranks: int) -> RngState:
-        """Return the same generators as those of one of other ranks, which save them without those of lost ones."""
+        """Return the same generators under another rank number, for a save by the ranks that are left."""
         return RngState((rank, ranks), self._own, self._seeded_by)
 
     @property
@@ -120,18 +120,18 @@ class RngState:
         return [self._place[0] if shared == self.shared_state() else saved[0]]
 
     def load_streams(self, shared: Any, states: Mapping[int, Any]) -> list[str]:
-        """Go on from these states, or from what is derived of them; see `SupportsStreams`."""
+        """Continue from these states, or from seeds derived from them; see `SupportsStreams`."""
         (found,) = states.values()
         return self._load(found, shared)
 
-    # --- inside of another state ----------------------------------------------------------------------------------
+    # --- inside another state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of this rank's generators, and for which rank they are."""
+        """Return the states of this rank's generators, with the rank and the layout."""
         return {"rank": self._place[0], "shared": self.shared_state(), "states": self.stream_states()[self._place[0]]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the states of this rank, or from what is derived of those of another rank or layout."""
+        """Continue from the states of this rank, or from seeds derived from those of another rank or layout."""
         shared = state["shared"] if state["rank"] == self._place[0] else None
         for note in self._load(state["states"], shared):
             _log.warning("random number generators: %s", note)

@@ -1,4 +1,4 @@
-"""Memory that a load writes into: new tensors distributed like given ones, and live tensors made safe to write."""
+"""Prepare the memory that a load writes into: allocate tensors distributed like others, make live ones safe to write."""
 
 from __future__ import annotations
 
@@ -37,10 +37,8 @@ def make_writable(shard: LiveShard) -> Callable[[], None] | None:
     shard gets an ordinary tensor over the same memory.
 
     Returns:
-        The step that copies the loaded elements back into such a tensor; None for other tensors.
-
-    Raises (from the step):
-        IncompatibleCheckpointError: the checkpoint holds different values where the live tensor has one element.
+        The step that copies the loaded elements back into an expanded tensor or lazy view; None for other tensors. The step
+        raises IncompatibleCheckpointError if the checkpoint holds different values where the live tensor has one element.
     """
     live = shard.data
     if live.is_inference():

@@ -1,4 +1,4 @@
-"""Shards of tensors and other objects that list their own: by this package's protocol, or by torch's.
+"""Ask tensors and other objects for the shards that they list themselves, by this package's protocol or by torch's.
 
 `__bytecheckpoint_shards__` (see `SupportsShards`) is for code with its own sharding scheme. torch's protocol for
 checkpointable tensors (torch/distributed/_checkpointable.py: `__create_write_items__`, `__create_chunk_list__`,
@@ -43,23 +43,19 @@ def add_declared_shards(
         found = list(_shards_of(key, _with_plain_numbers(key, value, listed)))
     if by_content:
         found = list(each_box(found))  # values are compared one by one
-    known: tuple[tuple[int, ...], str] | None = None
     for shard in found:
         shard.aliases, shard.by_content = aliases, by_content
-        shape = shard.global_shape
-        known = known or (shape, shard.dtype)
-        if known != (shape, shard.dtype):
+        shape, dtype = found[0].global_shape, found[0].dtype
+        if (shard.global_shape, shard.dtype) != (shape, dtype):
             raise UsageError(
-                f"{key}: {type(value).__name__} lists parts of a tensor of shape {known[0]} and dtype {known[1]}, and "
-                f"of shape {shape} and dtype {shard.dtype}: one tensor has one shape and one dtype"
+                f"{key}: {type(value).__name__} lists parts of a tensor of shape {shape} and dtype {dtype}, and of shape "
+                f"{shard.global_shape} and dtype {shard.dtype}: one tensor has one shape and one dtype"
             )
-    if len(found) == 1 and found[0].fragments is None:
-        out += found
-        return
-    boxes = boxes_of(found, [0] * len(found))
-    if (row := repeated_box(boxes)) is not None:
-        offsets, lengths = (tuple(column[row, : len(shape)].tolist()) for column in (boxes.offsets, boxes.lengths))
-        raise UsageError(f"{key}: {type(value).__name__} lists the box of shape {lengths} at {offsets} twice")
+    if len(found) > 1 or any(shard.fragments is not None for shard in found):
+        boxes = boxes_of(found, [0] * len(found))
+        if (row := repeated_box(boxes)) is not None:
+            offsets, lengths = (tuple(column[row, : len(shape)].tolist()) for column in (boxes.offsets, boxes.lengths))
+            raise UsageError(f"{key}: {type(value).__name__} lists the box of shape {lengths} at {offsets} twice")
     out += found
 
 

@@ -1,4 +1,4 @@
-"""Many flat ranges of one tensor in one memory: they become one shard with fragments, without an object for each."""
+"""Describe many flat ranges of one tensor in one memory as one shard with fragments, without an object for each."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _fragments(
 
 
 def repeated_box(boxes: BoxTable) -> int | None:
-    """Return a box with elements that another one is equal to, if there is one."""
+    """Return the number of a box with elements that equals another one; None if all differ."""
     below = np.zeros(max(len(boxes) - 1, 0), bool)
     equal = ~below
     for column in boxes.offsets.T:

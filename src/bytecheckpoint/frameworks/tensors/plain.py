@@ -1,4 +1,4 @@
-"""Plain tensors: which of them can be stored, and the one shard that each becomes."""
+"""Check that plain tensors can be stored, and describe each as one shard."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import SupportsShards
-from bytecheckpoint.frameworks.tensors.dtensors import dtensor_type
+from bytecheckpoint.frameworks.tensors.dtensors import dtensor_type, is_dtensor
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_name
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 
 __all__ = [
     "check_storable",
     "is_lazy_view",
+    "is_plain",
     "is_storable",
     "is_tensor_like",
     "lists_own_shards",
@@ -44,6 +45,11 @@ def is_tensor_like(value: object) -> TypeGuard[torch.Tensor | SupportsShards]:
     """Return whether `value` is stored as a tensor: a tensor of any type, or an object that lists its own shards."""
     cls: type = type(value)
     return isinstance(value, torch.Tensor) or lists_own_shards(cls)
+
+
+def is_plain(value: object) -> bool:
+    """Return whether `value` is a tensor that is whole on this rank: no DTensor, and no list of shards."""
+    return isinstance(value, torch.Tensor) and not is_dtensor(value) and not lists_own_shards(type(value))
 
 
 def plain_shard(

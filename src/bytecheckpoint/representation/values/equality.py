@@ -132,13 +132,13 @@ def _same_tensors(a: Any, b: Any) -> bool:
             return False
         a, b = a.masked_fill(nan_a, 0), b.masked_fill(nan_b, 0)
     count = (a.numel(),)
-    a, b = (part.reshape(-1).as_strided(count, (1,)) for part in (a.contiguous(), b.contiguous()))
+    a, b = (part.contiguous().reshape(-1).as_strided(count, (1,)) for part in (a, b))
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return torch.view_as_real(tensor).contiguous() if tensor.is_complex() else tensor
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _same_arrays(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:

@@ -134,6 +134,13 @@ def _expect_list(simple: object) -> list[Any]:
     return _expect(list, simple)  # type: ignore[no-any-return]
 
 
+def _fields(simple: object, count: int, kind: type | None = None) -> list[Any]:
+    fields = _expect_list(simple)
+    if len(fields) != count:
+        raise ValueError(f"{count} fields expected, {len(fields)} found")
+    return fields if kind is None else [_expect(kind, field) for field in fields]
+
+
 def _pairs(keys: object, values: object) -> dict[Any, Any]:
     pairs = dict(zip(_expect_list(keys), _expect_list(values), strict=True))
     if len(pairs) != len(_expect_list(keys)):
@@ -182,24 +189,13 @@ def _datetime_to_simple(t: datetime.datetime) -> object:
 
 
 def _datetime_from_simple(simple: Any) -> datetime.datetime:
-    *fields, fold, tz = _expect_list(simple)
-    year, month, day, hour, minute, second, micro = fields
+    year, month, day, hour, minute, second, micro, fold, tz = _expect_list(simple)
     return datetime.datetime(year, month, day, hour, minute, second, micro, tzinfo=tz, fold=fold)
 
 
 def _time_from_simple(simple: Any) -> datetime.time:
     hour, minute, second, micro, fold, tz = _expect_list(simple)
     return datetime.time(hour, minute, second, micro, tzinfo=tz, fold=fold)
-
-
-def _date_from_simple(simple: Any) -> datetime.date:
-    year, month, day = _expect_list(simple)
-    return datetime.date(year, month, day)
-
-
-def _timedelta_from_simple(simple: Any) -> datetime.timedelta:
-    days, seconds, micro = (_expect(int, field) for field in _expect_list(simple))
-    return datetime.timedelta(days, seconds, micro)
 
 
 def _timezone_to_simple(tz: Any) -> object:
@@ -231,35 +227,11 @@ def _path_from_simple(simple: Any) -> pathlib.PurePath:
         return pure(text)
 
 
-def _fraction_to_simple(value: fractions.Fraction) -> object:
-    return [value.numerator, value.denominator]
-
-
-def _fraction_from_simple(simple: Any) -> fractions.Fraction:
-    numerator, denominator = (_expect(int, part) for part in _expect_list(simple))
-    return fractions.Fraction(numerator, denominator)
-
-
 def _torch_dtype_from_simple(name: Any) -> torch.dtype:
     dtype = _TORCH_DTYPES.get(_expect(str, name))
     if dtype is None:
         raise IncompatibleCheckpointError(f"torch {torch.__version__} has no dtype {name!r}; use a newer torch")
     return dtype
-
-
-def _complex_from_simple(simple: Any) -> complex:
-    real, imag = (_expect(float, part) for part in _expect_list(simple))
-    return complex(real, imag)
-
-
-def _range_from_simple(simple: Any) -> range:
-    start, stop, step = (_expect(int, part) for part in _expect_list(simple))
-    return range(start, stop, step)
-
-
-def _slice_from_simple(simple: Any) -> slice:
-    start, stop, step = _expect_list(simple)
-    return slice(start, stop, step)
 
 
 def _deque_from_simple(simple: Any) -> collections.deque[Any]:
@@ -288,7 +260,7 @@ TO_SIMPLE: dict[type, tuple[Code, _Conversion]] = {
     zoneinfo.ZoneInfo: (Code.ZONEINFO, _zoneinfo_to_simple),
     uuid.UUID: (Code.UUID, lambda u: u.bytes),
     decimal.Decimal: (Code.DECIMAL, str),
-    fractions.Fraction: (Code.FRACTION, _fraction_to_simple),
+    fractions.Fraction: (Code.FRACTION, lambda f: [f.numerator, f.denominator]),
     torch.dtype: (Code.TORCH_DTYPE, lambda d: str(d).removeprefix("torch.")),
     torch.device: (Code.TORCH_DEVICE, str),
     torch.Size: (Code.TORCH_SIZE, lambda size: [int(n) for n in size]),
@@ -311,23 +283,23 @@ FROM_SIMPLE: dict[int, _Conversion] = {
     Code.FROZENSET: lambda s: frozenset(_members(s)),
     Code.DEQUE: _deque_from_simple,
     Code.BIG_INT: lambda s: int.from_bytes(_expect(bytes, s), "big", signed=True),
-    Code.COMPLEX: _complex_from_simple,
+    Code.COMPLEX: lambda s: complex(*_fields(s, 2, float)),
     Code.BYTEARRAY: lambda s: bytearray(_expect(bytes, s)),
     Code.SURROGATE_STR: lambda s: _expect(bytes, s).decode("utf-8", "surrogatepass"),
-    Code.RANGE: _range_from_simple,
-    Code.SLICE: _slice_from_simple,
+    Code.RANGE: lambda s: range(*_fields(s, 3, int)),
+    Code.SLICE: lambda s: slice(*_fields(s, 3)),
     Code.SIMPLE_NAMESPACE: _namespace_from_simple(types.SimpleNamespace),
     Code.ARGPARSE_NAMESPACE: _namespace_from_simple(argparse.Namespace),
     Code.DATETIME: _datetime_from_simple,
-    Code.DATE: _date_from_simple,
+    Code.DATE: lambda s: datetime.date(*_fields(s, 3)),
     Code.TIME: _time_from_simple,
-    Code.TIMEDELTA: _timedelta_from_simple,
+    Code.TIMEDELTA: lambda s: datetime.timedelta(*_fields(s, 3, int)),
     Code.TIMEZONE: lambda s: datetime.timezone(*_expect_list(s)),
     Code.ZONEINFO: _zoneinfo_from_simple,
     Code.PATH: _path_from_simple,
     Code.UUID: lambda s: uuid.UUID(bytes=_expect(bytes, s)),
     Code.DECIMAL: lambda s: decimal.Decimal(_expect(str, s)),
-    Code.FRACTION: _fraction_from_simple,
+    Code.FRACTION: lambda s: fractions.Fraction(*_fields(s, 2, int)),
     Code.NUMPY_DTYPE: numpy_values.dtype_from_simple,
     Code.NUMPY_SCALAR: numpy_values.scalar_from_simple,
     Code.NUMPY_STR: lambda s: np.str_(_expect(str, s)),
