@@ -76,8 +76,6 @@ STILL_WIDE = {
     "bytecheckpoint.collectives.inbox.Inbox",
     "bytecheckpoint.collectives.transport.loop.Loop",
     "bytecheckpoint.collectives.transport.spoke.Spoke",
-    "bytecheckpoint.storage.objects.bucket.Bucket",
-    "bytecheckpoint.storage.posix.open_files.PosixWriter",
     "bytecheckpoint.tracing.operation.Operation",
 }
 #: Small modules with one importer that stay by themselves, with the reason.

@@ -24,7 +24,7 @@ from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_groups import CatalogGroups
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import resolve
-from bytecheckpoint.storage.objects.bucket import Bucket
+from bytecheckpoint.storage.objects.bucket import Bucket, BucketClients
 from bytecheckpoint.storage.objects.storage import ObjectStorage
 from bytecheckpoint.tuning import tuned
 from tests.support.large_catalogs import NAMES, RANKS, SHAPE, FarStorage, load, save, states
@@ -70,7 +70,9 @@ def test_each_rank_reads_the_groups_that_it_needs(saved: Path, reads: list[Catal
 
 
 def test_ranks_read_parts_from_an_object_store(reads: list[Catalog]) -> None:
-    storage = ObjectStorage("s3://bucket/step", Bucket("memory", obstore.store.MemoryStore(), 1.0))
+    storage = ObjectStorage(
+        "s3://bucket/step", Bucket("memory", BucketClients(*[obstore.store.MemoryStore()] * 3), 1.0)
+    )
     save(storage)
     reads.clear()
     assert [found["own"] for found in load(storage, 3)] == [*range(3)]

@@ -11,7 +11,7 @@ import obstore.store
 import pytest
 
 from bytecheckpoint.storage import Storage, resolve
-from bytecheckpoint.storage.objects.bucket import Bucket
+from bytecheckpoint.storage.objects.bucket import Bucket, BucketClients
 from bytecheckpoint.storage.objects.storage import ObjectStorage
 from bytecheckpoint.storage.testing import FolderAccess, RawAccess, StorageTests
 from bytecheckpoint.storage.testing.wrappers import DelayedStorage, MeteredStorage, RetryingStorage
@@ -81,7 +81,7 @@ class _InProcess(StorageTests):
 class TestObstoreMemory(_InProcess):
     def _bucket(self, tmp_path: Path) -> Bucket:
         self._client = obstore.store.MemoryStore()
-        return Bucket("memory", self._client, 1.0)
+        return Bucket("memory", BucketClients(*[self._client] * 3), 1.0)
 
     def raw_access(self, storage: Storage) -> RawAccess:
         return ObstoreAccess(self._client, "runs/step")
@@ -93,7 +93,7 @@ class TestObstoreLocal(_InProcess):
 
     def _bucket(self, tmp_path: Path) -> Bucket:
         self._folder = tmp_path / "runs" / "step"
-        return Bucket("local", obstore.store.LocalStore(tmp_path, automatic_cleanup=True), 1.0)
+        return Bucket("local", BucketClients(*[obstore.store.LocalStore(tmp_path, automatic_cleanup=True)] * 3), 1.0)
 
     def raw_access(self, storage: Storage) -> RawAccess:
         return FolderAccess(self._folder)

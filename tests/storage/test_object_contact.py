@@ -137,7 +137,7 @@ def test_where_a_connection_string_leads(monkeypatch: pytest.MonkeyPatch) -> Non
     """By its suffix, in national clouds."""
     parts = "DefaultEndpointsProtocol=http;AccountName=name;AccountKey=a2V5;EndpointSuffix=core.example.invalid"
     use(monkeypatch, {"AZURE_STORAGE_CONNECTION_STRING": parts})
-    assert bucket_of("az", "c")._client.config["endpoint"] == "http://name.blob.core.example.invalid"
+    assert bucket_of("az", "c").clients.retrying.config["endpoint"] == "http://name.blob.core.example.invalid"
 
 
 @tuned(object_clients=3)

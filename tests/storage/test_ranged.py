@@ -10,7 +10,7 @@ import numpy as np
 import obstore.store
 import pytest
 
-from bytecheckpoint.storage.objects.bucket import Bucket
+from bytecheckpoint.storage.objects.bucket import Bucket, BucketClients
 from bytecheckpoint.storage.objects.storage import ObjectStorage
 from bytecheckpoint.storage.ranged import RangeRequest, RequestSizes, read_in_parallel
 from bytecheckpoint.storage.testing import content, write_file
@@ -66,7 +66,7 @@ def test_every_byte_is_asked_for_once_and_goes_to_its_place(seed: int) -> None:
 )  # fmt: skip
 def test_how_reads_are_cut(monkeypatch: pytest.MonkeyPatch, others: int, nbytes: int, expected: list[int]) -> None:
     """Requests are not too short, and reads at the same time share the connections; all numbers in MiB."""
-    bucket = Bucket("memory", obstore.store.MemoryStore(), 1.0)
+    bucket = Bucket("memory", BucketClients(*[obstore.store.MemoryStore()] * 3), 1.0)
     storage = ObjectStorage("s3://bucket/step", bucket)
     data = content(nbytes * _MIB)
     write_file(storage, "model/file", data)

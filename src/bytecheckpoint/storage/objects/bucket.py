@@ -6,6 +6,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
@@ -25,7 +26,7 @@ from bytecheckpoint.tuning import tuning
 if TYPE_CHECKING:
     from bytecheckpoint.storage.objects.uploads import Uploads
 
-__all__ = ["REFUSED", "Bucket", "bucket_of"]
+__all__ = ["REFUSED", "Bucket", "BucketClients", "bucket_of"]
 
 _T = TypeVar("_T")
 #: How the client library reports that a store refused a conditional put.
@@ -35,21 +36,36 @@ _DELETIONS = 8
 _MAY_STILL_WRITE = {"AccessDenied", "AuthorizationPermissionMismatch"}
 
 
+@dataclass(frozen=True, slots=True)
+class BucketClients:
+    """The clients of one bucket.
+
+    Attributes:
+        retrying: obstore client that retries each of its requests.
+        single: obstore client that makes every request once.
+        first: obstore client with a shorter timeout, for the first request.
+        make_deleter: function that makes a client which deletes one object per request, for stores without bulk deletion.
+        uploads: function that returns the unfinished uploads; None where these end by themselves or cannot be listed.
+    """
+
+    retrying: Any
+    single: Any
+    first: Any
+    make_deleter: Callable[[], Any] | None = None
+    uploads: Callable[[], Uploads | None] = lambda: None
+
+
 class Bucket(RemoteClient):
     """A bucket and its clients.
 
     Args:
         name: "s3://bucket", for messages.
-        client: obstore's, which retries each of its requests.
-        seconds: how long to retry an operation after transient errors.
-        single: a client of the same bucket that makes every request once; by default `client`.
-        make_deleter: makes a client that deletes one object per request, for stores without bulk deletion.
-        first: a client with a shorter timeout for the first request; by default `single`.
-        store: equal for buckets of the same name in the same store.
-        uploads: function that returns the unfinished uploads; None where these end by themselves or cannot be listed.
+        clients: clients of the bucket.
+        seconds: time for which an operation is retried after transient errors.
+        store: key that is equal for buckets of the same name in the same store.
 
     Attributes:
-        seconds, store, uploads: the arguments.
+        clients, seconds, store: the arguments.
         known: True once the store has answered this process, perhaps under other credentials or settings.
         commits: findings of `commit.py` about conditional puts; None before it has tried them.
         lock: held while `commits` is being determined.
@@ -58,28 +74,14 @@ class Bucket(RemoteClient):
     service = "an object store"
     brief_retries = BriefRetries(120.0, 5.0)
 
-    def __init__(
-        self,
-        name: str,
-        client: Any,
-        seconds: float,
-        single: Any = None,
-        make_deleter: Callable[[], Any] | None = None,
-        first: Any = None,
-        store: Hashable = None,
-        uploads: Callable[[], Uploads | None] = lambda: None,
-    ) -> None:
+    def __init__(self, name: str, clients: BucketClients, seconds: float, store: Hashable = None) -> None:
         super().__init__(name)
+        self.clients = clients
         self.seconds = seconds
         self.store = store
-        self.uploads = uploads
         self.known = False
         self.commits: Any = None
         self.lock = SharedLock()
-        self._client = client
-        self._single = client if single is None else single
-        self._make_deleter = make_deleter
-        self._first = self._single if first is None else first
         self._checked = False
         self._no_answer: tuple[float, BaseException] | None = None
         self._checking = SharedLock()
@@ -110,7 +112,7 @@ class Bucket(RemoteClient):
             # While this thread waited for the lock, another one got no answer: this one does not try again.
             raise storage_error(self._no_answer[1], action, label) from None
         attempts = RetryBudget(self.seconds if self.known else min(self.seconds, tuning().object_first_contact))
-        client = self._single if self.known else self._first
+        client = self.clients.single if self.known else self.clients.first
         last: list[BaseException] = []
 
         def ask() -> None:
@@ -173,7 +175,7 @@ class Bucket(RemoteClient):
             obstore.exceptions.AlreadyExistsError, PreconditionError: a conditional put is refused.
         """
         self.check(action, label)
-        client = self._client if many_requests else self._single
+        client = self.clients.retrying if many_requests else self.clients.single
         seconds = self._retry_seconds(self.seconds, brief)
         attempts: RetryBudget | None = None
         client_retries = 0
@@ -209,9 +211,9 @@ class Bucket(RemoteClient):
             except FileNotFoundError:  # some stores stop at the first absent object
                 return client
             except obstore.exceptions.BaseError as error:
-                if facts_of(error).status != 501 or self._make_deleter is None:
+                if facts_of(error).status != 501 or self.clients.make_deleter is None:
                     raise
-                return self._make_deleter()
+                return self.clients.make_deleter()
             return None
 
         def remove_one(key: str) -> None:
@@ -248,16 +250,14 @@ def bucket_of(scheme: str, name: str) -> Bucket:
     store = (scheme, name, tuple(sorted(without_secrets(variables).items())))
 
     def make(cached: Iterable[tuple[_Key, Bucket]]) -> Bucket:
-        bucket = Bucket(
-            f"{scheme}://{name}",
+        clients = BucketClients(
             make_client(scheme, name, seconds, variables, retries=True),
-            seconds,
             make_client(scheme, name, seconds, variables),
-            lambda: make_client(scheme, name, seconds, variables, disable_bulk_delete=True),
             make_client(scheme, name, min(seconds, tuning().object_first_contact), variables),
-            store,
+            lambda: make_client(scheme, name, seconds, variables, disable_bulk_delete=True),
             functools.cache(lambda: _uploads(name, variables)) if scheme == "s3" else lambda: None,
         )
+        bucket = Bucket(f"{scheme}://{name}", clients, seconds, store)
         cached = list(cached)
         bucket.known = any(other.known for _, other in cached if other.store == store)
         # The same bucket with another timeout commits in the same way.

@@ -180,11 +180,11 @@ class ObjectStorage(UploadingStorage, ServerCopy, UploadCleanup):
     # --- unfinished uploads -----------------------------------------------------------------------------------
 
     def unfinished_uploads(self) -> Sequence[UnfinishedUpload]:
-        uploads = self._bucket.uploads()
+        uploads = self._bucket.clients.uploads()
         return uploads.list(self._prefix) if uploads is not None else ()
 
     def abort_uploads(self, uploads: Sequence[UnfinishedUpload]) -> None:
-        if (of_bucket := self._bucket.uploads()) is not None:
+        if (of_bucket := self._bucket.clients.uploads()) is not None:
             of_bucket.abort(self._prefix, uploads)
 
 

@@ -91,12 +91,59 @@ class _Descriptor:
             os.close(fd)
 
 
-class PosixWriter(FileWriter):
-    """A new file.
+class _UnsyncedWrites:
+    """The writes to a file on a network, to repeat them when its server was lost.
 
-    On a network file system every call is retried. When the server was lost, it may have lost bytes that it had taken
-    but not synced, and after an fsync that fails the system drops them. So `finish` then writes all bytes again: from the
-    caller's buffers if these are stable, otherwise it reads them back and compares their checksums first.
+    The server may have lost bytes that it had taken but not synced, and after an fsync that fails the system drops them.
+
+    Args:
+        label: address of the file for messages.
+        stable: True if the caller's buffers keep their contents: they are written again. Otherwise the bytes are read back,
+            and must have their checksums.
+
+    Attributes:
+        in_doubt: True if some of the bytes may be lost.
+    """
+
+    def __init__(self, label: str, *, stable: bool) -> None:
+        self._label = label
+        self._stable = stable
+        self._written: dict[int, list[memoryview] | tuple[int, int]] = {}  # offset -> buffers, or length and checksum
+        self.in_doubt = False
+
+    def note(self, offset: int, buffers: Sequence[memoryview], *, direct: bool) -> None:
+        if self._stable:
+            self._written[offset] = list(buffers)
+            return
+        for buffer in buffers:
+            # The last page of a direct write may go beyond the end of the file.
+            cut = max(len(buffer) - _ALIGN, 0) if direct else len(buffer)
+            self._written[offset] = cut, block_sum(buffer[:cut])
+            if direct:
+                self._written[offset + cut] = [memoryview(bytes(buffer[cut:]))]
+            offset += len(buffer)
+
+    def write_again(self, fd: int) -> None:
+        for offset, known in sorted(self._written.items(), key=lambda item: item[0]):
+            if isinstance(known, list):
+                write_fully(fd, offset, known)
+                continue
+            nbytes, checksum = known
+            data = memoryview(bytearray(nbytes))
+            got = os.preadv(fd, [data], offset)
+            if got != nbytes or block_sum(data) != checksum:
+                raise StorageUnavailableError(
+                    f"cannot finish {self._label}: bytes {offset} to {offset + nbytes} were lost with the connection to "
+                    f"the server; save again"
+                )
+            write_fully(fd, offset, [data])
+
+    def clear(self) -> None:
+        self._written.clear()
+
+
+class PosixWriter(FileWriter):
+    """A new file. On a network file system every call is retried.
 
     Args:
         path: absolute path of the file.
@@ -113,11 +160,8 @@ class PosixWriter(FileWriter):
     ) -> None:
         self._path = path
         self._label = label
-        self._stable = request.stable
         self._retry = retry
-        # What was written to a network file system: by offset, the buffers, or length and checksum.
-        self._written: dict[int, list[memoryview] | tuple[int, int]] = {}
-        self._in_doubt = False  # some of these bytes may be lost
+        self._unsynced = _UnsyncedWrites(label, stable=request.stable)
         self._interrupted = False
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
         self.direct = direct
@@ -150,18 +194,8 @@ class PosixWriter(FileWriter):
 
     def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
         self._repeat("write", lambda fd: self._write(fd, offset, buffers))
-        if self._retry is None:
-            return
-        if self._stable:
-            self._written[offset] = list(buffers)
-            return
-        for buffer in buffers:
-            # The last page of a direct write may go beyond the end of the file.
-            cut = max(len(buffer) - _ALIGN, 0) if self.direct else len(buffer)
-            self._written[offset] = cut, block_sum(buffer[:cut])
-            if self.direct:
-                self._written[offset + cut] = [memoryview(bytes(buffer[cut:]))]
-            offset += len(buffer)
+        if self._retry is not None:
+            self._unsynced.note(offset, buffers, direct=self.direct)
 
     def _write(self, fd: int, offset: int, buffers: Sequence[memoryview]) -> None:
         try:
@@ -175,14 +209,14 @@ class PosixWriter(FileWriter):
 
     def finish(self, size: int) -> None:
         def finish(fd: int) -> None:
-            if self._in_doubt:
-                self._write_again(fd)
+            if self._unsynced.in_doubt:
+                self._unsynced.write_again(fd)
             os.ftruncate(fd, size)
             os.fsync(fd)
             self._file.close()
 
         self._repeat("finish", finish)
-        self._written.clear()
+        self._unsynced.clear()
 
     def _repeat(self, action: str, call: Callable[[int], None]) -> None:
         """Call `call` with the descriptor, on a network file system again while its errors may pass."""
@@ -197,26 +231,11 @@ class PosixWriter(FileWriter):
                     call(fd)
             except StorageUnavailableError as error:
                 if may_pass(error.__cause__, self._path):
-                    self._in_doubt = True
+                    self._unsynced.in_doubt = True
                     self._file.give_up(fd)
                 raise
 
         attempt() if self._retry is None else self._retry(attempt)
-
-    def _write_again(self, fd: int) -> None:
-        for offset, known in sorted(self._written.items(), key=lambda item: item[0]):
-            if isinstance(known, list):
-                write_fully(fd, offset, known)
-                continue
-            nbytes, checksum = known
-            data = memoryview(bytearray(nbytes))
-            got = os.preadv(fd, [data], offset)
-            if got != nbytes or block_sum(data) != checksum:
-                raise StorageUnavailableError(
-                    f"cannot finish {self._label}: bytes {offset} to {offset + nbytes} were lost with the connection to "
-                    f"the server; save again"
-                )
-            write_fully(fd, offset, [data])
 
     def interrupt(self) -> None:
         self._interrupted = True
@@ -224,7 +243,7 @@ class PosixWriter(FileWriter):
     def abort(self) -> None:
         with contextlib.suppress(OSError):
             self._file.close()
-        self._written.clear()
+        self._unsynced.clear()
         # On a mount that hung this may run late, after another attempt has written a file of the same name.
         with contextlib.suppress(OSError):
             if _identity(os.lstat(self._path)) == self._identity:
