@@ -111,11 +111,27 @@ class PeerLostError(CheckpointError):
 
 
 class CheckpointTimeoutError(CheckpointError, TimeoutError):
-    """A wait ended without an answer. Handler: look for a hung rank, or raise the limit."""
+    """A wait ended without an answer. Handler: look for a hung rank, or raise the limit.
+
+    Attributes:
+        calls_differ: a rank was waited for, which may not have made the call.
+    """
+
+    def __init__(self, message: str, *, calls_differ: bool = False) -> None:
+        super().__init__(message)
+        self.calls_differ = calls_differ
 
 
 class UsageError(CheckpointError, ValueError):
-    """The call itself is wrong, or holds something that cannot be saved. Handler: fix the program."""
+    """The call itself is wrong, or holds something that cannot be saved. Handler: fix the program.
+
+    Attributes:
+        calls_differ: ranks were in different calls.
+    """
+
+    def __init__(self, message: str, *, calls_differ: bool = False) -> None:
+        super().__init__(message)
+        self.calls_differ = calls_differ
 
 
 class OutOfRangeError(UsageError, IndexError):

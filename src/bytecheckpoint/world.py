@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import threading
@@ -13,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from bytecheckpoint.calls import one_at_a_time
 from bytecheckpoint.collectives import Collective
+from bytecheckpoint.collectives.call_order import CallOrder
 from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, UsageError
 from bytecheckpoint.failures import Failure
@@ -32,11 +32,10 @@ _log = logging.getLogger("bytecheckpoint")
 
 
 class SaveQueue:
-    """The saves of one rank: numbers, threads of background halves, and failures that no caller has received."""
+    """The saves of one rank: threads of background halves, and failures that no caller has received."""
 
     def __init__(self) -> None:
         self._call_lock = threading.Lock()
-        self._numbers = itertools.count(1)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-save")
         self._coordination = ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-coordinate")
         self._last: Future[None] | None = None
@@ -61,10 +60,6 @@ class SaveQueue:
             yield
         finally:
             self._call_lock.release()
-
-    def next_number(self) -> int:
-        """Return the number of the next save, inside of `exclusively`."""
-        return next(self._numbers)
 
     def coordinate(self, work: Callable[[], None]) -> None:
         """Run the coordinator of one save, after those of earlier saves.
@@ -117,6 +112,7 @@ class World:
         saves: order of saves, and their threads.
         flusher: copier of a tier's commits to the durable storage.
         collector: collector of the measurements of operations.
+        calls: numbers of the calls of all ranks.
     """
 
     def __init__(self, collective: Collective) -> None:
@@ -125,18 +121,9 @@ class World:
         self.saves = SaveQueue()
         self.flusher = Flusher(collective)
         self.collector = Collector(collective)
-        self._load_numbers = itertools.count(1)
-        self._manager_numbers = itertools.count(1)
+        self.calls = CallOrder(collective)
         self._prepared: tuple[object, ...] = ()
         self._looked_at: tuple[object, ...] = ()
-
-    def next_load_number(self) -> int:
-        """Return the number of the next load."""
-        return next(self._load_numbers)
-
-    def next_manager_number(self) -> int:
-        """Return the number of the next manager."""
-        return next(self._manager_numbers)
 
     def note_prepared(self, states: Mapping[str, object]) -> None:
         """Remember the states that the next save is prepared for. An empty mapping stands for none."""

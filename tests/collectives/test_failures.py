@@ -33,6 +33,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "file": ANY_TEXT,
     "block": st.integers(-1, 2**40),
     "tensors": st.lists(ANY_TEXT, max_size=3).map(tuple),
+    "calls_differ": st.booleans(),
     "undecided": st.booleans(),
 }
 
@@ -129,7 +130,7 @@ def test_nothing_is_lost(hop: Callable[[CheckpointError], list[CheckpointError]]
 @pytest.mark.parametrize("cls", CLASSES)
 def test_nothing_is_lost_in_a_save(cls: type[CheckpointError], tmp_path: Path) -> None:
     """From rank 1's writer over the coordinator to the handles of all ranks, and to the next save."""
-    values = {"file": "f\udc80", "block": 3, "tensors": ("t",), "undecided": True}
+    values = {"file": "f\udc80", "block": 3, "tensors": ("t",), "undecided": True, "calls_differ": True}
     fields = {name: values[name] for name in fields_of(cls)}
 
     def body(collective: Collective) -> list[CheckpointError]:

@@ -80,7 +80,7 @@ def test_the_writer_process_dies_or_stops_when_a_save_that_failed_ends_it(
 def test_the_writer_process_dies_or_stops_at_a_request(
     path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, op: str, ranks: int
 ) -> None:
-    bytecheckpoint.configure(writer="process", timeout=2.0)
+    bytecheckpoint.configure(writer="process", timeout=4.0)
     with tuned(stopped_calls=1.0, helper_end=1.0):
         errors = checked(path, ranks, "async", lambda: signalled_at(monkeypatch, op, number))
     assert "the writer process d" in str(errors[0]), errors

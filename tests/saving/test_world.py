@@ -39,7 +39,7 @@ def test_prepared_states_are_the_same_objects() -> None:
     assert not world.is_prepared({"model": torch.nn.Linear(2, 2), "optimizer": optimizers})
     world.note_prepared({})
     assert not world.is_prepared(states)
-    assert [world.next_load_number() for _ in range(2)] == [1, 2]
+    assert [world.calls.begin("load", "", 1.0) for _ in range(2)] == [1, 2]
 
 
 def test_saves_run_in_order_and_a_failure_is_raised_once() -> None:

@@ -207,11 +207,12 @@ class Collective(ABC):
     def forget(self, tag: str) -> None:
         """Drop the messages under `tag`, those that have come and those still to come: nobody waits for them any more."""
 
-    def begin_call(self, name: str) -> None:
+    def begin_call(self, name: str, path: str = "") -> None:
         """Note that this rank begins a call that all ranks make, so that ranks in different calls do not wait in vain.
 
         Args:
             name: beginning of the tags of the call.
+            path: path of the checkpoint, for errors.
         """
 
     def describe_call(self, kind: str, path: str) -> None:

@@ -31,10 +31,10 @@ class CallLog:
         self._count = 0
         self._threads: list[threading.Thread] = []
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, path: str) -> None:
         """Note the next call."""
         self._count += 1
-        self.kind = self.path = ""
+        self.kind, self.path = "", path
         thread = threading.current_thread()
         others = [other for other in self._threads if other is not thread and other.is_alive()]
         self._threads = [thread, *others]
@@ -52,6 +52,25 @@ class CallLog:
         """Return the last call if a tag is one of its tags."""
         last = self.last
         return last if last is not None and tag.startswith((f"{last[1]}/", f"{last[1]}.")) else None
+
+    def absent(self, tag: str, answers: Mapping[int, bytes]) -> str:
+        """Say which ranks have made no call of that tag, for an error; "" or "; ...".
+
+        Args:
+            tag: tag of a message of this rank's last call.
+            answers: results of `encode` on silent ranks, by rank.
+        """
+        own = self.of(tag)
+        found = []
+        for rank, answer in sorted(answers.items()):
+            call = json.loads(answer)
+            if own is not None and call is None:
+                found.append(f"rank {rank} has made no call")
+            elif own is not None and call[1] != own[1]:
+                found.append(f"the last call of rank {rank} is {_describe(call[1], call[4])}")
+        if own is None or not found:
+            return ""
+        return f", of {_describe(own[1], self.path)}; {', '.join(found[:4])}"
 
     def check(self, rank: int, own: tuple[int, str, bool], answers: Mapping[int, bytes]) -> None:
         """Raise `UsageError` if another rank is in another call than this one is in.
@@ -72,10 +91,17 @@ class CallLog:
                 here, there = (name.replace("/", " ") for name in (own[1], call[1]))
                 raise UsageError(
                     f"rank {other} is in {there}, and rank {rank} in {here}, as call {own[0]} of each: "
-                    "make the same calls on all ranks, in one order"
+                    f"make the same calls on all ranks, in one order ({call[4]}, {self.path})",
+                    calls_differ=True,
                 )
             if self.kind and call[3] and call[3] != self.kind:
                 raise UsageError(
                     f"{own[1].replace('/', ' ')}: rank {other} is at {call[4]}, and rank {rank} at {self.path}; "
-                    "give all the same path"
+                    "give all the same path",
+                    calls_differ=True,
                 )
+
+
+def _describe(name: str, path: str) -> str:
+    """Format a call: "save 3 (/run/step_3)"."""
+    return name.replace("/", " ") + (f" ({path})" if path else "")

@@ -119,9 +119,9 @@ class Inbox:
         self._calls = CallLog()
         self._lock = threading.RLock()  # a handler may set a token that ends a wait here
 
-    def begin_call(self, name: str) -> None:
+    def begin_call(self, name: str, path: str = "") -> None:
         """Note that this rank begins a call that all ranks make; its tags begin with `name`."""
-        self._calls.begin(name)
+        self._calls.begin(name, path)
 
     def describe_call(self, kind: str, path: str) -> None:
         """Note the kind and the path of the call that this rank has begun."""
@@ -239,9 +239,10 @@ class Inbox:
                     pause *= 2
                     look = time.monotonic() + pause
                     continue
-                silent = sorted(missing)
+                silent, absent = sorted(missing), ""
                 if ask is not None:
-                    wait.until, silent = self._earliest_outlook(missing, timeout, ask)
+                    wait.until, silent, answers = self._earliest_outlook(missing, timeout, ask)
+                    absent = self._calls.absent(tag, {r: answers[r][_OUTLOOK.size :] for r in silent if r in answers})
                     limit = wait.until + min(_GRACE, timeout / 4)
                     if missing == {0}:
                         # Rank 0 waits for others: it asks them too, and then reports the silent one to all ranks.
@@ -251,7 +252,8 @@ class Inbox:
                         self._raise_if_lost(sorted(missing), tag)
                     raise CheckpointTimeoutError(
                         f"rank {self.rank}: no message {tag!r} from {names_of_ranks(silent)} within {round(timeout, 2):g} s"
-                        f"{self.explain(silent)}; look for a hung rank, or raise the time-out"
+                        f"{absent}{self.explain(silent)}; look for a hung rank, or raise the time-out",
+                        calls_differ=True,
                     )
         finally:
             self._current.discard(wait)
@@ -263,11 +265,11 @@ class Inbox:
 
     def _earliest_outlook(
         self, ranks: Collection[int], timeout: float, ask: Callable[[int, str], None]
-    ) -> tuple[float, list[int]]:
+    ) -> tuple[float, list[int], dict[int, bytes]]:
         """Ask ranks for how long they may be silent.
 
         Returns:
-            The time at which the first of them counts as hung, and the ranks that count as hung then.
+            The time at which the first of them counts as hung, the ranks that count as hung then, and all answers.
         """
         asked = sorted(ranks)
         answers = self._outlooks(asked, timeout, ask)
@@ -277,7 +279,7 @@ class Inbox:
             busy, idle = _OUTLOOK.unpack_from(answer)
             until[rank] = now + max(busy, timeout - idle)
         earliest = min(until.values())
-        return earliest, [rank for rank in asked if until[rank] <= max(earliest, now)]
+        return earliest, [rank for rank in asked if until[rank] <= max(earliest, now)], answers
 
     def _outlooks(self, ranks: Collection[int], timeout: float, ask: Callable[[int, str], None]) -> dict[int, bytes]:
         """Ask ranks for their outlook; return the answers that come in time."""
@@ -394,8 +396,8 @@ class InboxCollective(Collective):
     def forget(self, tag: str) -> None:  # noqa: D102 (inherited)
         self.inbox.forget(tag)
 
-    def begin_call(self, name: str) -> None:  # noqa: D102 (inherited)
-        self.inbox.begin_call(name)
+    def begin_call(self, name: str, path: str = "") -> None:  # noqa: D102 (inherited)
+        self.inbox.begin_call(name, path)
 
     def describe_call(self, kind: str, path: str) -> None:  # noqa: D102 (inherited)
         self.inbox.describe_call(kind, path)

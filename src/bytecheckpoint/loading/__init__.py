@@ -122,14 +122,14 @@ def load(
     with operation.running():
         collective = current(process_group, timeout=settings.timeout)
     world = world_of(collective)
-    number = operation.number = world.next_load_number()
-    collective.begin_call(f"load/{number}")
+    storage = checked(lambda: resolve_storage(path))
+    address = "" if isinstance(storage, Exception) else storage.url
+    number = operation.number = world.calls.begin("load", address, settings.timeout)
+    collective.begin_call(f"load/{number}", address)
     # An optimizer's next step runs outside of inference mode and must be able to use the state that it gets here.
     with operation.running(), torch.inference_mode(False):
         world.collector.begin(operation)
-        storage = checked(lambda: resolve_storage(path))
-        if not isinstance(storage, Exception):
-            operation.path = storage.url
+        operation.path = address
 
         def check() -> LoadRequest:
             value_of(wrong)
@@ -154,6 +154,7 @@ def load(
                 if filled.prepare_save:
                     _prepare_save(states, framework, names, process_group, timeout)
         except BaseException as error:
+            world.calls.note_failure("load", number, address, error)
             world.collector.report(operation, error)
             raise
         finally:

@@ -90,7 +90,7 @@ class CheckpointManager:
         save_options, load_options = save_options or SaveOptions(), load_options or LoadOptions()
         _check_options(save_options, load_options)
         collective = current(process_group, timeout=settings().timeout)
-        number = world_of(collective).next_manager_number()
+        number = world_of(collective).calls.begin("manager", str(root), settings().timeout)
         tag = f"manager/{number}"
         folder = RunFolder(root, f"{collective.world_id}/{number}")
         self._conversations = Conversations(collective, tag)

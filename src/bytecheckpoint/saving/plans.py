@@ -96,14 +96,15 @@ def check_calls(messages: Mapping[int, PlanRequest | WriteReport]) -> None:
     if preparing and saving:
         raise UsageError(
             f"prepare was called on {names_of_ranks(preparing)}, save on {names_of_ranks(saving)}: "
-            "make the same calls on all"
+            "make the same calls on all",
+            calls_differ=True,
         )
 
 
 def check_arguments(messages: Mapping[int, PlanRequest | WriteReport]) -> None:
     """Refuse messages of all ranks if these save to different paths, or different parts of their states."""
     if paths := different_paths({rank: message.url for rank, message in sorted(messages.items())}, "to"):
-        raise UsageError(f"ranks save to different paths: {paths}; give all the same path")
+        raise UsageError(f"ranks save to different paths: {paths}; give all the same path", calls_differ=True)
     check_selections([message.selection for _, message in sorted(messages.items())])
 
 

@@ -100,9 +100,12 @@ def _begin(
     different places still refer to the same save.
     """
     collective, saves = world.collective, world.saves
+    path = request.storage.url if isinstance(request, SaveRequest) and operation.kind == "save" else ""
     with saves.exclusively(settings.timeout):
-        number = operation.number = saves.next_number()
-        collective.begin_call(f"save/{number}")
+        if operation.kind == "save" and isinstance(request, SaveRequest) and request.mode is not SaveMode.BACKGROUND:
+            saves.drain()  # before the number, as the failure of an earlier save may show that the numbers differ
+        number = operation.number = world.calls.begin(operation.kind, path, settings.timeout)
+        collective.begin_call(f"save/{number}", path)
         channel = CoordinatorChannel(collective, number, settings.timeout)
         try:
             arguments = value_of(request)
@@ -110,7 +113,7 @@ def _begin(
                 plans = world.resources.global_plans
                 saves.coordinate(Coordinator(collective, number, plans, arguments, channel.stop).run)
         except BaseException as error:
-            channel.fail(FOREGROUND_CALL, error)
+            world.calls.note_failure("save", number, path, channel.fail(FOREGROUND_CALL, error))
             if collective.rank == 0 and channel.stop.cancel.failure is not None:
                 world.resources.global_plans.clear()
                 refuse_save(collective, number, channel.stop.cancel.failure)
@@ -158,8 +161,6 @@ class _SaveRun:
     def start(self, handle: SaveHandle) -> None:
         """Run the steps for which the caller waits, and leave the others to the thread for saves."""
         world, operation, mode = self._world, self._operation, self.request.mode
-        if mode is not SaveMode.BACKGROUND:
-            world.saves.drain()
         operation.mark("wait")
         # Before the failure of an earlier save is raised: hooks of modules may communicate, so every rank must run them,
         # also one that knows of the failure before the others do.
@@ -179,6 +180,8 @@ class _SaveRun:
 
     def _stage_in_background(self, handle: SaveHandle, captured: CapturedState) -> StagedSave:
         self._world.saves.raise_failure()
+        if self._world.calls.overtaken("save", self.channel.number):
+            raise CheckpointError("an earlier save has shown that ranks make different calls; save again")
         self._operation.mark("wait")
         return self._stage(handle, captured)
 
@@ -245,6 +248,8 @@ class _SaveRun:
             The error to raise: that of another rank, if that made this one stop.
         """
         cause = self.channel.fail(self._operation.phase, error)
+        path = self.request.storage.url
+        self._world.calls.note_failure(self._operation.kind, self.channel.number, path, cause)
         _forget_plans(self._world)
         return cause
 

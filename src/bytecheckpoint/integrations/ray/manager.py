@@ -62,8 +62,8 @@ class RayCheckpointManager(CheckpointManager):
         self._unreported: dict[int, tuple[SaveHandle, dict[str, float]]] = {}
         self._known: set[str] | None = None  # paths that Ray knows
         self._boundary = 0
-        tag = f"ray/{world_of(self._collective).next_manager_number()}/commits"
-        self._commits = Boundaries(self._collective, tag, settings().timeout)
+        number = world_of(self._collective).calls.begin("manager", self.root, settings().timeout)
+        self._commits = Boundaries(self._collective, f"ray/{number}/commits", settings().timeout)
         self._stack.enter_context(self._commits)
 
     def restore_latest(self) -> Restored | None:
