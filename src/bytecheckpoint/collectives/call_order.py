@@ -1,7 +1,7 @@
 """The numbers of the calls that all ranks make together, and how ranks find each other again after one left a call out.
 
 A call takes its number without a message. After a failure that may mean that ranks were in different calls, the next call
-of every rank begins with a meeting instead: rank 0 compares the calls, and all take the same number (decision 0059).
+of every rank begins with a meeting instead: rank 0 compares the calls, and all take the same number (decision 0061).
 """
 
 from __future__ import annotations

@@ -4,86 +4,33 @@ A thread of the training process would take the interpreter lock after every chu
 training loop (docs/decisions/0004). The helper maps the same staging memory, so only small messages pass between the two
 processes: msgpack records, each behind its length, over a socket pair. The helper ends when the training process ends.
 
-Run as a program (`python -m bytecheckpoint.engine.helper FD STOPS`) this module is the helper; imported, it is the client.
-Nothing imported here may import torch: the helper starts in a fraction of a second and stays small.
+`engine.helper_server` is the program. This module is the client, in the training process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
+import resource
 import select
-import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-import numpy as np
-from numpy.typing import NDArray
-
-from bytecheckpoint.engine.writing import FilesWriter, FileTask, StagedChunk
-from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, UsageError
+from bytecheckpoint.engine.helper_server import LENGTH, Channel
+from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError
 from bytecheckpoint.failures import Cancellation, Failure
 from bytecheckpoint.liveness import busy
-from bytecheckpoint.representation.names import escape, unescape
-from bytecheckpoint.settings import configure
-from bytecheckpoint.storage import resolve
-from bytecheckpoint.threads import try_start
-from bytecheckpoint.tracing.operation import Operation, merge_measurements
+from bytecheckpoint.representation.names import escape
+from bytecheckpoint.tracing.operation import merge_measurements
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["HelperProcess"]
-
-_LENGTH = struct.Struct("<Q")
-#: The failure of a job that the training process stops. The training process knows the rank and the reason.
-_STOPPED = Failure("CheckpointError", "another rank failed")
-
-
-class _Channel:
-    """Sends and receives records over a stream socket."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-
-    def send(self, record: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        data = msgspec.msgpack.encode(record)
-        head = _LENGTH.pack(len(data))
-        if fds:
-            # Descriptors travel with the first bytes of their record.
-            socket.send_fds(self.sock, [head], list(fds))
-            self.sock.sendall(data)
-        else:
-            self.sock.sendall(head + data)
-
-    def receive(self) -> tuple[dict[str, Any] | None, list[int]]:
-        """Receive a record and the descriptors that came with it; None when the other side has closed."""
-        head, fds, _, _ = socket.recv_fds(self.sock, _LENGTH.size, 1)
-        if not head:
-            return None, []
-        head += self._exactly(_LENGTH.size - len(head))
-        return msgspec.msgpack.decode(self._exactly(_LENGTH.unpack(head)[0])), list(fds)
-
-    def _exactly(self, count: int) -> bytes:
-        parts = bytearray(count)
-        view = memoryview(parts)
-        while view:
-            got = self.sock.recv_into(view)
-            if got == 0:
-                raise ConnectionError("the other side closed the channel")
-            view = view[got:]
-        return bytes(parts)
-
-
-# On a busy machine the training loop keeps three quarters of the core that it shares with a writing thread. On an idle core
-# the writer loses nothing (decision 0004 has the figures).
-_NICENESS = 5
 
 
 class HelperProcess:
@@ -96,13 +43,14 @@ class HelperProcess:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         self._stops, stops = socket.socketpair()
-        self._environment = dict(os.environ)
+        self._followed = _Followed()
+        self._inherited = _inherited()
         fds = [theirs.fileno(), stops.fileno()]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         with theirs, stops:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "bytecheckpoint.engine.helper", *map(str, fds)],
+                    [sys.executable, "-P", "-m", "bytecheckpoint.engine.helper_server", *map(str, fds)],
                     pass_fds=fds,
                     stdin=subprocess.DEVNULL,
                     env=environment,
@@ -111,7 +59,7 @@ class HelperProcess:
                 ours.close()
                 self._stops.close()
                 raise
-        self._channel = _Channel(ours)
+        self._channel = Channel(ours)
         self._mapped = -1
         self._owner = os.getpid()
         self._lock = threading.Lock()
@@ -120,6 +68,11 @@ class HelperProcess:
     def alive(self) -> bool:
         """True if this process can still use the helper."""
         return self._owner == os.getpid() and self._channel.sock.fileno() >= 0 and self._process.poll() is None
+
+    @property
+    def outdated(self) -> bool:
+        """True if the training process has changed in a way that only a new helper follows."""
+        return self._inherited != _inherited()
 
     @property
     def pid(self) -> int:
@@ -213,20 +166,25 @@ class HelperProcess:
             self.call({"op": "map", "capacity": capacity}, timeout=timeout, fds=[fd])
             self._mapped = generation
 
-    def follow_environment(self, *, timeout: float) -> None:
-        """Send changed environment variables: storages find their servers and credentials by them."""
-        now = dict(os.environ)
-        if now == self._environment:
+    def follow(self, *, timeout: float) -> None:
+        """Send changes of the environment variables, the folder and the umask of this process.
+
+        Storages find their servers and credentials by the variables.
+        """
+        now, before = _Followed(), self._followed
+        if now == before:
             return
-        changed = {escape(name): escape(value) for name, value in now.items() if self._environment.get(name) != value}
-        gone = [escape(name) for name in self._environment.keys() - now.keys()]
-        self.call({"op": "environ", "changed": changed, "gone": gone}, timeout=timeout)
-        self._environment = now
+        new, old = now.environment, before.environment
+        changed = {escape(name): escape(value) for name, value in new.items() if old.get(name) != value}
+        gone = [escape(name) for name in old.keys() - new.keys()]
+        record = {"op": "follow", "changed": changed, "gone": gone, "folder": escape(now.folder), "umask": now.umask}
+        self.call(record, timeout=timeout)
+        self._followed = now
 
     def stop_job(self, job: int) -> None:
         """Make the calls of a job fail soon, also one that is in progress; return at once."""
         with contextlib.suppress(OSError):  # the helper is gone
-            self._stops.send(_LENGTH.pack(job), socket.MSG_DONTWAIT)
+            self._stops.send(LENGTH.pack(job), socket.MSG_DONTWAIT)
 
     def stop(self, *, kill: bool = False) -> None:
         """End the helper. A file that it was writing stays unfinished.
@@ -246,161 +204,42 @@ class HelperProcess:
                     self._process.wait(tuning().helper_end)
 
 
-class _Server:
-    """The helper's side: carries out requests one after the other."""
-
-    def __init__(self, channel: _Channel) -> None:
-        self._channel = channel
-        self._job = 0
-        self._cancel = Cancellation()  # of that job
-        self._choosing = threading.Lock()  # held while these two change
-        self._pool: NDArray[np.uint8] = np.zeros(0, np.uint8)
-        self._writer: FilesWriter | None = None
-        self._operation = Operation("save", "")  # the save whose requests these are
-        self._answering = threading.Lock()
-        self._at_work = False
-
-    def serve(self) -> None:
-        while True:
-            try:
-                record, fds = self._channel.receive()
-            except OSError:
-                record, fds = None, []
-            if record is None:
-                break
-            op = record.pop("op")
-            if op == "open":
-                self._operation = Operation("save", unescape(record["url"]))
-            operation = self._operation
-            self._at_work = True
-            try:
-                with operation.running():
-                    answer = getattr(self, "do_" + op)(fds=fds, **record)
-            except BaseException as error:  # noqa: BLE001  raised in the training process
-                answer = {"failure": Failure.of(error).encode()}
-            with self._answering:
-                self._at_work = False
-                answer["measured"] = operation.take()
-                try:
-                    self._channel.send(answer)
-                except OSError:
-                    break
-        # The training process is gone, so this save cannot finish.
-        self.do_abort()
-
-    def report_progress(self) -> None:
-        """Send what was measured so far about once a second, while a request takes long. Runs on a thread of its own."""
-        while True:
-            time.sleep(tuning().progress_interval)
-            with self._answering:
-                if self._at_work and (measured := self._operation.take())["totals"]:
-                    try:
-                        self._channel.send({"unfinished": True, "measured": measured})
-                    except OSError:
-                        return
-
-    def do_ping(self, *, fds: list[int]) -> dict[str, Any]:
-        return {}
-
-    def do_map(self, *, capacity: int, fds: list[int]) -> dict[str, Any]:
-        self._pool = np.frombuffer(mmap.mmap(fds[0], capacity), np.uint8)
-        os.close(fds[0])
-        return {}
-
-    def do_environ(self, *, changed: dict[str, str], gone: list[str], fds: list[int]) -> dict[str, Any]:
-        for name in gone:
-            os.environ.pop(unescape(name), None)
-        os.environ.update({unescape(name): unescape(value) for name, value in changed.items()})
-        return {}
-
-    def do_open(
-        self,
-        *,
-        job: int,
-        url: str,
-        tasks: list[dict[str, Any]],
-        settings: dict[str, Any],
-        stable: bool,
-        fds: list[int],
-    ) -> dict[str, Any]:
-        self.do_abort()
-        current = configure(**settings)
-        files = [msgspec.convert(t, FileTask) for t in tasks]
-        self._writer = FilesWriter(
-            resolve(unescape(url)),
-            files,
-            direct=current.storage.direct_io != "off",
-            threads=current.storage.write_threads,
-            stable=stable,
-            pool=memoryview(self._pool),
-            cancel=self._token(job),
-        )
-        self._writer.open()
-        return {}
-
-    def stop_jobs(self, sock: socket.socket) -> None:
-        """Cancel the jobs whose numbers come from `sock`. Runs on a thread of its own."""
-        while len(data := sock.recv(_LENGTH.size)) == _LENGTH.size:
-            self._token(_LENGTH.unpack(data)[0]).set(_STOPPED)
-
-    def _token(self, job: int) -> Cancellation:
-        """Return the token of a job. Its stop may come before it begins, or after the next job has begun."""
-        with self._choosing:
-            if job < self._job:
-                return Cancellation()  # that job has ended
-            if job > self._job:
-                self._job, self._cancel = job, Cancellation()
-            return self._cancel
-
-    def do_write(self, *, chunks: list[list[int]], fds: list[int]) -> dict[str, Any]:
-        return {"batch": self._opened().write_staged([StagedChunk(*c) for c in chunks])}
-
-    def do_wait(self, *, batch: int, fds: list[int]) -> dict[str, Any]:
-        self._opened().wait(batch)
-        return {}
-
-    def do_sums(self, *, fds: list[int]) -> dict[str, Any]:
-        return {"sums": [s.tobytes() for s in self._opened().sums()]}
-
-    def do_finish(self, *, headers: list[bytes], fds: list[int]) -> dict[str, Any]:
-        self._opened().finish(headers)
-        self._writer = None
-        return {}
-
-    def do_abort(self, *, fds: Sequence[int] = ()) -> dict[str, Any]:
-        if self._writer is not None:
-            self._writer.abort()
-            self._writer = None
-        return {}
-
-    def _opened(self) -> FilesWriter:
-        if self._writer is None:
-            raise UsageError("no save is open in the writer process")
-        return self._writer
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
 
 
-def _end_with(parent: int) -> None:
-    """End this process soon after its parent."""
-    # Children that the training process forked hold copies of its end of the socket, so its death may not close it.
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
+def _umask() -> int:
+    # Not by `os.umask`, which sets it, for all threads.
+    with contextlib.suppress(OSError), open("/proc/self/status", errors="replace") as lines:
+        for line in lines:
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return -1
 
 
-def main() -> None:
-    """Serve until the training process closes its end."""
-    try_start(threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True))
-    # A terminal's Ctrl-C and a scheduler's SIGTERM go to the whole process group. The training process decides what becomes
-    # of its saves.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.nice(_NICENESS)
-    channel, stops = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:])
-    server = _Server(_Channel(channel))
-    try_start(threading.Thread(target=server.stop_jobs, args=(stops,), daemon=True))
-    try_start(threading.Thread(target=server.report_progress, daemon=True))
-    server.serve()
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """The facts of this process that a running helper takes over.
+
+    Attributes:
+        environment: environment variables.
+        folder: current folder, "" if it is gone.
+        umask: mask of the permissions of new files, -1 where it cannot be read without a change.
+    """
+
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    folder: str = field(default_factory=_folder)
+    umask: int = field(default_factory=_umask)
 
 
-if __name__ == "__main__":
-    main()
+#: Limits that a process gets at its start, and that concern files, threads and memory.
+_LIMITS = ("RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_MEMLOCK")
+
+
+def _inherited() -> tuple[object, ...]:
+    """Return the users, groups and limits of this process."""
+    limits = [resource.getrlimit(getattr(resource, name)) for name in _LIMITS]
+    return os.getresuid(), os.getresgid(), sorted(os.getgroups()), limits

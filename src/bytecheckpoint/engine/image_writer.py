@@ -109,7 +109,7 @@ class HelperWriter:
             self._helper = running_helper()  # the first one had died after the last save
         if pool.capacity:
             self._helper.map_pool(pool.fd, pool.capacity, pool.generation, timeout=self._timeout)
-        self._helper.follow_environment(timeout=self._timeout)
+        self._helper.follow(timeout=self._timeout)
         self._cancel = job.cancel
         self._number = next(_jobs)
         self._request = {

@@ -86,6 +86,8 @@ class SaveResources:
         Raises:
             CheckpointError: this process may not start another one.
         """
+        if self.running_helper is not None and self.running_helper.alive and self.running_helper.outdated:
+            self.running_helper.stop()
         if self.running_helper is None or not self.running_helper.alive:
             try:
                 self.running_helper = HelperProcess()
