@@ -76,14 +76,12 @@ class _OpenedLoad:
 
     Attributes:
         request: checked arguments.
-        storage: storage of the checkpoint.
         exchange: this rank's part in reading the catalog.
         own: checkpoint as far as this rank has read it; None if rank 0 sends the catalog.
         decision: rank 0's decision.
     """
 
     request: LoadRequest
-    storage: Storage
     exchange: CatalogExchange
     own: OpenCheckpoint | None
     decision: OpenDecision
@@ -248,10 +246,9 @@ class Load:
             return (checked, exchange, own), report
 
         (checked, exchange, own), decision = self._agree("open", work, _decide_open, OpenReport, OpenDecision)
-        found = value_of(storage)
-        check_alike(decision, found.url, last=last)
+        check_alike(decision, value_of(storage).url, last=last)
         self._operation.mark("agree")
-        return _OpenedLoad(checked, found, exchange, own, decision)
+        return _OpenedLoad(checked, exchange, own, decision)
 
     # --- fit ------------------------------------------------------------------------------------------------------
 
@@ -269,7 +266,7 @@ class Load:
     def _fit(self, opened: _OpenedLoad) -> tuple[_FittedLoad, FitReport]:
         request, matching, world_size = opened.request, opened.request.matching, self._collective.world_size
         checkpoint = opened.exchange.complete(opened.own, opened.decision)
-        catalog, groups, url = checkpoint.reader.catalog, checkpoint.reader.groups, opened.storage.url
+        catalog, groups, url = checkpoint.reader.catalog, checkpoint.reader.groups, checkpoint.files.url
         with checkpoint.detect_replacement():
             chunk_bytes = read_length(catalog, world_size, self._settings)
             selection = copy.deepcopy(matching.selection)
@@ -337,14 +334,14 @@ class Load:
             CorruptCheckpointError: bytes do not match their checksums.
         """
         self._operation.phase = "read"
+        rank = self._collective.rank
         (nbytes, received, unexpected), prepare_save = self._agree(
-            "read", lambda: (self._read(fitted, decision), fitted.request.prepare_save), _any, bool, bool
+            "read", lambda: self._read(fitted, decision), lambda _, wants: any(wants), bool, bool
         )
-        some = any(decision.recognized)
-        return FilledStates(fitted, nbytes, received, unexpected, some, prepare_save, self._collective.rank)
+        return FilledStates(fitted, nbytes, received, unexpected, any(decision.recognized), prepare_save, rank)
 
-    def _read(self, fitted: _FittedLoad, decision: FitDecision) -> tuple[int, int, list[str]]:
-        """Fill the destinations; return the bytes read and received, and the names that no rank wants."""
+    def _read(self, fitted: _FittedLoad, decision: FitDecision) -> tuple[tuple[int, int, list[str]], bool]:
+        """Fill the destinations; return bytes read and received with unwanted names, and whether to prepare a save."""
         request, destination, files = fitted.request, fitted.destination, fitted.checkpoint.files
         states = {*request.states, *destination.states}
         unexpected = unexpected_names(fitted.catalog, states, decision, request.matching.selection)
@@ -362,12 +359,12 @@ class Load:
                     exchange.run()
                 self._operation.count("exchanged", nbytes=exchange.received)
                 nbytes, received = exchange.read, exchange.received
-            threads, chunk_bytes = self._settings.storage.read_threads, fitted.fit.chunk_bytes
-            nbytes += read_all(files, scatter, private, threads=threads, chunk_bytes=chunk_bytes)
+            threads = self._settings.storage.read_threads
+            nbytes += read_all(files, scatter, private, threads=threads, chunk_bytes=fitted.fit.chunk_bytes)
             destination.check()
             refuse_mismatches(files.url, request.refused_mismatches(destination))
         self._operation.mark("read")
-        return nbytes, received, unexpected
+        return (nbytes, received, unexpected), request.prepare_save
 
     def _plan_exchange(
         self, fitted: _FittedLoad, scatter: ScatterPlan, decision: FitDecision
@@ -400,7 +397,3 @@ def _decide_open(
     checkpoint = own[2]
     assert checkpoint is not None, "rank 0 reads the catalog"
     return decide_open(reports, checkpoint.reader.head)
-
-
-def _any(_: object, reports: list[bool]) -> bool:
-    return any(reports)
