@@ -145,12 +145,13 @@ class RankWriter:
 
     def prewarm(self, agreed: AgreedPlan) -> None:
         """Touch the pages of the staging pool that `copy` needs; write nothing."""
-        batch = self._planned_batch(agreed)
+        batch, captured = self._planned_batch(agreed), agreed.captured
         self._files = []  # none of them is written
-        nbytes = max(batch.image.nbytes, self._spare_image(agreed, batch).nbytes)
+        spare = _spare_image(_spare_values(captured.values, batch.places), batch.image.nbytes, captured.copies)
+        nbytes = max(batch.image.nbytes, spare.nbytes)
         pools = self._resources.pools
         pools.note_need(nbytes)
-        pools.prewarm(nbytes, self._settings, touch=True, device=_device(agreed.captured.copies))
+        pools.prewarm(nbytes, self._settings, touch=True, device=_device(captured.copies))
 
     def stage_live(self, agreed: AgreedPlan) -> StagedFiles:
         """Stage the planned files of a caller who waits until they are written."""
@@ -175,8 +176,9 @@ class RankWriter:
         batch = self._planned_batch(agreed)
         image, settings = batch.image, self._settings
         values = {value.key: value for value in agreed.captured.values}
-        spare = self._spare_image(agreed, batch)
-        nbytes = max(image.nbytes, spare.nbytes)
+        spare = _spare_values(agreed.captured.values, batch.places)
+        spare_image = _spare_image(spare, image.nbytes, image.copies)
+        nbytes = max(image.nbytes, spare_image.nbytes)
         pools, device = self._resources.pools, _device(image.copies)
         pools.note_need(nbytes)
         with span("reserve", nbytes):
@@ -193,9 +195,8 @@ class RankWriter:
             chunks = stage_image(image, pool, settings.storage.chunk_bytes, opened[0] if opened else None)
         if fits:
             for key, (file, offset) in batch.places.items():
-                data = image.staged(values[key].data, batch.files[file].image.start + offset, pool.tensor())
-                values[key] = replace(values[key], data=data)
-        values |= self._copy_spare(values, batch.places, spare, pool)
+                values[key] = _staged(values[key], batch.files[file].image.start + offset, pool)
+        values |= {value.key: value for value in _copy_spare(spare, spare_image, pool)}
         self._operation.mark("stage")
         return StagedFiles(
             batch.files, batch.places, [*values.values()], pool, chunks, opened=opened, pool_bytes=nbytes
@@ -213,10 +214,9 @@ class RankWriter:
                 self._job(staged.files), agreed.plan.nbytes, pool, stable=True, by_helper=True
             )
             writer.write_staged(staged.chunks)
-            values = []
-            for value in hash_all(staged.values, agreed.captured.copies):
-                # Other saves use the pool later; the values that this rank has not written are kept until the commit.
-                values.append(value.without_data() if value.key in staged.places else value)
+            values = hash_all(staged.values, agreed.captured.copies)
+            # Other saves use the pool later; the values that this rank has not written are kept until the commit.
+            values = [value.without_data() if value.key in staged.places else value for value in values]
             records = self._finish(staged.files, writer, writer.sums())
         return WrittenFiles(records, staged.places, values, replaces)
 
@@ -313,34 +313,6 @@ class RankWriter:
         self._files += files
         image = Image([*tensors, *(v.data for v in values)], [f.image for f in files], copies, targets)
         return _Batch(files, image, places)
-
-    def _spare_image(self, agreed: AgreedPlan, batch: _Batch) -> Image:
-        """Place the values that this rank does not write behind the image of its files.
-
-        Copies of other ranks stand for them. The coordinator asks for a value that no longer equals such a copy.
-        """
-        copies = agreed.captured.copies
-        values = _spare_values(agreed.captured.values, batch.places)
-        if not values:
-            return Image([], [], copies)
-        return Image([value.data for value in values], [place_values(values, batch.image.nbytes)], copies)
-
-    def _copy_spare(
-        self, values: Mapping[TensorKey, Value], places: Places, image: Image, pool: StagingPool
-    ) -> dict[TensorKey, Value]:
-        """Copy the values that this rank does not write into `pool`, or into new memory if they do not fit there."""
-        spare = _spare_values(values.values(), places)
-        if not spare:
-            return {}
-        if pool.capacity < image.nbytes:
-            with image.copies.queued():
-                return {value.key: replace(value, data=value.data.to("cpu", copy=True)) for value in spare}
-        image.stage(pool.tensor(), pool.generation)
-        (section,) = image.files
-        return {
-            value.key: replace(value, data=image.staged(value.data, section.start + start, pool.tensor()))
-            for value, start in zip(spare, section.starts.tolist(), strict=True)
-        }
 
     # --- writing --------------------------------------------------------------------------------------------------
 
@@ -460,8 +432,33 @@ def _source(shard: LiveShard, first: int, end: int) -> torch.Tensor | Runs:
 
 
 def _spare_values(values: Collection[Value], places: Places) -> list[Value]:
-    """Return the values that have no place in a file, larger elements first: each lies at a multiple of its size."""
+    """Return the values that this rank does not write, larger elements first: each lies at a multiple of its size.
+
+    Copies of other ranks stand for them. The coordinator asks for a value that no longer equals such a copy.
+    """
     return sorted((v for v in values if v.key not in places), key=lambda value: -value.data.element_size())
+
+
+def _spare_image(spare: Sequence[Value], start: int, copies: DeviceCopies) -> Image:
+    """Place the spare values from byte `start` on, behind the image of the rank's files."""
+    return Image([value.data for value in spare], [place_values(spare, start)] if spare else [], copies)
+
+
+def _copy_spare(spare: Sequence[Value], image: Image, pool: StagingPool) -> list[Value]:
+    """Copy the spare values into `pool`, or into new memory if they do not fit there."""
+    if not spare:
+        return []
+    if pool.capacity < image.nbytes:
+        with image.copies.queued():
+            return [replace(value, data=value.data.to("cpu", copy=True)) for value in spare]
+    image.stage(pool.tensor(), pool.generation)
+    places = [section.start + start for section in image.files for start in section.starts.tolist()]
+    return [_staged(value, place, pool) for value, place in zip(spare, places, strict=True)]
+
+
+def _staged(value: Value, place: int, pool: StagingPool) -> Value:
+    """Return a value with its copy at byte `place` of the pool as data."""
+    return replace(value, data=Image.staged(value.data, place, pool.tensor()))
 
 
 def _device(copies: DeviceCopies) -> torch.device | None:
