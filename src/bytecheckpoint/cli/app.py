@@ -22,7 +22,9 @@ app = typer.Typer(
 
 Path = Annotated[str, typer.Argument(metavar="PATH", help="Folder or URL of one checkpoint.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
-# Options of the verbs about the metrics of a run.
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")]
+# Argument and options of the verbs about the metrics of a run.
+Root = Annotated[str, typer.Argument(metavar="ROOT", help="Folder or URL of a run.", show_default=False)]
 Bandwidth = Annotated[
     str | None,
     typer.Option(help="Bandwidth of the storage for all ranks together, per second: 40GB (see also `measure`)."),
@@ -153,7 +155,7 @@ def flush(
 def rm(
     paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Checkpoints.", show_default=False)],
     cold: Annotated[bool, typer.Option("--cold", help="Also remove their files in a cold storage.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")] = False,
+    dry_run: DryRun = False,
     json: Json = False,
 ) -> Job:
     """Remove checkpoints, and the files of killed saves at their paths. `tier+...`: this machine's copy too."""
@@ -168,7 +170,7 @@ def gc(
         list[str] | None, typer.Argument(metavar="[PATH]...", help="Checkpoints, or folders of them.")
     ] = None,
     older_than: Annotated[str, typer.Option(help="Least age: 30m, 12h, 7d, 2w.")] = "1d",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")] = False,
+    dry_run: DryRun = False,
     json: Json = False,
 ) -> Job:
     """Remove the files of killed saves, and flushed steps from this machine's memory (all runs)."""
@@ -212,7 +214,7 @@ def plan_interval(
 
 @app.command()
 def report(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder or URL of a run.", show_default=False)],
+    root: Root,
     newest: Annotated[
         int | None, typer.Option(min=1, help="Number of saves and loads to read, the newest ones.")
     ] = None,
@@ -237,7 +239,7 @@ def report(
 
 @app.command()
 def measure(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder or URL of a run.", show_default=False)],
+    root: Root,
     size: Annotated[str, typer.Option(help="Bytes to write, e.g. 4GiB.")] = "1GiB",
     threads: Annotated[int, typer.Option(min=1, help="Number of files to write and read at once.")] = 8,
     json: Json = False,
@@ -250,7 +252,7 @@ def measure(
 
 @app.command()
 def monitor(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder or URL of a run.", show_default=False)],
+    root: Root,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 8765,
     host: Annotated[
         str, typer.Option(help="Address to listen on; any but this machine's own needs a token.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -44,9 +44,7 @@ def verify(path: str, *, threads: int, json: bool) -> int:
     if json:
         print_json({"ok": report.ok, **asdict(report)})
         return int(not report.ok)
-    for finding in report.findings:
-        print(printable(finding.message))
-    print_notes(report.notes)
+    _print_messages(report.findings, report.notes)
     verdict = "sound" if report.ok else plural(len(report.findings), "finding")
     content = f"{plural(report.tensors, 'tensor')}, {size_text(report.bytes_read)} in {plural(report.files, 'file')}"
     print(
@@ -63,13 +61,17 @@ def diff(a: str, b: str, *, rtol: float, atol: float, json: bool) -> int:
     if json:
         print_json({"a": resolve(a).url, "b": resolve(b).url, "equal": report.equal, **asdict(report)})
         return int(not report.equal)
-    for difference in report.differences:
-        print(printable(difference.message))
-    print_notes(report.notes)
+    _print_messages(report.differences, report.notes)
     tensors = f"{plural(report.tensors, 'tensor')} ({size_text(report.bytes_compared)})"
     compared = f"{tensors} and {plural(report.values, 'plain value')}"
     print(f"{compared} compared: {'equal' if report.equal else plural(len(report.differences), 'difference')}")
     return int(not report.equal)
+
+
+def _print_messages(found: Iterable[Any], notes: Iterable[str]) -> None:
+    for one in found:
+        print(printable(one.message))
+    print_notes(notes)
 
 
 def export(src: str, dst: str, *, state: str, dtype: str | None, max_shard_size: str, force: bool, json: bool) -> int:
@@ -98,9 +100,7 @@ def repair(path: str, *, force: bool, json: bool) -> int:
     if json:
         print_json(asdict(report))
         return int(bool(report.findings))
-    for finding in report.findings:
-        print(printable(finding.message))
-    print_notes(report.notes)
+    _print_messages(report.findings, report.notes)
     done = f"catalog rebuilt from save {report.generation}" if report.written else "the catalog is sound"
     print(f"{printable(report.path)}: {done}")
     return int(bool(report.findings))

@@ -13,6 +13,7 @@ from torch import nn
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.detection import contains_module, loaded_class, loaded_version, nested_objects
+from bytecheckpoint.frameworks.fsdp1.detection import is_fsdp1
 from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor
 
 __all__ = [
@@ -180,12 +181,11 @@ def torch_sharding_of(states: Mapping[str, object]) -> str:
 
     Megatron's own wrappers around torch's sharding do not count.
     """
-    fsdp1 = loaded_class("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
     wrappers = tuple(_sharding_wrappers())
     for item in (item for value in states.values() for item in nested_objects(value)):
         if not isinstance(item, nn.Module) or not is_megatron_module(item) or isinstance(item, wrappers):
             continue
-        if fsdp1 is not None and any(isinstance(part, fsdp1) for part in item.modules()):
+        if any(map(is_fsdp1, item.modules())):
             return "FSDP1 (FullyShardedDataParallel)"
         if any(map(is_dtensor, item.parameters())):
             return "DTensors (fully_shard)"
