@@ -85,9 +85,9 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     def as_error(self) -> CheckpointError:
         """Make an error of the same class and fields, whose message begins with rank and stage and which carries this."""
         cls = self.error_class
-        where = [f"rank {self.rank}"] * (self.rank >= 0) + [self.stage] * bool(self.stage)
-        parts = ["an earlier asynchronous save failed"] * self.repeats + [", ".join(where)] * bool(where)
-        message = ": ".join([*parts, self.message])
+        where = ", ".join(filter(None, (f"rank {self.rank}" if self.rank >= 0 else "", self.stage)))
+        earlier = "an earlier asynchronous save failed" if self.repeats else ""
+        message = ": ".join([*filter(None, (earlier, where)), self.message])
         error = cls(message, **_known_fields(self.fields, _FIELDS[cls.__name__]))
         error.failure = self
         error.repeats = "elsewhere" if self.repeats else ""

@@ -107,7 +107,8 @@ def without_secrets(text: str) -> str:
 def error_text(error: BaseException) -> str:
     """Return an error as one line of limited length, without secrets."""
     text = f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()  # file names need not be UTF-8
-    return without_secrets(" ".join(text[:_LONGEST_ERROR].split())) + " ..." * (len(text) > _LONGEST_ERROR)
+    ending = " ..." if len(text) > _LONGEST_ERROR else ""
+    return without_secrets(" ".join(text[:_LONGEST_ERROR].split())) + ending
 
 
 def step_of(path: str) -> int | None:

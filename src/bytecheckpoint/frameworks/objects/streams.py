@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
-from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor, SupportsStreams
+from bytecheckpoint.frameworks.base import Destination, SavedStates, SupportsStreams
 from bytecheckpoint.frameworks.objects.capture import encode_value
 from bytecheckpoint.frameworks.objects.reader import missing_tensor_error
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
@@ -84,10 +84,13 @@ def load_streams(state_name: str, live: SupportsStreams, saved: SavedStates, des
     prefixes = {f"{_PREFIX}{number}" for number in chosen}
     for key in saved.keys(state_name):
         if ".".join(key.fqn.split(".", 2)[:2]) in prefixes:
-            found = saved.find_by_content(state_name, key.fqn)
-            assert found is not None
-            wanted[key] = found
-    tensors |= _request(wanted, destination)
+            tensor = saved.find_by_content(state_name, key.fqn)
+            assert tensor is not None
+            wanted[key] = tensor
+    for key, found in wanted.items():
+        tensors[key] = torch.empty(found.global_shape, dtype=dtype_named(found.dtype))
+        add_shards(destination.wanted, key, tensors[key], by_content=True)
+        destination.recognized.add(key)
     states: dict[int, Any] = {}
 
     def check() -> None:
@@ -115,13 +118,3 @@ def refuse_streams(state_name: str, live: object, saved: SavedStates) -> None:
             f"the checkpoint holds {len(parts)} streams of {state_name}, which a {type(live).__name__} cannot take: "
             "load them into a data loader like the one that saved them (SupportsStreams)"
         )
-
-
-def _request(found: dict[TensorKey, SavedTensor], destination: Destination) -> dict[TensorKey, torch.Tensor]:
-    """Request tensors, and return the memory that the load will fill."""
-    tensors = {}
-    for key, tensor in found.items():
-        tensors[key] = torch.empty(tensor.global_shape, dtype=dtype_named(tensor.dtype))
-        add_shards(destination.wanted, key, tensors[key], by_content=True)
-        destination.recognized.add(key)
-    return tensors

@@ -140,16 +140,14 @@ class RngState:
         """Set all generators; return remarks for the user."""
         rank = self._place[0]
         sources, notes = self._sources(), []
-        if exact := shared == self.shared_state():
-            lacking = sorted(sources.keys() - states.keys())
-        else:
+        exact = shared == self.shared_state()
+        if not exact:
             saved = "another rank" if shared is None else _place_in_words(shared)
             notes.append(
                 f"saved for {saved}, and this is rank {rank} of {_place_in_words(self.shared_state())}: all generators are "
                 "seeded anew, from the checkpoint and the rank"
             )
-            lacking = []
-        if lacking:
+        elif lacking := sorted(sources.keys() - states.keys()):
             notes.append(f"the checkpoint lacks {', '.join(lacking)}: seeded from the checkpoint and the rank")
         if gone := sorted(states.keys() - sources.keys()):
             notes.append(f"this process has no {', '.join(gone)}")

@@ -78,9 +78,10 @@ class Encoder:
         return value
 
     def _compound(self, kind: type, value: Any, depth: int) -> object:
-        encode_container = _CONTAINERS.get(kind)
-        if encode_container is not None:
-            return encode_container(self, value, depth)
+        container = _CONTAINERS.get(kind)
+        if container is not None:
+            code, content = container
+            return content(self, value, depth) if code is None else self._ext(code, content(self, value, depth))
         registration = registration_of(kind)
         if registration is not None:
             return self._instance(registration, value, depth)
@@ -125,12 +126,6 @@ class Encoder:
         self._path.pop()
         return native
 
-    def _list(self, value: list[object], depth: int) -> object:
-        return self._items(value, depth)
-
-    def _tuple(self, value: tuple[object, ...], depth: int) -> object:
-        return self._ext(Code.TUPLE, self._items(value, depth))
-
     def _dict(self, value: dict[Any, object], depth: int) -> object:
         if STR_ONLY.issuperset(map(type, value)):
             if NATIVE_TYPES.issuperset(map(type, value.values())):
@@ -150,27 +145,15 @@ class Encoder:
         self._key_depth -= 1
         return [keys, self._items(list(value.values()), depth, value)]
 
-    def _ordered_dict(self, value: dict[Any, object], depth: int) -> object:
-        return self._ext(Code.ORDERED_DICT, self._pairs(value, depth))
-
-    def _counter(self, value: dict[Any, object], depth: int) -> object:
-        return self._ext(Code.COUNTER, self._pairs(value, depth))
-
-    def _default_dict(self, value: collections.defaultdict[Any, object], depth: int) -> object:
+    def _factory_and_pairs(self, value: collections.defaultdict[Any, object], depth: int) -> list[object]:
         try:
             name = factory_name(value.default_factory)
         except NotStorableError as refusal:
             self._refuse(str(refusal))
-        return self._ext(Code.DEFAULT_DICT, [name, *self._pairs(value, depth)])
+        return [name, *self._pairs(value, depth)]
 
-    def _deque(self, value: collections.deque[object], depth: int) -> object:
-        return self._ext(Code.DEQUE, [value.maxlen, self._items(list(value), depth)])
-
-    def _set(self, value: set[object], depth: int) -> object:
-        return self._ext(Code.SET, self._members(value, depth))
-
-    def _frozenset(self, value: frozenset[object], depth: int) -> object:
-        return self._ext(Code.FROZENSET, self._members(value, depth))
+    def _maxlen_and_items(self, value: collections.deque[object], depth: int) -> list[object]:
+        return [value.maxlen, self._items(list(value), depth)]
 
     def _members(self, members: set[object] | frozenset[object], depth: int) -> object:
         if NATIVE_TYPES.issuperset(map(type, members)):
@@ -237,17 +220,18 @@ class Encoder:
         )
 
 
-_CONTAINERS: dict[type, Callable[[Encoder, Any, int], object]] = {
-    list: Encoder._list,
-    tuple: Encoder._tuple,
-    dict: Encoder._dict,
-    collections.OrderedDict: Encoder._ordered_dict,
-    collections.defaultdict: Encoder._default_dict,
-    collections.Counter: Encoder._counter,
-    collections.deque: Encoder._deque,
-    set: Encoder._set,
-    frozenset: Encoder._frozenset,
-    TensorRef: Encoder._tensor_ref,
+#: Exact class of a container -> its extension code, None if its content is the whole encoding; and its content's encoder.
+_CONTAINERS: dict[type, tuple[Code | None, Callable[[Encoder, Any, int], object]]] = {
+    list: (None, Encoder._items),
+    tuple: (Code.TUPLE, Encoder._items),
+    dict: (None, Encoder._dict),
+    collections.OrderedDict: (Code.ORDERED_DICT, Encoder._pairs),
+    collections.defaultdict: (Code.DEFAULT_DICT, Encoder._factory_and_pairs),
+    collections.Counter: (Code.COUNTER, Encoder._pairs),
+    collections.deque: (Code.DEQUE, Encoder._maxlen_and_items),
+    set: (Code.SET, Encoder._members),
+    frozenset: (Code.FROZENSET, Encoder._members),
+    TensorRef: (None, Encoder._tensor_ref),
 }
 
 
