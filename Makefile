@@ -25,7 +25,7 @@ TESTED := cli,s3-profiles,fsspec,hdfs,prometheus,otlp,monitor,dev
 SEED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types imports format check test test-all test-shuffled servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-ray test-metrics-sinks test-integrations-all test-elastic soak demo demo-short demo-trainer bench bench-guard bench-short bench-storage bench-storage-short bench-frameworks docs lock vendor clean
+.PHONY: help venv lint types imports format check test test-all test-shuffled servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-ray test-metrics-sinks test-extras test-integrations-all test-elastic soak demo demo-short demo-trainer bench bench-guard bench-short bench-storage bench-storage-short bench-frameworks docs lock vendor clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-21s %s\n", $$1, $$2}'
@@ -172,6 +172,11 @@ test-ray: ## a real Ray Train of this machine (environment: .venv-ray)
 test-metrics-sinks: ## metrics in real TensorBoard, W&B, MLflow and today's ClickHouse (environment: .venv-metrics)
 	VENV=.venv-metrics PYTHON=3.12 EXTRAS=$(TESTED),tensorboard,wandb,mlflow PINNED=constraints-metrics.txt ./scripts/bootstrap.sh
 	BYTECHECKPOINT_REQUIRE_METRICS=1 .venv-metrics/bin/python -m pytest tests/monitoring/test_sinks_tools.py
+
+# After the others, whose packages are in the cache then.
+test-extras: venv ## each published extra alone in a clean environment
+	./scripts/install-servers.sh versitygw
+	BYTECHECKPOINT_REQUIRE_SERVERS=1 $(PYTEST) -m slow tests/packaging/test_extras.py
 
 test-integrations-all: ## the tests of all training tools (the three targets above), with the slow ones
 	$(MAKE) test-integrations test-torchtitan test-ray WITH_SLOW='-m "not soak and not server"'

@@ -12,7 +12,8 @@ import bytecheckpoint
 from bytecheckpoint import StorageError, StorageFullError, StorageUnavailableError, UsageError
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.objects.bucket import _buckets, bucket_of
-from bytecheckpoint.storage.objects.errors import cleaned, facts_of, storage_error
+from bytecheckpoint.storage.objects.errors import facts_of, storage_error
+from bytecheckpoint.storage.remote import cleaned
 from bytecheckpoint.tuning import tuned
 from tests.servers.peers import silent
 from tests.storage.checks import within

@@ -16,19 +16,21 @@ from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    StorageConflictError,
     StorageUnavailableError,
     UsageError,
 )
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_file import decode
+from bytecheckpoint.representation.catalog_footer import has_seal
 from bytecheckpoint.representation.catalog_groups import CatalogGroups
-from bytecheckpoint.representation.names import CATALOG_NAME
+from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
 from bytecheckpoint.storage import FileReader, Storage
 from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["CatalogHead", "CatalogReader", "check_rank", "read_catalog", "read_outline"]
+__all__ = ["CatalogHead", "CatalogReader", "check_rank", "read_catalog", "read_outline", "refuse_foreign"]
 
 _T = TypeVar("_T")
 #: Attempts to read parts that belong together: another save may replace the catalog between two reads.
@@ -46,6 +48,30 @@ def read_catalog(storage: Storage) -> tuple[Catalog, bytes]:
     with _located(storage):
         data = storage.read(CATALOG_NAME)
         return decode(data), data
+
+
+def refuse_foreign(storage: Storage) -> None:
+    """Refuse to replace a file that has the name of a catalog and is none.
+
+    A catalog has a seal; one that has lost its end has storage files beside it.
+
+    Raises:
+        StorageConflictError: the file is of another program.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        with contextlib.closing(storage.open(CATALOG_NAME)) as reader:
+
+            def read(start: int, count: int) -> bytes:
+                data = bytearray(count)
+                return bytes(data[: reader.read_into(start, [memoryview(data)])])
+
+            if has_seal(reader.size, read):
+                return
+        if not any(generation_of(name) is not None for name, _ in storage.list()):
+            raise StorageConflictError(
+                f"{storage.url}/{CATALOG_NAME} is no catalog of a checkpoint, and the save would replace it: save to "
+                f"another folder, or remove the file"
+            )
 
 
 def read_outline(storage: Storage) -> Catalog:

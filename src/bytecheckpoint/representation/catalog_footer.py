@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -124,6 +124,20 @@ def _seal_place(end: memoryview, size: int) -> int:
     if not whole or footer_length > size - 12 - SEAL_BYTES:
         raise damaged("its end is missing")
     return size - 8 - int(footer_length) - SEAL_BYTES
+
+
+def has_seal(size: int, read: Callable[[int, int], bytes]) -> bool:
+    """Return whether a file has a catalog's seal, of any version, sound or not.
+
+    Args:
+        size: length of the file.
+        read: function that returns some bytes of it, by first byte and length.
+    """
+    try:
+        place = _seal_place(memoryview(read(max(size - 8, 0), min(size, 8))), size)
+    except CorruptCheckpointError:
+        return False
+    return read(place, len(_SEAL_MAGIC)) == _SEAL_MAGIC
 
 
 def tail_start(end: memoryview, size: int) -> int:

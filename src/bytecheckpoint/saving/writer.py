@@ -13,6 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from bytecheckpoint.concurrency import call_with_timeout
+from bytecheckpoint.engine.catalogs import refuse_foreign
 from bytecheckpoint.engine.device_copies import DeviceCopies
 from bytecheckpoint.engine.image_writer import (
     HelperWriter,
@@ -39,6 +40,7 @@ from bytecheckpoint.saving.rank_plan import AgreedPlan
 from bytecheckpoint.saving.request import SaveRequest
 from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.storage.optional import check_room
+from bytecheckpoint.tiers.storage import tier_of
 from bytecheckpoint.tracing.operation import Operation, span
 from bytecheckpoint.tuning import tuning
 
@@ -321,6 +323,8 @@ class RankWriter:
         replaces = ""
         if self._origin.rank == 0:
             replaces = self._storage.version(CATALOG_NAME)
+            if replaces and tier_of(self._storage) is None:  # a tier asks its durable storage
+                refuse_foreign(self._storage)
             self._storage.check_publish(CATALOG_NAME, replaces)
             check_room(self._storage, nbytes)
         self._target_checked = True

@@ -33,8 +33,8 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.retries import retry
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.base import UNENCODABLE, Capabilities, FileReader, FileStat, check_name, conflict_error
-from bytecheckpoint.storage.objects.errors import cleaned
 from bytecheckpoint.storage.posix.files import FULL_ERRNOS, TRANSIENT_ERRNOS, may_pass
+from bytecheckpoint.storage.remote import cleaned
 from bytecheckpoint.storage.uploading import Pieces, UploadingStorage
 from bytecheckpoint.tracing.operation import count_retries
 

@@ -1,8 +1,9 @@
-"""Share code between the clients of object stores and of HDFS: retries, a cache of clients, an error after a fork."""
+"""Share code between the clients of remote storages: retries, a cache of clients, errors after a fork, texts."""
 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
@@ -15,11 +16,18 @@ from bytecheckpoint.retries import RetryBudget, retry_classified
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.ranged import ConnectionShares
 
-__all__ = ["BriefRetries", "ClientCache", "RemoteClient", "is_panic"]
+__all__ = ["BriefRetries", "ClientCache", "RemoteClient", "cleaned", "is_panic"]
 
 _T = TypeVar("_T")
 _K = TypeVar("_K", bound=Hashable)
 _C = TypeVar("_C")
+_QUERY = re.compile(r"\?[^\s\"'<>)]*")
+_USER = re.compile(r"//[^/\s@]+@")
+
+
+def cleaned(text: str) -> str:
+    """Return `text` on one line, without the queries and user parts of URLs, which may be secret."""
+    return _USER.sub("//", _QUERY.sub("", " ".join(text.split())))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from bytecheckpoint.concurrency import call_with_timeout
+from bytecheckpoint.engine.catalogs import refuse_foreign
 from bytecheckpoint.errors import (
     StorageConflictError,
     StorageError,
@@ -202,9 +203,15 @@ class TierStorage(Storage):
 
     def check_publish(self, name: str, expected: str) -> None:
         _, _, durable_version = expected.partition(" ")
+
+        def check() -> None:
+            if durable_version and name == CATALOG_NAME:
+                refuse_foreign(self.durable)
+            self.durable.check_publish(name, durable_version)
+
         if durable_version != UNKNOWN:
             try:
-                call_with_timeout(tuning().tier_save_timeout, lambda: self.durable.check_publish(name, durable_version))
+                call_with_timeout(tuning().tier_save_timeout, check)
             except StorageUnavailableError as error:
                 self._warn_unavailable(error)
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import obstore
 
 from bytecheckpoint.errors import StorageError, StorageFullError, StorageUnavailableError
+from bytecheckpoint.storage.remote import cleaned
 
-__all__ = ["Facts", "cleaned", "facts_of", "failed_request", "no_credentials", "storage_error"]
+__all__ = ["Facts", "facts_of", "failed_request", "no_credentials", "storage_error"]
 
 _STATUS = re.compile(r"status code: (\d{3})(?: ([A-Za-z ]+))?")
 _RETRIES = re.compile(r"after (\d+) retries")
@@ -29,8 +30,6 @@ _CREDENTIALS = re.compile(
     r"//169\.254\.|//metadata\.google\.internal|//login\.microsoftonline|//sts\.|token request|/latest/api/token|"
     r"/latest/meta-data|/computeMetadata/|/metadata/identity|/oauth2/"
 )
-_QUERY = re.compile(r"\?[^\s\"'<>)]*")
-_USER = re.compile(r"//[^/\s@]+@")
 _UNITS = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "InvalidBucketName", "InvalidResourceName", "PermanentRedirect"}
@@ -76,11 +75,6 @@ class Facts:
     elapsed: float
     credentials: bool
     transient: bool
-
-
-def cleaned(text: str) -> str:
-    """Return `text` on one line, without the queries and user parts of URLs."""
-    return _USER.sub("//", _QUERY.sub("", " ".join(text.split())))
 
 
 def facts_of(error: BaseException) -> Facts:
