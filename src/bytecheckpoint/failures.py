@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -176,3 +177,14 @@ class Cancellation:
 
 def _encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _with_encodable_text(record: logging.LogRecord) -> bool:
+    """Let a log record have a text that every handler can encode: file names may hold lone surrogates."""
+    text = record.getMessage()
+    if not text.isascii():
+        record.msg, record.args = _encodable(text), None
+    return True
+
+
+logging.getLogger("bytecheckpoint").addFilter(_with_encodable_text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import bytecheckpoint
-from bytecheckpoint import UsageError
+from bytecheckpoint import CheckpointError, UsageError
 from tests.support.coded import files_of
 
 HOSTILE = [
@@ -83,3 +84,19 @@ def test_a_hostile_name_in_an_error_is_one_line(path: Path) -> None:
         bytecheckpoint.load(path, {"model": {"three\nlines": torch.zeros(2), "\ud800": torch.zeros(2)}})
     str(other.value).encode()  # can be printed
     assert "\n" not in str(other.value)
+
+
+def test_a_log_takes_paths_that_are_not_utf_8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The handlers of logging raise nothing, and print a failure on stderr."""
+    (tmp_path / "a\udcff").touch()
+    handler = logging.FileHandler(tmp_path / "log", encoding="utf-8")
+    logging.getLogger("bytecheckpoint").addHandler(handler)
+    try:
+        handle = bytecheckpoint.save(tmp_path / "a\udcff" / "x", {"model": {"w": torch.ones(2)}}, async_checkpoint=True)
+        with pytest.raises(CheckpointError):
+            handle.result(30)
+    finally:
+        logging.getLogger("bytecheckpoint").removeHandler(handler)
+        handler.close()
+    assert "Logging error" not in capsys.readouterr().err
+    assert "a\\udcff/x failed: " in (tmp_path / "log").read_text("utf-8")

@@ -327,6 +327,19 @@ def test_names_that_are_not_utf_8(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert caplog.text.count("its path is not UTF-8") == 1 and "Traceback" not in caplog.text
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_operations_after_one_whose_path_is_not_utf_8(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ranks: int
+) -> None:
+    """Neither its end nor its progress reaches a sink, so the sinks of later operations do not fail."""
+    with collecting(), tuned(progress_interval=0.001):
+        world = ThreadWorld(ranks)
+        for name in ("a\udcff/step_1", "step_2"):
+            succeeded(save_all(world, f"{tmp_path}/{name}", 1, rows=20_000, async_checkpoint=True))
+        wait_for_operations(tmp_path, 1)
+    assert "do not reach" not in caplog.text and "are lost" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("path", "shown"),
     [

@@ -124,12 +124,12 @@ def load(
     world = world_of(collective)
     storage = checked(lambda: resolve_storage(path))
     address = "" if isinstance(storage, Exception) else storage.url
+    operation.path = address
     number = operation.number = world.calls.begin("load", address, settings.timeout)
     collective.begin_call(f"load/{number}", address)
     # An optimizer's next step runs outside of inference mode and must be able to use the state that it gets here.
     with operation.running(), torch.inference_mode(False):
         world.collector.begin(operation)
-        operation.path = address
 
         def check() -> LoadRequest:
             value_of(wrong)

@@ -96,6 +96,9 @@ class Collector:
         self._running.discard(operation)
         if not operation.number or not is_on():
             return
+        if not _is_utf8(operation.path):
+            _log.warning("the metrics of a %s are lost: its path is not UTF-8, and metrics have to be", operation.kind)
+            return
         try:
             limit = min(tuning().spans_per_rank, max(tuning().spans_per_world // self._world_size, 1))
             record = make_record(operation, self._rank, self._host, self.mesh, outcome, limit)
@@ -106,8 +109,6 @@ class Collector:
                 self._send(0, _TAG, message)
         except CheckpointError:
             pass  # the world has ended
-        except UnicodeEncodeError:
-            _log.warning("the metrics of a %s are lost: its path is not UTF-8, and metrics have to be", operation.kind)
         except Exception:  # noqa: BLE001  metrics never fail a save
             _log.exception("the metrics of a %s are lost", operation.kind)
 
@@ -120,13 +121,12 @@ class Collector:
     def _send_progress(self) -> None:
         """Send the progress of this rank's operations, and schedule the next time while there are any."""
         for operation in list(self._running):
-            if operation.number:
+            if operation.number and _is_utf8(operation.path):
                 progress = make_progress(operation, self._rank, self._host)
                 if self._joined is not None:
                     self._joined.note(progress)
                 else:
-                    # The world has ended, or the path is not UTF-8.
-                    with contextlib.suppress(CheckpointError, UnicodeEncodeError):
+                    with contextlib.suppress(CheckpointError):  # the world has ended
                         self._send(0, _PROGRESS_TAG, msgspec.msgpack.encode(progress))
         others_run = self._joined is not None and self._joined.deliver_progress()
         self._progress_scheduled = bool(self._running) or others_run
@@ -300,3 +300,12 @@ def _weak(method: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
             alive(*args, **kwargs)
 
     return call
+
+
+def _is_utf8(path: str) -> bool:
+    """Return whether metrics can name a path: their files and receivers take UTF-8 only."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
