@@ -138,7 +138,29 @@ class OutOfRangeError(UsageError, IndexError):
     """An index is outside the shape of a tensor, or there are more indices than dimensions."""
 
 
+#: Characters of a name in a message: a hostile one may have millions.
+_MOST_NAME = 20_000
+
+
 def listed(names: Sequence[object], most: int = 5) -> str:
     """Join the first few of `names` for a message, and count the others: "a, b and 3 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(str, names[:most])) + more
+    return ", ".join(_cut(str(name)) for name in names[:most]) + more
+
+
+def shown(value: object) -> str:
+    """Return `repr(value)`; of integers with more digits than Python writes, the digits in base 16."""
+    try:
+        return repr(value)
+    except ValueError:
+        if isinstance(value, int):
+            return hex(value)
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{shown(key)}: {shown(item)}' for key, item in value.items())}}}"
+        if isinstance(value, list | tuple):
+            return f"[{', '.join(map(shown, value))}]"
+        return f"<{type(value).__name__} with a huge integer>"
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= _MOST_NAME else f"{name[:_MOST_NAME]}... ({len(name)} characters)"

@@ -71,6 +71,9 @@ class StorageSettings(_Checked):
         spool_dir: folder for bytes that an object store takes later and that do not fit in memory; by default the
             system's folder for temporary files.
         memory_dir: memory file system for `mem://` paths.
+        trusted_folders: paths and URLs, with commas between them, below which a checkpoint may lie in part: its catalog or
+            its symbolic links may lead there. By default a checkpoint leads out of its folder only to where a cooldown of
+            its run moves steps.
     """
 
     chunk_bytes: _Chunk = 8 << 20
@@ -81,6 +84,7 @@ class StorageSettings(_Checked):
     commit: Literal["exclusive", "plain"] = "exclusive"
     spool_dir: _Text = ""
     memory_dir: _Text = "/dev/shm"
+    trusted_folders: _Text = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from bytecheckpoint.errors import UsageError
+from bytecheckpoint.errors import UsageError, shown
 from bytecheckpoint.monitoring.analysis.words import plural, size_text
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
 _AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([smhdw]?)", re.IGNORECASE)
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_MOST_BITS = 14_000  # of an integer in decimal: Python writes up to 4,300 digits
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
@@ -84,14 +85,14 @@ def as_json(value: Any) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
     if type(value) is int:
-        return value
+        return value if abs(value).bit_length() < _MOST_BITS else hex(value)
     if type(value) is float:
         return value if math.isfinite(value) else repr(value)
     if isinstance(value, dict):
-        return {key if isinstance(key, str) else repr(key): as_json(item) for key, item in value.items()}
+        return {key if isinstance(key, str) else shown(key): as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [as_json(item) for item in value]
-    return repr(value)
+    return shown(value)
 
 
 def typed_value(value: Any) -> dict[str, Any]:

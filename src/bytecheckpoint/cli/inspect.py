@@ -12,6 +12,7 @@ import numpy as np
 from bytecheckpoint.cli.format import as_json, plural, print_json, print_table, printable, size_text, typed_value
 from bytecheckpoint.cli.ls import open_catalog, summary
 from bytecheckpoint.engine.catalogs import check_rank
+from bytecheckpoint.errors import shown
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
 
 __all__ = ["inspect"]
@@ -52,7 +53,7 @@ def inspect(path: str, patterns: Sequence[str], *, values: bool, boxes: bool, ra
         _print_boxes(tensors)
     if plain:
         print()
-        print_table(["value", "key"], [[error or _truncate(repr(value)), key] for key, value, error in plain])
+        print_table(["value", "key"], [[error or _truncate(shown(value)), key] for key, value, error in plain])
     print()
     print_table(
         ["rank>", "files>", "wrote>"], [[str(w["rank"]), str(w["files"]), size_text(w["bytes"])] for w in writers]

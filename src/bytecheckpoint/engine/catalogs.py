@@ -16,6 +16,7 @@ from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    IncompatibleCheckpointError,
     StorageConflictError,
     StorageUnavailableError,
     UsageError,
@@ -30,11 +31,21 @@ from bytecheckpoint.storage import FileReader, Storage
 from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["CatalogHead", "CatalogReader", "check_rank", "read_catalog", "read_outline", "refuse_foreign"]
+__all__ = [
+    "CatalogHead",
+    "CatalogReader",
+    "check_rank",
+    "read_catalog",
+    "read_catalog_file",
+    "read_outline",
+    "refuse_foreign",
+]
 
 _T = TypeVar("_T")
 #: Attempts to read parts that belong together: another save may replace the catalog between two reads.
 _ATTEMPTS = 2
+#: Length of the longest catalog without groups: names of tensors take the most of it.
+_MOST_WHOLE_BYTES = 256 << 20
 
 
 def read_catalog(storage: Storage) -> tuple[Catalog, bytes]:
@@ -46,7 +57,7 @@ def read_catalog(storage: Storage) -> tuple[Catalog, bytes]:
         IncompatibleCheckpointError: a newer version wrote it.
     """
     with _located(storage):
-        data = storage.read(CATALOG_NAME)
+        data = read_catalog_file(storage)
         return decode(data), data
 
 
@@ -72,6 +83,28 @@ def refuse_foreign(storage: Storage) -> None:
                 f"{storage.url}/{CATALOG_NAME} is no catalog of a checkpoint, and the save would replace it: save to "
                 f"another folder, or remove the file"
             )
+
+
+def read_catalog_file(storage: Storage) -> bytes:
+    """Read all of the catalog's file, unless it is longer than a catalog can be.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CorruptCheckpointError, IncompatibleCheckpointError: it is too long.
+    """
+    if storage.stat(CATALOG_NAME).size > _MOST_WHOLE_BYTES:
+        CatalogReader(storage).close()  # refuses a file that has no groups
+    return storage.read(CATALOG_NAME)
+
+
+def _check_whole(size: int) -> None:
+    """Refuse a catalog without groups that is longer than this package writes one."""
+    if size > _MOST_WHOLE_BYTES:
+        raise CorruptCheckpointError(
+            f"a catalog of {size} bytes has groups, and this one has none: the file was extended, or another program "
+            "wrote it",
+            file=CATALOG_NAME,
+        )
 
 
 def read_outline(storage: Storage) -> Catalog:
@@ -135,12 +168,14 @@ class CatalogReader:
 
     def _begin_here(self) -> None:
         """Read the head from the storage."""
-        for _ in range(_ATTEMPTS):
+        for attempt in range(_ATTEMPTS):
             try:
-                self._begin(self._opened().size)
+                self._begin(size := self._opened().size)
             except CorruptCheckpointError:
                 self.close()
                 self.groups, self._pieces = None, {}
+                if attempt + 1 == _ATTEMPTS and size > _MOST_WHOLE_BYTES:
+                    raise
             else:
                 return
         # The catalog is damaged, or replaced between the reads: one read of the whole file decides.
@@ -153,6 +188,7 @@ class CatalogReader:
         if self.groups is not None:
             self.catalog, self.identity = self.rows(self.groups.value_groups), bytes(self.groups.tail)
             return
+        _check_whole(size)
         data = bytearray(size)
         self._read_into(0, memoryview(data))
         self.close()
@@ -244,6 +280,10 @@ def _located(storage: Storage) -> Iterator[None]:
         raise CheckpointNotFoundError(
             f"{storage.url} holds no committed checkpoint (no {CATALOG_NAME}); give the folder of one step "
             f"(an asynchronous save is there after `handle.result()`)"
+        ) from None
+    except MemoryError as error:
+        raise IncompatibleCheckpointError(
+            f"{storage.url}/{CATALOG_NAME}: this process lacks the memory that the file takes: {error}"
         ) from None
     except CorruptCheckpointError as error:
         where = f"{storage.url}/{CATALOG_NAME}"

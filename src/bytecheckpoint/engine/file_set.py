@@ -21,10 +21,9 @@ from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.names import is_uri
-from bytecheckpoint.storage import FileReader, Storage, open_named, resolve
+from bytecheckpoint.storage import FileReader, Storage, open_named, other_folder
 from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.storage.optional import is_cached
-from bytecheckpoint.storage.wrappers import wrapped_like
 from bytecheckpoint.tracing.operation import count_retries, span
 from bytecheckpoint.tuning import tuning
 
@@ -44,7 +43,7 @@ def parallel_reads(storage: Storage, catalog: Catalog) -> int:
     """Return the number of parallel reads that suits the storages of a checkpoint's files."""
     storages = [storage]
     with contextlib.suppress(CheckpointError):  # opening the file raises it
-        storages += [wrapped_like(storage, resolve(folder)) for folder in other_folders(catalog)]
+        storages += [other_folder(storage, folder) for folder in other_folders(catalog)]
     return max(storage.capabilities.parallel_reads for storage in storages)
 
 

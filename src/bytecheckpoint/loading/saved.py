@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
+from bytecheckpoint.errors import CorruptCheckpointError
 from bytecheckpoint.frameworks.base import SavedTensor
 from bytecheckpoint.frameworks.objects.capture import STATES_BY_NAME
 from bytecheckpoint.frameworks.selection import NameSelection
@@ -16,7 +18,7 @@ from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
 from bytecheckpoint.representation.catalog_groups import CatalogGroups
 from bytecheckpoint.representation.catalog_index import CatalogIndex
-from bytecheckpoint.representation.names import escape
+from bytecheckpoint.representation.names import CATALOG_NAME, escape
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.values.codec import TensorRef, decode, leaves_with_paths
 
@@ -55,6 +57,7 @@ class SavedView:
         self._tree_cache: dict[str, list[bytes]] = {}
         # Files of each tensor: all of them, or the first of those in each group.
         rows = trees.rows
+        self._boxes = groups.hulls if groups else rows.boxes
         self._files_of_tensors = (groups.hulls.tensor, groups.file) if groups else (rows.boxes.tensor, rows.file)
 
     def states(self) -> Collection[str]:  # noqa: D102 (protocol)
@@ -72,18 +75,43 @@ class SavedView:
 
     def find(self, state: str, names: Sequence[str], slot: str = "") -> SavedTensor | None:  # noqa: D102 (protocol)
         number = self.index.find(state, self.names_of(state, names, parameter=bool(slot)), slot)
-        return self.tensors[number] if number >= 0 else None
+        return self._proven(number) if slot else self.tensors[number] if number >= 0 else None
 
     def stored(self, key: TensorKey) -> SavedTensor | None:  # noqa: D102 (protocol)
-        number = self.index.find(key.state, (key.fqn,), key.slot)
-        return self.tensors[number] if number >= 0 else None
+        return self._proven(self.index.find(key.state, (key.fqn,), key.slot))
+
+    @lazy
+    def _incomplete(self) -> NDArray[np.bool_]:
+        """Mask of the tensors of which the rows hold fewer elements than the shape has."""
+        boxes = self._boxes
+        stored = np.bincount(boxes.tensor, boxes.volumes().astype(np.float64), self._catalog.count)
+        # Products of floats lose the last digits of numbers above 2**53.
+        return np.asarray(stored < 0.999999 * np.prod(self._catalog.shapes, axis=1, dtype=np.float64), np.bool_)
+
+    def _proven(self, number: int) -> SavedTensor | None:
+        """Return a tensor for which a load may allocate memory; None for number -1.
+
+        Raises:
+            CorruptCheckpointError: the checkpoint cannot fill it.
+        """
+        if number < 0:
+            return None
+        found = self.tensors[number]
+        if self._incomplete[number]:
+            raise CorruptCheckpointError(
+                f"catalog '{CATALOG_NAME}' gives {found.key} the shape {list(found.global_shape)}, and rows for a part of "
+                "it only; use another checkpoint",
+                file=CATALOG_NAME,
+                tensors=(str(found.key),),
+            )
+        return found
 
     def names_of(self, state: str, names: Sequence[str], *, parameter: bool = False) -> Sequence[str]:  # noqa: D102
         return self._live.of(state, names, parameter=parameter)
 
     def slots(self, state: str, names: Sequence[str]) -> list[SavedTensor]:  # noqa: D102 (protocol)
         found = self.index.find_slots(state, self.names_of(state, names, parameter=True))
-        return [self.tensors[number] for number in found]
+        return [tensor for number in found if (tensor := self._proven(number)) is not None]
 
     def keys(self, state: str) -> list[TensorKey]:  # noqa: D102 (protocol)
         keys = (self.index.keys[i] for i in self._catalog.of_state(state).tolist())
@@ -93,7 +121,8 @@ class SavedView:
         )
 
     def streams(self, state: str) -> list[SavedTensor]:  # noqa: D102 (protocol)
-        return [self.tensors[number] for number in self.index.streams(state).tolist()]
+        numbers = self.index.streams(state).tolist()
+        return [tensor for number in numbers if (tensor := self._proven(number)) is not None]
 
     def numbers(self, keys: Iterable[TensorKey]) -> list[int]:
         """Find the shared tensor of each key, also by an alias; -1 for none."""
@@ -219,7 +248,7 @@ class SavedView:
         for owner in (self._rank, SHARED, 0):
             number = self._catalog.find_one(TensorKey(state, fqn), owner)
             if number >= 0:
-                return self.tensors[number]
+                return self._proven(number)
         return None
 
 

@@ -22,6 +22,7 @@ from bytecheckpoint.engine.scatter import ScatterPlan
 from bytecheckpoint.errors import CheckpointReplacedError, listed
 from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.frameworks.base import Destination
+from bytecheckpoint.frameworks.tensors.allocation import memory_for
 from bytecheckpoint.garbage_collection import gc_paused
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.loading.catalog_exchange import CatalogExchange, OpenCheckpoint
@@ -272,7 +273,7 @@ class Load:
             selection = copy.deepcopy(matching.selection)
             live = LiveNames(selection, matching.rename, request.states.keys())
             view = SavedView(catalog, checkpoint.trees, self._collective.rank, live, groups)
-            with gc_paused():
+            with gc_paused(), memory_for(url):
                 destination = request.framework.destination(
                     request.states, view, strict=matching.strict, names=matching.names
                 )

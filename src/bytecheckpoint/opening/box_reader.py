@@ -15,7 +15,7 @@ from bytecheckpoint.engine.catalogs import CatalogReader
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.reading import read_all
 from bytecheckpoint.engine.scatter import BoxTarget, ScatterPlan
-from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, UsageError
+from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
 from bytecheckpoint.opening.slices import row_major_boxes
 from bytecheckpoint.planning.read_plan import StoredRows, groups_to_read, plan_reads, stored_rows
@@ -177,7 +177,7 @@ class BoxReader:
             with torch.inference_mode(False):  # the reader threads, which write into it, do not inherit the mode
                 out = [torch.empty(r.shape, dtype=t, device="cpu") for r, t in zip(requests, dtypes, strict=True)]
         except RuntimeError as error:
-            raise CheckpointError(
+            raise IncompatibleCheckpointError(
                 f"{self.storage.url}: no memory for {sum(sizes)} bytes of {catalog.key(requests[0].tensor)}; read it in "
                 f"parts, such as entry[0:1000] or entry.chunks()"
             ) from error

@@ -33,6 +33,10 @@ __all__ = [
 ]
 
 
+#: Cells of a small matrix, which may be padding for the most part.
+_MOST_CELLS = 1 << 22
+
+
 class ColumnError(ValueError):
     """A column does not have the form that the format demands."""
 
@@ -95,6 +99,8 @@ def read_lists(table: Any, name: str, fill: int) -> tuple[Int64s, Int64s]:
         raise ColumnError(f"a tensor of {width} dimensions is not possible")
     if len(values) == width * len(lengths):  # the usual case: lists of one length need no padding
         return values.reshape(-1, width), lengths
+    if len(lengths) * width > _MOST_CELLS + 64 * len(values):
+        raise ColumnError(f"lists of {len(values)} numbers do not fill {len(lengths)} rows of {width}")
     padded = np.full((len(lengths), width), fill, np.int64)
     padded[np.arange(width) < lengths[:, None]] = values
     return padded, lengths

@@ -20,6 +20,7 @@ __all__ = [
     "LOCATOR_BYTES",
     "SEAL_BYTES",
     "Footer",
+    "check_parquet_claims",
     "check_seal",
     "damaged",
     "decode_footer",
@@ -200,7 +201,116 @@ def decode_footer(parquet: Any) -> Footer:
     version = content.get("version") if isinstance(content, dict) else None
     if isinstance(version, int) and version > CATALOG_FORMAT_VERSION:
         raise _newer(str(version))
-    return msgspec.convert(content, Footer)
+    footer = msgspec.convert(content, Footer)
+    _check_claims(footer)
+    return footer
+
+
+def _check_claims(footer: Footer) -> None:
+    """Check the number of files, which the footer itself bounds, and the facts that readers calculate with.
+
+    Raises:
+        CorruptCheckpointError: the table of files has other lengths than it says, or there is no such number of ranks.
+    """
+    files = footer.files
+    columns = [values for name, _ in _FILE_COLUMNS if isinstance(values := getattr(files, name), list)]
+    # Files have different names, so one name stands for one file at most.
+    if any(len(values) != files.count for values in columns) or (files.count > 1 and isinstance(files.name, str)):
+        raise damaged(f"its table of files does not have the {files.count} rows that it claims")
+    size = footer.info.get("world_size", 1)
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 1 << 31:
+        raise damaged("its number of ranks is none")
+
+
+class _ParquetClaims:
+    """The sizes that the footer of a Parquet file states, in Thrift's compact protocol.
+
+    pyarrow ends the process when it shows columns of some malformed footers, so they are read here before it sees them.
+
+    Args:
+        footer: bytes of the footer.
+
+    Attributes:
+        sums: sum of the integers at each of `_CLAIMS`.
+    """
+
+    def __init__(self, footer: memoryview) -> None:
+        self.sums = dict.fromkeys(_CLAIMS, 0)
+        self._bytes = footer
+        self._at = 0
+        self._struct(())
+
+    def _varint(self) -> int:
+        value = shift = 0
+        while True:
+            byte = self._bytes[self._at]
+            self._at += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+            if shift > 63:
+                raise ValueError("a number that is too long")
+
+    def _struct(self, path: tuple[int, ...]) -> None:
+        field = 0
+        while (head := self._bytes[self._at]) != 0:
+            self._at += 1
+            if head >> 4:
+                field += head >> 4
+            else:
+                number = self._varint()
+                field = (number >> 1) ^ -(number & 1)
+            if head & 15 > 2:  # 1 and 2 are the values of a boolean
+                self._value(head & 15, (*path, field))
+        self._at += 1
+
+    def _value(self, kind: int, path: tuple[int, ...]) -> None:
+        if kind in (1, 2, 3):
+            self._at += 1
+        elif kind in (4, 5, 6):
+            number = self._varint()
+            if path in self.sums:
+                self.sums[path] += number >> 1  # not negative in a sound file
+        elif kind == 7:
+            self._at += 8
+        elif kind == 8:
+            length = self._varint()
+            self._at += length
+        elif kind in (9, 10):
+            head = self._bytes[self._at]
+            self._at += 1
+            for _ in range(self._varint() if head >> 4 == 15 else head >> 4):
+                self._value(head & 15, path)
+        elif kind == 12:
+            self._struct(path)
+        else:
+            raise ValueError(f"a value of type {kind}")
+
+
+#: Fields of Parquet's footer, by their numbers from the outermost structure on: rows of the file and of a row group, values
+#: of a column chunk, and their uncompressed size.
+_ROWS, _GROUP_ROWS, _VALUES, _SIZES = (3,), (4, 3), (4, 1, 3, 5), (4, 1, 3, 6)
+_CLAIMS: Final = (_ROWS, _GROUP_ROWS, _VALUES, _SIZES)
+#: Values that a small catalog may hold, those of all columns together.
+_MOST_VALUES = 1 << 22
+
+
+def check_parquet_claims(data: memoryview) -> None:
+    """Check that a Parquet file claims no more content than its bytes can hold, before a reader takes memory for it.
+
+    Raises:
+        CorruptCheckpointError: it claims more.
+        ValueError, IndexError: its footer cannot be read.
+    """
+    (length,) = struct.unpack("<I", data[-8:-4])
+    if length > len(data) - 8:
+        raise damaged("its end is missing")
+    sums = _ParquetClaims(data[len(data) - 8 - length : len(data) - 8]).sums
+    # Equal values take next to no bytes, so a small file may hold many.
+    most = max(_MOST_VALUES, 64 * len(data))
+    if max(sums[_ROWS], sums[_GROUP_ROWS], sums[_VALUES]) > most or sums[_SIZES] > 16 * most:
+        raise damaged(f"it claims {sums[_VALUES]} values of {sums[_SIZES]} bytes, which {len(data)} bytes cannot hold")
 
 
 def files_of(footer: Footer) -> list[StorageFile]:

@@ -45,6 +45,7 @@ __all__ = ["CatalogGroups", "divide", "encode_index"]
 
 _ROW_BYTES = 32  # of a row in memory and file, about
 _SUM_BYTES = 8
+_MOST_PART_BYTES = 1 << 30  # of the index, and of one group
 _TAIL_BYTES = 1 << 20  # read at once: most footers, with the names of some thousands of files, are shorter
 
 _Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -148,7 +149,7 @@ class CatalogGroups:
         located = read_locator(self.tail)
         assert located is not None
         offset, length, own = located
-        if offset + length > tail_at:
+        if offset + length > tail_at or length > _MOST_PART_BYTES:
             raise damaged("its index lies elsewhere")
         read(offset, offset + length)
         index = memory[offset : offset + length]
@@ -262,7 +263,7 @@ class CatalogGroups:
         """
         start = self._contents.places.offsets[number]
         stop = start + self._contents.places.lengths[number]
-        if stop > len(self._memory) - len(self.tail):
+        if stop > len(self._memory) - len(self.tail) or stop - start > _MOST_PART_BYTES:
             raise damaged("a group of it lies elsewhere")
         group = self._memory[start:stop]
         if number not in self._here:

@@ -25,7 +25,7 @@ from bytecheckpoint.representation.arrow_columns import (
 )
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import Catalog, StringColumn
-from bytecheckpoint.representation.catalog_footer import Footer, damaged, files_of
+from bytecheckpoint.representation.catalog_footer import Footer, check_parquet_claims, damaged, files_of
 from bytecheckpoint.representation.catalog_validation import catalog_problem
 
 __all__ = [
@@ -67,6 +67,7 @@ _READ_ERRORS = (
     KeyError,
     IndexError,
     OverflowError,
+    MemoryError,
 )
 
 
@@ -86,7 +87,12 @@ def decoding() -> Iterator[None]:
 
 
 def open_parquet(data: Any) -> Any:
-    """Return the Parquet file whose bytes `data` holds."""
+    """Return the Parquet file whose bytes `data` holds.
+
+    Raises:
+        CorruptCheckpointError: it claims more content than its bytes can hold.
+    """
+    check_parquet_claims(memoryview(data))
     return pq.ParquetFile(pa.BufferReader(data), read_dictionary=list(_STRINGS.values()), pre_buffer=False)
 
 

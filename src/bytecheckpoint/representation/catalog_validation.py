@@ -12,12 +12,15 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.representation.catalog import MAX_DIMS, Catalog, row_order
+from bytecheckpoint.representation.checksums import is_block_size
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.names import check_file_name, is_uri
+from bytecheckpoint.representation.storage_file import MAX_HEADER_BYTES
 
 __all__ = ["catalog_problem"]
 
 _MAX_BYTES = 1 << 62
+_MOST_HEADER_BYTES = 8 + MAX_HEADER_BYTES
 _GENERATION = re.compile(r"[0-9a-f]{24}|")
 
 
@@ -38,9 +41,9 @@ def _files_problem(catalog: Catalog) -> str | None:
             check_file_name(file.name)
         except UsageError as error:
             return str(error)
-        if not 0 <= file.data_offset <= file.size < _MAX_BYTES:
+        if not 0 <= file.data_offset <= min(file.size, _MOST_HEADER_BYTES) or file.size >= _MAX_BYTES:
             return f"file {file.name!r} cannot have {file.size} bytes with data from {file.data_offset}"
-        if file.block_bytes and (file.block_bytes < 4096 or file.block_bytes & (file.block_bytes - 1)):
+        if file.block_bytes and not is_block_size(file.block_bytes):
             return f"file {file.name!r} cannot have blocks of {file.block_bytes} bytes"
         if not _GENERATION.fullmatch(file.generation):
             return f"file {file.name!r} cannot have generation {file.generation!r}"

@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["MAX_BLOCK_BYTES", "MIN_BLOCK_BYTES", "RunningSum", "block_bytes", "block_count", "block_sum", "block_sums"]
+__all__ = [
+    "MAX_BLOCK_BYTES",
+    "MIN_BLOCK_BYTES",
+    "RunningSum",
+    "block_bytes",
+    "block_count",
+    "block_sum",
+    "block_sums",
+    "is_block_size",
+]
 
 MIN_BLOCK_BYTES: Final = 64 * 1024
 MAX_BLOCK_BYTES: Final = 1024 * 1024
@@ -26,6 +35,11 @@ def block_bytes(data_length: int) -> int:
     wanted = -(-data_length // _BLOCKS_PER_FILE)
     power: int = 1 << max(wanted - 1, 0).bit_length()
     return min(max(power, MIN_BLOCK_BYTES), MAX_BLOCK_BYTES)
+
+
+def is_block_size(nbytes: int) -> bool:
+    """Return whether a file may have blocks of this size, so that a reader of whole blocks needs little memory."""
+    return 4096 <= nbytes <= MAX_BLOCK_BYTES and not nbytes & (nbytes - 1)
 
 
 def block_count(data_length: int, block_bytes: int) -> int:

@@ -14,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError
-from bytecheckpoint.representation.checksums import block_count
+from bytecheckpoint.representation.checksums import block_count, is_block_size
 from bytecheckpoint.representation.dtypes import from_safetensors_code, itemsize, safetensors_code, stored_shape
 from bytecheckpoint.representation.names import GENERATION_LENGTH, unescape
 from bytecheckpoint.representation.shards import TensorKey
@@ -128,7 +128,11 @@ def _parse_own(text: bytes, metadata: dict[str, str], tensors: dict[str, Safeten
     block_bytes = _number(metadata, "block_bytes", file)
     sums = metadata.get(METADATA_PREFIX + "sums", "")
     generation = metadata.get(METADATA_PREFIX + "generation", "")
-    if block_bytes == 0 or len(sums) != SUM_DIGITS * block_count(data_length, block_bytes) or not _HEX.fullmatch(sums):
+    if (
+        not is_block_size(block_bytes)
+        or len(sums) != SUM_DIGITS * block_count(data_length, block_bytes)
+        or not _HEX.fullmatch(sums)
+    ):
         raise _damaged(file, "its checksums do not fit its data")
     if len(generation) != GENERATION_LENGTH or not _HEX.fullmatch(generation):
         raise _damaged(file, f"its generation {generation[:80]!r} is not 24 hex digits")

@@ -19,6 +19,7 @@ _BETWEEN_WORDS = re.compile(r"(?:[^\w\n]|_)+")
 #: difflib compares at most so many words, and so many names: about 10 us each.
 _MAX_WORDS = 2000
 _MAX_NAMES = 200
+_MAX_LENGTH = 1000  # of a name: difflib takes a time that grows with the square
 _VERY_LIKE = 0.7
 
 
@@ -30,7 +31,7 @@ class SimilarNames:
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._names = list(dict.fromkeys(names))
+        self._names = list(dict.fromkeys(name if len(name) <= _MAX_LENGTH else name[:_MAX_LENGTH] for name in names))
 
     @lazy
     def _words(self) -> list[str]:
@@ -58,6 +59,7 @@ class SimilarNames:
             count: how many names to return at most.
             cutoff: how alike, from 0 to 1, a name must be as a whole; 0 for a pattern, which stands for longer names.
         """
+        text = text[:_MAX_LENGTH]
         known = set(self._words)
         words = {w if w in known else self._corrected(w) for w in _WORD.findall(text)} - {""}
         common = np.zeros(len(self._names), np.int64)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bytecheckpoint.storage.base import Capabilities, FileReader, FileStat, FileWriter, NewFile, Storage
-from bytecheckpoint.storage.registry import known_schemes, open_named, resolve
+from bytecheckpoint.storage.registry import COLD_FOLDERS, known_schemes, open_named, other_folder, resolve
 
 __all__ = [
+    "COLD_FOLDERS",
     "Capabilities",
     "FileReader",
     "FileStat",
@@ -14,5 +15,6 @@ __all__ = [
     "Storage",
     "known_schemes",
     "open_named",
+    "other_folder",
     "resolve",
 ]

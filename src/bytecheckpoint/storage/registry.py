@@ -9,22 +9,24 @@ called with the URL and returns a `Storage`:
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from bytecheckpoint.errors import StorageError, UsageError
+from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, StorageError, UsageError
 from bytecheckpoint.representation.names import generation_of, is_uri
+from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.base import FileReader, Storage
 from bytecheckpoint.storage.posix.storage import LocalStorage
-from bytecheckpoint.storage.wrappers import wrapped_like
+from bytecheckpoint.storage.wrappers import WrappedStorage, wrapped_like
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["GROUP", "known_schemes", "open_named", "resolve"]
+__all__ = ["COLD_FOLDERS", "GROUP", "known_schemes", "open_named", "other_folder", "resolve"]
 
 GROUP = "bytecheckpoint.storages"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -48,6 +50,9 @@ _BUILTIN = {
     "hdfs": _Builtin("bytecheckpoint.storage.hdfs.storage", "HdfsStorage", "hdfs_native", "hdfs"),
 }
 _BUILTIN_FSSPEC = _Builtin("bytecheckpoint.storage.fsspec", "FsspecStorage", "fsspec", "fsspec")
+#: File of a run's folder with the folders to which a cooldown moves its steps, one on each line.
+COLD_FOLDERS = "cooldown.folders"
+_cold_folders: dict[str, set[str]] = {}  # by run, those that were read
 _TIER = "tier+"
 _BUILTIN_TIER = _Builtin("bytecheckpoint.tiers.storage", "TierStorage")
 
@@ -92,14 +97,68 @@ def open_named(storage: Storage, name: str) -> FileReader:
 
     Raises:
         FileNotFoundError: there is no such file.
-        StorageError: the URI does not name a storage file: a catalog must not make its readers open any other file.
+        CorruptCheckpointError: the URI does not name a storage file: no reader opens another file for a catalog.
+        IncompatibleCheckpointError: the file lies outside of the checkpoint's folder, in one that is not trusted.
     """
     if not is_uri(name):
+        _refuse_link(storage, name)
         return storage.open(name)
     folder, *inside = name.rsplit("/", 2)
     if len(inside) < 2 or generation_of("/".join(inside)) is None:
-        raise StorageError(f"{storage.url}: the catalog names {name[:200]!r}, which is no storage file")
-    return wrapped_like(storage, resolve(folder)).open("/".join(inside))
+        raise CorruptCheckpointError(
+            f"{storage.url}: the catalog names {name[:200]!r}, which is no storage file", file=name[:200]
+        )
+    return other_folder(storage, folder).open("/".join(inside))
+
+
+def other_folder(storage: Storage, folder: str) -> Storage:
+    """Return the storage of another folder that holds files of the checkpoint in `storage`, by its URL.
+
+    Raises:
+        IncompatibleCheckpointError: that folder is not trusted (decision 0060).
+    """
+    trusted = [part.strip() for part in settings().storage.trusted_folders.split(",") if part.strip()]
+    if not any(_is_below(folder, place) for place in trusted) and not _was_cooled_to(storage, folder):
+        raise IncompatibleCheckpointError(
+            f"{storage.url}: the catalog leads to {folder[:200]}, outside of the checkpoint: if you trust the checkpoint, "
+            "name that folder in the setting trusted_folders"
+        )
+    return wrapped_like(storage, resolve(folder))
+
+
+def _was_cooled_to(storage: Storage, folder: str) -> bool:
+    """Return whether a cooldown of the run noted, beside the step, that it moves steps to that folder."""
+    run = storage.url.rpartition("/")[0]
+    known = _cold_folders.setdefault(run, set())
+    if not any(_is_below(folder, place) for place in known):
+        with contextlib.suppress(FileNotFoundError, StorageError, UsageError):
+            known.update(wrapped_like(storage, resolve(run)).read(COLD_FOLDERS).decode(errors="replace").splitlines())
+    return any(_is_below(folder, place) for place in known)
+
+
+def _is_below(folder: str, place: str) -> bool:
+    """Return whether one URL is another one's, or below it."""
+    folder, place = (url.removeprefix("file://").rstrip("/") for url in (folder, place))
+    parts = folder.split("/")
+    return bool(place) and "." not in parts and ".." not in parts and f"{folder}/".startswith(f"{place}/")
+
+
+def _refuse_link(storage: Storage, name: str) -> None:
+    """Refuse a symbolic link in the folder of a checkpoint that leads out of it."""
+    while isinstance(storage, WrappedStorage):
+        storage = storage.inner
+    if not isinstance(storage, LocalStorage):
+        return
+    path = os.path.join(storage.url, name)
+    if not (os.path.islink(path) or os.path.islink(os.path.dirname(path))):
+        return
+    real, own = os.path.realpath(path), os.path.realpath(storage.url)
+    trusted = [own, *(part.strip() for part in settings().storage.trusted_folders.split(","))]
+    if os.path.exists(real) and not any(_is_below(real, place) for place in trusted):
+        raise IncompatibleCheckpointError(
+            f"{storage.url}: {name} is a symbolic link to {real[:200]}, outside of the checkpoint: if you trust the "
+            "checkpoint, name that folder in the setting trusted_folders"
+        )
 
 
 def known_schemes() -> list[str]:

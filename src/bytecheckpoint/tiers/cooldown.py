@@ -32,7 +32,7 @@ from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_file import encode
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, is_uri, natural_order
 from bytecheckpoint.settings import settings
-from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.storage import COLD_FOLDERS, Storage, resolve
 from bytecheckpoint.storage.optional import copy_on_server
 from bytecheckpoint.tiers.copying import commit, copy_if_missing, is_sound, own_files
 from bytecheckpoint.tiers.lease import LEASE_FILE, Lease, leased
@@ -251,6 +251,21 @@ def _move(hot: Storage, cold: Storage, progress: Callable[[int], None]) -> None:
         _log.warning("%s: moved files could not be removed: %s", hot.url, error)
 
 
+def _note_folder(hot: Storage, cold: Storage) -> None:
+    """Note in the run's folder where its steps move: a step alone is not trusted to lead its readers elsewhere."""
+    run, place = resolve(hot.url.rpartition("/")[0]), cold.url.rpartition("/")[0]
+    while True:
+        version = run.version(COLD_FOLDERS)
+        known = run.read(COLD_FOLDERS).decode().splitlines() if version else []
+        if place in known:
+            return
+        try:
+            run.publish(COLD_FOLDERS, "".join(f"{line}\n" for line in [*known, place]).encode(), expected=version)
+        except StorageConflictError:
+            continue  # another cooldown has noted its own
+        return
+
+
 def _copy_and_verify(
     hot: Storage,
     cold: Storage,
@@ -292,6 +307,7 @@ def _publish_catalogs(hot: Storage, cold: Storage, catalog: Catalog, data: bytes
     """Commit the cold checkpoint, and publish a catalog at the step's path that names the cold files."""
     lease.check()
     commit(cold, catalog, data, "")
+    _note_folder(hot, cold)
     files = [file if is_uri(file.name) else replace(file, name=file_uri(cold, file.name)) for file in catalog.files]
     moved = encode(catalog.with_files(files, catalog.file_sums, {**catalog.info, "moved_to": cold.url}))
     try:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from bytecheckpoint.engine.tensor_bytes import movable
-from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError, shown
 from bytecheckpoint.opening import Entry
 from bytecheckpoint.opening.plain_values import UnregisteredInstance
 from bytecheckpoint.opening.view import CheckpointView
@@ -286,7 +286,7 @@ def _dtype_name(entry: Entry) -> str:
 
 
 def _shorten(value: Any) -> str:
-    text = f"tensor {_dtype_name(value)}{list(value.shape)}" if isinstance(value, Entry) else repr(value)
+    text = f"tensor {_dtype_name(value)}{list(value.shape)}" if isinstance(value, Entry) else shown(value)
     return text if len(text) <= 200 else text[:197] + "..."
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 
-from bytecheckpoint.engine.catalogs import read_catalog
+from bytecheckpoint.engine.catalogs import read_catalog, read_catalog_file
 from bytecheckpoint.errors import CheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.delivery import deliver_alert
 from bytecheckpoint.monitoring.record import path_without_secrets
-from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.time_limits import with_time_limits
@@ -77,7 +76,7 @@ def _catalogs(storage: Storage) -> list[bytes]:
     found = []
     for place in (storage,) if tier is None else (tier.hot, tier.durable):
         try:
-            found.append(with_time_limits(place).read(CATALOG_NAME))
+            found.append(read_catalog_file(with_time_limits(place)))
         except (FileNotFoundError, CheckpointError):
             found.append(b"")
     return found

@@ -173,7 +173,7 @@ class _FileCheck:
         except FileNotFoundError:
             self._report(number, "missing", f"{file.name} is missing", 0, file.size)
             return None
-        except StorageError as error:
+        except CheckpointError as error:
             self._report(number, "unreadable", str(error), 0, file.size)
             return None
         if reader.size != file.size:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from bytecheckpoint.concurrency import call_with_timeout
-from bytecheckpoint.engine.catalogs import read_catalog
+from bytecheckpoint.engine.catalogs import read_catalog, read_catalog_file
 from bytecheckpoint.errors import CheckpointError, StorageUnavailableError
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_file import decode
@@ -120,7 +120,7 @@ def _durable_catalog(storage: TierStorage) -> tuple[bytes | None, str]:
     """Return the bytes of the durable catalog, or why the storage did not answer."""
     try:
         call_with_timeout(_DURABLE_TIMEOUT, lambda: storage.durable.version(CATALOG_NAME))
-        return storage.durable.read(CATALOG_NAME), ""
+        return read_catalog_file(storage.durable), ""
     except FileNotFoundError:
         return None, ""
     except StorageUnavailableError as error:

@@ -12,6 +12,7 @@ reads) are small, and the tree holds them as plain data.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -37,8 +38,35 @@ _TENSOR = "__tensor__"
 
 
 def is_optimizer_tree(value: Any) -> bool:
-    """Return whether a decoded tree is that of optimizers."""
-    return isinstance(value, dict) and value.keys() - _OPTIONAL_KEYS == _KEYS
+    """Return whether a decoded tree is that of optimizers.
+
+    Raises:
+        CorruptCheckpointError: it has the keys of one, and another form.
+    """
+    if not (isinstance(value, dict) and value.keys() - _OPTIONAL_KEYS == _KEYS):
+        return False
+    groups, globals_, own = value["groups"], value["globals"], value.get("own", [])
+    sound = (
+        _are(dict, groups)
+        and all(_are(str, group.get("params")) for group in groups)
+        and _are(dict, globals_)
+        and _are(dict, own)
+        and _are(str, value["optimizers"])
+        and all(isinstance(value[part], dict) and _are(str, list(value[part])) for part in ("state", "aliases"))
+        and _are(dict, list(value["state"].values()))
+        and all(_are(str, names) for names in value["aliases"].values())
+        and isinstance(value.get("complete", False), bool)
+    )
+    if not sound:
+        raise CorruptCheckpointError(
+            "the optimizer's values do not have the form of an optimizer; use another checkpoint"
+        )
+    return True
+
+
+def _are(kind: type, values: Any) -> bool:
+    """Return whether a value is a list, or a tuple, of objects of one type."""
+    return isinstance(values, list | tuple) and all(isinstance(item, kind) for item in values)
 
 
 def state_reference(fqn: str, slot: str) -> str:
@@ -51,7 +79,8 @@ def parse_state_reference(name: str) -> tuple[str, str]:
     length, _, rest = name.partition(":")
     if not length.isdecimal():
         raise CorruptCheckpointError(f"the optimizer's values refer to a tensor by a malformed name: {name!r}")
-    return rest[: int(length)], rest[int(length) :]
+    end = int(length) if len(length) < 10 else len(rest)
+    return rest[:end], rest[end:]
 
 
 def pack_tensors(value: Any) -> Any:
@@ -73,8 +102,8 @@ def unpack_tensors(value: Any) -> Any:
     """Invert `pack_tensors`; the tensors are on the CPU."""
     if type(value) is dict:
         if value.keys() == {_TENSOR}:
-            dtype, shape, data = value[_TENSOR]
-            tensor = torch.empty(shape, dtype=dtype_named(dtype), device="cpu")
+            dtype, shape, data = _checked_tensor(value[_TENSOR])
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
             if tensor.numel():
                 tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             return tensor
@@ -82,6 +111,17 @@ def unpack_tensors(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(unpack_tensors, value))
     return value
+
+
+def _checked_tensor(packed: Any) -> tuple[torch.dtype, list[int], bytes]:
+    """Return the parts of a tensor of `pack_tensors`, whose bytes are as many as its shape needs."""
+    if _are(object, packed) and len(packed) == 3:
+        name, shape, data = packed
+        if isinstance(name, str) and _are(int, shape) and isinstance(data, bytes) and all(n >= 0 for n in shape):
+            dtype = dtype_named(name)
+            if math.prod(shape) * dtype.itemsize == len(data):
+                return dtype, list(shape), data
+    raise CorruptCheckpointError("the optimizer's values hold a tensor whose bytes do not fit its shape")
 
 
 def comparable_bytes(value: Any) -> bytes:

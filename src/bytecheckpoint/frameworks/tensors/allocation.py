@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +14,20 @@ from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor, local_tensor
 from bytecheckpoint.frameworks.tensors.plain import is_lazy_view, is_storable, lists_own_shards
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 
-__all__ = ["empty_like_layout", "empty_on_mesh_of", "is_writable", "make_writable"]
+__all__ = ["empty_like_layout", "empty_on_mesh_of", "is_writable", "make_writable", "memory_for"]
+
+
+@contextlib.contextmanager
+def memory_for(url: str) -> Iterator[None]:
+    """Name the checkpoint in the error of an allocation: its catalog says how large the tensors are."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "alloc" not in str(error) and "out of memory" not in str(error):
+            raise
+        raise IncompatibleCheckpointError(
+            f"{url}: this process lacks the memory for the tensors that the checkpoint describes: {error}"
+        ) from error
 
 
 def is_writable(value: torch.Tensor) -> bool:

@@ -1,0 +1,260 @@
+"""Damaged and hostile checkpoints: a load is right or raises a typed error, with little memory and in little time."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import bytecheckpoint
+from bytecheckpoint.cli.main import run
+from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.frameworks.optimizers.tree import is_optimizer_tree, parse_state_reference, unpack_tensors
+from bytecheckpoint.representation.catalog_file import decode, encode
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.tools import verify
+from tests.support.catalogs import with_footer
+from tests.support.mutations import run_mutations
+from tests.support.settings import using
+
+CATALOG = "metadata.parquet"
+
+
+@pytest.mark.timeout(400)
+def test_some_mutations(tmp_path: Path) -> None:
+    assert run_mutations(tmp_path, 1, 120) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6000)
+@pytest.mark.parametrize("seed", range(2, 12))
+def test_many_mutations(tmp_path: Path, seed: int) -> None:
+    """10,000 in all."""
+    assert run_mutations(tmp_path, seed, 1000) == []
+
+
+@pytest.fixture
+def saved(path: Path) -> Path:
+    model = torch.nn.Linear(30, 20)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(30)).sum().backward()
+    optimizer.step()
+    bytecheckpoint.save(path, {"model": model, "optimizer": optimizer, "extra_states": {"n": 3}})
+    return path
+
+
+def refuses(path: Path, match: str = "") -> None:
+    """Check that a load, an opening and a verification refuse a checkpoint with a typed error."""
+    model = torch.nn.Linear(30, 20)
+    states = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "extra_states": {}}
+    for action in (
+        lambda: bytecheckpoint.load(path, states),
+        lambda: bytecheckpoint.open(path),
+        lambda: verify(resolve(path)),
+    ):
+        with pytest.raises((CorruptCheckpointError, IncompatibleCheckpointError), match=match):
+            action()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda footer: footer["files"].update(count=2**31 - 1, **{k: footer["files"][k][0] for k in ("name", "size")}),
+        lambda footer: footer["files"].update(count=20_000_000),
+        lambda footer: footer["info"].update(world_size="many"),
+        lambda footer: footer["info"].update(world_size=-1),
+        lambda footer: footer["info"].update(world_size=10**30),
+    ],
+)
+def test_claims_of_a_footer(saved: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    data = with_footer((saved / CATALOG).read_bytes(), change)
+    (saved / CATALOG).write_bytes(data)
+    refuses(saved, "metadata.parquet")
+
+
+@pytest.mark.parametrize("size", [300 << 20, 12 << 30, 1 << 42])
+@pytest.mark.parametrize("tail", [False, True])
+def test_a_sparse_catalog(saved: Path, size: int, tail: bool) -> None:
+    end = (saved / CATALOG).read_bytes()[-1500:]
+    os.truncate(saved / CATALOG, size)
+    if tail:
+        with (saved / CATALOG).open("r+b") as file:
+            file.seek(-len(end), os.SEEK_END)
+            file.write(end)
+    refuses(saved, "metadata.parquet")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"block_bytes": 64 << 30},
+        {"block_bytes": 2 << 20},
+        {"block_bytes": 5000},
+        {"size": 1 << 42, "data_offset": 1 << 41},
+    ],
+)
+def test_a_table_of_files_that_takes_memory(saved: Path, change: dict[str, int]) -> None:
+    catalog = decode((saved / CATALOG).read_bytes())
+    files = tuple(dataclasses.replace(file, **change) for file in catalog.files)
+    sums = tuple(np.zeros(max(file.blocks, 0) if file.blocks < 1000 else 0, np.uint64) for file in files)
+    (saved / CATALOG).write_bytes(encode(dataclasses.replace(catalog, files=files, file_sums=sums), check=False))
+    refuses(saved, "metadata.parquet")
+
+
+def test_state_that_its_rows_do_not_fill(saved: Path) -> None:
+    """No memory is taken for it."""
+    catalog = decode((saved / CATALOG).read_bytes())
+    shapes = catalog.shapes.copy()
+    (number,) = [i for i, key in enumerate(catalog.keys()) if key.slot == "exp_avg" and key.fqn == "weight"]
+    shapes[number] = (1 << 30, 1 << 20)
+    (saved / CATALOG).write_bytes(encode(dataclasses.replace(catalog, shapes=shapes), check=False))
+    model = torch.nn.Linear(30, 20)
+    with pytest.raises(CorruptCheckpointError, match=r"optimizer/state/weight/exp_avg.* a part of it only") as raised:
+        bytecheckpoint.load(saved, {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}, strict=False)
+    assert raised.value.file == CATALOG and raised.value.tensors == ("optimizer/state/weight/exp_avg",)
+
+
+SOUND: dict[str, Any] = {
+    "groups": [{"params": ["w"]}],
+    "state": {"w": {}},
+    "aliases": {},
+    "globals": [],
+    "optimizers": ["SGD"],
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"groups": 3},
+        {"groups": [3]},
+        {"groups": [{}]},
+        {"groups": [{"params": "w"}]},
+        {"groups": [{"params": [3]}]},
+        {"state": []},
+        {"state": {"w": 3}},
+        {"state": {3: {}}},
+        {"aliases": {"w": 3}},
+        {"aliases": [3]},
+        {"globals": {}},
+        {"optimizers": [[]]},
+        {"own": [3]},
+        {"complete": "yes"},
+    ],
+)
+def test_a_malformed_optimizer_tree(change: dict[str, Any]) -> None:
+    assert is_optimizer_tree(SOUND)
+    with pytest.raises(CorruptCheckpointError, match="form of an optimizer"):
+        is_optimizer_tree(SOUND | change)
+
+
+@pytest.mark.parametrize(
+    "packed", [3, [], ["float32", [2], b"x"], ["float32", [-1], b""], ["float32", ["2"], b""], [1, [], b""]]
+)
+def test_a_malformed_tensor_among_hyperparameters(packed: Any) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        unpack_tensors({"__tensor__": packed})
+    with pytest.raises(CorruptCheckpointError):
+        parse_state_reference("x:y")
+    assert parse_state_reference("9" * 5000 + ":ab") == ("ab", "")
+
+
+def test_a_name_of_45_megabytes(path: Path) -> None:
+    """A load that lacks it says so at once, in a message of readable length."""
+    bytecheckpoint.save(path, {"model": {"w" * 45_000_000: torch.zeros(2)}})
+    with pytest.raises(IncompatibleCheckpointError, match="lacks model/v") as raised:
+        bytecheckpoint.load(path, {"model": {"v" * 1000: torch.zeros(2)}})
+    assert len(str(raised.value)) < 100_000
+
+
+def test_integers_of_more_digits_than_python_writes(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = path.parent / "other"
+    for place, number in ((path, 10**5000), (other, -(10**5001))):
+        bytecheckpoint.save(place, {"extra_states": {"n": number, "inside": [number, {"a": (number,)}]}})
+    for arguments in (["inspect", str(path), "--values"], ["inspect", str(path), "--values", "--json"]):
+        assert run(arguments) == 0
+        assert hex(10**5000)[:50] in capsys.readouterr().out
+    assert run(["diff", str(path), str(other)]) == 1
+    capsys.readouterr()
+    loaded: dict[str, Any] = {"extra_states": {}}
+    bytecheckpoint.load(path, loaded)
+    assert loaded["extra_states"]["n"] == 10**5000
+
+
+# ---- what leads out of the folder of a checkpoint ----
+
+
+@pytest.fixture
+def elsewhere(saved: Path, tmp_path: Path) -> str:
+    """The folder of a copy of the checkpoint, to which the catalog's URIs lead from now on."""
+    other = tmp_path / "other" / "step"
+    shutil.copytree(saved, other)
+    catalog = decode((saved / CATALOG).read_bytes())
+    files = [dataclasses.replace(file, name=f"file://{other}/{file.name}") for file in catalog.files]
+    (saved / CATALOG).write_bytes(encode(catalog.with_files(files, catalog.file_sums)))
+    return str(other)
+
+
+def load_model(path: Path) -> None:
+    bytecheckpoint.load(path, {"model": torch.nn.Linear(30, 20)})
+
+
+def test_uris_that_lead_to_another_folder(saved: Path, elsewhere: str) -> None:
+    """Only where the setting says so; nothing is opened or contacted before."""
+    with pytest.raises(IncompatibleCheckpointError, match=rf"leads to file://{elsewhere}, outside .*trusted_folders"):
+        load_model(saved)
+    assert {finding.kind for finding in verify(resolve(saved)).findings} == {"unreadable"}
+    for trusted in (os.path.dirname(elsewhere), f"/x, file://{elsewhere}/"):
+        with using(trusted_folders=trusted):
+            load_model(saved)
+            assert verify(resolve(saved)).ok
+    for trusted in (f"{elsewhere}/model/x", elsewhere[:-1], "/x"):
+        with using(trusted_folders=trusted), pytest.raises(IncompatibleCheckpointError, match="trusted_folders"):
+            load_model(saved)
+
+
+@pytest.mark.parametrize(
+    "folder", ["s3://bucket/x", "hdfs://host:1/x", "https://host/x", "file:///a/../b", "nothing://x"]
+)
+def test_uris_of_other_schemes_contact_nobody(saved: Path, folder: str) -> None:
+    catalog = decode((saved / CATALOG).read_bytes())
+    files = [dataclasses.replace(file, name=f"{folder}/{file.name}") for file in catalog.files]
+    (saved / CATALOG).write_bytes(encode(catalog.with_files(files, catalog.file_sums)))
+    with pytest.raises(IncompatibleCheckpointError, match="outside of the checkpoint"), using(trusted_folders="/a"):
+        load_model(saved)
+
+
+def test_the_word_of_a_cooldown(saved: Path, elsewhere: str) -> None:
+    """It stands beside the step, so a step that comes from elsewhere cannot bring it along."""
+    (saved / "cooldown.folders").write_text(f"{elsewhere}\n")
+    with pytest.raises(IncompatibleCheckpointError, match="trusted_folders"):
+        load_model(saved)
+    (saved.parent / "cooldown.folders").write_text(f"/nowhere\n{os.path.dirname(elsewhere)}\n")
+    load_model(saved)
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_symbolic_links_that_lead_out(saved: Path, tmp_path: Path, what: str) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (name,) = [path for path in (saved / "model").iterdir() if "rank" in path.name]
+    moved = name if what == "file" else name.parent
+    shutil.move(moved, outside / moved.name)
+    moved.symlink_to(outside / moved.name)
+    with pytest.raises(IncompatibleCheckpointError, match=r"symbolic link to .*outside"):
+        load_model(saved)
+    with using(trusted_folders=str(outside)):
+        load_model(saved)
+    # A link of the user's own, to the folder of the checkpoint or inside of it, is no matter.
+    (tmp_path / "link").symlink_to(saved)
+    moved.unlink()
+    shutil.move(outside / moved.name, saved / "kept")
+    moved.symlink_to(saved / "kept")
+    load_model(tmp_path / "link")
