@@ -17,7 +17,7 @@ from bytecheckpoint.frameworks.base import Destination, ParameterName, SavedStat
 from bytecheckpoint.frameworks.extra_states import plan_extra_states
 from bytecheckpoint.frameworks.objects.capture import encode_value
 from bytecheckpoint.frameworks.optimizers.master_weights import choose_saved_weight
-from bytecheckpoint.frameworks.tensors.allocation import empty_like_layout, make_writable
+from bytecheckpoint.frameworks.tensors.allocation import FilledMemory, empty_like_layout, make_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtensors import local_tensor
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_name
@@ -292,12 +292,17 @@ def find_saved_parameter(
 def load_modules(state_name: str, scan: ModuleScan, saved: SavedStates, destination: Destination) -> None:
     """Plan the load of a scanned state, in place."""
     loaded: list[tuple[_ScannedModule, str, torch.Tensor]] = []
+    filled = FilledMemory()
     for tensor in scan.tensors:
         found = find_saved_parameter(state_name, (tensor.fqn, tensor.aliases), saved, destination)
         if found is None:
             continue
         target = tensor.value
         found = choose_saved_weight(saved, found, (tensor.fqn, *tensor.aliases), dtype_name(target.dtype))
+        earlier = found if tensor.hook_entry else filled.first_in_memory_of(target, found)
+        if earlier.key != found.key:
+            destination.tied.append((earlier, found))
+            continue
         if tensor.hook_entry is not None:
             target = empty_like_layout(tensor.value, tensor.value.dtype)
             loaded.append((*tensor.hook_entry, target))

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bytecheckpoint.engine.scatter import BoxTarget
-from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, listed
+from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError, listed
 from bytecheckpoint.frameworks.base import SavedTensor
 from bytecheckpoint.loading.saved import SavedView
 from bytecheckpoint.planning.coverage import first_gap
@@ -30,6 +31,7 @@ __all__ = [
     "read_length",
     "refuse_mismatches",
     "refuse_missing",
+    "refuse_shared_memory",
     "refuse_unexpected",
     "wanted_boxes",
 ]
@@ -122,6 +124,99 @@ def _with_similar(names: Sequence[str], others: Iterable[str], hint: str) -> lis
     known = SimilarNames(others)
     shown = [(name, known.of(name, cutoff=_SIMILAR)) for name in names[:_SHOWN]]
     return [*(f"{name} ({hint.format(*found)})" if found else name for name, found in shown), *names[_SHOWN:]]
+
+
+def refuse_shared_memory(wanted: Sequence[LiveShard]) -> None:
+    """Refuse destinations of which two elements are one place in memory. Equal ranges are allowed: those of tied weights.
+
+    Raises:
+        UsageError: a tensor overlaps itself, or another one without being equal.
+    """
+    by_device: dict[torch.device, list[tuple[int, int, LiveShard]]] = {}
+    for shard in wanted:
+        data = shard.data
+        if not data.numel():
+            continue
+        if data.is_contiguous():
+            size = data.nbytes
+        else:
+            extent = _extent(data)
+            if _may_repeat(data) and _bytes_marked(data, extent) < data.nbytes:
+                raise UsageError(
+                    f"{shard.key} shows one element of its memory at several places (shape {tuple(data.shape)}, strides "
+                    f"{data.stride()}): a load would keep one of their values; give a contiguous tensor"
+                )
+            size = extent * data.element_size()
+        start = data.data_ptr()
+        by_device.setdefault(data.device, []).append((start, start + size, shard))
+    for ranges in by_device.values():
+        starts, ends = (np.array([each[i] for each in ranges], np.int64) for i in (0, 1))
+        order = np.argsort(starts, kind="stable")
+        latest = np.maximum.accumulate(ends[order])
+        breaks = np.flatnonzero(starts[order][1:] >= latest[:-1]) + 1
+        if len(breaks) + 1 < len(ranges):
+            for cluster in np.split(order, breaks):
+                _refuse_overlap([ranges[i] for i in cluster.tolist()])
+
+
+def _refuse_overlap(ranges: Sequence[tuple[int, int, LiveShard]]) -> None:
+    """Refuse shards of which some, but not all, elements are those of another shard; `ranges` have a common span."""
+    distinct: dict[object, tuple[int, LiveShard]] = {}
+    for start, end, shard in ranges:
+        data = shard.data
+        layout = None if data.is_contiguous() else (data.shape, data.stride(), data.element_size())
+        distinct.setdefault((start, end, layout), (start, shard))
+    if len(distinct) == 1:
+        return
+    low, high = min(start for start, _, _ in ranges), max(end for _, end, _ in ranges)
+    marks, marked = np.zeros(high - low, np.bool_), list[LiveShard]()
+    for start, shard in distinct.values():
+        place = _bytes_of(marks[start - low :], shard.data)
+        if place.any():
+            first = next((other for other in marked if _overlap(shard.data, other.data)), marked[0])
+            raise UsageError(
+                f"{shard.key} and {first.key} share a part of their memory, but not all of it: a load would keep "
+                "the values of one of them there; give each its own memory, or the same range"
+            )
+        place[...] = True
+        marked.append(shard)
+
+
+def _extent(data: torch.Tensor) -> int:
+    """Return the number of elements from the first to the last one in memory."""
+    return 1 + sum((n - 1) * s for n, s in zip(data.shape, data.stride(), strict=True))
+
+
+def _may_repeat(data: torch.Tensor) -> bool:
+    """Return whether the strides leave it open that no two elements are one."""
+    span = 1
+    for stride, length in sorted((s, n) for s, n in zip(data.stride(), data.shape, strict=True) if n > 1):
+        if stride < span:
+            return True
+        span += stride * (length - 1)
+    return False
+
+
+def _bytes_of(memory: NDArray[np.bool_], data: torch.Tensor) -> NDArray[np.bool_]:
+    """Return the view of `memory`, one flag for each byte, that has the layout of a tensor."""
+    size = data.element_size()
+    strides = (*(s * size for s in data.stride()), 1)
+    return np.lib.stride_tricks.as_strided(memory, (*data.shape, size), strides)
+
+
+def _bytes_marked(data: torch.Tensor, extent: int) -> int:
+    """Return the number of bytes of memory that the elements of a tensor have."""
+    marks = np.zeros(extent * data.element_size(), np.bool_)
+    _bytes_of(marks, data)[...] = True
+    return int(marks.sum())
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    low = min(one.data_ptr(), other.data_ptr())
+    high = max(t.data_ptr() + _extent(t) * t.element_size() for t in (one, other))
+    marks = np.zeros(high - low, np.bool_)
+    _bytes_of(marks[one.data_ptr() - low :], one)[...] = True
+    return bool(_bytes_of(marks[other.data_ptr() - low :], other).any())
 
 
 def wanted_boxes(view: SavedView, wanted: Sequence[LiveShard]) -> BoxTable:

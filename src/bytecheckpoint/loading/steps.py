@@ -45,6 +45,7 @@ from bytecheckpoint.loading.fit import (
     read_length,
     refuse_mismatches,
     refuse_missing,
+    refuse_shared_memory,
     refuse_unexpected,
     wanted_boxes,
 )
@@ -283,6 +284,7 @@ class Load:
                 request.check_strict(catalog, destination)
                 missing = list(filter(request.strict_about, destination.missing))
                 live.note_saved(chain((TensorKey(s, "", VALUES_SLOT) for s in request.states), view.index.keys))
+                refuse_shared_memory(destination.wanted)
                 refuse_missing(url, missing, view.other_names(destination.recognized), selection.unmatched)
                 destination.mismatches += lost_positions(catalog, request.states, world_size)
                 refuse_mismatches(url, request.refused_mismatches(destination))

@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Any
 
-import torch
-
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor
+from bytecheckpoint.frameworks.base import Destination, SavedStates
 from bytecheckpoint.frameworks.objects.capture import STATES_BY_NAME, TensorExtractor, is_stateful, tensor_name
 from bytecheckpoint.frameworks.objects.classes import HeldClasses
 from bytecheckpoint.frameworks.objects.reader import ValueReader, missing_tensor_error
-from bytecheckpoint.frameworks.tensors.allocation import make_writable
+from bytecheckpoint.frameworks.tensors.allocation import FilledMemory, make_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
-from bytecheckpoint.frameworks.tensors.dtensors import PLAIN_TYPES, local_tensor
-from bytecheckpoint.frameworks.tensors.plain import is_tensor_like, lists_own_shards
+from bytecheckpoint.frameworks.tensors.dtensors import PLAIN_TYPES
+from bytecheckpoint.frameworks.tensors.plain import is_tensor_like
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.values.codec import decode, encode
 from bytecheckpoint.representation.values.registry import default_registration, registration_of
@@ -93,7 +91,7 @@ def _merge_dicts(first: Any, second: Any) -> Any:
 def _load_named(state_name: str, live: Any, saved: SavedStates, destination: Destination) -> None:
     """Plan the load of a state_dict-like value: request its own tensors, which stay the same objects."""
     taken: dict[str, Any] = {}
-    filled = _FilledMemory()
+    filled = FilledMemory()
     wanted = destination.wanted
 
     def request(path: tuple[object, ...], tensor: Any) -> str:
@@ -128,37 +126,6 @@ def _load_named(state_name: str, live: Any, saved: SavedStates, destination: Des
     own = saved.tree(state_name)
     value = None if own is None else decode(own, on_tensor=skip_tensor, on_unregistered=HeldClasses(live))
     destination.finish.append(lambda: _install_plain(value, live, extractor.state_dicts))
-
-
-class _FilledMemory:
-    """The tensors that a load fills, by their memory: a state_dict shows a tied weight as two tensors."""
-
-    def __init__(self) -> None:
-        self._by_address: dict[int, tuple[Any, SavedTensor]] = {}
-        self._by_memory: dict[object, SavedTensor] = {}
-
-    def first_in_memory_of(self, tensor: Any, found: SavedTensor) -> SavedTensor:
-        """Return the saved tensor that fills the memory of `tensor`: `found` of the first call for that memory."""
-        cls: type = type(tensor)
-        if not lists_own_shards(cls):
-            # Most tensors are alone at their address, and then nothing else of their memory needs to be looked at.
-            local = local_tensor(tensor)
-            address = local.data_ptr() if local.layout is torch.strided else 0
-            first, of_first = self._by_address.setdefault(address, (tensor, found))
-            if of_first is found:
-                return found
-            self._by_memory.setdefault(_memory(first), of_first)
-        return self._by_memory.setdefault(_memory(tensor), found)
-
-
-def _memory(tensor: Any) -> object:
-    """Return the place and form of a tensor's elements on this rank, which are equal if two tensors are one."""
-    if not isinstance(tensor, torch.Tensor) or lists_own_shards(type(tensor)):
-        return id(tensor)
-    local = local_tensor(tensor)
-    if not local.numel():
-        return id(tensor)
-    return local.device, local.data_ptr(), local.dtype, local.shape, local.stride()
 
 
 def _install_plain(value: Any, live: Any, state_dicts: dict[int, Any]) -> Any:

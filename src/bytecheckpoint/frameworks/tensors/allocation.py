@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.frameworks.base import SavedTensor
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor, local_tensor
 from bytecheckpoint.frameworks.tensors.plain import is_lazy_view, is_storable, lists_own_shards
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 
-__all__ = ["empty_like_layout", "empty_on_mesh_of", "is_writable", "make_writable", "memory_for"]
+__all__ = ["FilledMemory", "empty_like_layout", "empty_on_mesh_of", "is_writable", "make_writable", "memory_for"]
 
 
 @contextlib.contextmanager
@@ -142,3 +143,34 @@ def empty_on_mesh_of(like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dt
     strides = torch.empty(shape, device="meta").stride()
     spec = DTensorSpec(like.device_mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), strides, dtype))
     return type(like)(torch.empty(extents, dtype=dtype, device=local.device), spec, requires_grad=False)
+
+
+class FilledMemory:
+    """The tensors that a load fills, by their memory: a state_dict shows a tied weight as two tensors."""
+
+    def __init__(self) -> None:
+        self._by_address: dict[int, tuple[Any, SavedTensor]] = {}
+        self._by_memory: dict[object, SavedTensor] = {}
+
+    def first_in_memory_of(self, tensor: Any, found: SavedTensor) -> SavedTensor:
+        """Return the saved tensor that fills the memory of `tensor`: `found` of the first call for that memory."""
+        cls: type = type(tensor)
+        if not lists_own_shards(cls):
+            # Most tensors are alone at their address, and then nothing else of their memory needs to be looked at.
+            local = local_tensor(tensor)
+            address = local.data_ptr() if local.layout is torch.strided else 0
+            first, of_first = self._by_address.setdefault(address, (tensor, found))
+            if of_first is found:
+                return found
+            self._by_memory.setdefault(_memory(first), of_first)
+        return self._by_memory.setdefault(_memory(tensor), found)
+
+
+def _memory(tensor: Any) -> object:
+    """Return the place and form of a tensor's elements on this rank, which are equal if two tensors are one."""
+    if not isinstance(tensor, torch.Tensor) or lists_own_shards(type(tensor)):
+        return id(tensor)
+    local = local_tensor(tensor)
+    if not local.numel():
+        return id(tensor)
+    return local.device, local.data_ptr(), local.dtype, local.shape, local.stride()
