@@ -380,7 +380,7 @@ def _translated(action: str, label: str, attempt: int) -> Iterator[None]:
         what = f"cannot {action} {label}: {reason}"
         number = error.errno if isinstance(error, OSError) else None
         if number in FULL_ERRNOS:
-            raise StorageFullError(f"{what} (attempt {attempt}); free space and save again") from None
+            raise StorageFullError(f"{what} (attempt {attempt}); {FULL_ERRNOS[number]}") from None
         transient = any(_TRANSIENT_CLASS.search(cls.__name__) for cls in type(error).__mro__[:-2])
         if number in TRANSIENT_ERRNOS or transient or (number is None and _TRANSIENT_WORDS.search(str(error))):
             raise StorageUnavailableError(f"{what}; check that the storage can be reached", undecided=True) from None

@@ -39,8 +39,12 @@ __all__ = [
 
 _T = TypeVar("_T")
 _libc = ctypes.CDLL(None)
-#: No space is left.
-FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+#: Errors of a storage that takes no more, with advice.
+FULL_ERRNOS = {
+    errno.ENOSPC: "free space and save again",
+    errno.EDQUOT: "free space or raise the quota, and save again",
+    errno.EFBIG: "the process or the file system limits the size of a file (ulimit -f)",
+}
 #: The server of a file system cannot be reached, or has lost an open file: no local disk says so.
 _CONNECTION_ERRNOS = {
     errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN,
@@ -69,7 +73,7 @@ def translated(action: str, path: str, *, may_be_absent: bool = False) -> Iterat
             raise FileNotFoundError(error.errno, error.strerror, path) from error  # in any case, no such *file* exists
         reason = error.strerror or str(error)
         if error.errno in FULL_ERRNOS:
-            raise StorageFullError(f"cannot {action} {path}: {reason}; free space and save again") from error
+            raise StorageFullError(f"cannot {action} {path}: {reason}; {FULL_ERRNOS[error.errno]}") from error
         if error.errno in TRANSIENT_ERRNOS:
             raise StorageUnavailableError(f"cannot {action} {path}: {reason}; check the device or mount") from error
         raise StorageError(f"cannot {action} {path}: {reason}") from error
