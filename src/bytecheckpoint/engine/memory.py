@@ -107,7 +107,7 @@ def _lines(file: str) -> list[str]:
 
 
 def _fields(file: str, names: Sequence[str]) -> dict[str, int]:
-    """Read lines of a name and a number, those of `names`."""
+    """Read the numbers on the lines that begin with one of `names`."""
     words = [line.split() for line in _lines(file) if line.startswith(tuple(names))]
     return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[0] in names and line[1].isdigit()}
 

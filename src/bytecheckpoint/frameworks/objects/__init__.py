@@ -1,1 +1,1 @@
-"""States that are neither modules nor optimizers: nested values, and objects with state_dict and load_state_dict."""
+"""Save and load states other than modules and optimizers: nested values, and objects with a state_dict."""

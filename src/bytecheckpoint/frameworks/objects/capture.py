@@ -145,7 +145,7 @@ class TensorExtractor:
         is_dict = cls in _DICTS
         steps = value if is_dict else range(len(value))
         items = value.values() if is_dict else value
-        # Nearly all of ten thousands of items are plain tensors: they skip a call.
+        # Of tens of thousands of items nearly all are plain tensors, which skip a call.
         extracted = [
             TensorRef(self._add((*path, step), item))
             if type(item) in PLAIN_TYPES

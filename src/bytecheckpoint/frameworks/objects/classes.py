@@ -1,4 +1,4 @@
-"""Classes of which a live value holds instances: a load makes further ones without any registration.
+"""Let a load make instances of unregistered classes of which the live value holds instances.
 
 A checkpoint names the class of an enum, dataclass, named tuple or dict subclass. A load never looks that name up in
 modules: it makes instances of classes that the program has registered, or that it shows in what the load fills.

@@ -44,7 +44,7 @@ def load_object(
     value = _read_everything(state_name, saved, reader, merge=by_name)
     reader.match_live(value, live)
     reader.request_tensors()
-    # A copy of another rank is that rank's to load, even where that rank no longer exists.
+    # Copies of other ranks are no surprise to this rank: those ranks load them, or exist no longer.
     destination.recognized.update(saved.keys(state_name))
 
     def install() -> None:

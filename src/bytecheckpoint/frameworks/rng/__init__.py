@@ -1,4 +1,4 @@
-"""States of random number generators: `rng_state` (public), and the generators that a process has."""
+"""Save and load the random number generators of a process: `rng_state`."""
 
 from bytecheckpoint.frameworks.rng.state import rng_state
 

@@ -1,1 +1,1 @@
-"""Tensors of every kind as live shards."""
+"""Describe tensors of every kind as live shards."""

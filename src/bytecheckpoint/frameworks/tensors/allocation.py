@@ -100,7 +100,7 @@ def empty_like_layout(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
         meta = TensorMeta(value.shape, value.stride(), dtype)
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
-    # DTensor.from_local derives the same in a hundred microseconds, and a load makes thousands of these.
+    # Not by DTensor.from_local, which takes a hundred microseconds: a load makes thousands of these.
     return type(value)(local, spec, requires_grad=False)
 
 

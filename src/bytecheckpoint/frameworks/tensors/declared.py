@@ -60,7 +60,7 @@ def add_declared_shards(
 
 
 def _shards_of(key: TensorKey, listed: Iterable[tuple[tuple[int, ...], _Place, torch.Tensor]]) -> Iterator[LiveShard]:
-    """Iterate over the shards of all listed parts; flat ranges that follow each other are decomposed at once."""
+    """Iterate over the shards of all listed parts; consecutive flat ranges are decomposed together."""
     ranges: list[tuple[tuple[int, ...], int, torch.Tensor]] = []
     for shape, place, data in listed:
         if type(data) is not torch.Tensor and (is_dtensor(data) or lists_own_shards(type(data))):

@@ -1,4 +1,4 @@
-"""Names of dtypes as catalogs spell them."""
+"""Convert dtypes to their names in catalogs, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flat ranges of tensors, as ZeRO and FSDP1 cut them, decomposed into boxes without copying.
+"""Decompose flat ranges of tensors, as ZeRO and FSDP1 cut them, into boxes without copying.
 
 An optimizer that shards by bytes holds ranges of elements that begin and end anywhere in a tensor. An adapter describes
 each as a `FlatRange`, and `flat_range_shards` turns all flat ranges of a rank into live shards, which are views of the
@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class FlattenedBox:
-    """The box of a tensor that was flattened before it was cut, where that is not the whole tensor in row-major order.
+    """A box of a tensor that was flattened before it was cut: a part of the tensor, or not in row-major order.
 
     Attributes:
         offsets: first coordinate of the box in the global tensor, one per dimension (tensor parallelism); None: the
@@ -206,7 +206,7 @@ def _by_box(flat: FlatRange) -> Iterator[FlatRange]:
 
 
 def _range_columns(ranges: Sequence[FlatRange], size: Int64s, shapes: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Return start, offset and count of the ranges, shape [n] each, after a check that they lie where they say."""
+    """Return start, offset and count of the ranges, shape [n] each, checked against their buffers and boxes."""
     start = np.fromiter((r.start for r in ranges), np.int64, len(ranges))
     offset = np.fromiter((r.offset for r in ranges), np.int64, len(ranges))
     count = np.fromiter((r.count for r in ranges), np.int64, len(ranges))

@@ -68,12 +68,12 @@ def plain_shard(
 
 
 def origin_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the offsets of a box that begins where a tensor of `shape` does."""
+    """Return the offsets of a whole tensor of `shape`: a zero for each dimension."""
     return _ORIGINS[len(shape)]
 
 
 def check_storable(key: TensorKey, tensor: torch.Tensor) -> None:
-    """Check that `tensor` is elements in memory, in any order.
+    """Check that the elements of `tensor` lie in memory, in any order.
 
     Raises:
         UsageError: the tensor's type or form is not supported; the message names the key.
@@ -116,7 +116,7 @@ def _has_unusual_form(tensor: torch.Tensor) -> bool:
         tensor.layout is not torch.strided
         or tensor.is_quantized
         or tensor.is_nested
-        # The address of an element that is not the first one may be that of memory that was freed.
+        # A tensor that begins inside a storage has an address even if the storage was freed.
         or ((tensor.storage_offset() > 0 or not tensor.data_ptr()) and (tensor.is_meta or _is_freed(tensor)))
     )
 

@@ -1,1 +1,1 @@
-"""Plain values as bytes and back, with their exact types and without pickle (docs/format-values.md)."""
+"""Encode plain values as bytes and decode them, with their exact types and without pickle (docs/format-values.md)."""

@@ -1,4 +1,4 @@
-"""Plain values as bytes and back, with their exact types and without pickle (docs/format-values.md).
+"""Encode plain values as bytes and decode them, with their exact types and without pickle (docs/format-values.md).
 
 An encoded value is two header bytes and one MessagePack object. Types that MessagePack has stay native (None, bool,
 64-bit int, float, str, bytes, list, dict with str keys), so any MessagePack reader shows the usual values. Every other

@@ -1,4 +1,4 @@
-"""Conversion of values into objects that MessagePack has natively, and extensions (docs/format-values.md)."""
+"""Convert values into objects that MessagePack has natively, and extensions (docs/format-values.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deep equality of values with exact types, for tests and for tools that compare checkpoints."""
+"""Compare values deeply, with their exact types."""
 
 from __future__ import annotations
 

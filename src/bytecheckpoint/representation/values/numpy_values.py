@@ -1,4 +1,4 @@
-"""numpy dtypes, scalars and arrays as simple values: a description of the dtype, a shape, bytes in C order."""
+"""Describe numpy dtypes, scalars and arrays by simple values: a description of the dtype, a shape, bytes in C order."""
 
 from __future__ import annotations
 

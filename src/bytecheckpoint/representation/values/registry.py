@@ -1,4 +1,4 @@
-"""Registration of classes whose instances may be stored among the plain values of a checkpoint.
+"""Register classes whose instances may be stored among the plain values of a checkpoint.
 
 Classes that are enums, dataclasses, named tuples or dict subclasses need none to be saved (`default_registration`). A load
 makes instances of such a class only where the program shows it the class, in a live value (`HeldClasses`): the name of a
@@ -64,7 +64,7 @@ class Registration:
             ) from error
 
 
-#: Methods by which objects describe themselves where a state holds them directly; their attributes are not their state.
+#: Methods by which objects directly in a state describe themselves; their attributes are not their state.
 _OWN_PROTOCOLS = ("state_dict", "__bytecheckpoint_shards__")
 #: Dict classes that the encoding has itself.
 _STANDARD_DICTS = frozenset({dict, collections.OrderedDict, collections.Counter, collections.defaultdict})
@@ -154,7 +154,7 @@ def registration_named(name: str) -> Registration | None:
 
 
 def default_registration(value: object) -> Registration:
-    """Return how an instance of a class that is not registered is stored: as if its class were, without functions.
+    """Return the registration by which an instance of an unregistered class is stored: that of `register(cls)`.
 
     Raises:
         UsageError: the class needs functions; the message is only the reason.

@@ -1,4 +1,4 @@
-"""Nested values: references to tensors, the leaves, and the paths to them."""
+"""Walk nested values: their leaves, the paths to these, and references to tensors."""
 
 from __future__ import annotations
 

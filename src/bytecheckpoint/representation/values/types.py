@@ -1,4 +1,4 @@
-"""The extension types of the value encoding: their codes, and two conversions for each type.
+"""Define the extension types of the value encoding: their codes, and two conversions for each type.
 
 The payload of an extension is the encoding of a simpler value. A function in `TO_SIMPLE` makes that value of an instance,
 and a function in `FROM_SIMPLE` makes the instance again. Hostile bytes may hold a malformed value: the function raises any
