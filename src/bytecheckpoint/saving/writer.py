@@ -55,21 +55,6 @@ Places = Mapping[TensorKey, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
-    """Files that are written together.
-
-    Attributes:
-        files: the files.
-        image: live tensors of their data sections.
-        places: places of the values among them.
-    """
-
-    files: list[PlannedFile]
-    image: Image
-    places: Places
-
-
-@dataclass(frozen=True, slots=True)
 class StagedFiles:
     """The files of one save on one rank, ready to be written.
 
@@ -147,38 +132,37 @@ class RankWriter:
 
     def prewarm(self, agreed: AgreedPlan) -> None:
         """Touch the pages of the staging pool that `copy` needs; write nothing."""
-        batch, captured = self._planned_batch(agreed), agreed.captured
+        _, places, image = self._lay_out_plan(agreed)
         self._files = []  # none of them is written
-        spare = _spare_image(_spare_values(captured.values, batch.places), batch.image.nbytes, captured.copies)
-        nbytes = max(batch.image.nbytes, spare.nbytes)
+        spare = _spare_image(_spare_values(agreed.captured.values, places), image.nbytes, image.copies)
+        nbytes = max(image.nbytes, spare.nbytes)
         pools = self._resources.pools
         pools.note_need(nbytes)
-        pools.prewarm(nbytes, self._settings, touch=True, device=_device(captured.copies))
+        pools.prewarm(nbytes, self._settings, touch=True, device=_device(image.copies))
 
     def stage_live(self, agreed: AgreedPlan) -> StagedFiles:
         """Stage the planned files of a caller who waits until they are written."""
         self._operation.phase = "write"
-        batch = self._planned_batch(agreed)
-        image, values = batch.image, agreed.captured.values
-        pools, pool = self._resources.pools, None
+        files, places, image = self._lay_out_plan(agreed)
+        values, pools, pool = agreed.captured.values, self._resources.pools, None
         if self._storage.capabilities.whole_files:
             # Such a storage gets the files from memory, if they fit there, else from a spool file.
             pool = pools.acquire_whole(image.nbytes, self._settings, _device(image.copies))
         if pool is None:
             pools.note_need(slot_bytes(image.files, self._settings))
-            return StagedFiles(batch.files, batch.places, values, image=image)
+            return StagedFiles(files, places, values, image=image)
         pools.note_need(image.nbytes)
-        opened = self._open(self._job(batch.files), agreed.plan.nbytes, pool, stable=True)
+        opened = self._open(self._job(files), agreed.plan.nbytes, pool, stable=True)
         chunks = stage_image(image, pool, self._settings.storage.chunk_bytes)
-        return StagedFiles(batch.files, batch.places, values, pool, chunks, opened=opened)
+        return StagedFiles(files, places, values, pool, chunks, opened=opened)
 
     def copy(self, agreed: AgreedPlan) -> StagedFiles:
         """Copy everything into a staging pool, so that the caller may change the live tensors."""
         self._operation.phase = "stage"
-        batch = self._planned_batch(agreed)
-        image, settings = batch.image, self._settings
+        files, places, image = self._lay_out_plan(agreed)
+        settings = self._settings
         values = {value.key: value for value in agreed.captured.values}
-        spare = _spare_values(agreed.captured.values, batch.places)
+        spare = _spare_values(agreed.captured.values, places)
         spare_image = _spare_image(spare, image.nbytes, image.copies)
         nbytes = max(image.nbytes, spare_image.nbytes)
         pools, device = self._resources.pools, _device(image.copies)
@@ -189,20 +173,18 @@ class RankWriter:
         opened = None
         fits = pool.capacity >= image.nbytes
         if not fits:
-            opened = self._open(self._job(batch.files), agreed.plan.nbytes, pool, by_helper=True)
+            opened = self._open(self._job(files), agreed.plan.nbytes, pool, by_helper=True)
             # No copy stays that could be hashed later.
-            for value in hash_all((values[key] for key in batch.places), image.copies):
+            for value in hash_all((values[key] for key in places), image.copies):
                 values[value.key] = value.without_data()
         with busy(settings.timeout + nbytes / _SLOWEST_COPY), span("copy", image.nbytes):
             chunks = stage_image(image, pool, settings.storage.chunk_bytes, opened[0] if opened else None)
         if fits:
-            for key, (file, offset) in batch.places.items():
-                values[key] = _staged(values[key], batch.files[file].image.start + offset, pool)
+            for key, (file, offset) in places.items():
+                values[key] = _staged(values[key], files[file].image.start + offset, pool)
         values |= {value.key: value for value in _copy_spare(spare, spare_image, pool)}
         self._operation.mark("stage")
-        return StagedFiles(
-            batch.files, batch.places, [*values.values()], pool, chunks, opened=opened, pool_bytes=nbytes
-        )
+        return StagedFiles(files, places, [*values.values()], pool, chunks, opened=opened, pool_bytes=nbytes)
 
     def write(self, staged: StagedFiles, agreed: AgreedPlan) -> WrittenFiles:
         """Write staged files and make them durable."""
@@ -227,9 +209,8 @@ class RankWriter:
         self.abort()
         self._storage.delete([self._name(f) for f in self._files])
         self._files = []
-        batch = self._planned_batch(agreed)
-        staged = StagedFiles(batch.files, batch.places, agreed.captured.values, image=batch.image)
-        return self._stream(staged, batch.image, agreed)
+        files, places, image = self._lay_out_plan(agreed)
+        return self._stream(StagedFiles(files, places, agreed.captured.values, image=image), image, agreed)
 
     def write_values(
         self, keys: Collection[TensorKey], written: WrittenFiles, copies: DeviceCopies, *, live: bool
@@ -246,15 +227,15 @@ class RankWriter:
             All written files.
         """
         values = [value for value in written.values if value.key in keys]
-        batch = self._batch([], [], KnownTargets(), values, copies)
+        files, places, image = self._lay_out([], [], KnownTargets(), values, copies)
         # Staged copies lie in the shared pool, which must not be written to.
         pool = self._resources.pools.shared if live else StagingPool(shared=False)
         try:
-            records = self._stream_files(batch.files, batch.image, pool)
+            records = self._stream_files(files, image, pool)
         finally:
             if not live:
                 pool.release()
-        return replace(written, records=[*written.records, *records], places={**written.places, **batch.places})
+        return replace(written, records=[*written.records, *records], places={**written.places, **places})
 
     def abort(self) -> None:
         """End unfinished writes and remove their files."""
@@ -284,23 +265,24 @@ class RankWriter:
     def _name(self, file: PlannedFile) -> str:
         return self._origin.file_name(file.state, file.part, values=file.values)
 
-    def _planned_batch(self, agreed: AgreedPlan) -> _Batch:
+    def _lay_out_plan(self, agreed: AgreedPlan) -> tuple[list[PlannedFile], Places, Image]:
+        """Lay out the files of a plan; return them with the places of values in them, and their image."""
         plan, captured = agreed.plan.image, agreed.captured
         tensors = [_source(captured.shards[number], first, end) for number, first, end in plan.sources]
         values = agreed.plan.values.to_write(captured.values)
-        batch = self._batch(plan.files, tensors, plan.targets, values, captured.copies)
-        self._operation.planned_bytes = sum(file.nbytes for file in batch.image.files)
-        return batch
+        files, places, image = self._lay_out(plan.files, tensors, plan.targets, values, captured.copies)
+        self._operation.planned_bytes = sum(file.nbytes for file in image.files)
+        return files, places, image
 
-    def _batch(
+    def _lay_out(
         self,
         files: list[PlannedFile],
         tensors: Sequence[torch.Tensor | Runs],
         targets: KnownTargets,
         values: Sequence[Value],
         copies: DeviceCopies,
-    ) -> _Batch:
-        """Lay out planned files, and behind them files of values."""
+    ) -> tuple[list[PlannedFile], Places, Image]:
+        """Lay out planned files, and behind them files of values. Returns as `_lay_out_plan`."""
         value_files, found = lay_out_values(
             values,
             self._origin,
@@ -314,7 +296,7 @@ class RankWriter:
         files = [*files, *value_files]
         self._files += files
         image = Image([*tensors, *(v.data for v in values)], [f.image for f in files], copies, targets)
-        return _Batch(files, image, places)
+        return files, places, image
 
     # --- writing --------------------------------------------------------------------------------------------------
 
