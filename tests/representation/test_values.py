@@ -403,7 +403,10 @@ def test_tensors_are_replaced_by_names() -> None:
     ]  # fmt: skip
     assert all(tensor is (p if path[0] == 0 else t) for path, tensor in seen if path[0] != "o")
     back = dec(blob)
-    assert back["a"] == [TensorRef("a.0"), {"x": TensorRef("a.1.x")}] and back[0] == (TensorRef("0.0"), 2**80)
+    assert back["a"] == [TensorRef("a.0"), {"x": TensorRef("a.1.x")}] and back[0] == (
+        TensorRef("0.0", True, True),
+        2**80,
+    )
     assert back["ns"].w == TensorRef("ns.w") and back["od"][1, 2] == TensorRef("od.(1, 2)") and back["o"].n == 3
     del back["o"], value["o"]
     assert encode(back, on_tensor=no_tensor) == encode(value, on_tensor=lambda path, _: key_of_path(path))

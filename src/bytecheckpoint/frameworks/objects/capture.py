@@ -8,9 +8,12 @@ identified by its name, as in a state_dict.
 from __future__ import annotations
 
 import collections
+import logging
 import operator
 from collections.abc import Callable, Container
 from typing import Any
+
+import torch
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
@@ -31,6 +34,8 @@ __all__ = [
     "tensor_name",
 ]
 
+_log = logging.getLogger("bytecheckpoint")
+_warned_of: set[type] = set()
 #: States whose tensors are identified by name and box, not by content.
 STATES_BY_NAME = frozenset({"model", "optimizer"})
 
@@ -84,15 +89,29 @@ def encode_value(
         name = tensor_name((*prefix, *(path or ("value",))), taken)
         check(name, tensor)
         taken.add(name)
+        if by_content:
+            _warn_of_subclass(TensorKey(state_name, name), tensor)
         add_shards(shards, TensorKey(state_name, name), tensor, by_content=by_content and is_plain(tensor))
         return name
 
     try:
-        return encode(TensorExtractor(add).extract(value), on_tensor=add)
+        return encode(TensorExtractor(add, keeps_attributes=by_content).extract(value), on_tensor=add)
     except UsageError as error:
         # Messages about tensors name the state already; those about plain values start with the path inside it.
         named = str(error).startswith(f"{state_name}/")
         raise (error if named else UsageError(f"{state_name}/{'.'.join((*prefix, ''))}{error}")) from None
+
+
+def _warn_of_subclass(key: TensorKey, tensor: Any) -> None:
+    """Warn, once for each type, of a tensor whose type a load cannot make."""
+    cls: type = type(tensor)
+    if cls not in PLAIN_TYPES and is_plain(tensor) and cls not in _warned_of:
+        _warned_of.add(cls)
+        kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
+        _log.warning(
+            "%s is of type %s.%s, of which a checkpoint keeps the elements: a load makes a plain %s of it, unless the live "
+            "value holds one of that type", key, cls.__module__, cls.__qualname__, kind,
+        )  # fmt: skip
 
 
 def capture_object(state_name: str, value: object) -> LiveState:
@@ -111,6 +130,7 @@ class TensorExtractor:
 
     Args:
         add: callback (path, tensor) for every tensor; returns the name that stands for the tensor.
+        keeps_attributes: True to note which tensors are parameters, and which ones require a gradient.
 
     Attributes:
         state_dicts: id of a live object -> its state_dict.
@@ -118,8 +138,9 @@ class TensorExtractor:
             encoder finds the tensors inside.
     """
 
-    def __init__(self, add: Callable[[tuple[object, ...], Any], str]) -> None:
+    def __init__(self, add: Callable[[tuple[object, ...], Any], str], *, keeps_attributes: bool = False) -> None:
         self._add = add
+        self._keeps_attributes = keeps_attributes
         self._enclosing: set[int] = set()  # ids of the containers around the current value, to notice cycles
         self.state_dicts: dict[int, Any] = {}
         self.needs_encoder = False
@@ -132,13 +153,19 @@ class TensorExtractor:
         if cls in _CONTAINERS and id(value) not in self._enclosing and len(self._enclosing) < MAX_DEPTH:
             return self._extract_container(cls, value, path)
         if is_tensor_like(value) and registration_of(cls) is None:
-            return TensorRef(self._add(path, value))
+            return self._reference(path, value)
         if cls not in _CONTAINERS and is_stateful(value) and len(self._enclosing) < MAX_DEPTH:
             state = self.state_dicts[id(value)] = value.state_dict()
             return self.extract(state, path)
         # Also cycles and values that are nested too deeply, which the encoder refuses by name.
         self.needs_encoder = True
         return value
+
+    def _reference(self, path: tuple[object, ...], tensor: Any) -> TensorRef:
+        name = self._add(path, tensor)
+        if self._keeps_attributes and isinstance(tensor, torch.Tensor):
+            return TensorRef(name, isinstance(tensor, torch.nn.Parameter), tensor.requires_grad)
+        return TensorRef(name)
 
     def _extract_container(self, cls: type, value: Any, path: tuple[object, ...]) -> Any:
         self._enclosing.add(id(value))
@@ -147,9 +174,7 @@ class TensorExtractor:
         items = value.values() if is_dict else value
         # Of tens of thousands of items nearly all are plain tensors, which skip a call.
         extracted = [
-            TensorRef(self._add((*path, step), item))
-            if type(item) in PLAIN_TYPES
-            else self.extract(item, (*path, step))
+            self._reference((*path, step), item) if type(item) in PLAIN_TYPES else self.extract(item, (*path, step))
             for step, item in zip(steps, items, strict=True)
         ]
         self._enclosing.discard(id(value))

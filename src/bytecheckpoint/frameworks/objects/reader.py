@@ -54,12 +54,23 @@ class ValueReader:
         self._tensors: dict[int, tuple[SavedTensor, torch.Tensor, Any]] = {}
         self._unwanted: dict[int, tuple[SavedTensor, torch.Tensor, Any]] = {}  # as `_tensors`; keeps the ids in use
         self._by_content: set[TensorKey] = set()
+        self._attributes: dict[int, tuple[bool, bool]] = {}  # by id: whether it is a parameter, and requires a gradient
         # Live containers and storages in use: one that is at two places receives one value only.
         self._used: set[int] = set()
 
     def read(self, blob: bytes) -> Any:
         """Decode `blob`; its tensors are empty ones of the saved dtype and shape, on the CPU."""
-        return decode(blob, on_tensor=self._empty_named, on_unregistered=self._classes)
+        return decode(
+            blob, on_tensor=self._empty_named, on_unregistered=self._classes, on_attributes=self._note_attributes
+        )
+
+    def _note_attributes(self, empty: Any, parameter: bool, requires_grad: bool) -> Any:
+        if id(empty) not in self._tensors:
+            raise CorruptCheckpointError(
+                f"the values of {self._state_name} give attributes of a tensor to another value"
+            )
+        self._attributes[id(empty)] = parameter, requires_grad
+        return empty
 
     def _empty_named(self, name: str) -> torch.Tensor:
         found = self._saved.find_by_content(self._state_name, name)
@@ -115,10 +126,12 @@ class ValueReader:
             found, empty, _ = self._tensors[id(value)]
             if not isinstance(live, torch.Tensor) or lists_own_shards(type(live)):
                 self._tensors[id(value)] = (found, empty, live)
+                self._attributes.pop(id(value), None)  # a live tensor keeps its own
             elif _fits(live, found):
                 if in_place:
                     if self._is_first_use(local_tensor(live).untyped_storage().data_ptr()):
                         self._tensors[id(value)] = (found, empty, live)
+                        self._attributes.pop(id(value), None)  # a live tensor keeps its own
                 elif is_dtensor(live):
                     self._tensors[id(value)] = (found, empty, empty_like_layout(live, live.dtype))
         elif is_stateful(live) and not is_tensor_like(live):
@@ -164,7 +177,7 @@ class ValueReader:
         that are not frozen.
         """
         if id(value) in self._tensors:
-            return self._tensors[id(value)][2]
+            return self._finished(value)
         if is_stateful(live) and not is_tensor_like(live):
             live.load_state_dict(self.build(value, None))
             return live
@@ -194,6 +207,15 @@ class ValueReader:
                 object.__setattr__(filled, field.name, item)
             return filled
         return value
+
+    def _finished(self, value: Any) -> Any:
+        """Return the tensor that stands in the place of an empty one; a new one gets the attributes of the saved one."""
+        target = self._tensors[id(value)][2]
+        if (attributes := self._attributes.get(id(value))) is None:
+            return target
+        parameter, requires_grad = attributes
+        requires_grad = requires_grad and (target.is_floating_point() or target.is_complex())
+        return torch.nn.Parameter(target, requires_grad) if parameter else target.requires_grad_(requires_grad)
 
     def _is_reusable(self, value: Any, live: Any, root: bool) -> bool:
         return (root or type(live) is type(value)) and self._is_first_use(id(live))

@@ -19,7 +19,7 @@ from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, Incom
 from bytecheckpoint.representation.values.encoder import Encoder, pack
 from bytecheckpoint.representation.values.equality import equal
 from bytecheckpoint.representation.values.registry import register, registration_named, unregistered_error
-from bytecheckpoint.representation.values.tree import MAX_DEPTH, TensorRef, key_of_path, leaves_with_paths
+from bytecheckpoint.representation.values.tree import MAX_DEPTH, TENSOR_CLASS, TensorRef, key_of_path, leaves_with_paths
 from bytecheckpoint.representation.values.types import FROM_SIMPLE, NATIVE_TYPES, STR_ONLY, Code
 
 __all__ = ["MAX_DEPTH", "TensorRef", "decode", "encode", "equal", "key_of_path", "leaves_with_paths", "register"]
@@ -53,6 +53,7 @@ def decode(
     *,
     on_tensor: Callable[[str], object],
     on_unregistered: Callable[[str, object], object] | None = None,
+    on_attributes: Callable[[Any, bool, bool], object] | None = None,
     restore: bool = True,
 ) -> object:
     """Decode a value that `encode` encoded. Only the code of registered classes runs.
@@ -62,6 +63,8 @@ def decode(
         on_tensor: name -> the object to put in the tensor's place. Its exceptions are passed on.
         on_unregistered: (name of a class that is not registered here, saved value of the instance) -> the object to put
             in the instance's place. By default such an instance is an error.
+        on_attributes: (object in a tensor's place, True for a parameter, True if it requires a gradient) -> the object to
+            put there, for tensors of which one is true. By default the object stays.
         restore: make instances of registered classes. False: leave them to `on_unregistered` too, so that no code of
             theirs runs.
 
@@ -76,7 +79,7 @@ def decode(
         raise IncompatibleCheckpointError(
             f"plain values are in version {blob[1]} of their encoding, this package reads up to {VERSION}; upgrade it"
         )
-    return Decoder(on_tensor, on_unregistered, restore=restore).decode(memoryview(blob)[2:], 0)
+    return Decoder(on_tensor, on_unregistered, on_attributes, restore=restore).decode(memoryview(blob)[2:], 0)
 
 
 # One container takes up to three MessagePack levels: extension, pair, list of keys or values.
@@ -88,15 +91,17 @@ _unpack: Callable[[Any], object] = msgspec.msgpack.Decoder().decode
 class Decoder:
     """The decoder of one encoded value."""
 
-    __slots__ = ("_on_tensor", "_on_unregistered", "_restore")
+    __slots__ = ("_on_attributes", "_on_tensor", "_on_unregistered", "_restore")
 
     def __init__(
         self,
         on_tensor: Callable[[str], object],
         on_unregistered: Callable[[str, object], object] | None = None,
+        on_attributes: Callable[[Any, bool, bool], object] | None = None,
         *,
         restore: bool = True,
     ) -> None:
+        self._on_attributes = on_attributes
         self._on_tensor = on_tensor
         self._restore = restore
         self._on_unregistered = on_unregistered
@@ -154,9 +159,19 @@ class Decoder:
             ) from error
 
     def _registered(self, name: str, saved: object) -> object:
+        if name == TENSOR_CLASS:
+            return self._with_attributes(saved)
         registration = registration_named(name) if self._restore else None
         if registration is None and self._on_unregistered is not None:
             return self._on_unregistered(name, saved)
         if registration is None:
             raise unregistered_error(name)
         return registration.restore(saved)
+
+    def _with_attributes(self, saved: object) -> object:
+        if type(saved) is not list or len(saved) != 3 or not all(type(flag) is bool for flag in saved[1:]):
+            raise CorruptCheckpointError("plain values are damaged: a tensor with attributes that it cannot have")
+        tensor, parameter, requires_grad = saved
+        if type(tensor) is TensorRef:
+            return TensorRef(tensor.name, parameter, requires_grad)
+        return tensor if self._on_attributes is None else self._on_attributes(tensor, parameter, requires_grad)

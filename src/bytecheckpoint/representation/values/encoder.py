@@ -14,7 +14,7 @@ from msgspec.msgpack import Ext
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.representation.values.numpy_values import NotStorableError, dtype_to_simple, scalar_to_simple
 from bytecheckpoint.representation.values.registry import Registration, default_registration, registration_of
-from bytecheckpoint.representation.values.tree import MAX_DEPTH, TensorRef, key_of_path
+from bytecheckpoint.representation.values.tree import MAX_DEPTH, TENSOR_CLASS, TensorRef, key_of_path
 from bytecheckpoint.representation.values.types import (
     NATIVE_TYPES,
     STORE_INSTEAD,
@@ -174,13 +174,18 @@ class Encoder:
     def _tensor_ref(self, value: TensorRef, depth: int) -> object:
         # A state_dict may hold tens of thousands of references, so ordinary names take a shortcut.
         if value.name.isascii() and len(value.name) < self._max_bytes // 4:
-            return Ext(_TENSOR, pack(value.name))
-        return self._ext(Code.TENSOR, self._scalar(value.name))
+            reference = Ext(_TENSOR, pack(value.name))
+        else:
+            reference = self._ext(Code.TENSOR, self._scalar(value.name))
+        if value.parameter or value.requires_grad:
+            return self._ext(Code.REGISTERED, [TENSOR_CLASS, [reference, value.parameter, value.requires_grad]])
+        return reference
 
     def _tensor(self, value: torch.Tensor) -> object:
         if self._key_depth:
             self._refuse("a tensor cannot be a dictionary key or a member of a set; use its value or its name")
-        return self._ext(Code.TENSOR, self._scalar(self._on_tensor(tuple(self._path), value)))
+        name = self._on_tensor(tuple(self._path), value)
+        return self._tensor_ref(TensorRef(name, isinstance(value, torch.nn.Parameter), value.requires_grad), 0)
 
     def _ext(self, code: Code, native: object) -> Ext:
         data = pack(native)

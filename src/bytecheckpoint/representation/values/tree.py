@@ -10,16 +10,28 @@ import msgspec
 
 from bytecheckpoint.errors import UsageError
 
-__all__ = ["MAX_DEPTH", "TensorRef", "key_of_path", "leaves_with_paths"]
+__all__ = ["MAX_DEPTH", "TENSOR_CLASS", "TensorRef", "key_of_path", "leaves_with_paths"]
 
 MAX_DEPTH = 100
 """Largest number of nested containers; real states have about ten."""
 
 
+#: Name of the class in whose place a tensor is stored that is a parameter or requires a gradient.
+TENSOR_CLASS = "torch.Tensor"
+
+
 class TensorRef(msgspec.Struct, frozen=True):  # made by the ten thousand, in a fifth of the time of a dataclass
-    """A reference to a tensor that is stored elsewhere, under `name`; `decode(..., on_tensor=TensorRef)` makes them."""
+    """A reference to a tensor that is stored elsewhere; `decode(..., on_tensor=TensorRef)` makes them.
+
+    Attributes:
+        name: name under which the tensor is stored.
+        parameter: True if the tensor is a `torch.nn.Parameter`.
+        requires_grad: True if the tensor requires a gradient.
+    """
 
     name: str
+    parameter: bool = False
+    requires_grad: bool = False
 
 
 def key_of_path(path: tuple[object, ...]) -> str:
