@@ -75,7 +75,15 @@ class CheckpointReplacedError(CorruptCheckpointError):
 
 
 class IncompatibleCheckpointError(CheckpointError):
-    """The checkpoint is sound, but does not fit: shapes, dtypes, keys, a newer format. Handler: change the call."""
+    """The checkpoint is sound, but does not fit: shapes, dtypes, keys, a newer format. Handler: change the call.
+
+    Attributes:
+        calls_differ: ranks may have been in different calls.
+    """
+
+    def __init__(self, message: str, *, calls_differ: bool = False) -> None:
+        super().__init__(message)
+        self.calls_differ = calls_differ
 
 
 class MissingKeyError(IncompatibleCheckpointError, KeyError):

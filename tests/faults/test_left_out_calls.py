@@ -59,7 +59,12 @@ def check_recovery(got: list[list[Any]], good: int) -> None:
     assert [found[-good:] for found in got] == [["done"] * good] * len(got), got
 
 
-CASES = {"in step": (True, False), "in step, one path": (True, True), "on their own": (False, False)}
+CASES = {
+    "in step": (True, False),
+    "in step, one path": (True, True),
+    "on their own": (False, False),
+    "on their own, one path": (False, True),
+}
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])

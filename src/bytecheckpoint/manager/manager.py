@@ -283,8 +283,7 @@ class CheckpointManager:
 
     def _reach(self, step: int, metrics: Mapping[str, Any] | None) -> set[Act]:
         """Reach a boundary, and return the acts of all ranks there."""
-        if (number := check_step(step)) is None:
-            raise UsageError("step=None: give the number of steps that are done")
+        number = check_step(step)
         self._progress.step, self._progress.metrics = number, metrics or {}
         if self._just_in_time is not None:
             self._just_in_time.note(step, functools.partial(step_metadata, step, self._progress.metrics))

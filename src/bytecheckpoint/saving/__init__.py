@@ -22,7 +22,7 @@ from bytecheckpoint.saving.request import (
     check_target,
 )
 from bytecheckpoint.saving.runner import run_prepare, run_save
-from bytecheckpoint.saving.steps import check_step
+from bytecheckpoint.saving.steps import check_step, steps_of_objects
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.tracing.operation import Operation
 from bytecheckpoint.world import world_of
@@ -107,7 +107,9 @@ def save(
         check_metadata(metadata)
         requested = RequestedStates.of(states, framework, names, include, exclude)
         mode, extent = check_mode(async_checkpoint, staging), check_extent(check_replicas)
-        return SaveRequest(storage, requested, settings, mode, extent, dict(metadata or {}), check_step(step))
+        # Now: in a background save the caller's counters continue.
+        steps = steps_of_objects(requested.objects) if step is None else {"step=": check_step(step)}
+        return SaveRequest(storage, requested, settings, mode, extent, dict(metadata or {}), steps)
 
     request = checked(check)
     operation = Operation("save", "" if isinstance(target, Exception) else target.url)

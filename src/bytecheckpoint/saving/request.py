@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -85,7 +85,7 @@ class SaveRequest:
         mode: steps for which the caller waits.
         check_replicas: extent to which replicated tensors are compared between ranks.
         metadata: facts of the caller for the catalog.
-        step: training step that the caller gave.
+        steps: training step by name: the one that the caller gave ("step="), or those that his objects show.
     """
 
     storage: Storage
@@ -94,7 +94,12 @@ class SaveRequest:
     mode: SaveMode = SaveMode.BLOCKING
     check_replicas: CheckReplicas = "sampled"
     metadata: Mapping[str, Any] | None = None
-    step: int | None = None
+    steps: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int | None:
+        """Training step; None if nothing shows it."""
+        return next(iter(self.steps.values()), None)
 
 
 def check_target(path: str | os.PathLike[str] | Storage, settings: Settings) -> Storage:

@@ -100,7 +100,10 @@ def _begin(
     different places still refer to the same save.
     """
     collective, saves = world.collective, world.saves
-    path = request.storage.url if isinstance(request, SaveRequest) and operation.kind == "save" else ""
+    path = ""
+    if isinstance(request, SaveRequest) and operation.kind == "save":
+        # Ranks may save to one path each time. Then the step shows which calls belong together.
+        path = request.storage.url + ("" if request.step is None else f" at step {request.step}")
     with saves.exclusively(settings.timeout):
         if operation.kind == "save" and isinstance(request, SaveRequest) and request.mode is not SaveMode.BACKGROUND:
             saves.drain()  # before the number, as the failure of an earlier save may show that the numbers differ

@@ -36,7 +36,7 @@ from bytecheckpoint.saving.messages import (
 )
 from bytecheckpoint.saving.rank_plan import AgreedPlan, make_rank_plan
 from bytecheckpoint.saving.request import SaveMode, SaveRequest
-from bytecheckpoint.saving.steps import steps_of_objects, steps_of_shards
+from bytecheckpoint.saving.steps import steps_of_shards
 from bytecheckpoint.saving.writer import RankWriter, StagedFiles, WrittenFiles
 from bytecheckpoint.tracing.operation import Operation, retries_so_far
 
@@ -111,10 +111,8 @@ class Save:
         """Read the caller's objects. Run it in the caller's thread."""
         request, states = self._request, self._request.states
         live = select_states(states.framework.capture(states.objects, names=states.names), states.selection)
-        # Now: in a background save the caller's counters continue.
-        steps = steps_of_objects(states.objects) if request.step is None else {"step=": request.step}
-        self._operation.step = next(iter(steps.values()), None)
-        return CapturedState.of(live, states.selection.report(), steps, request.settings.timeout)
+        self._operation.step = request.step
+        return CapturedState.of(live, states.selection.report(), request.steps, request.settings.timeout)
 
     def agree_plan(self, captured: CapturedState, *, dry: bool = False) -> AgreedPlan:
         """Take the plan from the cache, or ask the coordinator for one.
@@ -238,7 +236,7 @@ class Save:
         optimizer_steps = digests = b""
         samples = None
         with captured.copies.queued():
-            if self._request.step is None:
+            if "step=" not in self._request.steps:
                 optimizer_steps = steps_of_shards(captured.shards).tobytes()
             if self._origin.world_size > 1 and extent == "full":
                 digests = full_digests(captured.shards).tobytes()

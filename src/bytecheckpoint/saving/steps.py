@@ -26,14 +26,12 @@ _OF_SCHEDULERS = ("last_epoch",)
 _SLOT = "step"
 
 
-def check_step(step: object) -> int | None:
-    """Return the argument `step` as an int, or None.
+def check_step(step: object) -> int:
+    """Return the argument `step` as an int.
 
     Raises:
         UsageError: it is no integer, negative, or too large for a catalog.
     """
-    if step is None:
-        return None
     if not isinstance(step, bool | np.bool_ | float):
         try:
             number = operator.index(step)  # type: ignore[arg-type]  # an object without an index raises
@@ -121,7 +119,8 @@ def check_steps(steps: Mapping[int, Mapping[str, float]]) -> None:
             raise IncompatibleCheckpointError(
                 f"ranks save different steps: {name} is "
                 + " and ".join(f"{step:.16g} on {names_of_ranks(found)}" for step, found in list(ranks.items())[:3])
-                + "; let all ranks save at the same step, or give step= if these numbers may differ"
+                + "; let all ranks save at the same step, or give step= if these numbers may differ",
+                calls_differ=True,
             )
 
 

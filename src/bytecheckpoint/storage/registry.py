@@ -115,7 +115,7 @@ def other_folder(storage: Storage, folder: str) -> Storage:
     """Return the storage of another folder that holds files of the checkpoint in `storage`, by its URL.
 
     Raises:
-        IncompatibleCheckpointError: that folder is not trusted (decision 0060).
+        IncompatibleCheckpointError: that folder is not trusted (decision 0062).
     """
     trusted = [part.strip() for part in settings().storage.trusted_folders.split(",") if part.strip()]
     if not any(_is_below(folder, place) for place in trusted) and not _was_cooled_to(storage, folder):
