@@ -15,12 +15,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, ClassVar, TypeVar
 
 from bytecheckpoint.errors import StorageUnavailableError
 from bytecheckpoint.liveness import busy
-from bytecheckpoint.threads import try_start
+from bytecheckpoint.threads import try_start, wait_for_any
 from bytecheckpoint.tracing.operation import bind_operation
 from bytecheckpoint.tuning import tuning
 
@@ -267,11 +267,8 @@ os.register_at_fork(after_in_child=_CallThread.idle.clear)
 def _result(future: Future[_R], seconds: float, stopped: Future[Any] | None) -> _R:
     """Return the result of a call, or raise its error, the failure of `stopped`, or `CallTimeoutError`."""
     try:
-        with busy(seconds), contextlib.suppress(TimeoutError):
-            if stopped is None or future.done():
-                future.exception(seconds)
-            else:
-                wait([future, stopped], seconds, FIRST_COMPLETED)
+        with busy(seconds):
+            wait_for_any([future] if stopped is None else [future, stopped], seconds)
         if future.done():
             return future.result()
         if stopped is not None and stopped.done():

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from bytecheckpoint.calls import refuse_calls
 from bytecheckpoint.errors import CheckpointTimeoutError
-from bytecheckpoint.threads import try_start
+from bytecheckpoint.threads import try_start, wait_for_any
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["LoadReport", "SaveFuture", "SaveHandle", "SaveReport", "fail_handle", "failing_handle"]
@@ -43,8 +43,9 @@ class SaveFuture(Future[_T]):
 
     def result(self, timeout: float | None = None) -> _T:
         """Return the result, as `Future.result` does, and note a retrieved failure."""
+        wait_for_any([self], timeout)
         try:
-            return super().result(timeout)
+            return super().result(0)
         except BaseException as error:
             self.failure_retrieved = self.failure_retrieved or (self.done() and super().exception() is error)
             raise
@@ -65,7 +66,8 @@ class SaveFuture(Future[_T]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the failure or None, as `Future.exception` does, and note a retrieved failure."""
-        error = super().exception(timeout)
+        wait_for_any([self], timeout)
+        error = super().exception(0)
         self.failure_retrieved = self.failure_retrieved or error is not None
         return error
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import sys
 import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any
 
 from bytecheckpoint.errors import CheckpointError
 
-__all__ = ["ADVICE", "start", "try_start"]
+__all__ = ["ADVICE", "start", "try_start", "wait_for_any"]
 
 _log = logging.getLogger("bytecheckpoint")
 ADVICE = "raise the limit on processes (ulimit -u, pids.max of the cgroup) or on address space (ulimit -v)"
@@ -50,6 +54,24 @@ def try_start(thread: threading.Thread) -> bool:
                 error,
                 ADVICE,
             )
+        return False
+    return True
+
+
+def wait_for_any(futures: Iterable[Future[Any]], seconds: float | None = None) -> bool:
+    """Wait until one of the futures is done. Return False after `seconds`.
+
+    Ctrl-C while `Future.result`, `concurrent.futures.wait` or a `threading.Condition` takes its lock again becomes
+    "release unlocked lock", and the lock may stay taken. This waits in one call, which ends with or without an interrupt.
+    """
+    news: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
+    for future in futures:
+        if future.done():
+            return True
+        Future.add_done_callback(future, news.put)
+    try:
+        news.get(timeout=None if seconds is None else max(seconds, 0.0))
+    except queue.Empty:
         return False
     return True
 

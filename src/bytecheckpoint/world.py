@@ -22,7 +22,7 @@ from bytecheckpoint.liveness import seconds_busy, seconds_idle
 from bytecheckpoint.monitoring import delivery
 from bytecheckpoint.monitoring.collector import Collector
 from bytecheckpoint.settings import settings
-from bytecheckpoint.threads import ADVICE
+from bytecheckpoint.threads import ADVICE, wait_for_any
 from bytecheckpoint.tiers.flush.flusher import Flusher
 from bytecheckpoint.tracing.operation import bind_operation
 
@@ -35,7 +35,7 @@ class SaveQueue:
     """The saves of one rank: threads of background halves, and failures that no caller has received."""
 
     def __init__(self) -> None:
-        self._call_lock = threading.Lock()
+        self._call_lock = threading.RLock()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-save")
         self._coordination = ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-coordinate")
         self._last: Future[None] | None = None
@@ -51,15 +51,16 @@ class SaveQueue:
         Raises:
             CheckpointTimeoutError: the other thread's call makes no progress. This call takes no number.
         """
-        while not self._call_lock.acquire(timeout=timeout):
-            if seconds_busy() < 0 and seconds_idle() > timeout:
-                raise CheckpointTimeoutError(
-                    f"a save or prepare of another thread has made no progress for {timeout:g} s; find out why it waits"
-                )
         try:
+            while not self._call_lock.acquire(timeout=timeout):
+                if seconds_busy() < 0 and seconds_idle() > timeout:
+                    raise CheckpointTimeoutError(
+                        f"a save or prepare of another thread has made no progress for {timeout:g} s; find out why it waits"
+                    )
             yield
         finally:
-            self._call_lock.release()
+            if self._call_lock._is_owned():  # type: ignore[attr-defined]  # Ctrl-C may come right behind `acquire`
+                self._call_lock.release()
 
     def coordinate(self, work: Callable[[], None]) -> None:
         """Run the coordinator of one save, after those of earlier saves.
@@ -84,7 +85,7 @@ class SaveQueue:
         """Wait until no earlier save is in flight. Raise no failure."""
         last = self._last
         if last is not None:
-            last.exception()
+            wait_for_any([last])
 
     def keep_failure(self, handle: SaveHandle, failure: CheckpointError) -> None:
         """Keep the failure of a background half. The next save raises it if no caller has received it from `handle`."""

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
+import queue
 import struct
 import threading
 import time
@@ -64,11 +65,11 @@ class _Waiter(NamedTuple):
 
     Attributes:
         missing: ranks whose message has not come.
-        over: condition that ends the wait.
+        over: queue whose first item ends the wait.
     """
 
     missing: set[int]
-    over: threading.Condition
+    over: queue.SimpleQueue[None]
 
 
 class _WatchHandler:
@@ -139,7 +140,7 @@ class Inbox:
             for waiter in self._waiters.get(tag, ()):
                 waiter.missing.discard(source)
                 if not waiter.missing:
-                    waiter.over.notify()
+                    waiter.over.put(None)
 
     def mark_lost(self, source: int, reason: str) -> None:
         """Fail all waits for rank `source`, now and later. Messages that have arrived stay."""
@@ -151,7 +152,7 @@ class Inbox:
                 handler.on_lost(source, reason)
             for waiter in itertools.chain(*self._waiters.values()):
                 if source in waiter.missing:
-                    waiter.over.notify()
+                    waiter.over.put(None)
 
     def close(self, reason: str) -> None:
         """Fail all waits, now and later. Messages that have arrived stay."""
@@ -162,7 +163,7 @@ class Inbox:
             for handler in self._handlers.values():
                 handler.on_closed(reason)
             for waiter in itertools.chain(*self._waiters.values()):
-                waiter.over.notify()
+                waiter.over.put(None)
 
     def set_handler(self, tag: str, handler: MessageHandler) -> None:
         """Give all messages under `tag` and all losses to `handler`, also those of the past."""
@@ -227,11 +228,13 @@ class Inbox:
             pause = tuning().call_check
             look = time.monotonic() + pause
             while True:
+                missing = self._wait(sources, tag, min(limit, look), cancel)
                 with self._lock:
-                    missing = self._wait(sources, tag, min(limit, look), cancel)
-                    if not missing:
+                    if not missing and all(self.has(source, tag) for source in sources):
                         note_activity()
                         return [self._pop(source, tag) for source in sources]
+                if not missing:
+                    continue  # another thread took one
                 if look < limit:
                     if ask is not None and (call := self._calls.of(tag)) is not None:
                         answers = self._outlooks(missing, timeout, ask)
@@ -286,21 +289,19 @@ class Inbox:
         tag = f"outlook/{next(self._questions)}"
         for rank in ranks:
             ask(rank, tag)
+        with contextlib.suppress(PeerLostError):
+            self._wait(ranks, tag, time.monotonic() + min(tuning().outlook_timeout, timeout))
         with self._lock:
-            with contextlib.suppress(PeerLostError):
-                self._wait(ranks, tag, time.monotonic() + min(tuning().outlook_timeout, timeout))
             answers = {rank: self._pop(rank, tag) for rank in ranks if self.has(rank, tag)}
         return {rank: answer for rank, answer in answers.items() if _is_outlook(answer)}
 
     def _wake_all(self, _: Failure) -> None:
         with self._lock:
             for waiter in itertools.chain(*self._waiters.values()):
-                waiter.over.notify()
+                waiter.over.put(None)
 
     def _wait(self, sources: Collection[int], tag: str, limit: float, cancel: Cancellation | None = None) -> set[int]:
         """Wait until a message under `tag` has come from each of `sources`, or until the time `limit`.
-
-        The caller holds the lock.
 
         Returns:
             The ranks whose message is missing.
@@ -311,22 +312,29 @@ class Inbox:
         while True:
             if cancel is not None:
                 cancel.raise_if_set()
-            by_source = self._messages.get(tag, {})
-            missing = {source for source in sources if source not in by_source}
-            if missing and (self._lost or self._closed is not None):
-                self._raise_if_lost(sorted(missing), tag)
-            remaining = limit - time.monotonic()
-            if not missing or remaining <= 0:
-                return missing
             # Woken when nothing is missing, not by each message: that would be quadratic in the number of ranks.
-            waiter = _Waiter(missing, threading.Condition(self._lock))
-            self._waiters.setdefault(tag, []).append(waiter)
+            # By a queue, for the reason that `wait_for_any` gives.
+            waiter = _Waiter(set(), queue.SimpleQueue())
             try:
-                waiter.over.wait(remaining)
+                with self._lock:
+                    by_source = self._messages.get(tag, {})
+                    missing = {source for source in sources if source not in by_source}
+                    if missing and (self._lost or self._closed is not None):
+                        self._raise_if_lost(sorted(missing), tag)
+                    remaining = limit - time.monotonic()
+                    if not missing or remaining <= 0:
+                        return missing
+                    waiter.missing.update(missing)
+                    self._waiters.setdefault(tag, []).append(waiter)
+                if cancel is not None and cancel.failure is not None:
+                    continue  # it was set before the waiter was there
+                with contextlib.suppress(queue.Empty):
+                    waiter.over.get(timeout=remaining)
             finally:
-                self._waiters[tag].remove(waiter)
-                if not self._waiters[tag]:
-                    del self._waiters[tag]
+                with self._lock:
+                    self._waiters[tag] = [other for other in self._waiters.get(tag, ()) if other is not waiter]
+                    if not self._waiters[tag]:
+                        del self._waiters[tag]
 
     def _pop(self, source: int, tag: str) -> bytes:
         by_source = self._messages[tag]

@@ -47,6 +47,7 @@ def run_save(
             run.start(handle)
     except BaseException as error:
         fail_handle(handle, error)
+        handle.committed.failure_retrieved = True  # also if the background half has begun already
         raise
     if run.request.mode is SaveMode.SYNCHRONOUS and (failure := handle.restorable.exception()) is not None:
         raise failure
@@ -110,27 +111,27 @@ def _begin(
         number = operation.number = world.calls.begin(operation.kind, path, settings.timeout)
         collective.begin_call(f"save/{number}", path)
         channel = CoordinatorChannel(collective, number, settings.timeout)
+        run: _SaveRun | None = None
         try:
             arguments = value_of(request)
             if collective.rank == 0:
                 plans = world.resources.global_plans
                 saves.coordinate(Coordinator(collective, number, plans, arguments, channel.stop).run)
+            run = _SaveRun(world, arguments, channel, operation)
+            yield run
         except BaseException as error:
+            if run is not None:
+                cause = run.fail(error)
+                run.clean_up()
+                if cause is not error:
+                    raise cause from error
+                raise
             world.calls.note_failure("save", number, path, channel.fail(FOREGROUND_CALL, error))
             if collective.rank == 0 and channel.stop.cancel.failure is not None:
                 world.resources.global_plans.clear()
                 refuse_save(collective, number, channel.stop.cancel.failure)
             _forget_plans(world)
             channel.close()
-            raise
-        run = _SaveRun(world, arguments, channel, operation)
-        try:
-            yield run
-        except BaseException as error:
-            cause = run.fail(error)
-            run.clean_up()
-            if cause is not error:
-                raise cause from error
             raise
 
 
