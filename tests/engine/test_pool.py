@@ -40,11 +40,15 @@ def test_a_pool_shrinks_in_place_and_grows_again() -> None:
     pool.release()
 
 
-def test_a_private_pool_does_not_shrink() -> None:
+def test_a_private_pool_shrinks_in_place() -> None:
+    """Where a sandbox denies shared memory, the pool that saves share is private too."""
     pool = StagingPool(shared=False)
     pool.reserve(1 << 20, touch=False)
+    view = pool.tensor()
+    view.fill_(7)
     pool.shrink(4096)
-    assert pool.capacity == 1 << 20
+    assert pool.capacity == 4096 and pool.tensor().tolist() == [7] * 4096
+    assert not view[4096:].any(), "the rest is freed"
 
 
 def test_pages_are_locked_once_for_each_mapping(monkeypatch: pytest.MonkeyPatch) -> None:

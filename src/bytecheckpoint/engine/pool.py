@@ -32,6 +32,7 @@ _log = logging.getLogger("bytecheckpoint")
 _PAGE = 4096
 _TOUCH_STEP = 64 << 20
 _MADV_POPULATE_WRITE = 23
+_MADV_DONTNEED = 4
 _MADV_REMOVE = 9
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -80,16 +81,16 @@ class StagingPool:
     def shrink(self, nbytes: int) -> None:
         """Free the memory beyond the first `nbytes`, which stay as they are. Must not be called while a save uses the pool.
 
-        Mappings keep their length, so a stale view of the freed part reads zeros. A private pool does not shrink.
+        Mappings keep their length, so a stale view of the freed part reads zeros.
         """
         with self._lock:
             keep = max(-(-nbytes // _PAGE), 1) * _PAGE
-            if not self.shared or keep >= self.capacity:
+            if keep >= self.capacity:
                 return
             self._unlock()  # the next save locks what is left
             rest = self._array[keep:]
             address, size = ctypes.c_void_p(rest.ctypes.data), ctypes.c_size_t(rest.nbytes)
-            if _libc.madvise(address, size, _MADV_REMOVE) == 0:
+            if _libc.madvise(address, size, _MADV_REMOVE if self.shared else _MADV_DONTNEED) == 0:
                 self._array = self._array[:keep]
                 self.capacity = keep
 
