@@ -71,7 +71,7 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class CheckpointReplacedError(CorruptCheckpointError):
-    """Another save replaced the checkpoint while it was read. Internal: a load starts again on all ranks."""
+    """Another save replaced the checkpoint while it was read or open. A load starts again itself. Handler: open it anew."""
 
 
 class IncompatibleCheckpointError(CheckpointError):

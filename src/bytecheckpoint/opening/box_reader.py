@@ -15,7 +15,12 @@ from bytecheckpoint.engine.catalogs import CatalogReader
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.reading import read_all
 from bytecheckpoint.engine.scatter import BoxTarget, ScatterPlan
-from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError
+from bytecheckpoint.errors import (
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    UsageError,
+)
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
 from bytecheckpoint.opening.slices import row_major_boxes
 from bytecheckpoint.planning.read_plan import StoredRows, groups_to_read, plan_reads, stored_rows
@@ -77,12 +82,13 @@ class BoxReader:
     Args:
         storage: storage of the checkpoint.
         catalog: catalog of the checkpoint; of a large one the tensors, and the rows that were read so far.
-        rest: reader of the other rows of a large catalog.
+        rest: reader of the catalog: of the other rows of a large one, and of a later one in its place.
     """
 
     def __init__(self, storage: Storage, catalog: Catalog, rest: CatalogReader | None = None) -> None:
         self.storage = storage
         self.catalog = catalog
+        self._opened = rest
         self._rest = rest if rest is not None and rest.groups is not None else None
         self._groups = (
             rest.groups.value_groups if rest is not None and rest.groups is not None else np.zeros(0, np.int64)
@@ -127,12 +133,6 @@ class BoxReader:
             numbers = np.union1d(self._groups, more)
             try:
                 catalog = self._rest.rows(numbers)
-            except CorruptCheckpointError as error:
-                if self._rest.replaced():
-                    raise CorruptCheckpointError(
-                        f"{self.storage.url} was replaced by another save while it was open; open it again"
-                    ) from error
-                raise
             finally:
                 self._rest.close()
             self.files().replace_catalog(catalog)
@@ -161,9 +161,21 @@ class BoxReader:
         """Read several requests together and return a new tensor for each.
 
         Raises:
+            CheckpointReplacedError: another save has replaced the checkpoint, and removed what this one reads.
             CorruptCheckpointError: the bytes read do not match their checksums.
             IncompatibleCheckpointError: the checkpoint lacks some of the elements.
         """
+        try:
+            return self._read(requests)
+        except CorruptCheckpointError as error:
+            if self._opened is None or not self._opened.replaced():
+                raise
+            url = self.storage.url
+            raise CheckpointReplacedError(
+                f"{url} was replaced by another save while it was open; open it again"
+            ) from error
+
+    def _read(self, requests: Sequence[BoxRequest]) -> list[torch.Tensor]:
         files, catalog = self.files(), self.catalog
         dtypes = [dtype_named(catalog.dtype[r.tensor]) for r in requests]
         sizes = [math.prod(r.shape) * dtype.itemsize for r, dtype in zip(requests, dtypes, strict=True)]
