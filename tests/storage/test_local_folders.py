@@ -27,6 +27,7 @@ from tests.support.modes import MODES
 from tests.support.mounts import small_tmpfs
 from tests.support.processes import run_program
 from tests.support.ranks import attempt, save_all
+from tests.support.settings import using
 from tests.support.worlds import World
 
 ROOT = os.geteuid() == 0
@@ -112,7 +113,8 @@ def test_copies_that_share_their_bytes_stay_as_they_are(tmp_path: Path, flags: l
     path, copy = tmp_path / "s", tmp_path / "copy"
     bytecheckpoint.save(path, states(step=1))
     subprocess.run(["cp", *flags, str(path), str(copy)], check=True)
-    assert load_step(copy) == 1 and command(["verify", str(copy)]) == 0
+    with using(trusted_folders=str(path) if "-as" in flags else ""):  # symbolic links lead out of the copy
+        assert load_step(copy) == 1 and command(["verify", str(copy)]) == 0
     check_save(path, 2, 3)
     if "-as" not in flags:  # symbolic links share names, which is another thing
         assert load_step(copy) == 1 and command(["verify", str(copy)]) == 0
