@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from bytecheckpoint.concurrency import call_with_timeout
-from bytecheckpoint.engine.catalogs import read_catalog_file
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError, StorageUnavailableError
 from bytecheckpoint.representation.catalog_file import decode_outline
 from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
@@ -67,7 +66,7 @@ def hot_copy_counts(url: str, durable: Storage, catalog: bytes, record: StepReco
         version = ask_durable(url, lambda: durable.version(CATALOG_NAME), tuning().tier_load_timeout)
         if not version or (record is not None and version == record.replaces):
             return True
-        durable_catalog = read_catalog_file(durable)
+        durable_catalog = durable.read(CATALOG_NAME)
     except FileNotFoundError:
         return True
     except StorageUnavailableError as error:

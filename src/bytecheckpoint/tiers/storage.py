@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from bytecheckpoint.concurrency import call_with_timeout
-from bytecheckpoint.engine.catalogs import read_catalog_file, refuse_foreign
+from bytecheckpoint.engine.catalogs import refuse_foreign
 from bytecheckpoint.errors import (
     StorageConflictError,
     StorageError,
@@ -246,5 +246,5 @@ class HotTier(TierStorage):
             # Files that did not fit into the hot tier. The files of the durable checkpoint stay in any case.
             needed = {CATALOG_NAME}
             with contextlib.suppress(FileNotFoundError):
-                needed |= {file.name for file in decode_outline(read_catalog_file(self.durable))[0]}
+                needed |= {file.name for file in decode_outline(self.durable.read(CATALOG_NAME))[0]}
             self.durable.delete([name for name in others if name not in needed])
