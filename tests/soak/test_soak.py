@@ -87,6 +87,9 @@ def test_worlds_that_come_and_go_leave_nothing(tmp_path: Path) -> None:
     """A new world per save, as jobs that rebuild their process groups have: its threads, pool and helper end with it."""
     process = psutil.Process()
     first: dict[str, int] = {}
+    bytecheckpoint.save(tmp_path / "alone", varying(1, 0, 1), async_checkpoint=True).result(
+        60
+    )  # this process's own helper
     for step in range(1, SAVES // 4 + 1):
         world = ThreadWorld(2)
         world.run(

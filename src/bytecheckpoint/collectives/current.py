@@ -47,10 +47,19 @@ class _State:
 
     def __init__(self, inherited: object = None) -> None:
         self.lock = threading.Lock()  # held for a moment only, never while ranks are waited for
-        self.single = SingleProcess()
+        self._single: SingleProcess | None = None
         # Weak keys: the collective of a group that is gone goes too, unless a background commit still refers to it.
         self.by_group: weakref.WeakKeyDictionary[Any, _GroupCollective] = weakref.WeakKeyDictionary()
         self.inherited = inherited
+
+    @property
+    def single(self) -> SingleProcess:
+        """The collective of this process alone."""
+        # Not before it is asked for: it asks for the machine's name, which may change after an import.
+        with self.lock:
+            if self._single is None:
+                self._single = SingleProcess()
+            return self._single
 
 
 _state = _State()
