@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
@@ -76,8 +77,16 @@ def test_ctrl_c_at_the_entry_of_every_function(tmp_path: Path, call: str, stride
         assert number > 5 * stride
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Let Ctrl-C raise, also in tests that a shell runs in the background: it lets them ignore the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("seconds", [None, 20.0])
-def test_ctrl_c_while_a_call_is_waited_for(seconds: float | None) -> None:
+def test_ctrl_c_while_a_call_is_waited_for(seconds: float | None, ctrl_c: None) -> None:
     """By a real signal, many times: `Condition.wait` makes it "release unlocked lock" once in some hundreds."""
     never: Future[None] = Future()
     stopped: Future[None] = Future()

@@ -193,7 +193,7 @@ def test_one_of_many_ranks_in_another_call(tmp_path: Path, tree: bool) -> None:
     odd_calls: list[tuple[dict[str, Any], str]] = [
         ({"path": tmp_path / "other"}, r"ranks save to different paths: rank 63 to .*/other, the others to .*/s1; "),
         ({"step": 7}, "rank 63"),
-        ({"call": bytecheckpoint.load}, "rank 63 is in load 1, and rank 0 in save 3"),
+        ({"call": bytecheckpoint.load}, "rank 63: load of .*/s3"),  # the failure before has the ranks meet
     ]
     with SocketWorld(machines, tree=tree) as world, tuned(call_check=1.0):
         begun = time.monotonic()

@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
@@ -184,7 +185,9 @@ class _Meetings:
 
     def _watch(self) -> None:
         watch, news = self._collective.watch, self._news
-        self._watches = [watch(self._tag("call"), self._on_call)]
+        # The transport's thread keeps what it calls: a world without users would never end.
+        on_call = weakref.WeakMethod(self._on_call)
+        self._watches = [watch(self._tag("call"), lambda payload: (call := on_call()) and call(payload))]
         if self._collective.rank == 0:
             self._watches.append(watch(self._tag("hello"), news.put, lambda rank, why: news.put((rank, why))))
 

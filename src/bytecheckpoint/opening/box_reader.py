@@ -172,7 +172,7 @@ class BoxReader:
                 raise
             url = self.storage.url
             raise CheckpointReplacedError(
-                f"{url} was replaced by another save while it was open; open it again"
+                f"{url} was replaced by another save, or moved by a cooldown, while it was open; open it again"
             ) from error
 
     def _read(self, requests: Sequence[BoxRequest]) -> list[torch.Tensor]:
