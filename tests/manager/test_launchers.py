@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,12 +88,16 @@ def test_two_jobs_of_slurm_with_one_folder(slurm: Slurm, tmp_path: Path) -> None
     assert int(begun) >= 4 and (run / f"step_{int(begun):08d}" / "metadata.parquet").exists(), third
 
 
-def test_two_jobs_of_mpirun(tmp_path: Path) -> None:
+def test_two_jobs_of_mpirun(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """At once on one machine, with one secret each and ports of their own."""
     require("mpirun")
     jobs = []
     for name in "ab":
         options = ["--oversubscribe", "--allow-run-as-root", "-np", "2"]
+        # A folder of its own: Open MPI fails if two jobs of a user make their first one at the same moment.
+        folder = tempfile.TemporaryDirectory(prefix="mpi-", dir="/tmp")  # a short path, for its sockets
+        request.addfinalizer(folder.cleanup)
+        options += ["--mca", "orte_tmpdir_base", folder.name]
         variables = environment() | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
         jobs.append(
             subprocess.Popen(

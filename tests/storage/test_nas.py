@@ -169,7 +169,7 @@ def test_a_replaced_checkpoint_can_be_read_on(places: list[Path]) -> None:
         bytecheckpoint.save(here / "s", states(step=2))
         # The file that was read from stays open, which keeps its bytes; others are gone.
         assert (checkpoint["model/w"][0:1] == first).all()
-        with pytest.raises(CorruptCheckpointError, match=r"optimizer/.* is missing"):
+        with pytest.raises(CorruptCheckpointError, match="was replaced by another save"):
             checkpoint["optimizer/momentum"][0:1]
     assert load_step(there / "s") == 2
 
