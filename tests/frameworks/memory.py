@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -82,9 +82,6 @@ class MemoryCheckpoint:
 
     def names_of(self, state: str, names: Sequence[str], *, parameter: bool = False) -> Sequence[str]:
         return names
-
-    def rename(self, state: str, names: Mapping[str, str]) -> None:
-        assert not names, "no test with this checkpoint renames"
 
     def stored(self, key: TensorKey) -> SavedTensor | None:
         return self.find(key.state, (key.fqn,), key.slot)

@@ -88,9 +88,6 @@ class SavedStates(Protocol):
     def stored(self, key: TensorKey) -> SavedTensor | None:
         """Return a tensor by the name or alias that the checkpoint itself has for it."""
 
-    def rename(self, state: str, names: Mapping[str, str]) -> None:
-        """Note the checkpoint's names of live tensors that have other ones, as the hooks of their modules say."""
-
     def keys(self, state: str) -> list[TensorKey]:
         """Return the keys of all tensors of `state`."""
 

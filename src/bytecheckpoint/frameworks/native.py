@@ -25,7 +25,6 @@ from bytecheckpoint.frameworks.base import (
     UserNames,
     is_strict,
 )
-from bytecheckpoint.frameworks.load_hooks import run_load_pre_hooks
 from bytecheckpoint.frameworks.modules import (
     ModuleScan,
     OwnTensors,
@@ -128,9 +127,6 @@ class NativeFramework:
         with gc_paused():
             scan = self._scan(states, names)
             load = LoadInputs(scan, saved, destination, strict)
-            for state_name, found in scan.modules.items():
-                if isinstance(found, ModuleScan):
-                    run_load_pre_hooks(state_name, found, saved, destination)
             for state_name, value in states.items():
                 if state_name in scan.modules:
                     self._load_modules(state_name, load)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.objects.capture import STATES_BY_NAME
@@ -34,7 +34,6 @@ class LiveNames:
         self._rename = rename
         self._states = states
         self._hidden: set[str] = set()
-        self._by_hooks: dict[tuple[str, str], str] = {}  # (state, live FQN) -> FQN in the checkpoint
         self._holders: dict[tuple[str, str], Sequence[str]] = {}  # (state, FQN in the checkpoint) -> live names
 
     def of(self, state: str, names: Sequence[str], *, parameter: bool) -> Sequence[str]:
@@ -43,18 +42,16 @@ class LiveNames:
         Raises:
             UsageError: `rename` gives two live things one name, or no name of the state.
         """
-        if not self.selection.active and self._rename is None and not self._by_hooks:
+        if not self.selection.active and self._rename is None:
             return names
         taken = [name for name in names if self.selection.takes(state, name, parameter=parameter)]
         if len(taken) < len(names):
             self.skipped.update((state, self.renamed(state, n, parameter=parameter)) for n in names if n not in taken)
             if not taken:
                 self._hidden.update((f"{state}/{names[0]}", f"{state}/param_groups/{names[0]}"))
-        if self._rename is None and not self._by_hooks:
+        if self._rename is None:
             return taken
         found = [self.renamed(state, name, parameter=parameter) for name in taken]
-        if self._rename is None:
-            return found  # hooks may give two tensors one value
         for saved in found:
             holder = self._holders.setdefault((state, saved), names)
             if holder is not names and not set(holder) & set(names):
@@ -70,7 +67,7 @@ class LiveNames:
         Raises:
             UsageError: the new name is no name of the state.
         """
-        if (self._rename is None and not self._by_hooks) or not fqn:
+        if self._rename is None or not fqn:
             return fqn
         new = self._call(state, fqn)
         if new == fqn and parameter:
@@ -79,13 +76,8 @@ class LiveNames:
             return next((name for name in others if name != fqn), fqn)
         return new
 
-    def note_hooks(self, state: str, names: Mapping[str, str]) -> None:
-        """Note the checkpoint's names of live FQNs that the hooks of modules have renamed."""
-        self._by_hooks.update({(state, fqn): saved for fqn, saved in names.items()})
-
     def _call(self, state: str, fqn: str) -> str:
-        if (known := self._by_hooks.get((state, fqn))) is not None or self._rename is None:
-            return known or fqn
+        assert self._rename is not None
         new = self._rename(f"{state}/{fqn}")
         if not isinstance(new, str) or not new.startswith(f"{state}/") or len(new) == len(state) + 1:
             raise UsageError(

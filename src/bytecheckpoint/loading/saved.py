@@ -109,9 +109,6 @@ class SavedView:
     def names_of(self, state: str, names: Sequence[str], *, parameter: bool = False) -> Sequence[str]:  # noqa: D102
         return self._live.of(state, names, parameter=parameter)
 
-    def rename(self, state: str, names: Mapping[str, str]) -> None:  # noqa: D102 (protocol)
-        self._live.note_hooks(state, names)
-
     def slots(self, state: str, names: Sequence[str]) -> list[SavedTensor]:  # noqa: D102 (protocol)
         found = self.index.find_slots(state, self.names_of(state, names, parameter=True))
         return [tensor for number in found if (tensor := self._proven(number)) is not None]
