@@ -27,7 +27,7 @@ def test_every_read_says_that_the_checkpoint_was_replaced(tmp_path: Path, read: 
     bytecheckpoint.save(tmp_path / "s", states)
     with bytecheckpoint.open(tmp_path / "s") as found:
         bytecheckpoint.save(tmp_path / "s", states)
-        with pytest.raises(CheckpointReplacedError, match="replaced by another save, .* while it was open"):
+        with pytest.raises(CheckpointReplacedError, match=r"replaced by another save, .* while it was open"):
             READS[read](found)
 
 
