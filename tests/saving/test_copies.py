@@ -193,6 +193,13 @@ def test_the_metrics_name_the_tensors_that_drifted(tmp_path: Path) -> None:
     assert 500 < row["count"] < 2000  # billionths
 
 
+@pytest.mark.parametrize("name", ["float4_e2m1fn_x2", "bits8", "uint4", "int64", "bool"])
+def test_elements_that_are_no_numbers_do_not_drift(name: str) -> None:
+    elements = torch.arange(8, dtype=torch.uint8).view(getattr(torch, name))
+    assert relative_drift(elements, elements) == 0
+    assert relative_drift(elements, torch.zeros(8, dtype=torch.uint8).view(getattr(torch, name))) == math.inf
+
+
 @pytest.mark.parametrize("size", [4, 33, 500])
 def test_moments_that_drift_by_the_rounding_of_gradients_are_replicas(size: int) -> None:
     """Adam's moments in float32, made of gradients in bfloat16."""

@@ -63,9 +63,10 @@ def save(
         staging: point at which an asynchronous save returns: "blocking" when staged, "background" at once. After
             "background" the caller waits for `handle.staged` before it changes its state.
         check_replicas: extent to which copies of replicated tensors are compared between ranks before the commit.
-            "sampled": a few elements of each parameter, and of its optimizer state, in the first save of a layout. "full",
-            or True: the whole content of all tensors in this save. "off", or False: nothing. Copies on one rank (in
-            several modules of a list, say) are always compared.
+            "sampled": a few elements of each parameter, and of its optimizer state, in the first save of a layout; one of
+            copies that drifted apart by rounding is saved. "full", or True: the whole content of all tensors in this save,
+            without any difference. "off", or False: nothing. Copies on one rank (in several modules of a list, say) are
+            always compared.
         include: patterns of names to save, such as ["model/*lora*", "optimizer/*"]; by default everything. Names are
             spelled as `open` spells them, and the wildcards are those of `fnmatch`. A parameter's optimizer state is
             selected as a whole, by "optimizer/FQN" or "optimizer/state/FQN/*", and its hyperparameters with it. A state

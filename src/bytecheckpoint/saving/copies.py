@@ -126,7 +126,7 @@ def _elements(shard: LiveShard, counts: list[int], steps: list[int]) -> torch.Te
 
 @dataclass(frozen=True, slots=True)
 class DifferingCopies:
-    """All copies of the boxes whose digests differ between ranks, one row for each copy.
+    """All copies of the boxes whose digests differ between ranks, one row for each copy, in order of their holders.
 
     Attributes:
         names: name of the tensor of each such box.
@@ -144,9 +144,9 @@ class DifferingCopies:
     row: NDArray[np.int64]
     digest: NDArray[np.uint64]
 
-    def of_rank(self, rank: int) -> NDArray[np.int64]:
-        """Return the numbers of the copies that a rank holds."""
-        return np.flatnonzero(self.rank == rank)
+    def of_rank(self, rank: int) -> slice:
+        """Return the place of the copies that a rank holds."""
+        return slice(*np.searchsorted(self.rank, [rank, rank + 1]).tolist())
 
 
 def differing_copies(
@@ -222,8 +222,8 @@ class CopyComparison:
     def add(self, rank: int, samples: Samples) -> None:
         """Compare the samples of the rows of a rank."""
         ends = np.cumsum(samples.lengths).tolist()
-        for copy, (begin, end) in zip(self._copies.of_rank(rank).tolist(), pairwise([0, *ends]), strict=True):
-            box = int(self._copies.box[copy])
+        boxes = self._copies.box[self._copies.of_rank(rank)].tolist()
+        for box, (begin, end) in zip(boxes, pairwise([0, *ends]), strict=True):
             dtype = dtype_named(self._copies.dtypes[box])
             found = torch.from_numpy(samples.data[begin:end].copy()).view(dtype)
             drift = relative_drift(self._first.setdefault(box, found), found)

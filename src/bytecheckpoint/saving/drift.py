@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from bytecheckpoint.engine.tensor_bytes import same_bits
+
 __all__ = ["relative_drift"]
 
 #: Units in the last place by which rounding may change an element; one less than a factor of 2 in float16.
@@ -34,8 +36,8 @@ def relative_drift(first: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _drift_of_piece(first: torch.Tensor, other: torch.Tensor) -> float:
-    if not first.is_floating_point():
-        return 0.0 if torch.equal(first, other) else math.inf
+    if not first.is_floating_point() or first.dtype == torch.float4_e2m1fn_x2:  # torch does not compute with the latter
+        return 0.0 if same_bits(first, other) else math.inf
     a, b = first.double(), other.double()
     if not torch.equal(a.isnan(), b.isnan()):
         return math.inf
