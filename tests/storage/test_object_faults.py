@@ -178,7 +178,7 @@ def test_a_wrong_region(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPat
     ("status", "code"),
     [
         (500, "InternalError"), (502, ""), (503, "SlowDown"), (503, "ServiceUnavailable"), (504, ""),
-        (429, "TooManyRequests"), (400, "RequestTimeout"), (409, "OperationAborted"),
+        (429, "TooManyRequests"), (400, "RequestTimeout"), (409, "OperationAborted"), (409, "ExistingObjectIsDirectory"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("size", quick([len(LARGE), 100], every=2))

@@ -44,6 +44,8 @@ _TRANSIENT_CODES = {
     "RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "Throttling", "ThrottlingException",
     "RequestThrottled", "TooManyRequests", "OperationAborted", "ConditionalRequestConflict", "ServerBusy",
     "OperationTimedOut",
+    # A gateway over a file system makes an object's folders while another request removes them with their last object.
+    "ExistingObjectIsDirectory",
 }  # fmt: skip
 #: Statuses of the errors for which the library has a class.
 _TYPED = {
