@@ -20,7 +20,7 @@ from bytecheckpoint.engine.save_resources import PlanCache
 from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.frameworks.selection import NameSelection
-from bytecheckpoint.planning.local_table import LocalTable, describe
+from bytecheckpoint.planning.local_table import LocalTable, describe, factored
 from bytecheckpoint.planning.read_plan import plan_reads, stored_rows
 from bytecheckpoint.planning.replicas import group_equal
 from bytecheckpoint.representation import catalog_file
@@ -217,7 +217,7 @@ class Ranks:
 
     def _request(self, rank: int) -> bytes:
         self.clock.switch("ranks: describe and encode")
-        table = describe(self.job.shards[rank])
+        table = factored(describe(self.job.shards[rank]))
         return encode(PlanRequest(_URL, table, [self._record(v) for v in self.job.values[rank]]))
 
     def _report(self, rank: int) -> bytes:

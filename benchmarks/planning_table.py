@@ -30,15 +30,17 @@ import bytecheckpoint
 from benchmarks.planning_saves import fsdp_file
 from bytecheckpoint.engine.catalogs import CatalogReader
 from bytecheckpoint.frameworks.native import NativeFramework
-from bytecheckpoint.planning.local_table import LocalTable, TensorRecord, describe
+from bytecheckpoint.planning.local_table import LocalTable, TensorRecord, describe, factored
+from bytecheckpoint.planning.planned_rows import SavePlan
 from bytecheckpoint.planning.read_plan import groups_to_read, plan_reads, stored_rows
-from bytecheckpoint.planning.save_plan import SavePlan, plan_save
+from bytecheckpoint.planning.save_plan import plan_save
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
-from bytecheckpoint.representation.catalog import Catalog, StorageFile, StringColumn, TensorTable
+from bytecheckpoint.representation.catalog import Catalog, StorageFile, TensorTable
 from bytecheckpoint.representation.catalog_file import encode
 from bytecheckpoint.representation.checksums import block_bytes, block_count
 from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
 from bytecheckpoint.representation.names import CATALOG_NAME, new_generation, storage_file_name
+from bytecheckpoint.representation.string_column import StringColumn
 from bytecheckpoint.saving.file_layout import FileOrigin, lay_out_rows
 from bytecheckpoint.storage import resolve
 
@@ -87,6 +89,30 @@ def fsdp(world: int, tensors: int = 1000, rows: int = 30_000) -> Layout:
         return BoxTable(np.arange(count), offsets, lengths)
 
     return Layout(world, names, shapes, of_rank)
+
+
+def mesh(tp: int, fsdp_ranks: int, replicas: int, tensors: int = 1000) -> Layout:
+    """Return FSDP2 with tensor parallelism and Adam, on a mesh of replicas x FSDP x TP ranks.
+
+    A third of the matrices is cut along rows by both, a third along columns by TP; the norms only by FSDP. Each parameter
+    has two states like it and a step, which all ranks hold.
+    """
+    kinds = np.arange(tensors) % 3
+    size = np.where(kinds[:, None] == 2, [fsdp_ranks * 4, 1], [fsdp_ranks * tp * 4, 64 * tp]).astype(np.int64)
+    names, shapes = _states_of([(f"layers.{i}.weight", (a, b)) for i, (a, b) in enumerate(size.tolist())], 3, "float32")
+    names += [("optimizer", name, "step", "float32") for _, name, *_ in names[:tensors]]
+    shapes = np.concatenate([shapes, np.ones((tensors, 2), np.int64)])
+
+    def of_rank(rank: int) -> BoxTable:
+        f, t = rank // tp % fsdp_ranks, rank % tp
+        grid = np.stack([np.where(kinds == 0, fsdp_ranks * tp, fsdp_ranks), np.where(kinds == 1, tp, 1)], axis=1)
+        place = np.stack([np.where(kinds == 0, t * fsdp_ranks + f, f), np.where(kinds == 1, t, 0)], axis=1)
+        offsets, lengths = (np.tile(column, (3, 1)) for column in (place * (size // grid), size // grid))
+        steps = np.zeros((tensors, 2), np.int64)
+        boxes = np.concatenate([offsets, steps]), np.concatenate([lengths, steps + 1])
+        return BoxTable(np.arange(len(names)), *boxes)
+
+    return Layout(replicas * fsdp_ranks * tp, names, shapes, of_rank)
 
 
 class Block(NamedTuple):
@@ -173,15 +199,19 @@ def layouts(job: str, ranks: int) -> tuple[str, Layout, Layout]:
         return f"70B, TP 8 x DP {dp} x PP 4", dense(8, dp, 4, **size), dense(4, dp, 8, **size)
     if job == "c":
         return "FSDP2, 1,000 tensors x 3", fsdp(ranks), fsdp(ranks * 3 // 4)
+    if job == "e":
+        return f"TP 8 x FSDP2 {ranks // 8}, 1,000 x 4", mesh(8, ranks // 8, 1), mesh(4, ranks // 8, 1)
+    if job == "f":
+        return f"TP 8 x FSDP2 {ranks // 80} x 10 replicas, 1,000 x 4", mesh(8, ranks // 80, 10), mesh(8, ranks // 80, 5)
     dp = ranks // 512
     return f"256 experts, EP 64 x DP {dp} x PP 8", experts(64, dp, 8), experts(32, dp, 8)
 
 
-SIZES = {"a": [8960], "b": [2400, 4800], "c": [1000, 2500, 5000, 10000], "d": [2048]}
+SIZES = {"a": [8960], "b": [2400, 4800], "c": [1000, 2500, 5000, 10000], "d": [2048], "e": [10000], "f": [10000]}
 
 
 def tables(layout: Layout) -> list[LocalTable]:
-    """Return what all ranks send to the coordinator. Ranks with the same tensors share their names."""
+    """Return what all ranks send to the coordinator. Ranks share the columns that they have in common, as there."""
     records = [TensorRecord(*name, True, "cuda", ()) for name in layout.names]
     known: dict[bytes, bytes] = {}
     found = []
@@ -192,7 +222,11 @@ def tables(layout: Layout) -> list[LocalTable]:
             known[key] = msgspec.msgpack.encode([records[t] for t in boxes.tensor.tolist()])
         columns = [layout.shapes[boxes.tensor], boxes.offsets, boxes.lengths]
         numbers = np.concatenate(columns, axis=1).tobytes()
-        found.append(LocalTable((known[key],), np.full(len(boxes), 2, np.int32).tobytes(), numbers))
+        table = factored(LocalTable((known[key],), np.full(len(boxes), 2, np.int32).tobytes(), numbers))
+        alike = {
+            name: known.setdefault(data, data) for name in ("ndims", "boxes", "axes") if (data := getattr(table, name))
+        }
+        found.append(msgspec.structs.replace(table, **alike))
     return found
 
 
@@ -200,8 +234,12 @@ def catalog_of(plan: SavePlan) -> Catalog:
     """Return the catalog of a save with random checksums."""
     random = np.random.default_rng(0)
     size = np.zeros(len(plan.file_rank), np.int64)
-    np.maximum.at(size, plan.file, plan.offset + plan.nbytes)
-    header = -(-_HEADER * np.bincount(plan.file) // 4096) * 4096
+    entries = np.bincount(plan.file, minlength=len(size))
+    np.add.at(size, plan.file, plan.nbytes)
+    if plan.tiles is not None:
+        np.add.at(size, plan.tiles.tilings.file, plan.tiles.tilings.byte_length)
+        np.add.at(entries, plan.tiles.tilings.file, plan.tiles.tilings.counts())
+    header = -(-_HEADER * entries // 4096) * 4096
     files, sums = [], []
     for rank, state, part, data, start in zip(
         plan.file_rank.tolist(), plan.file_state, plan.file_part.tolist(), size.tolist(), header.tolist(), strict=True
@@ -227,8 +265,8 @@ def catalog_of(plan: SavePlan) -> Catalog:
         byte_length=plan.nbytes,
         files=files,
         sums=sums,
-        info={"world_size": int(plan.rank.max()) + 1},
-    )
+        info={"world_size": int(plan.file_rank.max()) + 1},
+    ).with_tilings(None if plan.tiles is None else plan.tiles.tilings.shifted(header))
 
 
 def timed(figures: dict[str, float], label: str, work: Callable[[], T]) -> T:
@@ -245,8 +283,8 @@ def save(job: str, ranks: int, folder: Path) -> dict[str, float]:
     figures: dict[str, float] = {}
     sent = tables(layout)
     catalog = planned(figures, sent)
-    figures["rows"] = len(catalog.boxes)
-    figures["plan bytes"] = 8 * len(catalog.boxes) / layout.world
+    figures["rows"] = len(catalog.boxes) + (0 if catalog.tilings is None else int(catalog.tilings.counts().sum()))
+    figures["plan bytes"] = 8 * figures["rows"] / layout.world
     data = timed(figures, "catalog", lambda: encode(catalog))
     figures["catalog bytes"] = len(data)
     (folder / CATALOG_NAME).write_bytes(data)
@@ -296,7 +334,7 @@ def load(job: str, ranks: int, folder: Path) -> dict[str, float]:
     figures["requests"] = 1 + max(len(head.pieces), 1)  # rank 0: the length, then the head
     if groups is not None:
         numbers = groups_to_read(groups, wanted)
-        catalog = timed(figures, "read", lambda: reader.rows(numbers))
+        catalog = timed(figures, "read", lambda: reader.rows(numbers, wanted=wanted))
         figures["groups"], figures["groups read"] = len(np.unique(groups.group)), len(numbers)
         figures["memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         machine = range(rank, min(rank + _PER_MACHINE, layout.world))

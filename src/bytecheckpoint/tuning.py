@@ -28,6 +28,11 @@ class Tuning:
         intersect_rows: planning: rows of the left table that `intersect` filters at once.
         small_group_part: planning: a group of equal boxes counts as small when it has less than this part (1/n) of the
             mean share of its holders.
+        all_tables_bytes: saving: size of all ranks' tables from which on each rank sends only its place in the mesh, and
+            rank 0 asks one of them for the rest.
+        tiled_rows: planning: rows of all ranks' tables from which on the boxes of ranks in a mesh are planned and listed
+            together (`planning.tile_plan`), not one by one.
+        tile_ranks: planning: ranks of an average class, and of the smallest one whose boxes are planned together.
         min_exchange_bytes: planning: ranks that have fewer bytes than this in common read them twice, which costs less
             than an exchange.
         fragment_boxes: frameworks: this many boxes of one tensor in one memory, at least, become one shard.
@@ -96,6 +101,9 @@ class Tuning:
     intersect_pairs: int = 1 << 18
     intersect_rows: int = 1 << 20
     small_group_part: int = 64
+    tiled_rows: int = 1 << 20
+    tile_ranks: int = 8
+    all_tables_bytes: int = 64 << 20
     min_exchange_bytes: int = 8 << 20
 
     # --- frameworks ---

@@ -12,13 +12,15 @@ import torch
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.tuning import tuned
-from tests.support.layouts import Leaf, coded, grid_boxes
+from tests.support.layouts import Box, Leaf, coded, grid_boxes
 from tests.support.streams import Loader
 
 FOLDER = Path(__file__).parent / "v1"
 STREAMS = Path(__file__).parent / "v1-streams"  # added later to the format, beside what was there
 GROUPS = Path(__file__).parent / "v2-groups"  # the same as v1, with a catalog in groups, as large ones are
+TILES = Path(__file__).parent / "v3-tiles"  # a world of eight ranks, whose boxes a catalog of version 3 lists together
 WORLD = 3
+TILE_WORLD = 8
 SHAPES = {"cut": ((7, 5), torch.float32), "cut3d": ((3, 4, 2), torch.bfloat16), "whole": ((6,), torch.int64)}
 EVERY_DTYPE = [
     torch.float64, torch.float16, torch.complex64, torch.int8, torch.uint16, torch.bool, torch.float8_e4m3fn,
@@ -70,6 +72,34 @@ def states(rank: int) -> dict[str, Any]:
     }
 
 
+def tiled_shape(name: str) -> tuple[int, ...]:
+    """Return the shape of a tensor of the checkpoint with tiles."""
+    return {"rows": (16, 3), "columns": (5, 8), "both": (8, 6), "uneven": (11,), "whole": (3, 2), "step": ()}[name]
+
+
+def tiled_box(name: str, rank: int) -> Box:
+    """Return the box of a tensor that a rank holds: ranks lie in a mesh of 4 x 2."""
+    shape, f, t = tiled_shape(name), rank // 2, rank % 2
+    return {
+        "rows": ((4 * f + 2 * t, 0), (2, 3)),
+        "columns": ((0, 4 * t), (5, 4)),
+        "both": ((2 * f, 3 * t), (2, 3)),
+        "uneven": ((3 * f,), (3 if f < 3 else 2,)),
+    }.get(name, ((0,) * len(shape), shape))
+
+
+TILED = ("rows", "columns", "both", "uneven", "whole", "step")
+
+
+def tiled_states(rank: int, *, fresh: bool = False) -> dict[str, Any]:
+    """Return the states of a rank of eight."""
+    model = {}
+    for number, name in enumerate(TILED):
+        full = coded(tiled_shape(name), torch.float32, number)
+        model[name] = Leaf(tiled_shape(name), [tiled_box(name, rank)]).fill(full * (not fresh), False)
+    return {"model": model, "extra_states": {} if fresh else {"rank": rank}}
+
+
 def main() -> None:
     """Replace the golden checkpoints of the present version."""
 
@@ -82,16 +112,21 @@ def main() -> None:
     def save_groups(collective: Collective) -> None:
         bytecheckpoint.save(GROUPS, states(collective.rank), metadata={"golden": 2})
 
+    def save_tiles(collective: Collective) -> None:
+        bytecheckpoint.save(TILES, tiled_states(collective.rank), metadata={"golden": 3})
+
+    with tuned(tiled_rows=0, tile_ranks=2, catalog_group_bytes=1):
+        write_anew(TILES, save_tiles, TILE_WORLD)
     with tuned(catalog_group_bytes=1):
         write_anew(GROUPS, save_groups)
     write_anew(FOLDER, save)
     write_anew(STREAMS, save_streams)
 
 
-def write_anew(folder: Path, save: Callable[[Collective], None]) -> None:
+def write_anew(folder: Path, save: Callable[[Collective], None], world: int = WORLD) -> None:
     """Replace a checkpoint."""
     shutil.rmtree(folder, ignore_errors=True)
-    ThreadWorld(WORLD).run(save)
+    ThreadWorld(world).run(save)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,23 @@ import torch
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.representation.values.codec import equal
-from tests.golden.make import EVERY_DTYPE, FOLDER, GROUPS, SHAPES, STREAMS, VALUES, WORLD, full, odd, states
+from tests.golden.make import (
+    EVERY_DTYPE,
+    FOLDER,
+    GROUPS,
+    SHAPES,
+    STREAMS,
+    TILED,
+    TILES,
+    VALUES,
+    WORLD,
+    full,
+    odd,
+    states,
+    tiled_shape,
+    tiled_states,
+)
+from tests.support.layouts import coded
 from tests.support.streams import Loader, state_of
 
 BOTH = pytest.mark.parametrize("folder", [FOLDER, GROUPS], ids=lambda path: path.name)
@@ -59,3 +75,20 @@ def test_version_1_hands_out_streams() -> None:
 
     for rank, found in enumerate(ThreadWorld(2).run(load)):
         assert equal(found, {n: state_of(n, 3) for n in range(rank, 5, 2)})
+
+
+def test_version_3_opens_and_loads_in_another_world() -> None:
+    with bytecheckpoint.open(TILES) as checkpoint:
+        for number, name in enumerate(TILED):
+            assert torch.equal(checkpoint[f"model/{name}"][...], coded(tiled_shape(name), torch.float32, number))
+
+    def load(collective: Collective) -> int:
+        destination = tiled_states(collective.rank, fresh=True)
+        bytecheckpoint.load(TILES, destination, timeout=20)
+        for number, name in enumerate(TILED):
+            destination["model"][name].check(coded(tiled_shape(name), torch.float32, number))
+        rank: int = destination["extra_states"]["rank"]
+        return rank
+
+    for world in (1, 5, 8):
+        assert ThreadWorld(world).run(load) == [*range(world)]

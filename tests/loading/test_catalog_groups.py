@@ -51,8 +51,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Catalog]:
     lock = threading.Lock()
     catalog = CatalogGroups.catalog
 
-    def noted(self: CatalogGroups, groups: Any = None) -> Catalog:
-        decoded = catalog(self, groups)
+    def noted(self: CatalogGroups, groups: Any = None, near: Any = None) -> Catalog:
+        decoded = catalog(self, groups, near)
         with lock:
             found.append(decoded)
         return decoded

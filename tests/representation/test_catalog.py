@@ -159,11 +159,11 @@ def test_other_parquet_files_are_not_catalogs(tmp_path: Path) -> None:
 def test_newer_formats_are_refused_with_both_versions() -> None:
     data = encode(small())
     assert resealed(data) == data
-    with pytest.raises(IncompatibleCheckpointError, match="version 03, this package reads up to 2"):
-        decode(resealed(data, b"bytecheckpoint03"))
+    with pytest.raises(IncompatibleCheckpointError, match="version 04, this package reads up to 3"):
+        decode(resealed(data, b"bytecheckpoint04"))
     assert_same(decode(with_footer(data, lambda footer: None)), small())
-    with pytest.raises(IncompatibleCheckpointError, match="version 3, this package reads up to 2"):
-        decode(with_footer(data, lambda footer: footer.update(version=3)))
+    with pytest.raises(IncompatibleCheckpointError, match="version 4, this package reads up to 3"):
+        decode(with_footer(data, lambda footer: footer.update(version=4)))
 
 
 def broken(**changes: Any) -> Catalog:

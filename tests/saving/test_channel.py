@@ -28,7 +28,7 @@ from bytecheckpoint.saving.messages import (
 
 TABLE = LocalTable((), b"", b"")
 REPORT = WriteReport("url", "plan", [], [])
-PLAN = PlanResponse("plan", b"", [])
+PLAN = PlanResponse("plan", b"", b"", [])
 FAILURE = Failure("StorageError", "no space", rank=3, stage="write")
 
 

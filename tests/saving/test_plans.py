@@ -75,9 +75,11 @@ def test_copies_that_differ_are_named() -> None:
     tables = [table("a", "b"), table("a", "b"), table("b", "c"), table("c")]
 
     def check(*digests: tuple[int, ...]) -> None:
-        data = [np.array(found, np.uint64).tobytes() for found in digests]
-        sampled = differing_copies({r: RankChecks(digests=found) for r, found in enumerate(data)}, tables)
-        full = {r: RankChecks(digests=found, check_replicas="full") for r, found in enumerate(data)}
+        rows = [np.flatnonzero(found).tobytes() for found in digests]
+        data = [np.array([one for one in found if one], np.uint64).tobytes() for found in digests]
+        facts = list(zip(rows, data, strict=True))
+        sampled = differing_copies({r: RankChecks(rows=a, digests=b) for r, (a, b) in enumerate(facts)}, tables)
+        full = {r: RankChecks(rows=a, digests=b, check_replicas="full") for r, (a, b) in enumerate(facts)}
         assert (differing_copies(full, tables) is None) == (sampled is None)
 
     check((1, 2), (1, 2), (2, 3), (3,))
@@ -115,7 +117,7 @@ def test_the_coordinator_keeps_equal_columns_of_ranks_once(tmp_path: Path) -> No
             first, *others = plan.tables
             for table in others:
                 assert table.tensors[0] is first.tensors[0] and table.ndims is first.ndims
-                assert table.boxes != first.boxes
+                assert table.boxes is first.boxes and table.axes is first.axes and table.place != first.place
 
     with using(writer="thread"):
         ThreadWorld(3).run(save, timeout=60)

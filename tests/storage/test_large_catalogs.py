@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -32,9 +33,9 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
     catalog = CatalogGroups.catalog
 
-    def noted(self: CatalogGroups, groups: object = None) -> object:
+    def noted(self: CatalogGroups, groups: Any = None, near: Any = None) -> object:
         found.append(groups is not None)
-        return catalog(self, groups)  # type: ignore[arg-type]
+        return catalog(self, groups, near)
 
     monkeypatch.setattr(CatalogGroups, "catalog", noted)
     return found

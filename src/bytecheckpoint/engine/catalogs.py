@@ -21,7 +21,7 @@ from bytecheckpoint.errors import (
     StorageUnavailableError,
     UsageError,
 )
-from bytecheckpoint.representation.boxes import Int64s
+from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.representation.catalog_footer import has_seal
@@ -186,7 +186,7 @@ class CatalogReader:
         if size * 4 >= tuning().catalog_group_bytes:
             self.groups = CatalogGroups.open(size, self._read_into)
         if self.groups is not None:
-            self.catalog, self.identity = self.rows(self.groups.value_groups), bytes(self.groups.tail)
+            self.catalog, self.identity = self.rows(self.groups.head_groups), bytes(self.groups.tail)
             return
         _check_whole(size)
         data = bytearray(size)
@@ -213,11 +213,17 @@ class CatalogReader:
             return CatalogHead(self.identity)
         return CatalogHead(size=self.groups.size, pieces={offset: bytes(p) for offset, p in self._pieces.items()})
 
-    def rows(self, numbers: Int64s, fill: Callable[[int, memoryview], None] | None = None) -> Catalog:
+    def rows(
+        self,
+        numbers: Int64s,
+        fill: Callable[[int, memoryview], None] | None = None,
+        wanted: BoxTable | None = None,
+    ) -> Catalog:
         """Return the catalog with the rows of some groups.
 
         Args:
             numbers: numbers of the groups.
+            wanted: boxes for whose sake they are read; None: any may be looked for later.
             fill: function that writes the bytes of a group, by its number, to memory; None: read them from the storage.
 
         Raises:
@@ -232,7 +238,7 @@ class CatalogReader:
         with _located(self._storage):
             threads = 1 if self._storage.capabilities.in_memory else self._storage.capabilities.parallel_reads
             parallel_map(load, np.unique(numbers).tolist(), threads, "bytecheckpoint-catalog")
-            return groups.catalog(numbers)
+            return groups.catalog(numbers, wanted)
 
     def group(self, number: int) -> memoryview:
         """Return the bytes of a group, read and verified. Raises as the constructor."""

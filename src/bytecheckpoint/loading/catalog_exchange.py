@@ -21,8 +21,8 @@ from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.errors import CheckpointError, CheckpointReplacedError, CorruptCheckpointError
 from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.loading.decision import OpenDecision, OpenReport
-from bytecheckpoint.planning.read_plan import stored_rows
-from bytecheckpoint.representation.boxes import Int64s
+from bytecheckpoint.planning.read_plan import groups_to_read, stored_rows
+from bytecheckpoint.representation.boxes import BoxTable
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
 from bytecheckpoint.storage import Storage
 
@@ -128,14 +128,16 @@ class CatalogExchange:
         self.machine_reads.begin(read, decision.servers(self._collective.rank))
         return checkpoint
 
-    def rows(self, checkpoint: OpenCheckpoint, groups: Int64s) -> Catalog:
-        """Return a large catalog with the rows of some groups, each read once per machine if its ranks serve them."""
+    def rows(self, checkpoint: OpenCheckpoint, wanted: BoxTable) -> Catalog:
+        """Return a large catalog with the rows near some boxes. A group is read once per machine if its ranks serve it."""
+        groups = checkpoint.reader.groups
+        assert groups is not None
 
         def fill(number: int, memory: memoryview) -> None:
             data = np.frombuffer(memory, np.uint8)
             self.machine_reads.get(f"group {number}", number, data, checkpoint.files)
 
-        return checkpoint.reader.rows(groups, fill)
+        return checkpoint.reader.rows(groups_to_read(groups, wanted), fill, wanted)
 
     def _open(self, reader: CatalogReader) -> OpenCheckpoint:
         self._stack.callback(reader.close)

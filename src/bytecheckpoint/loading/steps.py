@@ -53,7 +53,7 @@ from bytecheckpoint.loading.live_names import LiveNames
 from bytecheckpoint.loading.request import LoadRequest
 from bytecheckpoint.loading.saved import SavedView
 from bytecheckpoint.planning.exchange_plan import exchange_plan_of_rank
-from bytecheckpoint.planning.read_plan import groups_to_read, stored_rows
+from bytecheckpoint.planning.read_plan import stored_rows
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
 from bytecheckpoint.representation.plans import SharedChunks
@@ -292,7 +292,7 @@ class Load:
                 boxes = wanted_boxes(view, destination.wanted)
                 rows = checkpoint.trees.rows
                 if groups is not None:
-                    catalog = opened.exchange.rows(checkpoint, groups_to_read(groups, boxes))
+                    catalog = opened.exchange.rows(checkpoint, boxes)
                     checkpoint.files.replace_catalog(catalog)
                     rows = stored_rows(catalog)
                 fit = fit_wanted(

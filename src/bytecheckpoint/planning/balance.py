@@ -12,7 +12,7 @@ import numpy as np
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["assign", "scrambled"]
+__all__ = ["HolderSets", "assign", "assign_sets", "scrambled"]
 
 _UInt64s = np.ndarray[tuple[int], np.dtype[np.uint64]]
 
@@ -59,21 +59,32 @@ def assign(
     assert (copies > 0).all(), "a group without holder"
     single = copies[group] == 1
     writer[group[single]] = rank[single]
-    if not single.all():
-        sets = _holder_sets(group[~single], rank[~single], world_size, scramble)
-        one_holder = sets.counts == 1
-        writer[sets.groups[one_holder]] = sets.holders[sets.begins[one_holder]]
-    else:
-        sets = None
-    fixed = writer >= 0
-    np.add.at(level, writer[fixed], nbytes[fixed])
-    if sets is not None and not fixed.all():
-        _place(sets, nbytes, level, writer)
+    if single.all():
+        return writer
+    np.add.at(level, rank[single], nbytes[group[single]])
+    _assign(_holder_sets(group[~single], rank[~single], world_size, scramble), nbytes, level, writer)
     return writer
 
 
-class _HolderSets(NamedTuple):
-    """The groups with several copies; groups with the same holders have the same `ident`."""
+def assign_sets(sets: HolderSets, nbytes: Int64s, load: Int64s) -> Int64s:
+    """Choose for each group of equal boxes the rank that writes it, as `assign` does.
+
+    Args:
+        sets: holders of all groups.
+        nbytes: size of each group, [g].
+        load: bytes that each rank must write in any case, [world_size]; not changed.
+
+    Returns:
+        The rank that writes each group, [g].
+    """
+    writer = np.full(len(nbytes), -1, np.int64)
+    if len(writer):
+        _assign(sets, nbytes, load.astype(np.int64), writer)
+    return writer
+
+
+class HolderSets(NamedTuple):
+    """The holders of some groups; groups with the same holders have the same `ident`."""
 
     groups: Int64s  # [m], ascending
     begins: Int64s  # [m]: the holders of groups[i] are holders[begins[i] : begins[i] + counts[i]]
@@ -84,7 +95,7 @@ class _HolderSets(NamedTuple):
 
 def _holder_sets(
     group: Int64s, rank: Int64s, world_size: int, scramble: Callable[[Int64s, int], _UInt64s]
-) -> _HolderSets:
+) -> HolderSets:
     keys = np.sort(group * world_size + rank)
     keys = keys[np.concatenate([[True], keys[1:] != keys[:-1]])]
     owner = keys // world_size
@@ -105,10 +116,20 @@ def _holder_sets(
     # Sets are numbered in the order of their first groups, so the result does not depend on the sums.
     number = np.empty(len(first), np.int64)
     number[np.argsort(first)] = np.arange(len(first))
-    return _HolderSets(owner[begins], begins, counts, number[ident], holders)
+    return HolderSets(owner[begins], begins, counts, number[ident], holders)
 
 
-def _place(sets: _HolderSets, nbytes: Int64s, level: Int64s, writer: Int64s) -> None:
+def _assign(sets: HolderSets, nbytes: Int64s, level: Int64s, writer: Int64s) -> None:
+    """Choose the writers of all groups of `sets`; update `level` and `writer` in place."""
+    one_holder = sets.counts == 1
+    alone = sets.groups[one_holder]
+    writer[alone] = sets.holders[sets.begins[one_holder]]
+    np.add.at(level, writer[alone], nbytes[alone])
+    if not one_holder.all():
+        _place(sets, nbytes, level, writer)
+
+
+def _place(sets: HolderSets, nbytes: Int64s, level: Int64s, writer: Int64s) -> None:
     """Choose the writers of all groups with several holders; update `level` and `writer` in place."""
     size = nbytes[sets.groups]
     total = np.zeros(int(sets.ident.max()) + 1, np.int64)
@@ -130,7 +151,7 @@ def _place(sets: _HolderSets, nbytes: Int64s, level: Int64s, writer: Int64s) -> 
         writer[sets.groups[members]] = chosen
 
 
-def _place_large(sets: _HolderSets, items: Int64s, size: Int64s, level: Int64s, writer: Int64s) -> None:
+def _place_large(sets: HolderSets, items: Int64s, size: Int64s, level: Int64s, writer: Int64s) -> None:
     items = items[np.lexsort((sets.groups[items], -size[items]))]
     loads: list[int] = level.tolist()
     heaps: dict[int, list[tuple[int, int]]] = {}

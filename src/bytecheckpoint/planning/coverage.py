@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from bytecheckpoint.planning.intersect import Intersections, intersect
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 
-__all__ = ["first_gap", "missing_volume", "not_tiled", "overlapping"]
+__all__ = ["box_weights", "first_gap", "missing_volume", "not_tiled", "overlapping"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -35,7 +35,7 @@ def missing_volume(wanted: BoxTable, found: Intersections) -> Int64s:
     return wanted.volumes() - covered
 
 
-def not_tiled(shapes: Int64s, boxes: BoxTable) -> Int64s:
+def not_tiled(shapes: Int64s, boxes: BoxTable, others: NDArray[np.uint64] | None = None) -> Int64s:
     """Return the tensors whose boxes do not cover each element exactly once, ascending.
 
     The test takes linear time. Every coordinate of a dimension has a random weight. The weight of an element is the
@@ -46,16 +46,20 @@ def not_tiled(shapes: Int64s, boxes: BoxTable) -> Int64s:
     Args:
         shapes: shape of each tensor, padded with 1, [t, d].
         boxes: boxes, each inside its tensor; `boxes.tensor` numbers the rows of `shapes`.
+        others: weight of further boxes of each tensor, uint64 [t].
     """
+    found = np.zeros(len(shapes), np.uint64) if others is None else others.copy()
+    np.add.at(found, boxes.tensor, box_weights(boxes))
+    whole = BoxTable(np.arange(len(shapes)), np.zeros_like(shapes), shapes)
+    return np.flatnonzero(found != box_weights(whole))
+
+
+def box_weights(boxes: BoxTable) -> NDArray[np.uint64]:
+    """Return the sum of the weights of each box's elements, as `not_tiled` describes them, modulo 2 ** 64, [n]."""
     weight = np.ones(len(boxes), np.uint64)
-    whole = np.ones(len(shapes), np.uint64)
     for k in range(boxes.ndim):
-        origin = _weight_below(np.zeros(1, np.int64), k)
         weight *= _weight_below(boxes.offsets[:, k] + boxes.lengths[:, k], k) - _weight_below(boxes.offsets[:, k], k)
-        whole *= _weight_below(shapes[:, k], k) - origin
-    found = np.zeros(len(shapes), np.uint64)
-    np.add.at(found, boxes.tensor, weight)
-    return np.flatnonzero(found != whole)
+    return weight
 
 
 def _weight_below(coordinate: Int64s, dim: int) -> NDArray[np.uint64]:

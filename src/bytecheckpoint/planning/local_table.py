@@ -7,6 +7,7 @@ from itertools import groupby
 
 import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from bytecheckpoint.errors import IncompatibleCheckpointError
@@ -14,7 +15,18 @@ from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.names import escape
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 
-__all__ = ["LocalTable", "TensorRecord", "all_rows", "describe", "join_boxes", "join_tensors"]
+__all__ = [
+    "LocalTable",
+    "TensorRecord",
+    "all_rows",
+    "axes_of",
+    "describe",
+    "factored",
+    "join_boxes",
+    "join_tensors",
+    "place_of",
+    "row_count",
+]
 
 
 class LocalTable(msgspec.Struct, frozen=True):
@@ -26,12 +38,33 @@ class LocalTable(msgspec.Struct, frozen=True):
         ndims: number of dimensions of each row, int32 [n] as bytes.
         boxes: global shape, offsets and lengths of row after row, `3 * ndims[i]` numbers each, int64 as bytes.
         repeats: number of rows that each record stands for, int64 as bytes; empty if each stands for one.
+        axes: axis of `place` for each number among the offsets, -1 for none, int32 as bytes; empty if there is no axis.
+        place: place of the rank along each axis, int64 as bytes. An offset with an axis is 0 in `boxes`; the true one is
+            the place along its axis times the length in that dimension.
     """
 
     tensors: tuple[bytes, ...]
     ndims: bytes
     boxes: bytes
     repeats: bytes = b""
+    axes: bytes = b""
+    place: bytes = b""
+
+    def form(self) -> LocalTable:
+        """Return the table without the rank's place, which equals that of ranks at other places of a mesh."""
+        return msgspec.structs.replace(self, place=b"")
+
+    def form_digest(self) -> bytes:
+        """Hash the form (xxh3-128)."""
+        state = xxhash.xxh3_128()
+        for part in (*self.tensors, self.ndims, self.boxes, self.repeats, self.axes):
+            state.update(len(part).to_bytes(8, "little"))
+            state.update(part)
+        return state.digest()
+
+    def nbytes(self) -> int:
+        """Return the number of bytes of all columns."""
+        return sum(map(len, (*self.tensors, self.ndims, self.boxes, self.repeats, self.axes, self.place)))
 
 
 class TensorRecord(msgspec.Struct, array_like=True, frozen=True):
@@ -89,10 +122,65 @@ def _fragment_numbers(shard: LiveShard) -> bytes:
     return np.concatenate([shapes, found.offsets, found.lengths], axis=1).tobytes()
 
 
-def all_rows(tables: Sequence[LocalTable]) -> tuple[list[TensorRecord], BoxTable]:
-    """Return every distinct tensor, and the boxes of all ranks' rows, rank after rank."""
+def factored(table: LocalTable) -> LocalTable:
+    """Move the place of a rank in its mesh out of the boxes, so that ranks at other places have the same columns.
+
+    A box of length l below the extent s of its tensor, at a multiple of l, is one of n = ceil(s / l) tiles of a grid in
+    this dimension. All dimensions with the same number, the same n and the same tile lie along one axis. This finds the
+    axes of meshes (FSDP, tensor parallelism) without a question to the framework, and is exact for any other boxes.
+    """
+    ndims = np.frombuffer(table.ndims, np.int32).astype(np.int64)
+    if table.repeats or not len(ndims):
+        return table
+    numbers = np.frombuffer(table.boxes, np.int64).copy()
+    of_row = np.repeat(ndims, ndims)
+    dim = np.arange(len(of_row)) - np.repeat(np.cumsum(ndims) - ndims, ndims)
+    at = np.repeat(3 * (np.cumsum(ndims) - ndims), ndims) + dim
+    shape, offset, length = numbers[at], numbers[at + of_row], numbers[at + 2 * of_row]
+    step = np.maximum(length, 1)
+    moved = np.flatnonzero((length > 0) & (length < shape) & (offset % step == 0))
+    if not len(moved):
+        return table
+    tiles, place = -(-shape[moved] // step[moved]), offset[moved] // step[moved]
+    key = dim[moved]
+    for column in (tiles, place):
+        values, code = np.unique(column, return_inverse=True)
+        key = key * len(values) + code
+    _, first, axis = np.unique(key, return_index=True, return_inverse=True)
+    order = np.argsort(first)  # axes are numbered as they appear, at any place
+    axes = np.full(len(dim), -1, np.int32)
+    axes[moved] = np.argsort(order)[axis]
+    numbers[(at + of_row)[moved]] = 0
+    return msgspec.structs.replace(
+        table, boxes=numbers.tobytes(), axes=axes.tobytes(), place=place[first[order]].tobytes()
+    )
+
+
+def row_count(table: LocalTable) -> int:
+    """Return the number of rows."""
+    return len(table.ndims) // np.dtype(np.int32).itemsize
+
+
+def place_of(table: LocalTable) -> Int64s:
+    """Return the place of the rank along each axis, int64 [a]."""
+    return np.frombuffer(table.place, np.int64)
+
+
+def axes_of(table: LocalTable, width: int) -> Int64s:
+    """Return the axis of each row's dimensions, -1 for none, int64 [n, width]."""
+    ndims = np.frombuffer(table.ndims, np.int32)
+    axes = np.full((len(ndims), width), -1, np.int64)
+    if table.axes:
+        axes[np.arange(width) < ndims[:, None]] = np.frombuffer(table.axes, np.int32)
+    return axes
+
+
+def all_rows(
+    tables: Sequence[LocalTable], chosen: Sequence[Int64s] | None = None
+) -> tuple[list[TensorRecord], BoxTable]:
+    """Return every distinct tensor, and the boxes of all ranks' rows, or of those chosen of each rank, rank after rank."""
     tensors, row_tensor = join_tensors(tables)
-    return tensors, join_boxes(tensors, tables, row_tensor)[2]
+    return tensors, join_boxes(tensors, tables, row_tensor, chosen)[2]
 
 
 def join_tensors(tables: Sequence[LocalTable]) -> tuple[list[TensorRecord], list[NDArray[np.int64]]]:
@@ -134,40 +222,61 @@ def join_tensors(tables: Sequence[LocalTable]) -> tuple[list[TensorRecord], list
 
 
 def join_boxes(
-    tensors: Sequence[TensorRecord], tables: Sequence[LocalTable], row_tensor: Sequence[Int64s]
+    tensors: Sequence[TensorRecord],
+    tables: Sequence[LocalTable],
+    row_tensor: Sequence[Int64s],
+    chosen: Sequence[Int64s] | None = None,
 ) -> tuple[Int64s, Int64s, BoxTable]:
     """Return every tensor's global shape (padded with 1) and number of dimensions, and the boxes of all rows.
 
     Table after table: columns of all ranks' messages, and of the shapes in them, would take more than the boxes do.
+
+    Args:
+        tensors: every distinct tensor.
+        tables: the table of each rank.
+        row_tensor: tensor of each row of each rank.
+        chosen: rows of each rank whose boxes to return; None: all.
 
     Raises:
         IncompatibleCheckpointError: rows of a tensor differ in its shape.
     """
     row_ndims = [np.frombuffer(table.ndims, np.int32) for table in tables]
     width = max([1, *(int(of_rank.max(initial=0)) for of_rank in row_ndims)])
-    rows = sum(map(len, row_ndims))
-    boxes = BoxTable(np.empty(rows, np.int64), np.zeros((rows, width), np.int64), np.ones((rows, width), np.int64))
+    rows = sum(map(len, row_ndims if chosen is None else chosen))
+    boxes = BoxTable(np.empty(rows, np.int64), np.empty((rows, width), np.int64), np.empty((rows, width), np.int64))
     shapes, ndims = np.ones((len(tensors), width), np.int64), np.full(len(tensors), -1, np.int64)
     end = 0
     for rank, (table, of_rank, tensor) in enumerate(zip(tables, row_ndims, row_tensor, strict=True)):
-        begin, end = end, end + len(of_rank)
-        boxes.tensor[begin:end] = tensor
-        flat = np.frombuffer(table.boxes, np.int64)
-        ends = 3 * np.cumsum(of_rank, dtype=np.int64)
-        given = np.ones((len(of_rank), width), np.int64)
-        alike = len(of_rank) > 0 and of_rank.min() == of_rank.max()  # as usual: quicker than to look for all
-        for count in filter(None, np.unique(of_rank[: 1 if alike else None]).tolist()):
-            at = np.flatnonzero(of_rank == count)
-            numbers = flat.reshape(-1, 3 * count) if len(at) == len(of_rank) else flat[_spans(ends[at], 3 * count)]
-            given[at, :count] = numbers[:, :count]
-            boxes.offsets[begin + at, :count] = numbers[:, count : 2 * count]
-            boxes.lengths[begin + at, :count] = numbers[:, 2 * count :]
+        given, offsets, lengths = _columns(table, of_rank, width)
         new = ndims[tensor] < 0
         shapes[tensor[new]], ndims[tensor[new]] = given[new], of_rank[new]
         differs = (ndims[tensor] != of_rank) | (shapes[tensor] != given).any(axis=1)
         if differs.any():
             raise _shape_error(tensors, shapes, ndims, tensor, given, of_rank, int(differs.argmax()), rank)
+        if chosen is not None:
+            tensor, offsets, lengths = tensor[chosen[rank]], offsets[chosen[rank]], lengths[chosen[rank]]
+        begin, end = end, end + len(tensor)
+        boxes.tensor[begin:end], boxes.offsets[begin:end], boxes.lengths[begin:end] = tensor, offsets, lengths
     return shapes, ndims, boxes
+
+
+def _columns(table: LocalTable, ndims: NDArray[np.int32], width: int) -> tuple[Int64s, Int64s, Int64s]:
+    """Return the global shape, the offsets and the lengths of each row, padded to `width`."""
+    flat = np.frombuffer(table.boxes, np.int64)
+    ends = 3 * np.cumsum(ndims, dtype=np.int64)
+    shapes, lengths = np.ones((len(ndims), width), np.int64), np.ones((len(ndims), width), np.int64)
+    offsets = np.zeros((len(ndims), width), np.int64)
+    alike = len(ndims) > 0 and ndims.min() == ndims.max()  # as usual: quicker than to look for all
+    for count in filter(None, np.unique(ndims[: 1 if alike else None]).tolist()):
+        at = np.flatnonzero(ndims == count)
+        numbers = flat.reshape(-1, 3 * count) if len(at) == len(ndims) else flat[_spans(ends[at], 3 * count)]
+        shapes[at, :count] = numbers[:, :count]
+        offsets[at, :count] = numbers[:, count : 2 * count]
+        lengths[at, :count] = numbers[:, 2 * count :]
+    if table.place:
+        place = np.append(place_of(table), 0)  # the last one is that of no axis
+        offsets += place[axes_of(table, width)] * lengths
+    return shapes, offsets, lengths
 
 
 def _spans(ends: Int64s, length: int) -> Int64s:

@@ -7,60 +7,22 @@ least loaded holder, and lays out the files. All data are columns.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, listed
 from bytecheckpoint.planning.balance import assign
 from bytecheckpoint.planning.coverage import first_gap, not_tiled
-from bytecheckpoint.planning.local_table import LocalTable, TensorRecord, join_boxes, join_tensors
+from bytecheckpoint.planning.files import FileOrder, lay_out, parts
+from bytecheckpoint.planning.local_table import LocalTable, TensorRecord, join_boxes, join_tensors, row_count
+from bytecheckpoint.planning.planned_rows import SavePlan
 from bytecheckpoint.planning.replicas import all_distinct, group_equal
+from bytecheckpoint.planning.tile_plan import plan_in_tiles
 from bytecheckpoint.representation.boxes import BoxTable, Int64s, Mask
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["SavePlan", "file_bounds", "plan_save"]
-
-
-@dataclass(frozen=True, slots=True)
-class SavePlan:
-    """The plan of all ranks. Its rows are stored shards, sorted by rank, state, part, then place in the file.
-
-    Attributes:
-        tensors: every distinct tensor.
-        shapes: global shape of each tensor, padded with 1, int64 [t, d].
-        ndims: number of dimensions of each tensor, int64 [t].
-        boxes: box of each row; `boxes.tensor` numbers `tensors`.
-        rank: the rank that writes each row, int64 [n].
-        local: index of each row among the shards of the rank that writes it, int64 [n].
-        file: number of each row's file, int64 [n].
-        offset: byte offset of each row in its file's data section, int64 [n].
-        nbytes: bytes of each row, int64 [n].
-        file_rank: the rank that writes each file, int64 [f].
-        file_state: name of the state of each file, [f].
-        file_part: part number of each file (a rank splits a file of very many tensors), int64 [f].
-        aliases: further names of tied tensors: state -> alias -> FQN.
-    """
-
-    tensors: list[TensorRecord]
-    shapes: Int64s
-    ndims: Int64s
-    boxes: BoxTable
-    rank: Int64s
-    local: Int64s
-    file: Int64s
-    offset: Int64s
-    nbytes: Int64s
-    file_rank: Int64s
-    file_state: list[str]
-    file_part: Int64s
-    aliases: dict[str, dict[str, str]]
-
-    def locals_of(self, rank: int) -> Int64s:
-        """Return the indexes of the shards that `rank` writes, in file order."""
-        low, high = np.searchsorted(self.rank, [rank, rank + 1])  # rows are sorted by rank
-        return self.local[low:high]
+__all__ = ["plan_save"]
 
 
 def plan_save(tables: Sequence[LocalTable], fixed: Mapping[int, Int64s] | None = None) -> SavePlan:
@@ -75,6 +37,10 @@ def plan_save(tables: Sequence[LocalTable], fixed: Mapping[int, Int64s] | None =
         IncompatibleCheckpointError: ranks disagree about a tensor's shape or dtype, or their boxes leave a hole in a
             tensor or overlap without being equal.
     """
+    if not fixed and sum(map(row_count, tables)) >= tuning().tiled_rows:
+        plan = plan_in_tiles(tables)
+        if plan is not None:
+            return plan
     tensors, row_tensor = join_tensors(tables)
     shapes, ndims, boxes = join_boxes(tensors, tables, row_tensor)
     counts = [len(t) for t in row_tensor]
@@ -83,8 +49,10 @@ def plan_save(tables: Sequence[LocalTable], fixed: Mapping[int, Int64s] | None =
     tensor = boxes.tensor
 
     nbytes = boxes.volumes() * np.array([itemsize(t.dtype) for t in tensors], np.int64)[tensor]
+    copied: Mask | None = None
     if fixed or not all_distinct(boxes):
         group = group_equal(boxes)
+        copied = (np.bincount(group) > 1)[group]
         row_local = np.arange(len(tensor)) - begins[row_rank]
         written = _written(group, row_rank, row_local, nbytes, len(tables), fixed or {})
         del group, row_local
@@ -92,19 +60,14 @@ def plan_save(tables: Sequence[LocalTable], fixed: Mapping[int, Int64s] | None =
         written = np.arange(len(tensor))  # no box has a replica
     _check_cover(tensors, shapes, ndims, _taken(boxes, written), row_tensor)
 
-    states = sorted({t.state for t in tensors})
-    state_code = np.array([states.index(t.state) for t in tensors], np.int64)
-    rows = written[_file_order(tensors, row_rank[written], tensor[written])]
+    order = FileOrder(tensors)
+    rows = _ordered(written, row_rank[written] * len(tensors) + order.place[tensor[written]])
     boxes, rank, nbytes = _taken(boxes, rows), row_rank[rows], nbytes[rows]
     local = rows - begins[rank]
     del written, rows, row_rank, tensor
-    state = state_code[boxes.tensor]
-    part = _parts(rank, state)
-    file, offset, start = _lay_out(rank, state, part, nbytes)
-    aliases: dict[str, dict[str, str]] = {}
-    for record in tensors:
-        for alias in record.aliases:
-            aliases.setdefault(record.state, {})[alias] = record.fqn
+    state = order.state[boxes.tensor]
+    part = parts(rank, state)
+    file, offset, start = lay_out(rank, state, part, nbytes)
     return SavePlan(
         tensors=tensors,
         shapes=shapes,
@@ -116,10 +79,15 @@ def plan_save(tables: Sequence[LocalTable], fixed: Mapping[int, Int64s] | None =
         offset=offset,
         nbytes=nbytes,
         file_rank=rank[start],
-        file_state=[states[k] for k in state[start]],
+        file_state=[order.states[k] for k in state[start]],
         file_part=part[start],
-        aliases=aliases,
+        copied=() if copied is None else np.split(copied, begins[1:]),
     )
+
+
+def _ordered(rows: Int64s, key: Int64s) -> Int64s:
+    """Return the rows in the order of their keys."""
+    return rows if (key[1:] >= key[:-1]).all() else rows[np.argsort(key, kind="stable")]
 
 
 def _taken(boxes: BoxTable, rows: Int64s) -> BoxTable:
@@ -170,17 +138,6 @@ def _may_write(fixed: Mapping[int, Int64s], group: Int64s, row_rank: Int64s, row
     return np.where(taken[group], done, allowed)
 
 
-def _file_order(tensors: Sequence[TensorRecord], rank: Int64s, tensor: Int64s) -> Int64s:
-    """Return the stable permutation that sorts rows by (rank, state, item size descending, dtype)."""
-    sort_keys = [(t.state, -itemsize(t.dtype), t.dtype) for t in tensors]
-    place = {key: i for i, key in enumerate(sorted(set(sort_keys)))}
-    places = np.array([place[key] for key in sort_keys], np.int64)
-    order = rank * len(place) + places[tensor]
-    if (order[1:] >= order[:-1]).all():
-        return np.arange(len(order))
-    return np.argsort(order, kind="stable")
-
-
 def _check_cover(
     tensors: list[TensorRecord],
     shapes: Int64s,
@@ -222,44 +179,3 @@ def _ranks_without(state: str, tensors: list[TensorRecord], ranks: Sequence[Int6
     return (
         f"; without anything of {state!r}: rank {listed(without)} (give all ranks the same states)" if without else ""
     )
-
-
-def _parts(rank: Int64s, state: Int64s) -> Int64s:
-    """Return the part number of each row: files with too many entries are split."""
-    new = np.ones(len(rank), bool)
-    new[1:] = (rank[1:] != rank[:-1]) | (state[1:] != state[:-1])
-    begin = np.flatnonzero(new)
-    return (
-        np.arange(len(rank)) - np.repeat(begin, np.diff(np.append(begin, len(rank))))
-    ) // tuning().max_entries_per_file
-
-
-def _lay_out(rank: Int64s, state: Int64s, part: Int64s, nbytes: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Return the file number and offset of each row, and the first row of each file."""
-    new = np.ones(len(rank), bool)
-    new[1:] = (rank[1:] != rank[:-1]) | (state[1:] != state[:-1]) | (part[1:] != part[:-1])
-    start = np.flatnonzero(new)
-    file = np.cumsum(new) - 1
-    before = np.cumsum(nbytes) - nbytes
-    return file, before - before[start][file] if len(rank) else before, start
-
-
-def file_bounds(states: Sequence[int] | Int64s) -> list[tuple[int, int, int, int]]:
-    """Divide the rows of one rank, in the order of the plan, into files.
-
-    Args:
-        states: number of each row's state.
-
-    Returns:
-        (state, part, first row, end row) of each file.
-    """
-    most = tuning().max_entries_per_file
-    column = np.asarray(states, np.int64)
-    bounds: list[tuple[int, int, int, int]] = []
-    ends = [*(np.flatnonzero(column[1:] != column[:-1]) + 1).tolist(), len(column)] if len(column) else []
-    first = 0
-    for end in ends:
-        for part, begin in enumerate(range(first, end, most)):
-            bounds.append((int(column[first]), part, begin, min(begin + most, end)))
-        first = end
-    return bounds

@@ -15,8 +15,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from bytecheckpoint.representation.boxes import Int64s
-from bytecheckpoint.representation.catalog import MAX_DIMS, StringColumn
+from bytecheckpoint.representation.catalog import MAX_DIMS
 from bytecheckpoint.representation.names import escape, unescape
+from bytecheckpoint.representation.string_column import StringColumn
 
 __all__ = [
     "ColumnError",

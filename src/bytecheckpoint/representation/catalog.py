@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import repeat
 from typing import Any, Final
 
 import numpy as np
@@ -19,8 +18,10 @@ from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.checksums import block_count
 from bytecheckpoint.representation.shards import TensorKey
+from bytecheckpoint.representation.string_column import StringColumn
+from bytecheckpoint.representation.tilings import Tilings
 
-__all__ = ["MAX_DIMS", "SHARED", "VALUES_SLOT", "Catalog", "StorageFile", "StringColumn", "TensorTable", "row_order"]
+__all__ = ["MAX_DIMS", "SHARED", "VALUES_SLOT", "Catalog", "StorageFile", "TensorTable", "row_order"]
 
 VALUES_SLOT: Final = "//values"
 """Slot of the uint8 tensor that holds a state's encoded tree of plain values; its FQN is ""."""
@@ -62,49 +63,6 @@ class StorageFile:
     def blocks(self) -> int:
         """Number of checksum blocks of the data section."""
         return block_count(self.size - self.data_offset, self.block_bytes) if self.block_bytes else 0
-
-
-class StringColumn:
-    """A column of strings as codes into a list of distinct strings.
-
-    Attributes:
-        codes: position of each row's string in `values`, int64 [t].
-        values: the distinct strings.
-    """
-
-    __slots__ = ("_index", "codes", "values")
-
-    def __init__(self, codes: Int64s, values: list[str]) -> None:
-        self.codes = codes
-        self.values = values
-        self._index: dict[str, int] | None = None
-
-    @staticmethod
-    def of(column: Sequence[str]) -> StringColumn:
-        """Return the column with these strings, in order."""
-        result = StringColumn(np.zeros(len(column), np.int64), list(dict.fromkeys(column)))
-        result.codes = result.codes_of(column)
-        return result
-
-    def codes_of(self, wanted: Sequence[str]) -> Int64s:
-        """Return the code of each string of `wanted`, -1 for strings that the column lacks."""
-        return np.fromiter(map(self._codes().get, wanted, repeat(-1)), np.int64, len(wanted))
-
-    def code_of(self, wanted: str) -> int:
-        """Return the code of `wanted`, -1 when the column lacks it."""
-        return self._codes().get(wanted, -1)
-
-    def _codes(self) -> dict[str, int]:
-        if self._index is None:
-            self._index = {value: code for code, value in enumerate(self.values)}
-        return self._index
-
-    def __getitem__(self, i: int) -> str:
-        return self.values[int(self.codes[i])]
-
-    def to_list(self) -> list[str]:
-        """Return the strings, in order."""
-        return [self.values[code] for code in self.codes.tolist()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,8 +119,10 @@ class Catalog(TensorTable):
         file_sums: sums of the blocks of each file, uint64.
         aliases: FQN under which a tied tensor is stored, by state and further name.
         info: plain JSON: world size, framework, layout, creation time, package versions.
-        files_read: mask of the files whose rows and sums are here, all of each file's; None: all files. Tensors and files
-            are complete in any case.
+        files_read: mask of the files whose rows and sums are here, all of each file's (of tiles those that a load wants);
+            None: all files. Tensors and files are complete in any case.
+        tilings: further rows, of boxes that many files have in common but for their place. A catalog that was read has
+            none: its boxes have a row each.
     """
 
     boxes: BoxTable
@@ -174,6 +134,7 @@ class Catalog(TensorTable):
     aliases: Mapping[str, Mapping[str, str]]
     info: Mapping[str, Any]
     files_read: NDArray[np.bool_] | None = None
+    tilings: Tilings | None = None
 
     @staticmethod
     def build(
@@ -209,6 +170,39 @@ class Catalog(TensorTable):
             file_sums=tuple(sums),
             aliases=aliases or {},
             info=info or {},
+        )
+
+    def with_tilings(self, tilings: Tilings | None) -> Catalog:
+        """Return the catalog with further rows, of tilings."""
+        return self if tilings is None else replace(self, tilings=tilings.widened(self.boxes.ndim))
+
+    def expanded(self, wanted: BoxTable | None = None) -> Catalog:
+        """Return the same catalog with a row for each box, or of tiles only for those near wanted boxes."""
+        if self.tilings is None:
+            return self
+        found = self.tilings.rows(np.arange(len(self.tilings.file)), wanted)
+        boxes = BoxTable.concat([self.boxes, found.boxes])
+        order = row_order(boxes)
+        at = slice(None) if order is None else order
+        return replace(
+            self,
+            boxes=boxes if order is None else boxes.take(order),
+            file=np.concatenate([self.file, found.file])[at],
+            byte_offset=np.concatenate([self.byte_offset, found.byte_offset])[at],
+            byte_length=np.concatenate([self.byte_length, found.byte_length])[at],
+            tilings=None,
+        )
+
+    @lazy
+    def runs(self) -> tuple[NDArray[np.int32], Int64s, Int64s]:
+        """File, first byte and number of bytes of each row, then of each tile, int32 and int64 [n + i]."""
+        tiles = self.tilings
+        if tiles is None:
+            return self.file, self.byte_offset, self.byte_length
+        return (
+            np.concatenate([self.file, tiles.file]),
+            np.concatenate([self.byte_offset, tiles.byte_offset]),
+            np.concatenate([self.byte_length, tiles.byte_length]),
         )
 
     def with_files(
@@ -273,14 +267,15 @@ class Catalog(TensorTable):
 
         This assumes that every row lies inside its file.
         """
+        row_file, row_begin, row_length = self.runs
         first = np.array([f.data_offset for f in self.files], np.int64)
         size = np.array([f.size for f in self.files], np.int64)
         untiled: NDArray[np.bool_] = first != size
-        if not len(self.file):
+        if not len(row_file):
             return untiled if self.files_read is None else untiled & self.files_read
-        order = _file_order(self.file, self.byte_offset, self.byte_length, size)
-        file, begin = self.file[order], self.byte_offset[order]
-        end = begin + self.byte_length[order]
+        order = _file_order(row_file, row_begin, row_length, size)
+        file, begin = row_file[order], row_begin[order]
+        end = begin + row_length[order]
         starts_file = np.ones(len(file), np.bool_)
         starts_file[1:] = file[1:] != file[:-1]
         expected_begin = np.empty(len(file), np.int64)

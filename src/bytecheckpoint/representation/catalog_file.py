@@ -5,14 +5,13 @@ A large catalog is written in groups, of which a reader takes those that it need
 
 from __future__ import annotations
 
-from typing import Any, Final
+import itertools
+from collections.abc import Iterator
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bytecheckpoint.representation.arrow_columns import flat_list_array, number_array
-from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import Catalog, StorageFile
 from bytecheckpoint.representation.catalog_footer import (
     CATALOG_FORMAT_VERSION,
@@ -24,25 +23,18 @@ from bytecheckpoint.representation.catalog_footer import (
     files_of,
     seal,
 )
-from bytecheckpoint.representation.catalog_groups import CatalogGroups, divide, encode_index
+from bytecheckpoint.representation.catalog_groups import CatalogGroups
 from bytecheckpoint.representation.catalog_rows import (
     WRITE_OPTIONS,
     catalog_of_rows,
     decoding,
     open_parquet,
-    ranges,
     read_tensors,
-    sums_of_rows,
-    tensor_columns,
 )
 from bytecheckpoint.representation.catalog_validation import catalog_problem
+from bytecheckpoint.representation.catalog_writer import divide, encode_index, sums_column, table_of, tilings_table
 
 __all__ = ["CATALOG_FORMAT_VERSION", "SEAL_BYTES", "decode", "decode_outline", "encode"]
-
-_COLUMNS: Final = (
-    *("kind", "fqn", "slot", "dtype", "device", "global_shape", "offsets", "lengths", "file", "byte_offset"),
-    *("byte_length", "owner", "requires_grad", "sums", "view"),
-)
 
 
 def encode(catalog: Catalog, *, check: bool = True) -> bytes:
@@ -54,30 +46,23 @@ def encode(catalog: Catalog, *, check: bool = True) -> bytes:
     """
     problem = catalog_problem(catalog) if check else None
     assert problem is None, f"this catalog must not be written: {problem}"
-    first_sum, sum_counts = sums_of_rows(catalog)
-    all_sums = np.concatenate([np.zeros(0, np.uint64), *catalog.file_sums])
-
-    def table(rows: Int64s) -> Any:
-        columns = tensor_columns(catalog, catalog.boxes.take(rows))
-        columns["file"] = number_array(catalog.file[rows], pa.int32())
-        columns["byte_offset"] = number_array(catalog.byte_offset[rows], pa.int64())
-        columns["byte_length"] = number_array(catalog.byte_length[rows], pa.int64())
-        sums = all_sums[ranges(first_sum[rows], sum_counts[rows])]
-        columns["sums"] = flat_list_array(number_array(sums, pa.uint64()), sum_counts[rows])
-        columns["view"] = pa.nulls(len(rows), pa.string())
-        return pa.Table.from_arrays([columns[name] for name in _COLUMNS], names=_COLUMNS)
-
     groups = divide(catalog)
+    version = 3 if catalog.tilings is not None else 1 if len(groups) == 1 else 2
+    sums = sums_column(catalog)
+    tables: Iterator[Any] = (table_of(catalog, group, sums) for group in groups)
+    if version == 3:
+        tables = itertools.chain([tilings_table(catalog)], tables)
     places = []
     sink = pa.BufferOutputStream()
-    with pq.ParquetWriter(sink, table(groups[0][:0]).schema, **WRITE_OPTIONS) as writer:
-        for rows in groups:
+    first = next(tables)
+    with pq.ParquetWriter(sink, first.schema, **WRITE_OPTIONS) as writer:
+        for table in itertools.chain([first], tables):
             places.append(sink.tell())
-            writer.write_table(table(rows), row_group_size=max(len(rows), 1))
+            writer.write_table(table, row_group_size=max(len(table), 1))
         places.append(sink.tell())
-        writer.add_key_value_metadata({FOOTER_KEY: encode_footer(catalog, 1 if len(groups) == 1 else 2)})
+        writer.add_key_value_metadata({FOOTER_KEY: encode_footer(catalog, version)})
     parquet = memoryview(sink.getvalue())
-    return seal(parquet, b"" if len(groups) == 1 else encode_index(catalog, groups, places, parquet))
+    return seal(parquet, b"" if version == 1 else encode_index(catalog, groups, places, parquet), version)
 
 
 def decode(data: bytes) -> Catalog:

@@ -31,12 +31,13 @@ __all__ = [
     "tail_start",
 ]
 
-CATALOG_FORMAT_VERSION: Final = 2
+CATALOG_FORMAT_VERSION: Final = 3
 SEAL_BYTES: Final = 32
 FOOTER_KEY: Final = b"bytecheckpoint"
 
 _SEAL_MAGIC = b"bytecheckpoint"
 _NAME_BYTES = len(_SEAL_MAGIC) + 2
+_VERSIONS = {version: f"{version:02}".encode() for version in range(1, CATALOG_FORMAT_VERSION + 1)}
 _PARQUET_MAGIC = b"PAR1"
 #: Before the seal of a catalog in groups: offset, length and hash of the index, and a hash of all this and the footer.
 LOCATOR_BYTES: Final = 48
@@ -79,16 +80,17 @@ class Footer(msgspec.Struct):
 msgspec.json.Decoder(Footer)
 
 
-def seal(parquet: memoryview, index: bytes = b"") -> bytes:
+def seal(parquet: memoryview, index: bytes = b"", version: int = 1) -> bytes:
     """Insert the seal between the pages and the footer, where it moves no offset that the footer holds.
 
     Args:
         parquet: the file without seal.
-        index: index of a catalog in groups (version 2); empty for a catalog of version 1.
+        index: index of a catalog in groups; empty for a catalog of version 1.
+        version: version of the catalog.
     """
     (length,) = struct.unpack("<I", parquet[-8:-4])
     pages, footer = parquet[: -8 - length], parquet[-8 - length :]
-    name = _SEAL_MAGIC + (b"02" if index else b"01")
+    name = _SEAL_MAGIC + _VERSIONS[version]
     locator = b""
     if index:
         locator = _PLACE.pack(len(pages), len(index)) + xxhash.xxh3_128_digest(index)
@@ -114,7 +116,7 @@ def check_seal(data: bytes) -> None:
     if _hash(view[:seal_at], name, view[end:]) != data[hash_at:end]:
         raise damaged("its bytes do not match its seal")
     version = name.removeprefix(_SEAL_MAGIC)
-    if version not in (b"01", b"02"):
+    if version not in _VERSIONS.values():
         raise _newer(version.decode("ascii", "replace"))
 
 
@@ -159,7 +161,7 @@ def read_locator(tail: memoryview) -> tuple[int, int, bytes] | None:
         CorruptCheckpointError: a byte of the tail was changed.
     """
     name = tail[LOCATOR_BYTES : LOCATOR_BYTES + _NAME_BYTES]
-    if name != _SEAL_MAGIC + b"02":
+    if bytes(name) not in (_SEAL_MAGIC + _VERSIONS[2], _SEAL_MAGIC + _VERSIONS[3]):
         return None
     locator, own = tail[: LOCATOR_BYTES - 16], tail[LOCATOR_BYTES - 16 : LOCATOR_BYTES]
     if _hash(locator, name, tail[LOCATOR_BYTES + SEAL_BYTES :]) != own:

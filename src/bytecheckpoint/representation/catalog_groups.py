@@ -3,25 +3,26 @@
 A rank that loads wants a few boxes of nearly every tensor, and finds them in the files of few ranks. So a group, which is
 one Parquet row group, has the rows of consecutive files. An index names the tensors, and says for each group and tensor how
 many rows there are, and the smallest box around them. It lies before the seal, with a hash of each group: a reader of some
-groups verifies them without the others (docs/format.md, section 3.3).
+groups verifies them without the others (docs/format.md, section 3.3). The first group may list tilings, of which the others
+have tiles (section 3.4).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import xxhash
 from numpy.typing import NDArray
 
-from bytecheckpoint.representation.arrow_columns import number_array, read_lists, read_numbers
+from bytecheckpoint.lazy import lazy
+from bytecheckpoint.representation.arrow_columns import read_lists, read_numbers
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
-from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog, row_order
+from bytecheckpoint.representation.catalog import MAX_DIMS, VALUES_SLOT, Catalog, row_order
 from bytecheckpoint.representation.catalog_footer import (
     FOOTER_KEY,
     Footer,
@@ -31,27 +32,25 @@ from bytecheckpoint.representation.catalog_footer import (
     tail_start,
 )
 from bytecheckpoint.representation.catalog_rows import (
-    WRITE_OPTIONS,
     catalog_of_rows,
     decoding,
     open_parquet,
     ranges,
     read_tensors,
-    tensor_columns,
 )
-from bytecheckpoint.tuning import tuning
+from bytecheckpoint.representation.tilings import Tilings
 
-__all__ = ["CatalogGroups", "divide", "encode_index"]
+__all__ = ["CatalogGroups", "GroupPlaces"]
 
-_ROW_BYTES = 32  # of a row in memory and file, about
-_SUM_BYTES = 8
 _MOST_PART_BYTES = 1 << 30  # of the index, and of one group
+_MOST_ROWS = 1 << 22  # that the tiles of a small catalog may stand for
+_ROWS_PER_BYTE = 64
 _TAIL_BYTES = 1 << 20  # read at once: most footers, with the names of some thousands of files, are shorter
 
 _Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
-class _Places(msgspec.Struct):
+class GroupPlaces(msgspec.Struct):
     """The place of each group in the file: first byte, length and xxh3_128."""
 
     offsets: list[_Natural]
@@ -59,76 +58,24 @@ class _Places(msgspec.Struct):
     hashes: list[Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]]
 
 
-msgspec.json.Decoder(_Places)  # see `catalog_footer`
+msgspec.json.Decoder(GroupPlaces)  # see `catalog_footer`
 
 
-def divide(catalog: Catalog) -> list[Int64s]:
-    """Divide a large catalog: return the rows of each group, ascending. All rows of a small catalog are one group.
+class _TilingTensors(NamedTuple):
+    """The tensors of the first group, which lists tilings, and how many of its rows each has."""
 
-    Rows of plain values, which every rank reads first, are in groups of their own.
-    """
-    size = tuning().catalog_group_bytes
-    rows = np.bincount(catalog.file, minlength=len(catalog.files))
-    weight = rows * _ROW_BYTES + _SUM_BYTES * np.array([len(sums) for sums in catalog.file_sums], np.int64)
-    if weight.sum() <= 2 * size:
-        return [np.arange(len(catalog.boxes))]
-    values = np.zeros(len(rows), bool)
-    values[catalog.file[(catalog.slot.codes == catalog.slot.code_of(VALUES_SLOT))[catalog.boxes.tensor]]] = True
-    part = (np.cumsum(weight) - weight) // size
-    new = (np.diff(part, prepend=-1) != 0) | (np.diff(values, prepend=values[:1]) != 0)
-    group = np.cumsum(new) - 1
-    count = np.zeros(group[-1] + 1, np.int64)
-    np.add.at(count, group, rows)
-    # Small integers: numpy sorts those of 16 bits several times faster.
-    order = np.argsort(group.astype(np.min_scalar_type(len(count)))[catalog.file], kind="stable")
-    return np.split(order, np.cumsum(count[count > 0])[:-1])
-
-
-def encode_index(catalog: Catalog, groups: Sequence[Int64s], places: Sequence[int], parquet: memoryview) -> bytes:
-    """Return the index of a catalog in groups.
-
-    Args:
-        catalog: the catalog.
-        groups: the rows of each group.
-        places: first byte of each group in the file, and the end of the last.
-        parquet: the file, without seal.
-    """
-    hulls, files, counts = zip(*(_hulls(catalog, rows) for rows in groups), strict=True)
-    boxes, group = BoxTable.concat(hulls), np.repeat(np.arange(len(groups), dtype=np.int32), list(map(len, hulls)))
-    order = np.argsort(boxes.tensor, kind="stable")
-    columns = tensor_columns(catalog, boxes.take(order))
-    columns["group"] = number_array(group[order], pa.int32())
-    columns["file"] = number_array(np.concatenate(files)[order], pa.int32())
-    columns["rows"] = number_array(np.concatenate(counts)[order], pa.int64())
-    table = pa.Table.from_arrays(list(columns.values()), names=list(columns))
-    found = _Places(
-        list(places[:-1]),
-        np.diff(places).tolist(),
-        [xxhash.xxh3_128_hexdigest(parquet[a:b]) for a, b in pairwise(places)],
-    )
-    sink = pa.BufferOutputStream()
-    with pq.ParquetWriter(sink, table.schema, **WRITE_OPTIONS) as writer:
-        writer.write_table(table, row_group_size=len(table))
-        writer.add_key_value_metadata({FOOTER_KEY: msgspec.json.encode(found)})
-    return bytes(sink.getvalue())
-
-
-def _hulls(catalog: Catalog, rows: Int64s) -> tuple[BoxTable, NDArray[np.int32], Int64s]:
-    """Return for each tensor of a group the smallest box around its rows, the first of their files, and their number."""
-    boxes = catalog.boxes.take(rows)
-    first = np.flatnonzero(np.diff(boxes.tensor, prepend=-1))
-    low = np.minimum.reduceat(boxes.offsets, first)
-    high = np.maximum.reduceat(boxes.offsets + boxes.lengths, first)
-    file = np.minimum.reduceat(catalog.file[rows], first)
-    return BoxTable(boxes.tensor[first], low, high - low), file, np.diff(first, append=len(rows))
+    tensor: Int64s
+    rows: Int64s
 
 
 class _Contents(NamedTuple):
-    """The file of a catalog in groups: its Parquet file, its footer, and the place of each group."""
+    """The file of a catalog in groups: its Parquet file, its footer, size and place of each group, and its tilings."""
 
     parquet: Any
     footer: Footer
-    places: _Places
+    sizes: Int64s
+    places: GroupPlaces
+    tilings: _TilingTensors | None  # None before version 3
 
 
 class CatalogGroups:
@@ -136,7 +83,8 @@ class CatalogGroups:
 
     Attributes:
         tail: end of the file, which has hashes of all the rest.
-        hulls: smallest box around the boxes of each tensor in each group, sorted by tensor, then by group.
+        hulls: smallest box around the boxes of each tensor in each group, sorted by tensor, then by group; none for the
+            group that lists tilings.
         group: number of each hull's group.
         file: first file with rows of each hull's group and tensor.
         value_groups: groups that hold plain values.
@@ -163,7 +111,7 @@ class CatalogGroups:
             self.group = read_numbers(table, "group", pa.int32())
             self.file = read_numbers(table, "file", pa.int32())
             self._rows = read_numbers(table, "rows", pa.int64())
-            places = msgspec.json.decode(parquet.metadata.metadata[FOOTER_KEY], type=_Places)
+            places = msgspec.json.decode(parquet.metadata.metadata[FOOTER_KEY], type=GroupPlaces)
             parquet_file = open_parquet(memory)
             footer = decode_footer(parquet_file)
             count = parquet_file.num_row_groups
@@ -171,13 +119,27 @@ class CatalogGroups:
             sound = len(places.offsets) == len(places.lengths) == len(places.hashes) == count
             for column, limit in ((self.group, count), (self.file, footer.files.count)):
                 sound &= bool((column >= 0).all() and (column < limit).all())
-            sound &= bool((self._rows > 0).all())
-            if not sound or not np.array_equal(np.bincount(self.group, self._rows, count), sizes):
+            tiled = footer.version >= 3
+            sound &= bool((self._rows >= (0 if tiled else 1)).all() and (self._rows <= sizes.sum()).all())
+            listed = np.bincount(self.group, self._rows, count) if sound else sizes - 1
+            # Tiles are listed by no tensor. The first group lists tilings, and has none.
+            if not (listed == sizes)[: 1 if tiled else None].all() or (listed > sizes).any() or not sound:
                 raise damaged("its index and its groups do not match")
             slots = self._tensors["slot"]
+            tilings = None
+            if tiled:
+                first, others = np.flatnonzero(self.group == 0), np.flatnonzero(self.group)
+                tilings = _TilingTensors(self.hulls.tensor[first], self._rows[first])
+                self.hulls, self._rows = self.hulls.take(others), self._rows[others]
+                self.group, self.file = self.group[others], self.file[others]
             values = (slots.codes == slots.code_of(VALUES_SLOT))[self.hulls.tensor]
-            self._contents = _Contents(parquet_file, footer, places)
+            self._contents = _Contents(parquet_file, footer, sizes, places, tilings)
             self.value_groups: Int64s = np.unique(self.group[values]).astype(np.int64)
+
+    @property
+    def head_groups(self) -> Int64s:
+        """Groups that every reader needs: those of plain values, and the one that lists tilings."""
+        return np.union1d(self.value_groups, np.arange(int(self._contents.tilings is not None)))
 
     @property
     def size(self) -> int:
@@ -216,25 +178,38 @@ class CatalogGroups:
             return None
         return CatalogGroups(memory, tail_at, read)
 
-    def catalog(self, groups: Int64s | None = None) -> Catalog:
+    def catalog(self, groups: Int64s | None = None, near: BoxTable | None = None) -> Catalog:
         """Return the catalog with the rows of some groups, which are loaded, or of all, if the whole file is here.
+
+        Args:
+            groups: numbers of the groups.
+            near: boxes by the tensors' numbers; rows of tiles that are far from them may be left out.
 
         Raises:
             CorruptCheckpointError: the content contradicts itself.
         """
-        wanted = np.arange(self._contents.parquet.num_row_groups) if groups is None else np.unique(groups)
+        contents = self._contents
+        wanted = np.arange(contents.parquet.num_row_groups) if groups is None else np.unique(groups)
         assert groups is None or self._here.issuperset(wanted.tolist())
+        columns = ["offsets", "lengths", "file", "byte_offset", "byte_length", "sums", "view"]
+        if contents.tilings is not None:
+            wanted = wanted[wanted > 0]
+            columns += ["tiling", "place"]
         with decoding():
-            columns = ["offsets", "lengths", "file", "byte_offset", "byte_length", "sums", "view"]
-            table = self._contents.parquet.read_row_groups(wanted.tolist(), columns=columns, use_threads=False)
+            table = contents.parquet.read_row_groups(wanted.tolist(), columns=columns, use_threads=False)
             table.validate(full=True)
-            # The rows of each group are sorted by tensor; those of the catalog by tensor, then by offsets.
+            # The rows of each group are sorted by tensor, its tiles follow; rows of the catalog by tensor, then by offsets.
             hull = np.flatnonzero(np.isin(self.group, wanted))
             count = self._rows[hull]
             in_file = np.argsort(self.group[hull], kind="stable")
             begin = np.empty_like(count)
             begin[in_file] = np.cumsum(count[in_file]) - count[in_file]
+            place = np.searchsorted(wanted, self.group[hull])
+            tiles = contents.sizes[wanted] - np.bincount(place, count, len(wanted)).astype(np.int64)
+            begin += (np.cumsum(tiles) - tiles)[place]
             order = ranges(begin, count)
+            is_tile = np.ones(len(table), bool)
+            is_tile[order] = False
             tensor = np.repeat(self.hulls.tensor[hull], count)
             ndims = self._tensors["ndims"][tensor]
             boxes = []
@@ -247,9 +222,71 @@ class CatalogGroups:
             again = row_order(sorted_boxes)
             if again is not None:
                 sorted_boxes, order = sorted_boxes.take(again), order[again]
-            return catalog_of_rows(
-                self._tensors, sorted_boxes, table, self._contents.footer, order, whole=groups is None
+            tilings = self._tiles(table, is_tile) if contents.tilings is not None else None
+            runs = np.concatenate([order, np.flatnonzero(is_tile)])
+            whole = groups is None
+            catalog = catalog_of_rows(
+                self._tensors, sorted_boxes, table, contents.footer, runs, tilings=tilings, whole=whole
             )
+            # Tiles of few bytes stand for many rows.
+            if tilings is not None and tilings.counts().sum() > max(_MOST_ROWS, _ROWS_PER_BYTE * self.size):
+                raise damaged(
+                    f"it stands for {tilings.counts().sum()} rows, for which its {self.size} bytes are too few"
+                )
+            return catalog.expanded(near)
+
+    def _tiles(self, table: Any, is_tile: NDArray[np.bool_]) -> Tilings:
+        """Return all tilings, and those rows of a table that are tiles."""
+        tiling = read_numbers(table, "tiling", pa.int32())
+        if not np.array_equal(tiling >= 0, is_tile):
+            raise damaged("its tiles are not where its index says")
+        places, _ = read_lists(table, "place", 0)
+        tilings = self._tilings
+        axes = int(tilings.axes.max(initial=-1)) + 1
+        return replace(
+            tilings,
+            of_tile=tiling[is_tile].astype(np.int64),
+            file=read_numbers(table, "file", pa.int32())[is_tile],
+            byte_offset=read_numbers(table, "byte_offset", pa.int64())[is_tile],
+            byte_length=read_numbers(table, "byte_length", pa.int64())[is_tile],
+            places=np.pad(places[is_tile], ((0, 0), (0, max(axes - places.shape[1], 0)))),
+        )
+
+    @lazy
+    def _tilings(self) -> Tilings:
+        """All tilings, without tiles."""
+        hulls = self._contents.tilings
+        assert hulls is not None
+        columns = ["offsets", "lengths", "byte_offset", "byte_length", "tiling", "axes"]
+        table = self._contents.parquet.read_row_groups([0], columns=columns, use_threads=False)
+        table.validate(full=True)
+        tensor = np.repeat(hulls.tensor, hulls.rows)
+        ndims = self._tensors["ndims"][tensor]
+        lists = [read_lists(table, name, fill) for name, fill in (("offsets", 0), ("lengths", 1), ("axes", -1))]
+        if not all(np.array_equal(dims, ndims) for _, dims in lists):
+            raise damaged("a box has another number of dimensions than its tensor")
+        if lists[2][0].max(initial=-1) >= MAX_DIMS:
+            raise damaged("a tiling has too many axes")
+        width = self.hulls.ndim
+        offsets, lengths, axes = (
+            np.pad(column, ((0, 0), (0, width - column.shape[1])), constant_values=fill)
+            for (column, _), fill in zip(lists, (0, 1, -1), strict=True)
+        )
+        tiling = read_numbers(table, "tiling", pa.int32()).astype(np.int64)
+        order = np.argsort(tiling, kind="stable")
+        none = np.zeros(0, np.int64)
+        return Tilings(
+            tiling=tiling[order],
+            boxes=BoxTable(tensor, offsets, lengths).take(order),
+            axes=axes[order],
+            box_offset=read_numbers(table, "byte_offset", pa.int64())[order],
+            box_bytes=read_numbers(table, "byte_length", pa.int64())[order],
+            of_tile=none,
+            file=none.astype(np.int32),
+            byte_offset=none,
+            byte_length=none,
+            places=none[:, None],
+        )
 
     def load(self, number: int, read_into: Callable[[int, memoryview], None]) -> memoryview:
         """Load the bytes of a group, unless they are here; return them. Several threads may call this.

@@ -24,9 +24,11 @@ from bytecheckpoint.representation.arrow_columns import (
     string_array,
 )
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
-from bytecheckpoint.representation.catalog import Catalog, StringColumn
+from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_footer import Footer, check_parquet_claims, damaged, files_of
 from bytecheckpoint.representation.catalog_validation import catalog_problem
+from bytecheckpoint.representation.string_column import StringColumn
+from bytecheckpoint.representation.tilings import Tilings
 
 __all__ = [
     "WRITE_OPTIONS",
@@ -45,7 +47,11 @@ _BOX_LISTS = ("global_shape", "offsets", "lengths")
 WRITE_OPTIONS: Final[dict[str, Any]] = {
     "compression": {
         **dict.fromkeys(
-            [*_STRINGS.values(), "file", "byte_offset", "byte_length", "owner", "requires_grad", "view"], "zstd"
+            [
+                *(*_STRINGS.values(), "file", "byte_offset", "byte_length", "owner", "requires_grad", "view", "tiling"),
+                *("axes.list.element", "place.list.element"),
+            ],
+            "zstd",
         ),
         **dict.fromkeys([f"{name}.list.element" for name in _BOX_LISTS], "zstd"),
         "sums.list.element": "none",  # hashes do not compress
@@ -144,17 +150,17 @@ def sums_of_rows(catalog: Catalog) -> tuple[Int64s, Int64s]:
     """Find the checksums that the catalog's file lists in each row: those of the blocks that begin inside the row's bytes.
 
     Returns:
-        first: position of each row's first sum in the concatenation of `catalog.file_sums`, int64 [n].
-        counts: number of sums of each row, int64 [n]; 0 for rows of files that are not tiled or have no sums.
+        first: position of the first sum of each row, then of each tile, among all of `catalog.file_sums`, int64 [n + i].
+        counts: number of sums of each, int64 [n + i]; 0 for those of files that are not tiled or have no sums.
     """
-    file = catalog.file
+    file, byte_offset, byte_length = catalog.runs
     blocks = np.array([len(sums) for sums in catalog.file_sums], np.int64)
     size = np.array([f.block_bytes for f in catalog.files], np.int64)
     size[catalog.untiled] = 0
     block = np.maximum(size, 1)[file]
-    begin = catalog.byte_offset - np.array([f.data_offset for f in catalog.files], np.int64)[file]
+    begin = byte_offset - np.array([f.data_offset for f in catalog.files], np.int64)[file]
     starts = -(-begin // block)
-    counts = -(-(begin + catalog.byte_length) // block) - starts
+    counts = -(-(begin + byte_length) // block) - starts
     counts[size[file] == 0] = 0
     return (np.cumsum(blocks) - blocks)[file] + starts, counts
 
@@ -172,16 +178,18 @@ def catalog_of_rows(
     footer: Footer,
     order: Int64s | None = None,
     *,
+    tilings: Tilings | None = None,
     whole: bool = True,
 ) -> Catalog:
-    """Return the catalog of some rows.
+    """Return the catalog of some rows and tiles.
 
     Args:
         tensors: columns of all tensors, by their names in `Catalog`.
         boxes: boxes of the rows.
         table: the other columns of the rows.
         footer: footer of the catalog's file.
-        order: the row of `table` for each box; None: they have one order.
+        order: the row of `table` for each box, then for each tile; None: they have one order.
+        tilings: tilings and their tiles.
         whole: the rows are all of the catalog's. Otherwise they are all rows of some of its files.
 
     Raises:
@@ -192,12 +200,14 @@ def catalog_of_rows(
         raise IncompatibleCheckpointError(
             "the catalog describes views of stored tensors, which only a newer version of this package reads: upgrade it"
         )
-    at: Any = slice(None) if order is None else order
-    file = read_numbers(table, "file", pa.int32())[at]
+    at: Any = slice(None) if order is None else order[: len(boxes)]
+    all_files = read_numbers(table, "file", pa.int32())
     files = files_of(footer)
     read = None
     if not whole:
-        read = np.bincount(file, minlength=len(files))[: len(files)] > 0
+        if (all_files < 0).any():
+            raise damaged("a row lies in a file that is not listed")
+        read = np.bincount(all_files, minlength=len(files))[: len(files)] > 0
     blocks = [max(f.blocks, 0) if read is None or read[i] else 0 for i, f in enumerate(files)]
     footer_sums = {int(i): text for i, text in footer.sums.items() if read is None or read[int(i)]}
     sums, sum_counts = read_flat_lists(table, "sums", pa.uint64())
@@ -207,7 +217,7 @@ def catalog_of_rows(
     catalog = Catalog(
         **tensors,
         boxes=boxes,
-        file=file,
+        file=all_files[at],
         byte_offset=read_numbers(table, "byte_offset", pa.int64())[at],
         byte_length=read_numbers(table, "byte_length", pa.int64())[at],
         files=tuple(files),
@@ -215,6 +225,7 @@ def catalog_of_rows(
         aliases=footer.aliases,
         info=footer.info,
         files_read=read,
+        tilings=tilings,
     )
     if (problem := catalog_problem(catalog)) is not None:
         raise damaged(problem)
@@ -226,7 +237,7 @@ def catalog_of_rows(
 
 
 def _fill_sums(catalog: Catalog, values: NDArray[np.uint64], counts: Int64s, footer_sums: dict[int, str]) -> None:
-    """Fill in the checksums of a catalog whose rows have been validated: `counts[i]` of row i, and those of the footer."""
+    """Fill in the checksums of a valid catalog: `counts[i]` of row or tile i, and those of the footer."""
     first, expected_counts = sums_of_rows(catalog)
     if not np.array_equal(counts, expected_counts):
         raise damaged("a row has more or fewer checksums than blocks")

@@ -6,11 +6,13 @@ The seal of the catalog's file detects accidents; these checks detect buggy and 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint.errors import UsageError
+from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import MAX_DIMS, Catalog, row_order
 from bytecheckpoint.representation.checksums import is_block_size
 from bytecheckpoint.representation.dtypes import itemsize
@@ -26,7 +28,13 @@ _GENERATION = re.compile(r"[0-9a-f]{24}|")
 
 def catalog_problem(catalog: Catalog) -> str | None:
     """Return the first fault of `catalog`, in words, or None for a sound catalog."""
-    return _files_problem(catalog) or _tensors_problem(catalog) or _rows_problem(catalog)
+    return (
+        _files_problem(catalog)
+        or _tensors_problem(catalog)
+        or _rows_problem(catalog)
+        or _tilings_problem(catalog)
+        or _runs_problem(catalog)
+    )
 
 
 def _files_problem(catalog: Catalog) -> str | None:
@@ -54,8 +62,10 @@ def _files_problem(catalog: Catalog) -> str | None:
 
 def _tensors_problem(catalog: Catalog) -> str | None:
     numbers = catalog.boxes.tensor
-    starts = np.flatnonzero(np.diff(numbers, prepend=-1))
-    if catalog.files_read is None and not np.array_equal(numbers[starts], np.arange(catalog.count)):
+    held = numbers[np.flatnonzero(np.diff(numbers, prepend=-1))]
+    if catalog.tilings is not None:
+        held = np.unique(np.concatenate([held, catalog.tilings.boxes.tensor]))
+    if catalog.files_read is None and not np.array_equal(held, np.arange(catalog.count)):
         return "its rows and its tensors do not match"
     if row_order(catalog.boxes) is not None:
         return "its rows are not in order"
@@ -74,31 +84,88 @@ def _tensors_problem(catalog: Catalog) -> str | None:
 def _rows_problem(catalog: Catalog) -> str | None:
     boxes, file = catalog.boxes, catalog.file
     if len(boxes) == 0:
-        whole = catalog.files_read is None
-        return "it has files and no rows" if whole and any(f.size > f.data_offset for f in catalog.files) else None
+        return None
     if (file < 0).any() or (file >= len(catalog.files)).any():
         return "a row lies in a file that is not listed"
+    return _boxes_problem(catalog, boxes, boxes.offsets, catalog.byte_length)
+
+
+def _boxes_problem(catalog: Catalog, boxes: BoxTable, farthest: NDArray[Any], nbytes: Int64s) -> str | None:
+    """Check that boxes lie inside their tensors and have as many bytes as they have elements.
+
+    Args:
+        catalog: the catalog.
+        boxes: boxes of rows, or of tilings.
+        farthest: largest offset of each box, [n, d].
+        nbytes: number of bytes of each box, [n].
+    """
     outside = np.zeros(len(boxes), np.bool_)
     elements = np.ones(len(boxes), np.float64)
-    for offset, length, extents in zip(boxes.offsets.T, boxes.lengths.T, catalog.shapes.T, strict=True):
+    columns = (boxes.offsets.T, farthest.T, boxes.lengths.T, catalog.shapes.T)
+    for offset, last, length, extents in zip(*columns, strict=True):
         extent = extents[boxes.tensor]
-        outside |= (offset < 0) | (length < 0) | (offset > extent) | (length > extent - offset)
+        outside |= (offset < 0) | (length < 0) | (last > extent) | (length > extent - last)
         elements *= length
     if (row := _first(outside)) is not None:
         return f"a box of tensor '{catalog.key(int(boxes.tensor[row]))}' lies outside its shape"
     sizes = np.array([itemsize(name) for name in catalog.dtype.values], np.int64)[catalog.dtype.codes][boxes.tensor]
-    if (row := _first((elements * sizes > _MAX_BYTES) | (boxes.volumes() * sizes != catalog.byte_length))) is not None:
+    if (row := _first((elements * sizes > _MAX_BYTES) | (boxes.volumes() * sizes != nbytes))) is not None:
         return f"a box of tensor '{catalog.key(int(boxes.tensor[row]))}' has another size than its bytes"
+    return None
+
+
+def _tilings_problem(catalog: Catalog) -> str | None:
+    tiles = catalog.tilings
+    if tiles is None:
+        return None
+    count = int(tiles.tiling.max(initial=-1)) + 1
+    begins = np.flatnonzero(np.diff(tiles.tiling, prepend=-1))
+    if not np.array_equal(tiles.tiling[begins], np.arange(count)):
+        return "its tilings are not numbered one by one"
+    if not np.array_equal(np.unique(tiles.of_tile), np.arange(count)) and catalog.files_read is None:
+        return "a tiling has no tile"
+    if len(tiles.of_tile) and not 0 <= tiles.of_tile.min() <= tiles.of_tile.max() < count:
+        return "a tile belongs to no tiling"
+    if (tiles.file < 0).any() or (tiles.file >= len(catalog.files)).any():
+        return "a tile lies in a file that is not listed"
+    axes = tiles.places.shape[1]
+    if (tiles.axes < -1).any() or (tiles.axes >= axes).any() or (tiles.places < 0).any():
+        return "a tile has an impossible place"
+    if tiles.places.astype(np.float64).max(initial=0) > 2.0**53:
+        return "a tile has an impossible place"
+    # The farthest place of each tiling along each axis, and with it the farthest place of each box.
+    farthest = np.zeros((count, axes + 1), np.int64)
+    np.maximum.at(farthest[:, :axes], tiles.of_tile, tiles.places)
+    moves = np.take_along_axis(farthest[tiles.tiling], tiles.axes, axis=1)
+    if (moves.astype(np.float64) * tiles.boxes.lengths > _MAX_BYTES).any():
+        return "a tile has an impossible place"
+    last = tiles.boxes.offsets + moves * tiles.boxes.lengths
+    if problem := _boxes_problem(catalog, tiles.boxes, last, tiles.box_bytes):
+        return problem
+    order = np.lexsort((tiles.box_bytes > 0, tiles.box_offset, tiles.tiling))
+    ends = np.cumsum(tiles.box_bytes[order], dtype=np.float64)
+    if ends[-1:].sum() > _MAX_BYTES:
+        return "a tiling is too large"
+    expected = np.cumsum(tiles.box_bytes[order]) - tiles.box_bytes[order]
+    expected -= expected[begins][tiles.tiling]
+    if not np.array_equal(expected, tiles.box_offset[order]):
+        return "the boxes of a tiling do not cover it exactly once"
+    if not np.array_equal(np.add.reduceat(tiles.box_bytes, begins)[tiles.of_tile], tiles.byte_length):
+        return "a tile has another size than its boxes"
+    return None
+
+
+def _runs_problem(catalog: Catalog) -> str | None:
+    """Check that rows and tiles lie inside their files and tile them; a file elsewhere may be used in part."""
+    file, begin, length = catalog.runs
+    if len(file) == 0:
+        whole = catalog.files_read is None
+        return "it has files and no rows" if whole and any(f.size > f.data_offset for f in catalog.files) else None
     first = np.array([f.data_offset for f in catalog.files], np.int64)[file]
     size = np.array([f.size for f in catalog.files], np.int64)[file]
-    begin, length = catalog.byte_offset, catalog.byte_length
-    if (row := _first((begin < first) | (begin > size) | (length > size - begin))) is not None:
-        return f"bytes of tensor '{catalog.key(int(boxes.tensor[row]))}' lie outside file {catalog.files[file[row]].name!r}"
-    return _tiling_problem(catalog)
-
-
-def _tiling_problem(catalog: Catalog) -> str | None:
-    """Check that the rows tile each file of the checkpoint; a file elsewhere may be used in part."""
+    if (row := _first((begin < first) | (begin > size) | (length < 0) | (length > size - begin))) is not None:
+        what = f"tensor '{catalog.key(int(catalog.boxes.tensor[row]))}'" if row < len(catalog.file) else "a tile"
+        return f"bytes of {what} lie outside file {catalog.files[file[row]].name!r}"
     for number in np.flatnonzero(catalog.untiled).tolist():
         if not is_uri(catalog.files[number].name):
             return f"the rows of file {catalog.files[number].name!r} do not cover it exactly once"

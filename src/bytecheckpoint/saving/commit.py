@@ -10,7 +10,7 @@ import numpy as np
 
 from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.errors import StorageConflictError, StorageError, StorageUnavailableError
-from bytecheckpoint.planning.save_plan import SavePlan
+from bytecheckpoint.planning.planned_rows import SavePlan
 from bytecheckpoint.representation.boxes import BoxTable
 from bytecheckpoint.representation.catalog import SHARED, Catalog, StorageFile, TensorTable
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, unescape
@@ -101,10 +101,10 @@ def build_catalog(
         sums=sums,
         aliases={
             unescape(state): {unescape(alias): unescape(fqn) for alias, fqn in names.items()}
-            for state, names in plan.aliases.items()
+            for state, names in plan.aliases().items()
         },
         info=info,
-    )
+    ).with_tilings(None if plan.tiles is None else plan.tiles.tilings.shifted(data_offset))
 
 
 def stale_files(storage: Storage, named: Mapping[str, int], replaces: str) -> list[str]:

@@ -72,6 +72,8 @@ from bytecheckpoint.tracing.operation import span
 __all__ = ["Coordinator", "refuse_save"]
 
 _log = logging.getLogger("bytecheckpoint")
+#: Columns of tables that thousands of ranks have in common.
+_ALIKE = ("ndims", "boxes", "repeats", "axes")
 #: Replies that are encoded and sent at a time: to some tens of machines.
 _REPLIES = 256
 
@@ -81,9 +83,9 @@ def _shared(message: Any, known: dict[bytes, bytes]) -> Any:
     if not isinstance(message, PlanRequest | PlanDescription):
         return message
     table = message.table
+    columns = {name: known.setdefault(column, column) for name in _ALIKE if (column := getattr(table, name))}
     tensors = tuple(known.setdefault(piece, piece) for piece in table.tensors)
-    ndims, repeats = known.setdefault(table.ndims, table.ndims), known.setdefault(table.repeats, table.repeats)
-    return structs.replace(message, table=structs.replace(table, tensors=tensors, ndims=ndims, repeats=repeats))
+    return structs.replace(message, table=structs.replace(table, tensors=tensors, **columns))
 
 
 def refuse_save(collective: Collective, number: int, failure: Failure) -> None:
@@ -230,7 +232,7 @@ class Coordinator:
         if old is not None and not requests:
             return old, {}
         check_arguments({**requests, **reports})
-        tables = {rank: request.table for rank, request in requests.items()}
+        tables = self._tables(requests)
         if old is not None:
             tables |= {rank: old.tables[rank] for rank in reports}
             fixed = {rank: old.columns.locals_of(rank) for rank in reports}
@@ -247,8 +249,22 @@ class Coordinator:
             self._plans.get(found.name)  # ranks keep the plans that they used last, so this side does too
         return found
 
+    def _tables(self, requests: Mapping[int, PlanRequest]) -> dict[int, LocalTable]:
+        """Return the tables of ranks; ask one rank for each form that they have in common."""
+        first: dict[bytes, int] = {}
+        for rank, request in requests.items():
+            if request.form:
+                first.setdefault(request.form, rank)
+        forms = self._describe(first.values()) if first else {}
+        return {
+            rank: structs.replace(forms[first[request.form]].table, place=request.table.place)
+            if request.form
+            else request.table
+            for rank, request in requests.items()
+        }
+
     def _describe(self, ranks: Collection[int]) -> dict[int, PlanDescription]:
-        """Ask ranks that followed unknown plans for their shards, and for the rows that they wrote."""
+        """Ask ranks for their shards, and for the rows that they wrote by unknown plans."""
         self._reply(dict.fromkeys(ranks, DescribeRequest()))
         return self._collect(ranks, SaveStep.DESCRIPTION)
 
@@ -270,13 +286,13 @@ class Coordinator:
         plan = GlobalPlan(name, columns, tables, expected)
         self._plans.add(name, plan)
         assigned = assign_values(values, whole_world=len(values) == len(tables))
-        nbytes = int(columns.nbytes.sum())
+        nbytes = columns.total_bytes()
         on_host = Counter(request.host for request in requests.values())
         replies: dict[int, PlanResponse | RewriteRequest] = {}
         for rank in values:
-            rows = columns.locals_of(rank).tobytes()
+            rows, copied = columns.locals_of(rank).tobytes(), columns.copied_of(rank).tobytes()
             local_ranks = on_host[requests[rank].host] if len(requests) == len(tables) else 0
-            response = PlanResponse(name, rows, sorted(assigned[rank]), local_ranks, nbytes)
+            response = PlanResponse(name, rows, copied, sorted(assigned[rank]), local_ranks, nbytes)
             replies[rank] = response if rank in requests else RewriteRequest(response, rewrite_reason)
         return plan, replies
 

@@ -72,8 +72,8 @@ def full_digests(shards: Sequence[LiveShard]) -> NDArray[np.uint64]:
     return np.array([xxhash.xxh3_64_intdigest(content_digest(s.data, s.dtype)) for s in each_box(shards)], np.uint64)
 
 
-def sample(shards: Sequence[LiveShard]) -> Samples:
-    """Take a few elements of every box that must be equal, the same ones on all ranks."""
+def sample(shards: Sequence[LiveShard], chosen: NDArray[np.int64]) -> Samples:
+    """Take a few elements of those of the chosen boxes that must be equal, the same ones on all ranks."""
     rows = np.cumsum([0, *(shard.rows for shard in shards)])
     sizes = [s.data.numel() if s.fragments is None else s.fragments.counts for s in shards]
     size = np.concatenate([np.zeros(0, np.int64), *map(np.atleast_1d, sizes)])
@@ -82,13 +82,17 @@ def sample(shards: Sequence[LiveShard]) -> Samples:
     runs = size // 2
     step = np.where(runs <= _RUNS, 1, runs // _RUNS | 1)  # odd: else all may be of one column
     count = np.where(runs <= _RUNS, size, -(-runs // step) * 2)
-    count[size < np.repeat(least, np.diff(rows))] = 0
+    other = np.ones(len(size), bool)
+    other[chosen] = False
+    count[other | (size < np.repeat(least, np.diff(rows)))] = 0
     counts, steps = count.tolist(), step.tolist()
     itemsize = np.ones(len(shards), np.int64)
     parts = [np.zeros(0, np.uint8)] * len(shards)
     groups: dict[tuple[torch.device, torch.dtype, int], list[tuple[int, torch.Tensor]]] = {}
     with torch.no_grad():
         for number, (shard, (first, last)) in enumerate(zip(shards, pairwise(rows.tolist()), strict=True)):
+            if not any(counts[first:last]):
+                continue
             taken = _elements(shard, counts[first:last], steps[first:last])
             itemsize[number] = taken.element_size()
             groups.setdefault((taken.device, taken.dtype, taken.ndim), []).append((number, taken))
@@ -149,15 +153,12 @@ class DifferingCopies:
         return slice(*np.searchsorted(self.rank, [rank, rank + 1]).tolist())
 
 
-def differing_copies(
-    checks: Mapping[int, RankChecks], tables: Sequence[LocalTable], *, replicated: bool = True
-) -> DifferingCopies | None:
+def differing_copies(checks: Mapping[int, RankChecks], tables: Sequence[LocalTable]) -> DifferingCopies | None:
     """Find the boxes whose copies differ between ranks, by their digests.
 
     Args:
         checks: facts of all ranks.
         tables: shards of each rank.
-        replicated: True if some boxes have copies; else nothing is compared, which for thousands of ranks takes long.
 
     Returns:
         The copies of these boxes; None if there are none.
@@ -169,16 +170,13 @@ def differing_copies(
     """
     if len({found.check_replicas for found in checks.values()}) > 1:
         raise UsageError("check_replicas differs between ranks; give all the same")
-    digests = {rank: np.frombuffer(found.digests, np.uint64) for rank, found in sorted(checks.items())}
-    digests = {rank: found for rank, found in digests.items() if found.any()}
-    if not replicated or len(digests) < 2:
+    compared = {rank: np.frombuffer(found.rows, np.int64) for rank, found in sorted(checks.items()) if found.rows}
+    if len(compared) < 2:
         return None
-    tensors, boxes = all_rows([tables[rank] for rank in digests])
-    digest = np.concatenate(list(digests.values()))
-    rank = np.repeat(list(digests), [len(found) for found in digests.values()])
-    row = np.concatenate([np.arange(len(found)) for found in digests.values()])
-    compared = digest != 0
-    boxes, rank, row, digest = boxes.take(compared), rank[compared], row[compared], digest[compared]
+    tensors, boxes = all_rows([tables[rank] for rank in compared], list(compared.values()))
+    digest = np.concatenate([np.frombuffer(checks[rank].digests, np.uint64) for rank in compared])
+    rank = np.repeat(list(compared), [len(rows) for rows in compared.values()])
+    row = np.concatenate(list(compared.values()))
     group = group_equal(boxes)
     differing = differing_rows(group, digest)
     if not len(differing):

@@ -133,11 +133,12 @@ class PlanRequest(msgspec.Struct, frozen=True, tag="plan-request"):
 
     Attributes:
         url: escaped URL of the checkpoint.
-        table: shards of the rank.
+        table: shards of the rank; if `form` is given, only its place.
         values: values of the rank.
         dry: True if the rank only plans (`prepare`) and sends no report.
         host: name of the machine, equal for ranks that share it (`Collective.host`).
         selection: selected part of the rank's states.
+        form: `LocalTable.form_digest` of a table whose columns the coordinator asks one of the ranks for that send it.
     """
 
     url: str
@@ -146,6 +147,7 @@ class PlanRequest(msgspec.Struct, frozen=True, tag="plan-request"):
     dry: bool = False
     host: str = ""
     selection: SelectionReport = SelectionReport()
+    form: bytes = b""
 
 
 class PlanDescription(msgspec.Struct, frozen=True, tag="plan-description"):
@@ -153,7 +155,7 @@ class PlanDescription(msgspec.Struct, frozen=True, tag="plan-description"):
 
     Attributes:
         table: shards of the rank.
-        rows: int64 indexes of the shards that it wrote, in file order, as bytes.
+        rows: int64 indexes of the shards that it wrote, in file order, as bytes; none before a plan.
     """
 
     table: LocalTable
@@ -167,13 +169,15 @@ class RankChecks(msgspec.Struct, frozen=True):
         steps: training steps that the rank's states belong to, by escaped name.
         optimizer_steps: float64 of `steps_of_shards` as bytes.
         check_replicas: argument of the save.
-        digests: uint64 digests of the rank's boxes as bytes (`copies`); none if nothing is compared.
+        rows: int64 numbers of the rank's boxes that are compared with copies on other ranks, as bytes.
+        digests: uint64 digest of each of these boxes as bytes (`copies`).
         drift: relative difference between copies on this rank by escaped name of the tensor.
     """
 
     steps: dict[str, int] = {}
     optimizer_steps: bytes = b""
     check_replicas: str = "sampled"
+    rows: bytes = b""
     digests: bytes = b""
     drift: dict[str, float] = {}
 
@@ -233,6 +237,7 @@ class PlanResponse(msgspec.Struct, frozen=True, tag="plan-response"):
     Attributes:
         plan: name of the global plan.
         rows: int64 indexes of the shards that the rank writes, in file order, as bytes.
+        copied: int64 indexes of the shards that other ranks may hold too, as bytes.
         values: keys of the values that the rank writes.
         local_ranks: number of the world's ranks on the rank's machine; 0 if not all ranks asked for a plan.
         nbytes: bytes of the tensors that all ranks write.
@@ -240,13 +245,14 @@ class PlanResponse(msgspec.Struct, frozen=True, tag="plan-response"):
 
     plan: str
     rows: bytes
+    copied: bytes
     values: list[Key]
     local_ranks: int = 0
     nbytes: int = 0
 
 
 class DescribeRequest(msgspec.Struct, frozen=True, tag="describe-request"):
-    """Asks a rank that has written by an unknown plan for its `PlanDescription`."""
+    """Asks a rank for its `PlanDescription`: it has written by an unknown plan, or its table has an unknown form."""
 
 
 class RewriteRequest(msgspec.Struct, frozen=True, tag="rewrite-request"):

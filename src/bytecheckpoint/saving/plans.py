@@ -12,7 +12,8 @@ from bytecheckpoint.collectives.base import different_paths, names_of_ranks
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.selection import check_selections
 from bytecheckpoint.planning.local_table import LocalTable
-from bytecheckpoint.planning.save_plan import SavePlan, plan_save
+from bytecheckpoint.planning.planned_rows import SavePlan
+from bytecheckpoint.planning.save_plan import plan_save
 from bytecheckpoint.representation.catalog import VALUES_SLOT
 from bytecheckpoint.representation.names import unescape
 from bytecheckpoint.saving.copies import DifferingCopies, differing_copies
@@ -120,9 +121,8 @@ def check_reports(reports: Mapping[int, WriteReport], plan: GlobalPlan) -> Diffe
     if not check_optimizer_steps(optimizer_steps, plan.tables):
         check_steps({r: {unescape(name): step for name, step in found.steps.items()} for r, found in checks.items()})
     check_parts({rank: report.values for rank, report in reports.items()})
-    rows = sum(len(table.ndims) for table in plan.tables) // np.dtype(np.int32).itemsize
     # After the steps, which may be the reason.
-    return differing_copies(checks, plan.tables, replicated=rows > len(plan.columns.boxes))
+    return differing_copies(checks, plan.tables) if plan.columns.has_copies() else None
 
 
 # --- values ------------------------------------------------------------------------------------------------

@@ -38,6 +38,19 @@ class RankImage:
 
 
 @dataclass(frozen=True, slots=True)
+class KnownCopies:
+    """The copies of one rank's boxes.
+
+    Attributes:
+        here: pairs of boxes of this rank that are one box of one tensor.
+        elsewhere: numbers of the boxes that other ranks may hold too, int64.
+    """
+
+    here: list[tuple[int, int]]
+    elsewhere: Int64s
+
+
+@dataclass(frozen=True, slots=True)
 class ValueShares:
     """The values of one rank at the time of the plan.
 
@@ -63,7 +76,7 @@ class RankPlan:
         table: shards that the plan was made for.
         image: planned shards that this rank writes.
         values: values that this rank writes.
-        replicas: pairs of boxes of this rank that are one box of one tensor.
+        copies: copies of this rank's boxes.
         layout: on rank 0, JSON that describes how the objects are distributed.
         nbytes: bytes of the tensors that all ranks write.
         spared: bytes of this rank's shards that others write, because they hold the same.
@@ -74,7 +87,7 @@ class RankPlan:
     table: LocalTable
     image: RankImage
     values: ValueShares
-    replicas: list[tuple[int, int]]
+    copies: KnownCopies
     layout: bytes
     nbytes: int
     spared: int
@@ -125,7 +138,7 @@ def make_rank_plan(
         values=ValueShares(
             frozenset(unescaped(value) for value in response.values), frozenset(v.key for v in captured.values)
         ),
-        replicas=repeated_rows(group_equal(all_rows([table])[1])),
+        copies=KnownCopies(repeated_rows(group_equal(all_rows([table])[1])), np.frombuffer(response.copied, np.int64)),
         layout=layout,
         nbytes=response.nbytes,
         spared=nbytes - sum(file.image.nbytes for file in files),

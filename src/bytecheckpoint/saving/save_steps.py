@@ -6,12 +6,14 @@ import json
 from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import structs
 
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.frameworks.selection import select_states
 from bytecheckpoint.handles import SaveReport
+from bytecheckpoint.planning.local_table import LocalTable, factored
 from bytecheckpoint.representation.names import escape, new_generation, unescape
 from bytecheckpoint.saving.capture import CapturedState
 from bytecheckpoint.saving.channel import CoordinatorChannel
@@ -39,6 +41,7 @@ from bytecheckpoint.saving.request import SaveMode, SaveRequest
 from bytecheckpoint.saving.steps import steps_of_shards
 from bytecheckpoint.saving.writer import RankWriter, StagedFiles, WrittenFiles
 from bytecheckpoint.tracing.operation import Operation, retries_so_far
+from bytecheckpoint.tuning import tuning
 
 __all__ = ["Save", "StagedSave", "WrittenSave"]
 
@@ -132,9 +135,8 @@ class Save:
                 captured.hash_values()  # the coordinator compares them between ranks
             values = [value.record() for value in captured.values]
             selection = self._request.states.selection.report(look_for_similar=True)
-            request = PlanRequest(self._url, table, values, dry, self._collective.host, selection)
-            response = self._channel.ask(request)
-            assert isinstance(response, PlanResponse), response
+            table = factored(table)
+            response = self._ask_for_plan(PlanRequest(self._url, table, values, dry, self._collective.host, selection))
             plan = make_rank_plan(captured, table, layout, self._origin, response)
             agreed = self._adopt(AgreedPlan(captured, key, plan, cached=False), response)
         if not dry:
@@ -223,6 +225,18 @@ class Save:
         layouts = {state: layout() for state, layout in captured.layouts.items()}
         return json.dumps({"framework": self._request.states.framework.name, "kinds": layouts}).encode()
 
+    def _ask_for_plan(self, request: PlanRequest) -> PlanResponse:
+        """Ask the coordinator for a plan. It need not get the same columns from thousands of ranks."""
+        table = request.table
+        if table.nbytes() * self._origin.world_size > tuning().all_tables_bytes:
+            place = LocalTable((), b"", b"", place=table.place)
+            request = structs.replace(request, table=place, form=table.form_digest())
+        response = self._channel.ask(request)
+        if isinstance(response, DescribeRequest):
+            response = self._channel.ask(PlanDescription(table, b""))
+        assert isinstance(response, PlanResponse), response
+        return response
+
     def _adopt(self, agreed: AgreedPlan, response: PlanResponse) -> AgreedPlan:
         """Cache a new plan."""
         self._resources.plans.add(agreed.key, agreed.plan)
@@ -232,20 +246,22 @@ class Save:
     def _read_checks(self, agreed: AgreedPlan) -> tuple[RankChecks, Samples | None]:
         """Read optimizer steps, digests and samples of replicas from the live tensors, before training changes them."""
         captured, extent = agreed.captured, self._request.check_replicas
-        drift = captured.check_replicas(agreed.plan.replicas, exact=extent == "full")
-        optimizer_steps = digests = b""
+        drift = captured.check_replicas(agreed.plan.copies.here, exact=extent == "full")
+        optimizer_steps, rows, digests = b"", np.zeros(0, np.int64), np.zeros(0, np.uint64)
         samples = None
         with captured.copies.queued():
             if "step=" not in self._request.steps:
                 optimizer_steps = steps_of_shards(captured.shards).tobytes()
             if self._origin.world_size > 1 and extent == "full":
-                digests = full_digests(captured.shards).tobytes()
-            elif self._origin.world_size > 1 and extent == "sampled" and not agreed.plan.compared:
-                samples = sample(captured.shards)
-                digests = samples.digests().tobytes()
+                digests = full_digests(captured.shards)
+                rows = np.arange(len(digests))
+            elif extent == "sampled" and not agreed.plan.compared and len(agreed.plan.copies.elsewhere):
+                samples = sample(captured.shards, agreed.plan.copies.elsewhere)
+                rows = np.flatnonzero(samples.lengths)
+                digests = samples.digests()[rows]
         steps = {escape(name): step for name, step in captured.steps.items()}
         drift = {} if agreed.plan.compared else {escape(name): part for name, part in drift.items()}
-        return RankChecks(steps, optimizer_steps, extent, digests, drift), samples
+        return RankChecks(steps, optimizer_steps, extent, rows.tobytes(), digests.tobytes(), drift), samples
 
     def _report(self, written: WrittenSave) -> Reply:
         """Report the written files to the coordinator."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.collectives.base import names_of_ranks
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
-from bytecheckpoint.planning.local_table import LocalTable, all_rows
+from bytecheckpoint.planning.local_table import LocalTable, all_rows, row_count
 from bytecheckpoint.planning.replicas import differing_rows, group_equal
 from bytecheckpoint.representation.names import unescape
 from bytecheckpoint.representation.shards import LiveShard, TensorKey, each_box
@@ -143,7 +143,7 @@ def check_optimizer_steps(steps: Mapping[int, NDArray[np.float64]], tables: Sequ
         return all(len(of_rank) for of_rank in steps.values())
     tensors, boxes = all_rows(tables)
     is_step = np.array([tensor.slot == _SLOT for tensor in tensors], bool)[boxes.tensor] & (boxes.volumes() == 1)
-    counts = [len(table.ndims) // 4 for table in tables]
+    counts = [row_count(table) for table in tables]
     rank = np.repeat(np.arange(len(tables)), counts)
     value = np.full(len(rank), np.nan)
     for number, of_rank in steps.items():

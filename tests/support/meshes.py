@@ -1,0 +1,97 @@
+"""Tables and catalogs of worlds whose ranks lie in a mesh, as DTensor cuts tensors, without the tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from bytecheckpoint.planning.local_table import LocalTable, describe, factored
+from bytecheckpoint.planning.planned_rows import SavePlan
+from bytecheckpoint.representation.catalog import Catalog, StorageFile, TensorTable
+from bytecheckpoint.representation.checksums import block_bytes, block_count
+from bytecheckpoint.representation.names import new_generation, storage_file_name
+from bytecheckpoint.representation.shards import LiveShard, TensorKey
+
+
+class Cut(NamedTuple):
+    """A tensor, and how a mesh cuts it.
+
+    Attributes:
+        key: state, FQN and slot.
+        dtype: name of its dtype.
+        shape: global shape.
+        cuts: for each dimension of the tensor the dimensions of the mesh that cut it, one after the other. Ranks that
+            differ in other dimensions of the mesh hold copies.
+        only: place along the last dimension of the mesh, such as a stage of a pipeline, where alone the tensor is; -1: all.
+    """
+
+    key: tuple[str, str, str]
+    dtype: str
+    shape: tuple[int, ...]
+    cuts: tuple[tuple[int, ...], ...]
+    only: int = -1
+
+
+def mesh_tables(mesh: Sequence[int], tensors: Sequence[Cut]) -> list[LocalTable]:
+    """Return the tables that all ranks of a mesh send."""
+    found = []
+    for place in itertools.product(*map(range, mesh)):
+        shards = [_shard(cut, mesh, place) for cut in tensors if cut.only in (-1, place[-1])]
+        found.append(factored(describe(shards)))
+    return found
+
+
+def _shard(cut: Cut, mesh: Sequence[int], place: Sequence[int]) -> LiveShard:
+    offsets, lengths = [], []
+    for extent, along in zip(cut.shape, cut.cuts, strict=True):
+        begin, end = 0, extent
+        for axis in along:
+            chunk = -(-(end - begin) // mesh[axis])
+            begin, end = min(begin + chunk * place[axis], end), min(begin + chunk * (place[axis] + 1), end)
+        offsets.append(begin)
+        lengths.append(end - begin)
+    data = torch.empty(lengths, dtype=getattr(torch, cut.dtype), device="meta")
+    return LiveShard(TensorKey(*cut.key), cut.dtype, cut.shape, tuple(offsets), tuple(lengths), data)
+
+
+def catalog_of_plan(plan: SavePlan) -> Catalog:
+    """Return the catalog of a plan, with random checksums."""
+    random = np.random.default_rng(0)
+    size = np.zeros(len(plan.file_rank), np.int64)
+    np.add.at(size, plan.file, plan.nbytes)
+    if plan.tiles is not None:
+        np.add.at(size, plan.tiles.tilings.file, plan.tiles.tilings.byte_length)
+    generation = new_generation("test", 0)
+    files, sums = [], []
+    for state, rank, part, data in zip(
+        plan.file_state, plan.file_rank.tolist(), plan.file_part.tolist(), size.tolist(), strict=True
+    ):
+        name, block = storage_file_name(state, rank, generation, part), block_bytes(data)
+        files.append(
+            StorageFile(name, state, rank, 4096 * (1 + rank % 2) + data, 4096 * (1 + rank % 2), rank, block, generation)
+        )
+        sums.append(random.integers(0, 1 << 63, block_count(data, block), np.uint64))
+    data_offset = np.array([f.data_offset for f in files], np.int64)
+    return Catalog.build(
+        TensorTable.of(
+            states=[t.state for t in plan.tensors],
+            fqns=[t.fqn for t in plan.tensors],
+            slots=[t.slot for t in plan.tensors],
+            dtypes=[t.dtype for t in plan.tensors],
+            shapes=plan.shapes,
+            ndims=plan.ndims,
+            owner=np.full(len(plan.tensors), -1, np.int32),
+            requires_grad=np.ones(len(plan.tensors), bool),
+        ),
+        boxes=plan.boxes,
+        file=plan.file.astype(np.int32),
+        byte_offset=plan.offset + data_offset[plan.file],
+        byte_length=plan.nbytes,
+        files=files,
+        sums=sums,
+        info={"world_size": int(plan.file_rank.max(initial=0)) + 1},
+    ).with_tilings(None if plan.tiles is None else plan.tiles.tilings.shifted(data_offset))
