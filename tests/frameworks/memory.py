@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +82,13 @@ class MemoryCheckpoint:
 
     def names_of(self, state: str, names: Sequence[str], *, parameter: bool = False) -> Sequence[str]:
         return names
+
+    def tensors_of(self, state: str, live: Collection[str]) -> dict[str, SavedTensor]:
+        found = {key.fqn: t for key in self.whole if key.state == state and not key.slot and (t := self._saved(key))}
+        return found | {alias: found[fqn] for (of, alias), fqn in self.aliases.items() if of == state and fqn in found}
+
+    def substitute(self, state: str, found: Mapping[str, SavedTensor | None]) -> None:
+        assert not found, "no test with this checkpoint has such hooks"
 
     def stored(self, key: TensorKey) -> SavedTensor | None:
         return self.find(key.state, (key.fqn,), key.slot)

@@ -88,6 +88,23 @@ class SavedStates(Protocol):
     def stored(self, key: TensorKey) -> SavedTensor | None:
         """Return a tensor by the name or alias that the checkpoint itself has for it."""
 
+    def tensors_of(self, state: str, live: Collection[str]) -> dict[str, SavedTensor]:
+        """Return the tensors of a state's modules, also those that the caller of a load leaves out.
+
+        Args:
+            state: name of the state.
+            live: names of live tensors, under which the result has the tensors that a load takes for them.
+
+        Returns:
+            Name -> tensor; the other tensors have all of their own names.
+        """
+
+    def substitute(self, state: str, found: Mapping[str, SavedTensor | None]) -> None:
+        """Note the tensors that hooks give live names in place of the saved ones of these names; None: no tensor.
+
+        A parameter's optimizer state is that of the saved tensor, if there is one.
+        """
+
     def keys(self, state: str) -> list[TensorKey]:
         """Return the keys of all tensors of `state`."""
 

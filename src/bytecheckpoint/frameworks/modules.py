@@ -29,6 +29,7 @@ from bytecheckpoint.representation.values.codec import equal
 __all__ = [
     "ModuleScan",
     "OwnTensors",
+    "ScannedModule",
     "as_modules",
     "capture_modules",
     "find_saved_parameter",
@@ -38,7 +39,7 @@ __all__ = [
 
 
 @dataclass(slots=True)
-class _ScannedModule:
+class ScannedModule:
     """One module of a state and its state_dict.
 
     Attributes:
@@ -70,7 +71,7 @@ class _NamedTensor:
     fqn: str
     value: torch.Tensor
     aliases: tuple[str, ...]
-    hook_entry: tuple[_ScannedModule, str] | None
+    hook_entry: tuple[ScannedModule, str] | None
 
 
 @dataclass(slots=True)
@@ -85,7 +86,7 @@ class ModuleScan:
         parameters: id of a parameter -> its name.
     """
 
-    modules: list[_ScannedModule]
+    modules: list[ScannedModule]
     tensors: list[_NamedTensor] = field(default_factory=list)
     values: dict[str, list[Any]] = field(default_factory=dict)
     setters: dict[str, list[Callable[[Any], None]]] = field(default_factory=dict)
@@ -147,7 +148,7 @@ class _TensorNames:
         self._by_fqn: dict[str, _NamedTensor] = {}
         self._replicated = False
 
-    def add(self, fqn: str, value: torch.Tensor, hook_entry: tuple[_ScannedModule, str] | None) -> None:
+    def add(self, fqn: str, value: torch.Tensor, hook_entry: tuple[ScannedModule, str] | None) -> None:
         """Add a state_dict entry; the arguments are those of `_NamedTensor`."""
         tensor = self._by_id.get(id(value))
         if tensor is None:
@@ -189,7 +190,7 @@ def _first_equivalent(groups: Sequence[tuple[str, ...]]) -> dict[str, str]:
 class OwnTensors:
     """The parameters and buffers of a module. Made after its state_dict(), which may swap parameters."""
 
-    def __init__(self, scanned: _ScannedModule) -> None:
+    def __init__(self, scanned: ScannedModule) -> None:
         owners = scanned.owners.values()
         held = (t for owner in owners for t in (*owner._parameters.values(), *owner._buffers.values()))
         self._tensors = {id(t): t for t in held if t is not None}
@@ -207,7 +208,7 @@ class OwnTensors:
         return _storage_address(value) in self._storages
 
 
-def _add_hidden_parameters(scan: ModuleScan, scanned: _ScannedModule) -> None:
+def _add_hidden_parameters(scan: ModuleScan, scanned: ScannedModule) -> None:
     """Name the parameters that a hook leaves out of state_dict (frozen ones, for example): optimizers may hold them."""
     for prefix, module in scanned.owners.items():
         for name, parameter in module._parameters.items():
@@ -215,7 +216,7 @@ def _add_hidden_parameters(scan: ModuleScan, scanned: _ScannedModule) -> None:
                 scan.parameters[id(parameter)] = (scanned.prefixes[prefix] + name, ())
 
 
-def _scan_module(module: nn.Module, make_entries: Callable[[nn.Module], dict[str, Any]] | None) -> _ScannedModule:
+def _scan_module(module: nn.Module, make_entries: Callable[[nn.Module], dict[str, Any]] | None) -> ScannedModule:
     entries = dict(module.state_dict(keep_vars=True)) if make_entries is None else make_entries(module)
     prefixes: dict[str, str] = {}
     owners: dict[str, nn.Module] = {}
@@ -223,7 +224,7 @@ def _scan_module(module: nn.Module, make_entries: Callable[[nn.Module], dict[str
         # The innermost module of a chain of wrappers owns the entries.
         prefixes[prefix] = bare
         owners[prefix] = owner
-    return _ScannedModule(module, entries, {key: bare_name(key, prefixes) for key in entries}, owners, prefixes)
+    return ScannedModule(module, entries, {key: bare_name(key, prefixes) for key in entries}, owners, prefixes)
 
 
 def _storage_address(value: torch.Tensor) -> int:
@@ -233,7 +234,7 @@ def _storage_address(value: torch.Tensor) -> int:
     return local_tensor(value).untyped_storage().data_ptr() or -1
 
 
-def _setter(scanned: _ScannedModule, key: str) -> Callable[[Any], None]:
+def _setter(scanned: ScannedModule, key: str) -> Callable[[Any], None]:
     """Return the function that installs a non-tensor entry: the owner's set_extra_state, or load_state_dict."""
     prefix, _, last = key.rpartition(".")
     owner = scanned.owners.get(prefix + "." if prefix else "")
@@ -291,7 +292,7 @@ def find_saved_parameter(
 
 def load_modules(state_name: str, scan: ModuleScan, saved: SavedStates, destination: Destination) -> None:
     """Plan the load of a scanned state, in place."""
-    loaded: list[tuple[_ScannedModule, str, torch.Tensor]] = []
+    loaded: list[tuple[ScannedModule, str, torch.Tensor]] = []
     filled = FilledMemory()
     for tensor in scan.tensors:
         found = find_saved_parameter(state_name, (tensor.fqn, tensor.aliases), saved, destination)
@@ -315,7 +316,7 @@ def load_modules(state_name: str, scan: ModuleScan, saved: SavedStates, destinat
     _load_values(state_name, scan, saved, destination)
 
 
-def _load_entries(loaded: list[tuple[_ScannedModule, str, Any]]) -> None:
+def _load_entries(loaded: list[tuple[ScannedModule, str, Any]]) -> None:
     """Load entries through load_state_dict; a module's own hook may need all entries, so each module gets all."""
     for scanned in {id(s): s for s, _, _ in loaded}.values():
         entries = dict(scanned.entries)

@@ -25,6 +25,7 @@ from bytecheckpoint.frameworks.base import (
     UserNames,
     is_strict,
 )
+from bytecheckpoint.frameworks.load_hooks import LoadHooks
 from bytecheckpoint.frameworks.modules import (
     ModuleScan,
     OwnTensors,
@@ -126,6 +127,12 @@ class NativeFramework:
         destination = Destination()
         with gc_paused():
             scan = self._scan(states, names)
+            hooks = LoadHooks(saved, destination)
+            for state_name, scanned in scan.modules.items():
+                if (found := self._hooked(scanned)) is not None:
+                    hooks.run(state_name, found, strict=is_strict(strict, state_name))
+            if hooks.ran:
+                scan = self._scan(states, names)  # hooks may replace tensors
             load = LoadInputs(scan, saved, destination, strict)
             for state_name, value in states.items():
                 if state_name in scan.modules:
@@ -138,6 +145,7 @@ class NativeFramework:
                     refuse_streams(state_name, value, saved)
                     load_object(state_name, states, saved, destination)
             _compare_tied(destination)
+            hooks.fill()
         return destination
 
     def _layout(self, state_name: str, type_name: str, scan: Scan) -> dict[str, Any]:
@@ -167,6 +175,10 @@ class NativeFramework:
     def _scan_modules(self, state_name: str, modules: Sequence[nn.Module]) -> Any:
         """Scan the modules of one state; the result has `parameters`, as `ModuleScan` does."""
         return scan_modules(state_name, modules)
+
+    def _hooked(self, found: Any) -> ModuleScan | None:
+        """Return the modules of a scanned state whose hooks before load_state_dict a load runs; None: it runs none."""
+        return found if isinstance(found, ModuleScan) else None
 
     def _capture_modules(self, state_name: str, scan: Scan) -> LiveState:
         return capture_modules(state_name, scan.modules[state_name])

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from bytecheckpoint.frameworks.detection import loaded_class
 
-__all__ = ["bare_name", "unwrap_states", "walk_modules"]
+__all__ = ["bare_name", "children", "known_wrappers", "unwrap_states", "walk_modules"]
 
 # (module, class, attribute of the wrapped module, whether state_dict hides the attribute already)
 _WRAPPERS = (
@@ -86,6 +86,11 @@ def walk_modules(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     Yields:
         (prefix in the state_dict, prefix in the bare model, module) for each. A module at two places comes twice.
     """
+    return _walk(module, "", "", known_wrappers())
+
+
+def known_wrappers() -> list[tuple[type, str, bool]]:
+    """Return (class, attribute of the wrapped module, whether state_dict hides the attribute already) of all wrappers."""
     wrappers: list[tuple[type, str, bool]] = [
         (nn.parallel.DistributedDataParallel, "module", False),
         (nn.DataParallel, "module", False),
@@ -93,27 +98,43 @@ def walk_modules(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     for place, name, attribute, hidden in _WRAPPERS:
         if (cls := loaded_class(place, name)) is not None:
             wrappers.append((cls, attribute, hidden))
-    return _walk(module, "", "", wrappers)
+    return wrappers
 
 
 def _walk(
     module: nn.Module, prefix: str, bare: str, wrappers: list[tuple[type, str, bool]]
 ) -> Iterator[tuple[str, str, nn.Module]]:
     yield prefix, bare, module
-    for name, child in module._modules.items():
-        if child is None:
-            continue
-        child_prefix, child_bare = f"{prefix}{name}.", f"{bare}{name}."
-        for cls, attribute, hidden in wrappers:
-            if name == attribute and isinstance(module, cls):
-                child_bare = bare
-                if hidden:
-                    child_prefix = prefix
-                break
+    for name, child, child_bare, hidden in children(module, bare, wrappers):
+        child_prefix = prefix if hidden else f"{prefix}{name}."
         if child._modules:
             yield from _walk(child, child_prefix, child_bare, wrappers)
         else:
             yield child_prefix, child_bare, child
+
+
+def children(
+    module: nn.Module, bare: str, wrappers: list[tuple[type, str, bool]]
+) -> Iterator[tuple[str, nn.Module, str, bool]]:
+    """Iterate over the modules directly inside `module`.
+
+    Args:
+        module: the module.
+        bare: its prefix in the bare model.
+        wrappers: result of `known_wrappers`.
+
+    Yields:
+        (name, child, prefix of the child in the bare model, whether state_dict hides the name).
+    """
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        for cls, attribute, hidden in wrappers:
+            if name == attribute and isinstance(module, cls):
+                yield name, child, bare, hidden
+                break
+        else:
+            yield name, child, f"{bare}{name}.", False
 
 
 def bare_name(key: str, prefixes: dict[str, str]) -> str:

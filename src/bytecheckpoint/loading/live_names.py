@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from bytecheckpoint.errors import UsageError
+from bytecheckpoint.frameworks.base import SavedTensor
 from bytecheckpoint.frameworks.objects.capture import STATES_BY_NAME
 from bytecheckpoint.frameworks.selection import NameSelection
 from bytecheckpoint.representation.catalog import VALUES_SLOT
@@ -34,6 +35,7 @@ class LiveNames:
         self._rename = rename
         self._states = states
         self._hidden: set[str] = set()
+        self._by_hooks: dict[tuple[str, str], SavedTensor | None] = {}  # by (state, live FQN)
         self._holders: dict[tuple[str, str], Sequence[str]] = {}  # (state, FQN in the checkpoint) -> live names
 
     def of(self, state: str, names: Sequence[str], *, parameter: bool) -> Sequence[str]:
@@ -42,17 +44,18 @@ class LiveNames:
         Raises:
             UsageError: `rename` gives two live things one name, or no name of the state.
         """
-        if not self.selection.active and self._rename is None:
+        if not self.selection.active and self._rename is None and not self._by_hooks:
             return names
         taken = [name for name in names if self.selection.takes(state, name, parameter=parameter)]
         if len(taken) < len(names):
             self.skipped.update((state, self.renamed(state, n, parameter=parameter)) for n in names if n not in taken)
             if not taken:
                 self._hidden.update((f"{state}/{names[0]}", f"{state}/param_groups/{names[0]}"))
-        if self._rename is None:
+        taken = [name for name in taken if self._by_hooks.get((state, name), True) is not None]
+        if self._rename is None and not self._by_hooks:
             return taken
         found = [self.renamed(state, name, parameter=parameter) for name in taken]
-        for saved in found:
+        for saved in found if self._rename is not None else ():  # hooks may give two tensors the value of one
             holder = self._holders.setdefault((state, saved), names)
             if holder is not names and not set(holder) & set(names):
                 raise UsageError(
@@ -67,7 +70,7 @@ class LiveNames:
         Raises:
             UsageError: the new name is no name of the state.
         """
-        if self._rename is None or not fqn:
+        if (self._rename is None and not self._by_hooks) or not fqn:
             return fqn
         new = self._call(state, fqn)
         if new == fqn and parameter:
@@ -76,8 +79,20 @@ class LiveNames:
             return next((name for name in others if name != fqn), fqn)
         return new
 
+    def note_hooks(self, state: str, found: Mapping[str, SavedTensor | None]) -> None:
+        """Note the tensors of live FQNs, as `SavedStates.substitute` documents it."""
+        self._by_hooks.update({(state, fqn): tensor for fqn, tensor in found.items()})
+
+    def computed(self, state: str, names: Sequence[str]) -> SavedTensor | None:
+        """Return the tensor that hooks compute for something live, or None."""
+        found = (self._by_hooks.get((state, name)) for name in names) if self._by_hooks else ()
+        return next((tensor for tensor in found if tensor is not None and tensor.key.slot), None)
+
     def _call(self, state: str, fqn: str) -> str:
-        assert self._rename is not None
+        if (known := self._by_hooks.get((state, fqn))) is not None and not known.key.slot:
+            return known.key.fqn
+        if self._rename is None:
+            return fqn
         new = self._rename(f"{state}/{fqn}")
         if not isinstance(new, str) or not new.startswith(f"{state}/") or len(new) == len(state) + 1:
             raise UsageError(

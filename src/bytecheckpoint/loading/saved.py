@@ -74,7 +74,10 @@ class SavedView:
         return list(map(SavedTensor, self.index.keys, catalog.dtype.to_list(), shapes))
 
     def find(self, state: str, names: Sequence[str], slot: str = "") -> SavedTensor | None:  # noqa: D102 (protocol)
-        number = self.index.find(state, self.names_of(state, names, parameter=bool(slot)), slot)
+        saved_names = self.names_of(state, names, parameter=bool(slot))
+        if not slot and saved_names and (computed := self._live.computed(state, names)) is not None:
+            return computed
+        number = self.index.find(state, saved_names, slot)
         return self._proven(number) if slot else self.tensors[number] if number >= 0 else None
 
     def stored(self, key: TensorKey) -> SavedTensor | None:  # noqa: D102 (protocol)
@@ -108,6 +111,18 @@ class SavedView:
 
     def names_of(self, state: str, names: Sequence[str], *, parameter: bool = False) -> Sequence[str]:  # noqa: D102
         return self._live.of(state, names, parameter=parameter)
+
+    def tensors_of(self, state: str, live: Collection[str]) -> dict[str, SavedTensor]:  # noqa: D102 (protocol)
+        numbers = (n for n in self._catalog.of_state(state).tolist() if self._catalog.owner[n] == SHARED)
+        found = {t.key.fqn: t for t in map(self.tensors.__getitem__, numbers) if not t.key.slot}
+        aliases = self._catalog.aliases.get(state, {}).items()
+        found |= {alias: found[fqn] for alias, fqn in aliases if fqn in found and alias not in found}
+        here = {name: tensor for name in live if (tensor := found.get(self._live.renamed(state, name))) is not None}
+        renamed = {tensor.key for name, tensor in here.items() if found.get(name) != tensor}
+        return {n: t for n, t in found.items() if n not in live and t.key not in renamed} | here
+
+    def substitute(self, state: str, found: Mapping[str, SavedTensor | None]) -> None:  # noqa: D102 (protocol)
+        self._live.note_hooks(state, found)
 
     def slots(self, state: str, names: Sequence[str]) -> list[SavedTensor]:  # noqa: D102 (protocol)
         found = self.index.find_slots(state, self.names_of(state, names, parameter=True))

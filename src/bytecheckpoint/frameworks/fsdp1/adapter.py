@@ -13,6 +13,7 @@ from bytecheckpoint.frameworks.base import UserNames
 from bytecheckpoint.frameworks.fsdp1.detection import find_fsdp1
 from bytecheckpoint.frameworks.fsdp1.modules import capture_flat_modules, load_flat_modules, scan_flat_modules
 from bytecheckpoint.frameworks.fsdp1.optimizers import FlatParameterTable, capture_flat_optimizers, load_flat_optimizers
+from bytecheckpoint.frameworks.modules import ModuleScan
 from bytecheckpoint.frameworks.native import LoadInputs, NativeFramework, Scan, describe_layout
 from bytecheckpoint.frameworks.optimizers.names import as_optimizers
 from bytecheckpoint.representation.shards import LiveState
@@ -47,6 +48,10 @@ class FSDP1Framework(NativeFramework):
 
     def _scan_modules(self, state_name: str, modules: Sequence[nn.Module]) -> Any:
         return scan_flat_modules(state_name, modules)
+
+    def _hooked(self, found: Any) -> ModuleScan | None:
+        scan: ModuleScan = found.rest
+        return scan
 
     def _capture_modules(self, state_name: str, scan: Scan) -> LiveState:
         return capture_flat_modules(state_name, scan.modules[state_name])

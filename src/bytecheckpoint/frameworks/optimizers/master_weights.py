@@ -42,7 +42,7 @@ def choose_saved_weight(
     Returns:
         The master weight where only that has `dtype`, else `found`.
     """
-    if found.dtype == dtype:
+    if found.dtype == dtype or found.key.slot:  # a hook computes it
         return found
     # By the checkpoint's names: master weights follow the weights, whether or not the load selects the optimizer.
     saved_names = dict.fromkeys((found.key.fqn, *saved.names_of(found.key.state, names)))
