@@ -17,7 +17,9 @@ import bytecheckpoint
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.frameworks.optimizers.tree import is_optimizer_tree, parse_state_reference, unpack_tensors
+from bytecheckpoint.representation.catalog import StringColumn
 from bytecheckpoint.representation.catalog_file import decode, encode
+from bytecheckpoint.representation.checksums import block_sums
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools import verify
 from tests.support.catalogs import with_footer
@@ -106,6 +108,84 @@ def test_a_table_of_files_that_takes_memory(saved: Path, change: dict[str, int])
     sums = tuple(np.zeros(max(file.blocks, 0) if file.blocks < 1000 else 0, np.uint64) for file in files)
     (saved / CATALOG).write_bytes(encode(dataclasses.replace(catalog, files=files, file_sums=sums), check=False))
     refuses(saved, "metadata.parquet")
+
+
+def rewritten(path: Path, **changes: Any) -> None:
+    """Replace columns of the catalog, as a writer without checks would."""
+    catalog = decode((path / CATALOG).read_bytes())
+    (path / CATALOG).write_bytes(encode(dataclasses.replace(catalog, **changes), check=False))
+
+
+@pytest.mark.parametrize("state", ["optimizer", "extra_states"])
+@pytest.mark.parametrize("data", [b"", b"\xc1\x01\xdb", b"\xc1\x01\xa2\xff\xff", b"\xc1\x01\xc1", b"\xc1\x63\xc0"])
+def test_damaged_values_name_their_file_and_state(saved: Path, state: str, data: bytes) -> None:
+    """Their sums are right. The version of the last one is a newer one."""
+    catalog = decode((saved / CATALOG).read_bytes())
+    (number,) = [i for i, file in enumerate(catalog.files) if file.state == state and "values" in file.name]
+    entry = catalog.files[number]
+    content = data.ljust(entry.size - entry.data_offset, b"\x00")
+    (saved / entry.name).write_bytes((saved / entry.name).read_bytes()[: entry.data_offset] + content)
+    sums = list(catalog.file_sums)
+    sums[number] = block_sums(content, entry.block_bytes)
+    rewritten(saved, file_sums=tuple(sums))
+    live = torch.nn.Linear(30, 20)
+    states = {"model": live, "optimizer": torch.optim.AdamW(live.parameters()), "extra_states": {}}
+    for action in (lambda: bytecheckpoint.load(saved, states), lambda: dict(bytecheckpoint.open(saved))):
+        with pytest.raises((CorruptCheckpointError, IncompatibleCheckpointError), match=entry.name) as raised:
+            action()
+        if isinstance(raised.value, CorruptCheckpointError):
+            assert raised.value.file == entry.name and raised.value.tensors == (f"{state}/state////values",)
+
+
+def test_a_file_without_checksums(saved: Path) -> None:
+    catalog = decode((saved / CATALOG).read_bytes())
+    files = [dataclasses.replace(file, block_bytes=0) for file in catalog.files]
+    rewritten(saved, files=tuple(files), file_sums=tuple(sums[:0] for sums in catalog.file_sums))
+    with pytest.raises(IncompatibleCheckpointError, match=r"safetensors has no checksums"):
+        load_model(saved)
+    with pytest.raises(IncompatibleCheckpointError, match=r"safetensors has no checksums"):
+        bytecheckpoint.load(saved, {"extra_states": {}})
+    with pytest.raises(IncompatibleCheckpointError, match=r"safetensors has no checksums"):
+        _ = bytecheckpoint.open(saved)["model/weight"][...]
+
+
+def test_a_file_name_that_no_file_system_takes(saved: Path) -> None:
+    catalog = decode((saved / CATALOG).read_bytes())
+    rewritten(saved, files=(dataclasses.replace(catalog.files[0], name="f" * 5000), *catalog.files[1:]))
+    refuses(saved, "is too long for a file system")
+
+
+@pytest.mark.parametrize("extent", [1 << 61, (1 << 62) - 1])
+def test_shapes_that_are_too_large_together(saved: Path, extent: int) -> None:
+    shapes = decode((saved / CATALOG).read_bytes()).shapes.copy()
+    shapes[-1, 0] = extent
+    rewritten(saved, shapes=shapes)
+    refuses(saved, "has an impossible shape")
+
+
+def test_values_of_another_state(saved: Path) -> None:
+    """A state without values may be that of a module, so a load of the rest would look complete."""
+    catalog = decode((saved / CATALOG).read_bytes())
+    names = zip(catalog.state.to_list(), catalog.slot.to_list(), strict=True)
+    states = ["x" if name == ("extra_states", "//values") else name[0] for name in names]
+    rewritten(saved, state=StringColumn.of(states))
+    refuses(saved, "which is of another state")
+
+
+def test_values_of_another_slot(saved: Path) -> None:
+    catalog = decode((saved / CATALOG).read_bytes())
+    names = zip(catalog.state.to_list(), catalog.slot.to_list(), strict=True)
+    slots = ["x" if name == ("extra_states", "//values") else name[1] for name in names]
+    rewritten(saved, slot=StringColumn.of(slots))
+    with pytest.raises(CorruptCheckpointError, match="no values of extra_states") as raised:
+        bytecheckpoint.load(saved, {"extra_states": {}})
+    assert raised.value.file == CATALOG
+
+
+def test_a_newer_version_names_the_catalog(saved: Path) -> None:
+    data = with_footer((saved / CATALOG).read_bytes(), lambda footer: footer.update(version=99))
+    (saved / CATALOG).write_bytes(data)
+    refuses(saved, r"metadata\.parquet: the catalog has format version 99")
 
 
 def test_state_that_its_rows_do_not_fill(saved: Path) -> None:

@@ -172,7 +172,7 @@ def broken(**changes: Any) -> Catalog:
 
 def file_changed(**changes: Any) -> Catalog:
     catalog = small()
-    return replace(catalog, files=(replace(catalog.files[0], **changes), catalog.files[1]))
+    return replace(catalog, files=(replace(catalog.files[0], **changes), *catalog.files[1:]))
 
 
 def box_changed(offset: int = 0, length: int = 0) -> Catalog:
@@ -264,11 +264,11 @@ def test_hostile_footers_are_corrupt(change: dict[str, Any]) -> None:
 def test_a_file_elsewhere_may_be_used_in_part() -> None:
     catalog = small()
     first = replace(catalog.files[0], name="s3://bucket/old/x.safetensors", size=catalog.files[0].size + 9000)
-    sums = (np.arange(first.blocks, dtype=np.uint64), catalog.file_sums[1])
-    adopted = replace(catalog, files=(first, catalog.files[1]), file_sums=sums)
+    sums = (np.arange(first.blocks, dtype=np.uint64), *catalog.file_sums[1:])
+    adopted = replace(catalog, files=(first, *catalog.files[1:]), file_sums=sums)
     assert_same(adopted, decode(encode(adopted)))
     unsummed = replace(first, block_bytes=0, generation="")
-    bare = replace(catalog, files=(unsummed, catalog.files[1]), file_sums=(sums[0][:0], catalog.file_sums[1]))
+    bare = replace(catalog, files=(unsummed, *catalog.files[1:]), file_sums=(sums[0][:0], *catalog.file_sums[1:]))
     assert_same(bare, decode(encode(bare)))
 
 

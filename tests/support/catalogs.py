@@ -67,6 +67,8 @@ def _joined(pages: bytes, magic: bytes, footer: bytes) -> bytes:
 def catalog_of(tensors: Spec, files: int = 2, block: int = 4096, **columns: Any) -> Catalog:
     """A catalog of tensors cut along their first dimension; the pieces are dealt to the files in turn.
 
+    Values are in a further file for each of their states.
+
     Args:
         tensors: ((state, fqn, slot, owner), dtype, shape, lengths of the pieces along the first dimension).
     """
@@ -80,16 +82,20 @@ def catalog_of(tensors: Spec, files: int = 2, block: int = 4096, **columns: Any)
             offsets.append((begin, *(0 for _ in shape[1:])) if shape else ())
             lengths.append((cut, *shape[1:]) if shape else ())
             begin += cut
+    states = ["model"] * files + sorted({t[0][0] for t in tensors if t[0][2] == VALUES_SLOT})
     file = np.arange(len(number), dtype=np.int32) % files
+    for place, i in enumerate(number):
+        if tensors[i][0][2] == VALUES_SLOT:
+            file[place] = states.index(tensors[i][0][0], files)
     sizes = [math.prod(n) * itemsize(tensors[i][1]) for i, n in zip(number, lengths, strict=True)]
-    ends = [4096] * files
+    ends = [4096] * len(states)
     byte_offset = []
     for f, size in zip(file.tolist(), sizes, strict=True):
         byte_offset.append(ends[f])
         ends[f] += size
     table = [
-        StorageFile(storage_file_name("model", i, GENERATION), "model", i, end, 4096, i + 2**63, block, GENERATION)
-        for i, end in enumerate(ends)
+        StorageFile(storage_file_name(state, i, GENERATION), state, i, end, 4096, i + 2**63, block, GENERATION)
+        for i, (state, end) in enumerate(zip(states, ends, strict=True))
     ]
     shapes = BoxTable.build(range(len(tensors)), [t[2] for t in tensors], [t[2] for t in tensors])
     shuffled = np.random.default_rng(len(number)).permutation(len(number))

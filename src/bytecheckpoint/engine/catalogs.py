@@ -291,10 +291,12 @@ def _located(storage: Storage) -> Iterator[None]:
         raise IncompatibleCheckpointError(
             f"{storage.url}/{CATALOG_NAME}: this process lacks the memory that the file takes: {error}"
         ) from None
-    except CorruptCheckpointError as error:
+    except (CorruptCheckpointError, IncompatibleCheckpointError) as error:
         where = f"{storage.url}/{CATALOG_NAME}"
         if where in str(error):  # of a part that another rank has read
             raise
+        if isinstance(error, IncompatibleCheckpointError):
+            raise IncompatibleCheckpointError(f"{where}: {error}") from None
         raise CorruptCheckpointError(f"{where}: {error}", file=CATALOG_NAME) from None
 
 

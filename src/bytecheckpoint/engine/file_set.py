@@ -16,7 +16,14 @@ import numpy as np
 
 from bytecheckpoint.concurrency import call_with_timeout
 from bytecheckpoint.engine.buffers import block_sums, split_buffers
-from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, StorageError, StorageUnavailableError, listed
+from bytecheckpoint.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    StorageError,
+    StorageUnavailableError,
+    listed,
+)
 from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import Catalog
@@ -179,6 +186,11 @@ class FileSet:
                 f"{self._storage.url}: the storage file {entry.name} is missing; use another checkpoint",
                 file=entry.name,
             ) from None
+        if not entry.block_bytes and entry.size > entry.data_offset:
+            reader.close()
+            raise IncompatibleCheckpointError(
+                f"{self._storage.url}: {entry.name} has no checksums, and this version reads only files that have them"
+            )
         if not reader.match_size(entry.size):
             reader.close()
             raise CorruptCheckpointError(
@@ -244,8 +256,9 @@ class FileSet:
         entry = self._catalog.files[file]
         if not nbytes:
             return b""
-        low = start // entry.block_bytes * entry.block_bytes
-        high = min(-(-(start + nbytes) // entry.block_bytes) * entry.block_bytes, entry.size - entry.data_offset)
+        block = entry.block_bytes or 1  # `fetch` refuses a file without checksums
+        low = start // block * block
+        high = min(-(-(start + nbytes) // block) * block, entry.size - entry.data_offset)
         data = bytearray(high - low)
         read = functools.partial(self.fetch, file, low, high, [memoryview(data)])
         call_with_timeout(self.read_timeout(), read, f"cannot read {self.url}", stopped=self.stopped)

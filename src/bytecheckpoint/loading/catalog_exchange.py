@@ -24,6 +24,8 @@ from bytecheckpoint.loading.decision import OpenDecision, OpenReport
 from bytecheckpoint.planning.read_plan import groups_to_read, stored_rows
 from bytecheckpoint.representation.boxes import BoxTable
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
+from bytecheckpoint.representation.catalog_index import stored_tree
+from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage
 
 __all__ = ["CatalogExchange", "OpenCheckpoint", "Trees"]
@@ -179,11 +181,11 @@ class Trees:
     def read(self, number: int) -> bytes:
         """Read a tree, or get it from the rank of this machine that reads it. Raises as `FileSet.read`."""
         if self._machine_reads is None:
-            return self.read_here(number).tobytes()
+            return stored_tree(self._catalog, number, self.read_here(number).tobytes())
         owner = int(self._catalog.owner[number])  # reads its own tree, which other ranks rarely want
         tree = np.empty(self._nbytes(number), np.uint8)
         self._machine_reads.get(f"tree {number}", owner if owner >= 0 else number, tree, self._files)
-        return tree.tobytes()
+        return stored_tree(self._catalog, number, tree.tobytes())
 
     def read_here(self, number: int) -> NDArray[np.uint8]:
         """Read a tree from storage. Raises as `FileSet.read`."""
@@ -203,7 +205,10 @@ class Trees:
         nbytes = int(self._catalog.byte_length[np.searchsorted(self.rows.boxes.tensor, number)])
         if self._catalog.shape(number) != (nbytes,) or self._catalog.dtype[number] != "uint8":
             raise CorruptCheckpointError(
-                f"the values of {self._catalog.state[number]} are not one run of bytes; use another checkpoint"
+                f"catalog '{CATALOG_NAME}' says that the values of {self._catalog.state[number]} are not one run of bytes; "
+                "use another checkpoint",
+                file=CATALOG_NAME,
+                tensors=(str(self._catalog.key(number)),),
             )
         return nbytes
 

@@ -27,6 +27,7 @@ from bytecheckpoint.planning.read_plan import StoredRows, groups_to_read, plan_r
 from bytecheckpoint.representation.boxes import BoxTable
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.dtypes import itemsize
+from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.representation.plans import ReadPlan
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import Storage
@@ -181,8 +182,10 @@ class BoxReader:
         sizes = [math.prod(r.shape) * dtype.itemsize for r, dtype in zip(requests, dtypes, strict=True)]
         if any(size >= 1 << 62 for size in sizes):
             raise CorruptCheckpointError(
-                f"{self.storage.url}: the shape of {catalog.key(requests[0].tensor)} is not possible; use another "
-                f"checkpoint"
+                f"{self.storage.url}: catalog '{CATALOG_NAME}' gives {catalog.key(requests[0].tensor)} an impossible "
+                "shape; use another checkpoint",
+                file=CATALOG_NAME,
+                tensors=(str(catalog.key(requests[0].tensor)),),
             )
         plan = self._plan(requests)
         try:
@@ -213,13 +216,7 @@ class BoxReader:
         tensor, offsets, lengths, contiguous = map(list, zip(*boxes, strict=True))
         wanted = BoxTable.build(tensor, offsets, lengths)
         stored = self._stored(wanted)
-        blocks = stored.block_bytes[stored.file]
-        if (blocks == 0).any():
-            name = str(catalog.key(int(stored.boxes.tensor[np.argmin(blocks)])))
-            raise IncompatibleCheckpointError(
-                f"{url}: {name} is stored in a file without checksums, which this version does not read"
-            )
-        largest = int(blocks.max(initial=1))
+        largest = int(stored.block_bytes[stored.file].max(initial=1))
         chunk = -(-settings().storage.chunk_bytes // largest) * largest
         plan = plan_reads(stored, wanted, np.array(contiguous, bool), chunk)
         if len(plan.overlaps):

@@ -16,7 +16,7 @@ from bytecheckpoint.opening.box_reader import BoxReader, BoxRequest
 from bytecheckpoint.opening.entry import Entry
 from bytecheckpoint.opening.plain_values import has_complementary_trees, plain_values
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
-from bytecheckpoint.representation.catalog_index import CatalogIndex
+from bytecheckpoint.representation.catalog_index import CatalogIndex, stored_tree
 from bytecheckpoint.representation.names import unique_name
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.similar_names import SimilarNames
@@ -209,7 +209,8 @@ class Checkpoint(Mapping[str, Any]):
             return []
         shapes = [self._catalog.shape(tensor) for tensor in tensors]
         requests = [BoxRequest(t, [(0,) * len(shape)], shape) for t, shape in zip(tensors, shapes, strict=True)]
-        return [data.numpy().tobytes() for data in self._reader.read(requests)]
+        read = self._reader.read(requests)
+        return [stored_tree(self._catalog, t, data.numpy().tobytes()) for t, data in zip(tensors, read, strict=True)]
 
 
 def _returning(value: Any) -> Callable[[], Any]:

@@ -9,7 +9,14 @@ from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpoint
 from bytecheckpoint.frameworks.optimizers.tree import parse_state_reference, unpack_tensors
 from bytecheckpoint.opening.entry import Entry
 from bytecheckpoint.representation.names import unique_name
-from bytecheckpoint.representation.values.codec import TensorRef, decode, equal, key_of_path, leaves_with_paths
+from bytecheckpoint.representation.values.codec import (
+    TensorRef,
+    decode,
+    equal,
+    key_of_path,
+    leaves_with_paths,
+    naming_file,
+)
 
 __all__ = ["UnregisteredInstance", "has_complementary_trees", "plain_values"]
 
@@ -84,7 +91,13 @@ def plain_values(
     """
     if not blobs:
         return {}
-    collector = _ValueCollector(state, entry, set(taken))
+    with naming_file(blobs[0]):
+        return _collected(state, blobs, parts, _ValueCollector(state, entry, set(taken)))
+
+
+def _collected(
+    state: str, blobs: Sequence[bytes], parts: Mapping[str, bytes], collector: _ValueCollector
+) -> dict[str, Any]:
     try:
         if _is_optimizer(decode(blobs[0], on_tensor=TensorRef, on_unregistered=UnregisteredInstance)):
             collector.add_optimizer(blobs)

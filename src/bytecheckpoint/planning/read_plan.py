@@ -38,7 +38,7 @@ class StoredRows:
         start: byte offset of each row in its file's data section, int64 [n].
         element: bytes per element of each row, int64 [n].
         data_bytes: length of each file's data section, int64 [f].
-        block_bytes: checksum block length of each file, int64 [f].
+        block_bytes: checksum block length of each file, int64 [f]; 1 for a file without checksums, which a read refuses.
     """
 
     boxes: BoxTable
@@ -60,7 +60,7 @@ def stored_rows(catalog: Catalog) -> StoredRows:
         start=catalog.byte_offset - (data_offset[file] if len(file) else 0),
         element=element[catalog.dtype.codes][catalog.boxes.tensor],
         data_bytes=np.array([f.size - f.data_offset for f in catalog.files], np.int64),
-        block_bytes=np.array([f.block_bytes for f in catalog.files], np.int64),
+        block_bytes=np.array([f.block_bytes or 1 for f in catalog.files], np.int64),
     )
 
 

@@ -10,8 +10,15 @@ from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
 from bytecheckpoint.representation.shards import TensorKey
+from bytecheckpoint.representation.values.tree import StoredTree
 
-__all__ = ["CatalogIndex"]
+__all__ = ["CatalogIndex", "stored_tree"]
+
+
+def stored_tree(catalog: Catalog, number: int, data: bytes) -> StoredTree:
+    """Return the encoded value of a tensor of plain values, with the places that errors name."""
+    row = int(np.searchsorted(catalog.boxes.tensor, number))
+    return StoredTree(data, catalog.files[catalog.file[row]].name, str(catalog.key(number)))
 
 
 class CatalogIndex:

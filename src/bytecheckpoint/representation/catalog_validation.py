@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
-from bytecheckpoint.representation.catalog import MAX_DIMS, Catalog, row_order
+from bytecheckpoint.representation.catalog import MAX_DIMS, VALUES_SLOT, Catalog, row_order
 from bytecheckpoint.representation.checksums import is_block_size
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.names import check_file_name, is_uri
@@ -22,6 +22,8 @@ from bytecheckpoint.representation.storage_file import MAX_HEADER_BYTES
 __all__ = ["catalog_problem"]
 
 _MAX_BYTES = 1 << 62
+#: Plans of reads number the coordinates of all tensors.
+_MAX_EXTENTS = 1 << 61
 _MOST_HEADER_BYTES = 8 + MAX_HEADER_BYTES
 _GENERATION = re.compile(r"[0-9a-f]{24}|")
 
@@ -76,6 +78,9 @@ def _tensors_problem(catalog: Catalog) -> str | None:
         return "a tensor has an impossible number of dimensions"
     if (catalog.shapes < 0).any():
         return "a tensor has a negative extent"
+    extents = catalog.shapes.sum(axis=1, dtype=np.float64)
+    if extents.sum() >= _MAX_EXTENTS:
+        return f"tensor '{catalog.key(int(extents.argmax()))}' has an impossible shape"
     if (catalog.owner < -1).any():
         return "a tensor has an impossible owner"
     return None
@@ -87,6 +92,11 @@ def _rows_problem(catalog: Catalog) -> str | None:
         return None
     if (file < 0).any() or (file >= len(catalog.files)).any():
         return "a row lies in a file that is not listed"
+    # A state without values may be a module's, so values of a changed name would seem never to have been there.
+    values = np.flatnonzero((catalog.slot.codes == catalog.slot.code_of(VALUES_SLOT))[boxes.tensor])
+    for tensor, number in zip(boxes.tensor[values].tolist(), file[values].tolist(), strict=True):
+        if catalog.files[number].state != catalog.state[tensor]:
+            return f"'{catalog.key(tensor)}' lies in file {catalog.files[number].name!r}, which is of another state"
     return _boxes_problem(catalog, boxes, boxes.offsets, catalog.byte_length)
 
 

@@ -47,6 +47,8 @@ _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://.+", re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _SURROGATE = re.compile("[\ud800-\udfff\ufdd0]")
 _ESCAPED = re.compile("\ufdd0([0-9a-f]{4})")
+#: Longest name of a file or folder on the usual file systems, in bytes.
+_LONGEST_COMPONENT = 255
 _NUMBER = re.compile(r"([0-9]+)")
 
 
@@ -118,13 +120,15 @@ def check_file_name(name: str) -> str:
 
     Raises:
         UsageError: the name is empty, absolute, has a drive, backslash, control character, or a component that is
-            empty, "." or "..".
+            empty, "." or "..", or longer than 255 bytes.
     """
     if is_uri(name) and not _CONTROL.search(name):
         return name
     parts = name.split("/")
     if _CONTROL.search(name) or "\\" in name or ":" in name or any(part in ("", ".", "..") for part in parts):
         raise UsageError(f"file name {name[:200]!r} does not stay inside the checkpoint: use a plain relative name")
+    if any(len(part.encode("utf-8", "surrogatepass")) > _LONGEST_COMPONENT for part in parts):
+        raise UsageError(f"file name {name[:200]!r}... is too long for a file system: use shorter names")
     return name
 
 

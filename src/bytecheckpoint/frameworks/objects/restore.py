@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Any
 
-from bytecheckpoint.errors import UsageError
+from bytecheckpoint.errors import CorruptCheckpointError, UsageError
 from bytecheckpoint.frameworks.base import Destination, SavedStates
 from bytecheckpoint.frameworks.objects.capture import STATES_BY_NAME, TensorExtractor, is_stateful, tensor_name
 from bytecheckpoint.frameworks.objects.classes import HeldClasses
@@ -18,6 +18,7 @@ from bytecheckpoint.frameworks.tensors.allocation import FilledMemory, make_writ
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtensors import PLAIN_TYPES
 from bytecheckpoint.frameworks.tensors.plain import is_tensor_like
+from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.values.codec import decode, encode
 from bytecheckpoint.representation.values.registry import default_registration, registration_of
@@ -75,6 +76,12 @@ def _read_everything(state_name: str, saved: SavedStates, reader: ValueReader, *
             found = saved.stored(key)
             assert found is not None
             if key.slot:
+                if not merge and not saved.trees(state_name):
+                    raise CorruptCheckpointError(
+                        f"catalog '{CATALOG_NAME}' has {key}, and no values of {state_name}; use another checkpoint",
+                        file=CATALOG_NAME,
+                        tensors=(str(key),),
+                    )
                 value.setdefault("state", {}).setdefault(key.fqn, {})[key.slot] = reader.empty(found)
             else:
                 value[key.fqn] = reader.empty(found)

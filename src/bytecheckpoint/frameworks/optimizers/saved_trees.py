@@ -19,7 +19,7 @@ from bytecheckpoint.frameworks.optimizers.state_dtypes import StateDtypes
 from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state
 from bytecheckpoint.frameworks.optimizers.tree import is_optimizer_tree, parse_state_reference
 from bytecheckpoint.representation.shards import TensorKey
-from bytecheckpoint.representation.values.codec import decode
+from bytecheckpoint.representation.values.codec import decode, naming_file
 
 __all__ = ["SavedTrees"]
 
@@ -97,10 +97,11 @@ class SavedTrees:
         """Decode a tree, and note its optimizers and aliases."""
         references: list[str] = []
         tree: Any = decode(blob, on_tensor=partial(_note_reference, references), on_unregistered=self._classes)
-        if not is_optimizer_tree(tree):
-            raise IncompatibleCheckpointError(
-                f"{self._state_name} was saved from plain values, not from an optimizer: load it into a dict"
-            )
+        with naming_file(blob):
+            if not is_optimizer_tree(tree):
+                raise IncompatibleCheckpointError(
+                    f"{self._state_name} was saved from plain values, not from an optimizer: load it into a dict"
+                )
         self.merged.optimizer_types.update(tree["optimizers"])
         for fqn, aliases in tree["aliases"].items():
             self.merged.fqn_of_alias.update(dict.fromkeys(aliases, fqn))

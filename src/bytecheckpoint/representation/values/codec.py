@@ -19,10 +19,29 @@ from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, Incom
 from bytecheckpoint.representation.values.encoder import Encoder, pack
 from bytecheckpoint.representation.values.equality import equal
 from bytecheckpoint.representation.values.registry import register, registration_named, unregistered_error
-from bytecheckpoint.representation.values.tree import MAX_DEPTH, TENSOR_CLASS, TensorRef, key_of_path, leaves_with_paths
+from bytecheckpoint.representation.values.tree import (
+    MAX_DEPTH,
+    TENSOR_CLASS,
+    StoredTree,
+    TensorRef,
+    key_of_path,
+    leaves_with_paths,
+    naming_file,
+)
 from bytecheckpoint.representation.values.types import FROM_SIMPLE, NATIVE_TYPES, STR_ONLY, Code
 
-__all__ = ["MAX_DEPTH", "TensorRef", "decode", "encode", "equal", "key_of_path", "leaves_with_paths", "register"]
+__all__ = [
+    "MAX_DEPTH",
+    "StoredTree",
+    "TensorRef",
+    "decode",
+    "encode",
+    "equal",
+    "key_of_path",
+    "leaves_with_paths",
+    "naming_file",
+    "register",
+]
 
 VERSION = 1
 # MessagePack never uses the byte 0xC1, so an encoded value and bare MessagePack cannot be confused.
@@ -59,7 +78,7 @@ def decode(
     """Decode a value that `encode` encoded. Only the code of registered classes runs.
 
     Args:
-        blob: result of `encode`; hostile bytes are safe.
+        blob: result of `encode`; hostile bytes are safe. Errors name the file of a `StoredTree`.
         on_tensor: name -> the object to put in the tensor's place. Its exceptions are passed on.
         on_unregistered: (name of a class that is not registered here, saved value of the instance) -> the object to put
             in the instance's place. By default such an instance is an error.
@@ -73,13 +92,14 @@ def decode(
         IncompatibleCheckpointError: a newer version encoded the value, a class is not registered here or refuses the
             saved value, or a dtype or time zone is unknown here.
     """
-    if len(blob) < 2 or blob[0] != _MAGIC or blob[1] == 0:
-        raise CorruptCheckpointError("the bytes are not encoded plain values: wrong header")
-    if blob[1] > VERSION:
-        raise IncompatibleCheckpointError(
-            f"plain values are in version {blob[1]} of their encoding, this package reads up to {VERSION}; upgrade it"
-        )
-    return Decoder(on_tensor, on_unregistered, on_attributes, restore=restore).decode(memoryview(blob)[2:], 0)
+    with naming_file(blob):
+        if len(blob) < 2 or blob[0] != _MAGIC or blob[1] == 0:
+            raise CorruptCheckpointError("the bytes are not encoded plain values: wrong header")
+        if blob[1] > VERSION:
+            raise IncompatibleCheckpointError(
+                f"plain values are in version {blob[1]} of their encoding, this package reads up to {VERSION}; upgrade it"
+            )
+        return Decoder(on_tensor, on_unregistered, on_attributes, restore=restore).decode(memoryview(blob)[2:], 0)
 
 
 # One container takes up to three MessagePack levels: extension, pair, list of keys or values.
