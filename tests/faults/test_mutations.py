@@ -17,9 +17,9 @@ import bytecheckpoint
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.frameworks.optimizers.tree import is_optimizer_tree, parse_state_reference, unpack_tensors
-from bytecheckpoint.representation.catalog import StringColumn
 from bytecheckpoint.representation.catalog_file import decode, encode
 from bytecheckpoint.representation.checksums import block_sums
+from bytecheckpoint.representation.string_column import StringColumn
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools import verify
 from tests.support.catalogs import with_footer
