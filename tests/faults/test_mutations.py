@@ -15,6 +15,7 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.cli.main import run
+from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.frameworks.optimizers.tree import is_optimizer_tree, parse_state_reference, unpack_tensors
 from bytecheckpoint.representation.catalog_file import decode, encode
@@ -24,6 +25,7 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools import verify
 from tests.support.catalogs import with_footer
 from tests.support.mutations import run_mutations
+from tests.support.ranks import load_all, save_all, succeeded
 from tests.support.settings import using
 
 CATALOG = "metadata.parquet"
@@ -180,6 +182,23 @@ def test_values_of_another_slot(saved: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match="no values of extra_states") as raised:
         bytecheckpoint.load(saved, {"extra_states": {}})
     assert raised.value.file == CATALOG
+
+
+def test_stored_boxes_that_overlap(path: Path) -> None:
+    succeeded(save_all(ThreadWorld(2), path, 1, rows=10))
+    boxes = decode((path / CATALOG).read_bytes()).boxes
+    offsets = boxes.offsets.copy()
+    offsets[offsets[:, 0] == 5, 0] = 4
+    rewritten(path, boxes=dataclasses.replace(boxes, offsets=offsets))
+    (loaded,) = load_all(ThreadWorld(1), path, rows=10)
+    with pytest.raises(CorruptCheckpointError, match="overlap") as raised:
+        _ = bytecheckpoint.open(path)["model/w"][...]
+    for error in (loaded, raised.value):
+        assert (
+            isinstance(error, CorruptCheckpointError)
+            and error.file == CATALOG
+            and error.tensors[0].startswith("model/")
+        )
 
 
 def test_a_newer_version_names_the_catalog(saved: Path) -> None:

@@ -325,7 +325,7 @@ def run_batch(base: Path, work: Path, numbers: range, seed: int, saved: dict[str
         shutil.copytree(base, work)
         os.write(pipe, f"{mutate.__name__} {seed} {number}\n".encode())
         with contextlib.suppress(
-            LookupError, OverflowError, TypeError, ValueError, AssertionError
+            LookupError, OverflowError, TypeError, ValueError, AssertionError, MemoryError
         ):  # what no file can say
             mutate(work, draw)
         faulthandler.dump_traceback_later(SECONDS - 1)

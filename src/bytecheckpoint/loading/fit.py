@@ -19,6 +19,7 @@ from bytecheckpoint.planning.intersect import intersect
 from bytecheckpoint.planning.read_plan import StoredRows, plan_reads
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import SHARED, Catalog
+from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.representation.plans import ReadPlan
 from bytecheckpoint.representation.shards import LiveShard, boxes_of
 from bytecheckpoint.representation.similar_names import SimilarNames
@@ -344,10 +345,11 @@ def read_length(catalog: Catalog, world_size: int, settings: Settings) -> int:
 def _prove_coverage(url: str, catalog: Catalog, boxes: BoxTable, plan: ReadPlan) -> None:
     """Refuse a plan that does not fill every element of every destination exactly once."""
     if len(plan.overlaps):
-        first = int(plan.overlaps[0, 0])
+        name = str(catalog.key(int(catalog.boxes.tensor[int(plan.overlaps[0, 0])])))
         raise CorruptCheckpointError(
-            f"{url}: stored shards of {catalog.key(int(catalog.boxes.tensor[first]))} overlap "
-            f"({len(plan.overlaps)} pairs); use another checkpoint"
+            f"{url}: stored shards of {name} overlap ({len(plan.overlaps)} pairs); use another checkpoint",
+            file=CATALOG_NAME,
+            tensors=(name,),
         )
     holes = np.flatnonzero(plan.missing)
     if len(holes):

@@ -222,7 +222,7 @@ class BoxReader:
         if len(plan.overlaps):
             name = str(catalog.key(int(stored.boxes.tensor[plan.overlaps[0, 0]])))
             raise CorruptCheckpointError(
-                f"{url}: stored shards of {name} overlap; use another checkpoint", tensors=(name,)
+                f"{url}: stored shards of {name} overlap; use another checkpoint", file=CATALOG_NAME, tensors=(name,)
             )
         if plan.missing.any():
             name = str(catalog.key(tensor[int(np.flatnonzero(plan.missing)[0])]))
