@@ -21,8 +21,8 @@ from tests.support.catalogs import assert_same
 from tests.support.meshes import Cut, catalog_of_plan, mesh_tables
 
 
-def planned(tables: Sequence[LocalTable], *, tiled: bool) -> SavePlan:
-    with tuned(tiled_rows=0 if tiled else 1 << 40):
+def planned(tables: Sequence[LocalTable], *, tiled: bool, ranks: int = 8) -> SavePlan:
+    with tuned(tiled_rows=0 if tiled else 1 << 40, tile_ranks=ranks):
         return plan_save(tables)
 
 
@@ -35,7 +35,7 @@ def worlds(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Cut]]:
     mesh = draw(st.sampled_from([(8,), (12, 2), (3, 8), (9, 4), (2, 8, 2), (4, 4), (8, 8), (5, 3, 2)]))
     tensors = []
     for number in range(draw(st.integers(1, 6))):
-        shape = tuple(draw(st.lists(st.sampled_from([1, 2, 8, 16, 24, 30, 64]), max_size=3)))
+        shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 8, 16, 24, 30, 64]), max_size=3)))
         free = list(range(len(mesh)))
         cuts = []
         for _ in shape:
@@ -49,10 +49,10 @@ def worlds(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Cut]]:
     return mesh, tensors
 
 
-@given(worlds())
-def test_a_plan_with_tiles_is_one_without(world: tuple[tuple[int, ...], list[Cut]]) -> None:
+@given(worlds(), st.sampled_from([1, 2, 8]))
+def test_a_plan_with_tiles_is_one_without(world: tuple[tuple[int, ...], list[Cut]], ranks: int) -> None:
     tables = mesh_tables(*world)
-    flat, plan = planned(tables, tiled=False), planned(tables, tiled=True)
+    flat, plan = planned(tables, tiled=False), planned(tables, tiled=True, ranks=ranks)
     assert plan.total_bytes() == flat.total_bytes()
     catalog = catalog_of_plan(plan)
     every = catalog.expanded()

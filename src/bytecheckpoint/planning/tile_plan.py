@@ -136,15 +136,17 @@ class _Planner:
         tiled, shared = [], []
         for of_class in self._classes:
             alone = [np.zeros(0, np.int64)]
-            keys = np.column_stack([np.sort(of_class.axes, axis=1), listed[of_class.boxes.tensor]])
+            # The proof that boxes cover a tensor does not see copies of an empty box.
+            must_list = listed[of_class.boxes.tensor] | (of_class.boxes.volumes() == 0)
+            keys = np.column_stack([np.sort(of_class.axes, axis=1), must_list])
             sets, code = np.unique(keys, axis=0, return_inverse=True)
-            for number, (*axes, must_list) in enumerate(sets.tolist()):
+            for number, (*axes, without_tiles) in enumerate(sets.tolist()):
                 rows = np.flatnonzero(code.reshape(-1) == number)
                 moving = of_class.places[:, [axis for axis in axes if axis >= 0]]
                 first, place = np.zeros(1, np.int64), np.zeros(len(moving), np.int64)
                 if moving.shape[1]:
                     _, first, place = np.unique(moving, axis=0, return_index=True, return_inverse=True)
-                if len(first) == len(moving) >= tuning().tile_ranks and not must_list:
+                if len(first) == len(moving) >= tuning().tile_ranks and not without_tiles:
                     alone.append(rows)
                     continue
                 count += len(rows) * len(first)
@@ -344,7 +346,7 @@ def _used_axes(classes: list[_Class], members: list[Int64s], width: int) -> tupl
         none = int(len(used) > 0 and used[0] < 0)
         axes.append(number.reshape(-1, width) - none)
         places.append(of_class.places[:, used[none:]])
-    most = max((found.shape[1] for found in places), default=0)
+    most = max([1, *(found.shape[1] for found in places)])
     padded = [np.pad(found, ((0, 0), (0, most - found.shape[1]))) for found in places]
     return np.concatenate(axes), np.concatenate([np.zeros((0, most), np.int64), *padded])
 
