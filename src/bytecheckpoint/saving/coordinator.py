@@ -7,12 +7,11 @@ is one protocol (docs/architecture.md, "A save"). It ends with a reply to every 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -161,13 +160,13 @@ class Coordinator:
         requests: dict[int, PlanRequest] = {r: m for r, m in first.items() if isinstance(m, PlanRequest)}
         reports: dict[int, WriteReport] = {r: m for r, m in first.items() if isinstance(m, WriteReport)}
         check_calls(first)
-        plan, replies = self._plan(requests, reports)
+        plan, ranks, reply = self._plan(requests, reports)
         if requests and all(r.dry for r in requests.values()):
             self._stop.settle()  # `prepare` ends with the plan
-            self._reply(replies)
+            self._reply(ranks, reply)
             return {}, plan, {}
-        self._reply(replies)
-        reports.update(self._collect(replies, SaveStep.REPORT))
+        self._reply(ranks, reply)
+        reports.update(self._collect(ranks, SaveStep.REPORT))
         differing = check_reports(reports, plan)
         drift = self._compare(differing) if differing else {}
         for report in reports.values():
@@ -195,30 +194,30 @@ class Coordinator:
 
     def _reply_to_all(self, reply: Reply) -> None:
         """Send one reply to all ranks to which one is due."""
-        self._reply(dict.fromkeys(self._due, reply))
+        self._reply(list(self._due), lambda rank: reply)
 
-    def _reply(self, replies: Mapping[int, Reply]) -> None:
-        """Send the replies that are due to ranks."""
-        left = iter(replies.items())
-        while part := dict(itertools.islice(left, _REPLIES)):  # encoded ones of all ranks would take much memory
-            encoded = {id(reply): encode(reply) for reply in part.values()}
+    def _reply(self, ranks: Sequence[int], reply: Callable[[int], Reply]) -> None:
+        """Send the replies that are due to ranks; `reply` makes that of a rank."""
+        for first in range(0, len(ranks), _REPLIES):  # those of all ranks would take much memory
+            part = {rank: reply(rank) for rank in ranks[first : first + _REPLIES]}
+            encoded = {id(one): encode(one) for one in part.values()}
             by_step: dict[SaveStep, dict[int, bytes]] = {}
-            for rank, reply in part.items():
-                by_step.setdefault(self._due.pop(rank), {})[rank] = encoded[id(reply)]
-                if type(reply) in NEXT_STEP:
-                    self._due[rank] = NEXT_STEP[type(reply)]
+            for rank, one in part.items():
+                by_step.setdefault(self._due.pop(rank), {})[rank] = encoded[id(one)]
+                if type(one) in NEXT_STEP:
+                    self._due[rank] = NEXT_STEP[type(one)]
             for step, payloads in by_step.items():
                 try:
                     self._collective.send_each(reply_tag(self._number, step), payloads)
                 except CheckpointError as error:
-                    ranks = names_of_ranks(payloads)
-                    _log.warning("save %d: no reply can be sent to %s: %s", self._number, ranks, error)
+                    names = names_of_ranks(payloads)
+                    _log.warning("save %d: no reply can be sent to %s: %s", self._number, names, error)
 
     # --- plan -----------------------------------------------------------------------------------------------------
 
     def _plan(
         self, requests: dict[int, PlanRequest], reports: dict[int, WriteReport]
-    ) -> tuple[GlobalPlan, dict[int, PlanResponse | RewriteRequest]]:
+    ) -> tuple[GlobalPlan, list[int], Callable[[int], Reply]]:
         """Find or make the plan that this save follows.
 
         Args:
@@ -226,11 +225,11 @@ class Coordinator:
             reports: reports of the ranks that have written by a cached plan.
 
         Returns:
-            The plan, and replies to the ranks that asked for one or must write anew.
+            The plan, the ranks that asked for one or must write anew, and a function that makes the reply to such a rank.
         """
         old = self._cached_plan(reports) if reports else None
         if old is not None and not requests:
-            return old, {}
+            return old, [], lambda rank: CommitResult()
         check_arguments({**requests, **reports})
         tables = self._tables(requests)
         if old is not None:
@@ -265,7 +264,8 @@ class Coordinator:
 
     def _describe(self, ranks: Collection[int]) -> dict[int, PlanDescription]:
         """Ask ranks for their shards, and for the rows that they wrote by unknown plans."""
-        self._reply(dict.fromkeys(ranks, DescribeRequest()))
+        request = DescribeRequest()
+        self._reply(list(ranks), lambda rank: request)
         return self._collect(ranks, SaveStep.DESCRIPTION)
 
     def _make_plan(
@@ -274,7 +274,7 @@ class Coordinator:
         fixed: Mapping[int, NDArray[np.int64]],
         requests: Mapping[int, PlanRequest],
         reports: Mapping[int, WriteReport],
-    ) -> tuple[GlobalPlan, dict[int, PlanResponse | RewriteRequest]]:
+    ) -> tuple[GlobalPlan, list[int], Callable[[int], Reply]]:
         """Make a plan in which the ranks keep the rows that they wrote (`fixed`), if possible; return as `_plan` does."""
         with span("make plan"):
             columns, rewrite_reason = plan_around(tables, fixed)
@@ -288,13 +288,14 @@ class Coordinator:
         assigned = assign_values(values, whole_world=len(values) == len(tables))
         nbytes = columns.total_bytes()
         on_host = Counter(request.host for request in requests.values())
-        replies: dict[int, PlanResponse | RewriteRequest] = {}
-        for rank in values:
+
+        def reply(rank: int) -> Reply:
             rows, copied = columns.locals_of(rank).tobytes(), columns.copied_of(rank).tobytes()
             local_ranks = on_host[requests[rank].host] if len(requests) == len(tables) else 0
             response = PlanResponse(name, rows, copied, sorted(assigned[rank]), local_ranks, nbytes)
-            replies[rank] = response if rank in requests else RewriteRequest(response, rewrite_reason)
-        return plan, replies
+            return response if rank in requests else RewriteRequest(response, rewrite_reason)
+
+        return plan, list(values), reply
 
     # --- commit ---------------------------------------------------------------------------------------------------
 
@@ -304,7 +305,7 @@ class Coordinator:
         holders = np.unique(differing.rank).tolist()
         for first in range(0, len(holders), _REPLIES):  # elements of all ranks would take much memory
             ranks = holders[first : first + _REPLIES]
-            self._reply({rank: SamplesRequest(comparison.rows_of(rank).tobytes()) for rank in ranks})
+            self._reply(ranks, lambda rank: SamplesRequest(comparison.rows_of(rank).tobytes()))
             for rank, found in self._collect(ranks, SaveStep.SAMPLES).items():
                 lengths = np.frombuffer(found.lengths, np.int64)
                 comparison.add(rank, Samples(np.frombuffer(found.data, np.uint8), lengths))
@@ -313,7 +314,7 @@ class Coordinator:
     def _complete_values(self, reports: dict[int, WriteReport]) -> None:
         """Have values written that no longer equal the copy that stood for them."""
         unwritten = unwritten_values({rank: report.values for rank, report in reports.items()})
-        self._reply({rank: ValuesRequest(sorted(keys)) for rank, keys in unwritten.items()})
+        self._reply(list(unwritten), lambda rank: ValuesRequest(sorted(unwritten[rank])))
         reports.update(self._collect(unwritten, SaveStep.VALUES))
 
     def _commit(self, reports: Mapping[int, WriteReport], plan: GlobalPlan, drift: dict[str, float]) -> None:
