@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from bytecheckpoint.options import LoadOptions, SaveOptions
     from bytecheckpoint.representation.values.codec import register
     from bytecheckpoint.saving import prepare, save
+    from bytecheckpoint.step_fence import fence
     from bytecheckpoint.world import release_memory
 
 __all__ = [
@@ -86,6 +87,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "configure",
+    "fence",
     "load",
     "open",
     "prepare",
@@ -103,6 +105,7 @@ _HOME = {
     **dict.fromkeys(("LoadOptions", "SaveOptions"), "options"),
     "register": "representation.values.registry",
     "CheckpointManager": "manager",
+    "fence": "step_fence",
     "load": "loading",
     "prepare": "saving",
     "release_memory": "world",

@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 
 from bytecheckpoint.errors import UsageError
 
-__all__ = ["SharedLock", "one_at_a_time", "refuse_calls"]
+__all__ = ["SharedLock", "one_at_a_time", "refuse_calls", "running_call"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -59,6 +59,11 @@ class SharedLock:
     def __exit__(self, *error: object) -> None:
         self._lock.release()
         _calls.shared_locks -= 1
+
+
+def running_call() -> str | None:
+    """Return the name of the public call, or of the done-callback, that this thread runs; None outside of them."""
+    return _calls.running
 
 
 def one_at_a_time(function: Callable[_P, _R]) -> Callable[_P, _R]:

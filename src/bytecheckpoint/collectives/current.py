@@ -20,7 +20,7 @@ from bytecheckpoint.errors import CheckpointTimeoutError, UsageError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["current", "use"]
+__all__ = ["current", "thread_scope", "use"]
 
 _override: ContextVar[Collective | None] = ContextVar("bytecheckpoint_collective", default=None)
 
@@ -88,6 +88,11 @@ def use(collective: Collective) -> Iterator[Collective]:
         yield collective
     finally:
         _override.reset(token)
+
+
+def thread_scope() -> object:
+    """Return the identity of this thread's rank, where ranks are threads of one process; None in other threads."""
+    return _override.get()
 
 
 def current(process_group: ProcessGroup | None = None, *, timeout: float = 300.0) -> Collective:

@@ -200,9 +200,16 @@ class Destination:
 
 
 class Framework(Protocol):
-    """The adapter of one training framework."""
+    """The adapter of one training framework.
+
+    Attributes:
+        name: name of the framework.
+        parameters_stand_still: True if nothing but the step of an optimizer of torch changes parameters and optimizer
+            state, so that a save may copy them in the background. An adapter without it is taken for False.
+    """
 
     name: str
+    parameters_stand_still: bool
 
     def matches(self, states: Mapping[str, object]) -> bool:
         """Return whether this adapter handles the objects in `states` (asked under framework="auto")."""

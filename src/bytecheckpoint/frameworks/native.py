@@ -92,6 +92,7 @@ class NativeFramework:
     """
 
     name = "native"
+    parameters_stand_still = True
 
     def matches(self, states: Mapping[str, object]) -> bool:
         """Return True: objects that no other adapter knows are treated as native PyTorch."""

@@ -30,6 +30,7 @@ from bytecheckpoint.loading.request import LoadRequest, Matching
 from bytecheckpoint.loading.steps import FilledStates, Load
 from bytecheckpoint.saving import prepare_next
 from bytecheckpoint.settings import Settings
+from bytecheckpoint.step_fence import wait_for_copies
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage import resolve as resolve_storage
 from bytecheckpoint.tiers.restore import choose_copy
@@ -117,6 +118,7 @@ def load(
         >>> torch.equal(model.weight, other.weight)
         True
     """
+    wait_for_copies("load")
     settings, wrong = settings_with_timeout(timeout)
     operation = Operation("load", "")  # until it is known where `path` leads
     with operation.running():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from bytecheckpoint.handles import SaveHandle
 from bytecheckpoint.saving.request import (
     CheckReplicas,
     RequestedStates,
+    SaveMode,
     SaveRequest,
     check_extent,
     check_mode,
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["prepare", "prepare_next", "save"]
+
+_log = logging.getLogger("bytecheckpoint")
 
 
 @one_at_a_time
@@ -60,8 +64,9 @@ def save(
             after an optimizer step, not while gradients are being accumulated.
         framework: "auto", or one of the names that an unknown name's error lists.
         async_checkpoint: True to return when the state is copied ("staged"), and write in the background.
-        staging: point at which an asynchronous save returns: "blocking" when staged, "background" at once. After
-            "background" the caller waits for `handle.staged` before it changes its state.
+        staging: point at which an asynchronous save returns: "blocking" when all is staged, "background" when it holds
+            what may change at any time. Parameters and optimizer state are then staged in the background, and the next step
+            of any optimizer waits for that; before other changes of them, call `fence`.
         check_replicas: extent to which copies of replicated tensors are compared between ranks before the commit.
             "sampled": a few elements of each parameter, and of its optimizer state, in the first save of a layout; one of
             copies that drifted apart by rounding is saved. "full", or True: the whole content of all tensors in this save,
@@ -108,6 +113,9 @@ def save(
         check_metadata(metadata)
         requested = RequestedStates.of(states, framework, names, include, exclude)
         mode, extent = check_mode(async_checkpoint, staging), check_extent(check_replicas)
+        if mode is SaveMode.BACKGROUND and (reason := requested.reason_to_block()):
+            mode = SaveMode.BLOCKING
+            _log.warning("the save to %s copies in the call, not in the background: %s", storage.url, reason)
         # Now: in a background save the caller's counters continue.
         steps = steps_of_objects(requested.objects) if step is None else {"step=": check_step(step)}
         return SaveRequest(storage, requested, settings, mode, extent, dict(metadata or {}), steps)

@@ -16,6 +16,7 @@ from bytecheckpoint.frameworks.base import Framework
 from bytecheckpoint.frameworks.registry import resolve as resolve_framework
 from bytecheckpoint.frameworks.selection import NameSelection
 from bytecheckpoint.frameworks.wrappers import unwrap_states
+from bytecheckpoint.saving.background import reason_to_block
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage import resolve as resolve_storage
@@ -72,6 +73,12 @@ class RequestedStates:
         selection = check_selection(include, exclude)
         objects = unwrap_states(states)
         return cls(resolve_framework(framework, objects), dict(objects), names, selection)
+
+    def reason_to_block(self) -> str:
+        """Return why the states cannot be copied in the background; "" if they can."""
+        if not getattr(self.framework, "parameters_stand_still", False):
+            return f"{self.framework.name} may change parameters outside of optimizer steps"
+        return reason_to_block(self.objects)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from bytecheckpoint.arguments import value_of
+from bytecheckpoint.collectives.current import thread_scope
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.failures import Failure
 from bytecheckpoint.handles import SaveFuture, SaveHandle, SaveReport, fail_handle, failing_handle
@@ -19,6 +20,7 @@ from bytecheckpoint.saving.coordinator import Coordinator, refuse_save
 from bytecheckpoint.saving.request import SaveMode, SaveRequest
 from bytecheckpoint.saving.save_steps import Save, StagedSave
 from bytecheckpoint.settings import Settings
+from bytecheckpoint.step_fence import PendingCopy, arm
 from bytecheckpoint.tiers.storage import tier_of
 from bytecheckpoint.tracing.operation import Operation
 from bytecheckpoint.world import World
@@ -173,6 +175,11 @@ class _SaveRun:
         handle.path = operation.path = self.request.storage.url
         operation.mark("capture")
         if mode is SaveMode.BACKGROUND:
+            arm(
+                PendingCopy(
+                    handle.staged, self.request.settings.timeout, partial(self.channel.fail, "stage"), thread_scope()
+                )
+            )
             self._submit(handle, partial(self._stage_in_background, handle, captured))
             return
         staged = [self._stage(handle, captured)]

@@ -15,6 +15,7 @@ from bytecheckpoint.frameworks.selection import select_states
 from bytecheckpoint.handles import SaveReport
 from bytecheckpoint.planning.local_table import LocalTable, factored
 from bytecheckpoint.representation.names import escape, new_generation, unescape
+from bytecheckpoint.saving.background import copy_volatile
 from bytecheckpoint.saving.capture import CapturedState
 from bytecheckpoint.saving.channel import CoordinatorChannel
 from bytecheckpoint.saving.copies import Samples, full_digests, sample
@@ -114,6 +115,8 @@ class Save:
         """Read the caller's objects. Run it in the caller's thread."""
         request, states = self._request, self._request.states
         live = select_states(states.framework.capture(states.objects, names=states.names), states.selection)
+        if request.mode is SaveMode.BACKGROUND:
+            self._operation.count("copied in the call", nbytes=copy_volatile(live))
         self._operation.step = request.step
         return CapturedState.of(live, states.selection.report(), request.steps, request.settings.timeout)
 

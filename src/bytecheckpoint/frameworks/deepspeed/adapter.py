@@ -59,6 +59,7 @@ class DeepSpeedFramework(NativeFramework):
     """
 
     name = "deepspeed"
+    parameters_stand_still = False  # not proven: steps of engines swap groups, gather in forward, reuse buffers
 
     def matches(self, states: Mapping[str, object]) -> bool:
         """Return whether `states` hold an engine, its optimizer, or a module of DeepSpeed or partitioned by ZeRO."""

@@ -60,6 +60,7 @@ class MegatronFramework(NativeFramework):
     """
 
     name = "megatron"
+    parameters_stand_still = False  # not proven: steps of engines swap groups, gather in forward, reuse buffers
 
     def matches(self, states: Mapping[str, object]) -> bool:
         """Return whether `states` hold a module or optimizer of Megatron.
