@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
+from bytecheckpoint.engine.tensor_bytes import movable
 from bytecheckpoint.representation.shards import LiveShard, LiveState
 
 __all__ = ["copy_volatile", "reason_to_block"]
@@ -48,7 +49,7 @@ def copy_volatile(states: Iterable[LiveState]) -> int:
                 if _stands_still(shard):
                     shard.data = shard.data.detach()
                 else:
-                    shard.data = shard.data.clone()
+                    shard.data = movable(shard.data).clone().view(shard.data.dtype)
                     copied += shard.data.nbytes
     return copied
 
