@@ -57,10 +57,12 @@ def durable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def forget(path: str) -> None:
-    """Lose the hot copy."""
+    """Lose the hot copy, at once: the flusher may still remove files of it."""
     storage = resolve(path)
     assert isinstance(storage, TierStorage)
-    shutil.rmtree(storage.hot.root)
+    lost = Path(f"{storage.hot.root}.lost")
+    Path(storage.hot.root).rename(lost)
+    shutil.rmtree(lost)
 
 
 def load_on(path: str, world: int) -> set[int]:
