@@ -11,10 +11,12 @@ import torch
 
 from bytecheckpoint.planning.local_table import LocalTable, describe, factored
 from bytecheckpoint.planning.planned_rows import SavePlan
-from bytecheckpoint.representation.catalog import Catalog, StorageFile, TensorTable
+from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.checksums import block_bytes, block_count
 from bytecheckpoint.representation.names import new_generation, storage_file_name
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
+from bytecheckpoint.saving.commit import build_catalog
+from bytecheckpoint.saving.messages import FileRecord, WriteReport
 
 
 class Cut(NamedTuple):
@@ -59,39 +61,18 @@ def _shard(cut: Cut, mesh: Sequence[int], place: Sequence[int]) -> LiveShard:
 
 
 def catalog_of_plan(plan: SavePlan) -> Catalog:
-    """Return the catalog of a plan, with random checksums."""
+    """Return the catalog of a plan, as a save makes it of its ranks' reports, with random checksums."""
     random = np.random.default_rng(0)
     size = np.zeros(len(plan.file_rank), np.int64)
     np.add.at(size, plan.file, plan.nbytes)
     if plan.tiles is not None:
         np.add.at(size, plan.tiles.tilings.file, plan.tiles.tilings.byte_length)
     generation = new_generation("test", 0)
-    files, sums = [], []
-    for state, rank, part, data in zip(
-        plan.file_state, plan.file_rank.tolist(), plan.file_part.tolist(), size.tolist(), strict=True
-    ):
-        name, block = storage_file_name(state, rank, generation, part), block_bytes(data)
-        files.append(
-            StorageFile(name, state, rank, 4096 * (1 + rank % 2) + data, 4096 * (1 + rank % 2), rank, block, generation)
-        )
-        sums.append(random.integers(0, 1 << 63, block_count(data, block), np.uint64))
-    data_offset = np.array([f.data_offset for f in files], np.int64)
-    return Catalog.build(
-        TensorTable.of(
-            states=[t.state for t in plan.tensors],
-            fqns=[t.fqn for t in plan.tensors],
-            slots=[t.slot for t in plan.tensors],
-            dtypes=[t.dtype for t in plan.tensors],
-            shapes=plan.shapes,
-            ndims=plan.ndims,
-            owner=np.full(len(plan.tensors), -1, np.int32),
-            requires_grad=np.ones(len(plan.tensors), bool),
-        ),
-        boxes=plan.boxes,
-        file=plan.file.astype(np.int32),
-        byte_offset=plan.offset + data_offset[plan.file],
-        byte_length=plan.nbytes,
-        files=files,
-        sums=sums,
-        info={"world_size": int(plan.file_rank.max(initial=0)) + 1},
-    ).with_tilings(None if plan.tiles is None else plan.tiles.tilings.shifted(data_offset))
+    files: dict[int, list[FileRecord]] = {rank: [] for rank in plan.file_rank.tolist()}
+    columns = (plan.file_state, plan.file_rank.tolist(), plan.file_part.tolist(), size.tolist())
+    for state, rank, part, data in zip(*columns, strict=True):
+        name, block, start = storage_file_name(state, rank, generation, part), block_bytes(data), 4096 * (1 + rank % 2)
+        sums = random.integers(0, 1 << 63, block_count(data, block), np.uint64).tobytes()
+        files[rank].append(FileRecord(name, state, part, False, start + data, start, rank, block, sums))
+    reports = {rank: WriteReport("", "", of_rank, []) for rank, of_rank in files.items()}
+    return build_catalog(plan, reports, generation, {"world_size": max(files, default=0) + 1})

@@ -13,7 +13,7 @@ import numpy as np
 from bytecheckpoint.errors import IncompatibleCheckpointError, listed
 from bytecheckpoint.planning.balance import assign
 from bytecheckpoint.planning.coverage import first_gap, not_tiled
-from bytecheckpoint.planning.files import FileOrder, lay_out, parts
+from bytecheckpoint.planning.file_order import FileOrder, lay_out, parts
 from bytecheckpoint.planning.local_table import LocalTable, TensorRecord, join_boxes, join_tensors, row_count
 from bytecheckpoint.planning.planned_rows import SavePlan
 from bytecheckpoint.planning.replicas import all_distinct, group_equal

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.planning.balance import HolderSets, assign_sets
 from bytecheckpoint.planning.coverage import box_weights, not_tiled
-from bytecheckpoint.planning.files import FileOrder, lay_out
+from bytecheckpoint.planning.file_order import FileOrder, lay_out
 from bytecheckpoint.planning.local_table import (
     LocalTable,
     TensorRecord,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bytecheckpoint.engine.staging import ImageFile
-from bytecheckpoint.planning.files import file_bounds
+from bytecheckpoint.planning.file_order import file_bounds
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.checksums import block_bytes
 from bytecheckpoint.representation.header_writer import HeaderTemplate, build_header
