@@ -46,17 +46,29 @@ def in_turn(world: ThreadWorld, one: _Calls, steps: range, *, together: bool) ->
         return outcomes(world, every, timeout=90)
 
 
-def save(path: Path, mode: str, step: int, collective: Collective, timeout: float = 2.0) -> str:
+#: The last steps, which must work. Their time limit is long: nothing in them waits for a call that never comes.
+GOOD_STEPS = range(4, 6)
+
+
+def limit(step: int) -> float:
+    return 60.0 if step in GOOD_STEPS else 2.0
+
+
+def save(path: Path, mode: str, step: int, collective: Collective) -> str:
     own = states(collective.rank, collective.world_size, step)
-    bytecheckpoint.save(path, own, timeout=timeout, **MODES[mode]).result(30)
+    bytecheckpoint.save(path, own, timeout=limit(step), **MODES[mode]).result(60)
     return "done"
 
 
-def check_recovery(got: list[list[Any]], good: int) -> None:
-    """Fail unless some call failed with an error that names rank and call, and the last `good` calls worked everywhere."""
+def check_recovery(got: list[list[Any]]) -> None:
+    """Fail unless some call failed with an error that names rank and call, and the last calls worked everywhere."""
     errors = [str(result) for found in got for result in found if isinstance(result, Exception)]
     assert any(re.search(r"rank.*(save|load|prepare) ", error) for error in errors), errors
-    assert [found[-good:] for found in got] == [["done"] * good] * len(got), got
+    check_good(got)
+
+
+def check_good(got: list[list[Any]]) -> None:
+    assert [found[-len(GOOD_STEPS) :] for found in got] == [["done"] * len(GOOD_STEPS)] * len(got), got
 
 
 CASES = {
@@ -80,7 +92,7 @@ def test_a_rank_leaves_a_save_out(tmp_path: Path, mode: str, odd: int, cached: b
             return "left out"
         return save(tmp_path / ("s" if same_path else f"s{step}"), mode, step, collective)
 
-    check_recovery(in_turn(world, one, range(2, 6), together=together), 2)
+    check_recovery(in_turn(world, one, range(2, 6), together=together))
     assert load_step(tmp_path / ("s" if same_path else "s5")) == 5
 
 
@@ -93,16 +105,16 @@ def test_a_rank_makes_a_save_too_many(tmp_path: Path, mode: str, odd: int, ranks
         return save(tmp_path / f"s{step}", mode, step, collective)
 
     got = in_turn(ThreadWorld(ranks), one, range(1, 6), together=True)
-    assert [found[-2:] for found in got] == [["done"] * 2] * ranks, got
+    check_good(got)
 
 
 def other(path: Path, kind: str, step: int, collective: Collective) -> str:
     """Load or prepare."""
     own = states(collective.rank, collective.world_size, step)
     if kind == "load":
-        bytecheckpoint.load(path, own, timeout=2.0)
+        bytecheckpoint.load(path, own, timeout=limit(step))
     else:
-        bytecheckpoint.prepare(own, timeout=2.0).result(30)
+        bytecheckpoint.prepare(own, timeout=limit(step)).result(30)
     return "done"
 
 
@@ -119,7 +131,7 @@ def test_a_rank_makes_another_call_in_place_of_a_save(
             return other(tmp_path / "s", kind, step, collective)
         return save(tmp_path / "s", mode, step, collective)
 
-    check_recovery(in_turn(world, one, range(1, 6), together=True), 2)
+    check_recovery(in_turn(world, one, range(1, 6), together=True))
     assert load_step(tmp_path / "s") == 5
 
 
@@ -134,4 +146,4 @@ def test_a_rank_leaves_a_load_or_a_preparation_out(tmp_path: Path, kind: str, od
             return "left out"
         return other(tmp_path / "s", kind, step, collective)
 
-    check_recovery(in_turn(world, one, range(1, 6), together=True), 2)
+    check_recovery(in_turn(world, one, range(1, 6), together=True))
