@@ -83,6 +83,27 @@ def test_extra_states_of_other_ranks(tmp_path: Path) -> None:
         assert {f"model/layer{n}.extra._extra_state" for n in (2, 3)} <= set(report.unexpected)
 
 
+def test_tensors_in_extra_states_of_another_stage(tmp_path: Path) -> None:
+    """Two stages of two ranks, whose tensors differ from rank to rank: any other layout gets the copy of some rank."""
+    path, stages = tmp_path / "step", [[0, 1], [2, 3]]
+
+    def save(collective: Collective) -> None:
+        value = {"scale": torch.full((3,), collective.rank), "n": 3}
+        live = model(*stages[collective.rank // 2], extra=value)
+        for parameter in live.parameters():
+            nn.init.zeros_(parameter)
+        bytecheckpoint.save(path, {"model": live})
+
+    def load(collective: Collective) -> list[list[int]]:
+        live = model(0, 1, 2, 3, extra=0)
+        bytecheckpoint.load(path, {"model": live})
+        return [live[f"layer{n}"]["extra"].extra["scale"].tolist() for n in range(4)]
+
+    ThreadWorld(4).run(save)
+    assert ThreadWorld(1).run(load) == [[[0] * 3, [0] * 3, [2] * 3, [2] * 3]]
+    assert ThreadWorld(6).run(load)[3:] == [[[0] * 3] * 2 + [[n] * 3] * 2 for n in (3, 2, 2)]
+
+
 @pytest.mark.parametrize("value", [None, {}, [None, {"a": b""}]], ids=str)
 def test_empty_extra_states_are_nothing_to_lose(tmp_path: Path, value: Any) -> None:
     source = LinearWithExtraState(2, 2)

@@ -125,7 +125,7 @@ class SavedStates(Protocol):
         """Return the trees of the parts of `state`; a part's name is the FQN of its key."""
 
     def find_by_content(self, state: str, fqn: str) -> SavedTensor | None:
-        """Return a tensor that is identified by its content, chosen for this rank by the rule of `tree`.
+        """Return a tensor that is identified by its content: this rank's own, else the shared one, else the lowest rank's.
 
         None when the tensor of that name is identified by its name and box: `find` returns it then.
         """

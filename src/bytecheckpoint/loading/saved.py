@@ -149,7 +149,7 @@ class SavedView:
         Args:
             keys: keys of the tensors.
             by_content: True for values, which may differ between ranks. Then this rank's own copy is taken, else
-                the shared one, else rank 0's; otherwise the shared tensor, also by an alias.
+                the shared one, else the lowest rank's; otherwise the shared tensor, also by an alias.
         """
         if not keys:
             return []
@@ -157,18 +157,23 @@ class SavedView:
             return self.numbers(keys)
         found = self._catalog.find(keys)
         own = self._catalog.find(keys, self._rank)
-        first = self._catalog.find(keys, 0)
-        result = np.where(own >= 0, own, np.where(found >= 0, found, first))
-        lacking = np.flatnonzero((own < 0) & (found < 0) & (first >= 0))
-        self.from_rank_0 += [str(keys[i]) for i in lacking.tolist()]
+        result = np.where(own >= 0, own, found)
+        for i in np.flatnonzero(result < 0).tolist():
+            result[i] = self.index.of_lowest.get(keys[i], -1)
+            if result[i] >= 0 and self._catalog.owner[result[i]] == 0:
+                self.from_rank_0.append(str(keys[i]))
         return [int(i) for i in result]
 
     def tree(self, state: str) -> bytes | None:  # noqa: D102 (protocol)
-        key = TensorKey(state, "", VALUES_SLOT)
-        before = len(self.from_rank_0)
-        (number,) = self.resolve([key], by_content=True) if self._live.selection.takes(state) else (-1,)
-        self.from_rank_0[before:] = [state] if len(self.from_rank_0) > before else []
-        return self._trees.read(number) if number >= 0 else None
+        if not self._live.selection.takes(state):
+            return None
+        for owner in (self._rank, SHARED, 0):
+            number = self._catalog.find_one(TensorKey(state, "", VALUES_SLOT), owner)
+            if number >= 0:
+                if owner == 0 and self._rank != 0:
+                    self.from_rank_0.append(state)
+                return self._trees.read(number)
+        return None
 
     def trees(self, state: str) -> list[bytes]:  # noqa: D102 (protocol)
         if not self._live.selection.takes(state):
@@ -260,11 +265,13 @@ class SavedView:
         return found
 
     def find_by_content(self, state: str, fqn: str) -> SavedTensor | None:  # noqa: D102 (protocol)
-        for owner in (self._rank, SHARED, 0):
-            number = self._catalog.find_one(TensorKey(state, fqn), owner)
+        key = TensorKey(state, fqn)
+        for owner in (self._rank, SHARED):
+            number = self._catalog.find_one(key, owner)
             if number >= 0:
                 return self._proven(number)
-        return None
+        # A tree of another rank (a pipeline stage) refers to tensors of that rank.
+        return self._proven(self.index.of_lowest.get(key, -1))
 
 
 def _escaped(names: Iterable[tuple[str, str]]) -> list[str]:

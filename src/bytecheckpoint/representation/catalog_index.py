@@ -49,6 +49,13 @@ class CatalogIndex:
         }
 
     @lazy
+    def of_lowest(self) -> dict[tuple[str, str, str], int]:
+        """Numbers of the tensors that belong to a rank, by (state, FQN, slot); of several ranks' the lowest one's."""
+        owner = self.catalog.owner
+        owned = np.flatnonzero(owner != SHARED)
+        return {self.keys[n]: n for n in owned[np.argsort(-owner[owned], kind="stable")].tolist()}
+
+    @lazy
     def slots(self) -> dict[tuple[str, str], list[int]]:
         """Numbers of the optimizer state tensors that all ranks share, by (state, FQN of the parameter)."""
         slots: dict[tuple[str, str], list[int]] = {}
