@@ -23,6 +23,7 @@ class Tuning:
         catalog_group_bytes: representation: size of a group of a large catalog, which is one of more than two groups.
         max_value_bytes: representation: smallest size that is too large for one plain value; MessagePack's lengths have
             32 bits.
+        array_tensor_bytes: representation: smallest numpy array among plain values that is stored as a tensor.
         intersect_pairs: planning: candidate pairs that `intersect` compares at once; temporary columns of this length
             stay in the processor's cache.
         intersect_rows: planning: rows of the left table that `intersect` filters at once.
@@ -96,6 +97,7 @@ class Tuning:
     max_entries_per_file: int = 100_000
     catalog_group_bytes: int = 4 << 20
     max_value_bytes: int = 1 << 32
+    array_tensor_bytes: int = 64 << 10
 
     # --- planning ---
     intersect_pairs: int = 1 << 18

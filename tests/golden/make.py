@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import bytecheckpoint
@@ -19,6 +20,7 @@ FOLDER = Path(__file__).parent / "v1"
 STREAMS = Path(__file__).parent / "v1-streams"  # added later to the format, beside what was there
 GROUPS = Path(__file__).parent / "v2-groups"  # the same as v1, with a catalog in groups, as large ones are
 TILES = Path(__file__).parent / "v3-tiles"  # a world of eight ranks, whose boxes a catalog of version 3 lists together
+ARRAYS = Path(__file__).parent / "v1-arrays"  # plain values in version 2: large numpy arrays are tensors
 WORLD = 3
 TILE_WORLD = 8
 SHAPES = {"cut": ((7, 5), torch.float32), "cut3d": ((3, 4, 2), torch.bfloat16), "whole": ((6,), torch.int64)}
@@ -100,6 +102,15 @@ def tiled_states(rank: int, *, fresh: bool = False) -> dict[str, Any]:
     return {"model": model, "extra_states": {} if fresh else {"rank": rank}}
 
 
+def arrays(rank: int) -> dict[str, Any]:
+    """Return states with numpy arrays, of which those of 16 bytes and more become tensors."""
+    rows = np.arange(6, dtype=np.float32).reshape(2, 3)
+    flags = np.arange(16) % 3 == 0
+    return {
+        "extra_states": {"rows": rows, "of rank": [rows.astype(np.int32) + rank], "small": rows[0, :3], "flags": flags}
+    }
+
+
 def main() -> None:
     """Replace the golden checkpoints of the present version."""
 
@@ -108,6 +119,9 @@ def main() -> None:
 
     def save_streams(collective: Collective) -> None:
         bytecheckpoint.save(STREAMS, {"dataloader": Loader(5, collective.rank, WORLD, fed=3)}, metadata={"golden": 1})
+
+    def save_arrays(collective: Collective) -> None:
+        bytecheckpoint.save(ARRAYS, arrays(collective.rank), metadata={"golden": 1})
 
     def save_groups(collective: Collective) -> None:
         bytecheckpoint.save(GROUPS, states(collective.rank), metadata={"golden": 2})
@@ -121,6 +135,8 @@ def main() -> None:
         write_anew(GROUPS, save_groups)
     write_anew(FOLDER, save)
     write_anew(STREAMS, save_streams)
+    with tuned(array_tensor_bytes=16):
+        write_anew(ARRAYS, save_arrays)
 
 
 def write_anew(folder: Path, save: Callable[[Collective], None], world: int = WORLD) -> None:

@@ -12,6 +12,7 @@ import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.representation.values.codec import equal
 from tests.golden.make import (
+    ARRAYS,
     EVERY_DTYPE,
     FOLDER,
     GROUPS,
@@ -21,6 +22,7 @@ from tests.golden.make import (
     TILES,
     VALUES,
     WORLD,
+    arrays,
     full,
     odd,
     states,
@@ -75,6 +77,18 @@ def test_version_1_hands_out_streams() -> None:
 
     for rank, found in enumerate(ThreadWorld(2).run(load)):
         assert equal(found, {n: state_of(n, 3) for n in range(rank, 5, 2)})
+
+
+def test_plain_values_of_version_2_load_in_another_world() -> None:
+    """Large numpy arrays, which are tensors in the checkpoint."""
+
+    def load(collective: Collective) -> dict[str, Any]:
+        destination: dict[str, Any] = {"extra_states": {}}
+        bytecheckpoint.load(ARRAYS, destination, timeout=20)
+        return destination
+
+    for rank, destination in enumerate(ThreadWorld(WORLD + 1).run(load)):
+        assert equal(destination, arrays(rank if rank < WORLD else 0))
 
 
 def test_version_3_opens_and_loads_in_another_world() -> None:

@@ -260,8 +260,8 @@ def test_hostile_empty_array_allocates_nothing() -> None:
 
 
 def test_newer_version_and_unknown_names_are_incompatible() -> None:
-    with pytest.raises(IncompatibleCheckpointError, match="version 2"):
-        dec(b"\xc1\x02\xc0")
+    with pytest.raises(IncompatibleCheckpointError, match="version 3"):
+        dec(b"\xc1\x03\xc0")
     with pytest.raises(IncompatibleCheckpointError, match=r"'some\.Class'.*register\(Class\)"):
         dec(ext(61, ["some.Class", {}]))
     with pytest.raises(IncompatibleCheckpointError, match="float3"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +31,14 @@ def states(folder: Path, name: str, values: dict[str, Any]) -> Path:
 @dataclass
 class _Setting:
     x: int
+
+
+@dataclass
+class Held:
+    tensor: torch.Tensor
+
+
+bytecheckpoint.register(Held, name="tests.compare.Held")
 
 
 def test_another_layout_of_the_same_state_is_equal(saved: Path, tmp_path: Path) -> None:
@@ -102,3 +112,14 @@ def test_classes_that_are_not_registered_here(tmp_path: Path) -> None:
     assert compare(first, same).equal
     (difference,) = compare(first, other).differences
     assert (difference.kind, difference.key) == ("value", "extra_states/one")
+
+
+def test_tensors_in_any_container_are_compared(tmp_path: Path) -> None:
+    """Their elements count, not the objects that an open checkpoint shows for them."""
+    for name, last in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
+        tensor = torch.tensor([0.0, last])
+        value = {"deque": deque([tensor], 3), "space": SimpleNamespace(t=tensor), "class": Held(tensor)}
+        bytecheckpoint.save(tmp_path / name, {"extra_states": value})
+    assert compare(tmp_path / "a", tmp_path / "b").equal
+    found = {difference.key for difference in compare(tmp_path / "a", tmp_path / "c").differences}
+    assert found >= {"extra_states/deque", "extra_states/space", "extra_states/class"}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
 import math
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +19,8 @@ from bytecheckpoint.opening import Entry
 from bytecheckpoint.opening.plain_values import UnregisteredInstance
 from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.representation.values.codec import equal
+from bytecheckpoint.representation.values.numpy_values import TENSOR_DTYPES, array_as_tensor
+from bytecheckpoint.representation.values.registry import registration_of
 from bytecheckpoint.tools.subject import Subject, opened
 
 __all__ = ["CompareReport", "Difference", "compare"]
@@ -162,15 +167,15 @@ class _Comparison:
             if isinstance(side, IncompatibleCheckpointError):
                 yield _difference("unreadable", key, rank, "", "", f"cannot be compared: {side}")
                 return
-        if isinstance(one, Entry) or isinstance(two, Entry):
+        if (isinstance(one, Entry) or isinstance(two, Entry)) and not _are_tensor_and_array(one, two):
             yield _mismatch("type", key, rank, _shorten(one), _shorten(two))
         elif not self._same(one, two):
             yield _mismatch("value", key, rank, _shorten(one), _shorten(two))
 
     def _same(self, one: Any, two: Any) -> bool:
         """Return whether two plain values are equal. Numbers and tensors inside containers may differ by the tolerance."""
-        if isinstance(one, Entry) and isinstance(two, Entry):
-            one, two = one[...], two[...]
+        if (isinstance(one, Entry) and isinstance(two, Entry)) or _are_tensor_and_array(one, two):
+            one, two = _elements(one), _elements(two)
         if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
             alike = one.shape == two.shape and one.dtype == two.dtype
             return alike and not bool(self._differs(one.reshape(-1), two.reshape(-1)).any())
@@ -185,7 +190,8 @@ class _Comparison:
             return one.keys() == two.keys() and all(self._same(one[key], two[key]) for key in one)
         if isinstance(one, list | tuple):
             return len(one) == len(two) and all(map(self._same, one, two))
-        return equal(one, two)
+        content = _content(one)
+        return equal(one, two) if content is None else self._same(content, _content(two))
 
     def _compare_elements(
         self, a: CheckpointView, b: CheckpointView, keys: list[str], rank: int | None
@@ -279,6 +285,27 @@ def _value(checkpoint: CheckpointView, key: str) -> Any:
         return checkpoint.as_stored(key)
     except IncompatibleCheckpointError as error:
         return error
+
+
+def _are_tensor_and_array(one: Any, two: Any) -> bool:
+    """Return whether one value is a tensor and the other one a numpy array: large arrays became tensors (decision 0067)."""
+    return {type(one), type(two)} == {Entry, np.ndarray}
+
+
+def _content(value: Any) -> object:
+    """Return the simple containers that say what an object holds, which may be tensors; None for other objects."""
+    if isinstance(value, collections.deque):
+        return [value.maxlen, list(value)]
+    if isinstance(value, types.SimpleNamespace | argparse.Namespace):
+        return vars(value)
+    registration = registration_of(type(value))
+    return None if registration is None else [registration.encode(value)]
+
+
+def _elements(value: Any) -> Any:
+    if isinstance(value, Entry):
+        return value[...]
+    return array_as_tensor(value) if value.dtype in TENSOR_DTYPES else value
 
 
 def _dtype_name(entry: Entry) -> str:

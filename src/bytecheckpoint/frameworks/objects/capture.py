@@ -11,6 +11,7 @@ import collections
 import logging
 import operator
 from collections.abc import Callable, Container
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ def encode_value(
     shards: list[LiveShard],
     *,
     by_content: bool = True,
+    arrays: bool = True,
     prefix: tuple[str, ...] = (),
     check: Callable[[str, Any], None] = lambda name, tensor: None,
 ) -> bytes:
@@ -77,6 +79,7 @@ def encode_value(
         value: the state, or a part of it.
         shards: list that receives the shards.
         by_content: True to identify plain tensors by their content, not by their name.
+        arrays: True to store large numpy arrays as tensors, which are always identified by their content.
         prefix: path of `value` in the state.
         check: callback (name, tensor) that may refuse a tensor.
 
@@ -85,7 +88,7 @@ def encode_value(
     """
     taken: set[str] = set()
 
-    def add(path: tuple[object, ...], tensor: Any) -> str:
+    def add(path: tuple[object, ...], tensor: Any, by_content: bool = by_content) -> str:
         name = tensor_name((*prefix, *(path or ("value",))), taken)
         check(name, tensor)
         taken.add(name)
@@ -95,7 +98,8 @@ def encode_value(
         return name
 
     try:
-        return encode(TensorExtractor(add, keeps_attributes=by_content).extract(value), on_tensor=add)
+        extracted = TensorExtractor(add, keeps_attributes=by_content).extract(value)
+        return encode(extracted, on_tensor=add, on_array=partial(add, by_content=True) if arrays else None)
     except UsageError as error:
         # Messages about tensors name the state already; those about plain values start with the path inside it.
         named = str(error).startswith(f"{state_name}/")
@@ -121,7 +125,7 @@ def capture_object(state_name: str, value: object) -> LiveState:
     state.tree = encode_value(state_name, value, state.shards, by_content=not by_name)
     if state_name == "optimizer":
         for shard in state.shards:
-            shard.must_be_equal = True  # flat state of FSDP1, say, is not equal on all ranks
+            shard.must_be_equal = not shard.by_content  # flat state of FSDP1, say, is not equal on all ranks
     return state
 
 

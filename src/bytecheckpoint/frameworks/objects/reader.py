@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -22,6 +23,7 @@ from bytecheckpoint.frameworks.tensors.dtypes import dtype_name, dtype_named
 from bytecheckpoint.frameworks.tensors.plain import is_tensor_like, lists_own_shards
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.values.codec import decode, leaves_with_paths
+from bytecheckpoint.representation.values.numpy_values import array_of_tensor
 from bytecheckpoint.representation.values.registry import registration_of
 
 __all__ = ["ValueReader", "missing_tensor_error"]
@@ -50,7 +52,7 @@ class ValueReader:
         self._classes = HeldClasses(live)
         self._saved = saved
         self._destination = destination
-        # id of the empty tensor -> (the saved tensor, the empty tensor, the destination of its elements).
+        # id of the empty tensor, or of its array -> (the saved tensor, the empty tensor, the destination of its elements).
         self._tensors: dict[int, tuple[SavedTensor, torch.Tensor, Any]] = {}
         self._unwanted: dict[int, tuple[SavedTensor, torch.Tensor, Any]] = {}  # as `_tensors`; keeps the ids in use
         self._by_content: set[TensorKey] = set()
@@ -58,11 +60,27 @@ class ValueReader:
         # Live containers and storages in use: one that is at two places receives one value only.
         self._used: set[int] = set()
 
-    def read(self, blob: bytes) -> Any:
-        """Decode `blob`; its tensors are empty ones of the saved dtype and shape, on the CPU."""
+    def read(self, blob: bytes, on_tensor: Callable[[str], object] | None = None) -> Any:
+        """Decode `blob`.
+
+        Args:
+            blob: encoded value.
+            on_tensor: name -> the object to put in a tensor's place; by default an empty one of the saved dtype and shape,
+                on the CPU. Arrays are always such memory.
+        """
         return decode(
-            blob, on_tensor=self._empty_named, on_unregistered=self._classes, on_attributes=self._note_attributes
+            blob,
+            on_tensor=on_tensor or self._empty_named,
+            on_array=self._empty_array,
+            on_unregistered=self._classes,
+            on_attributes=self._note_attributes if on_tensor is None else None,
         )
+
+    def _empty_array(self, name: str) -> object:
+        empty = self._empty_named(name)
+        array = array_of_tensor(empty)
+        self._tensors[id(array)] = self._tensors.pop(id(empty))
+        return array
 
     def _note_attributes(self, empty: Any, parameter: bool, requires_grad: bool) -> Any:
         if id(empty) not in self._tensors:
@@ -122,6 +140,8 @@ class ValueReader:
 
         With `in_place` False, only the distribution of live DTensors is used.
         """
+        if isinstance(value, np.ndarray):
+            return
         if id(value) in self._tensors and is_tensor_like(live):
             found, empty, _ = self._tensors[id(value)]
             if not isinstance(live, torch.Tensor) or lists_own_shards(type(live)):
@@ -176,7 +196,7 @@ class ValueReader:
         At the root, any dict or list keeps its identity; further down only those of the saved type do, and dataclasses
         that are not frozen.
         """
-        if id(value) in self._tensors:
+        if id(value) in self._tensors and not isinstance(value, np.ndarray):
             return self._finished(value)
         if is_stateful(live) and not is_tensor_like(live):
             live.load_state_dict(self.build(value, None))

@@ -12,7 +12,6 @@ from typing import Any
 from bytecheckpoint.errors import CorruptCheckpointError, UsageError
 from bytecheckpoint.frameworks.base import Destination, SavedStates
 from bytecheckpoint.frameworks.objects.capture import STATES_BY_NAME, TensorExtractor, is_stateful, tensor_name
-from bytecheckpoint.frameworks.objects.classes import HeldClasses
 from bytecheckpoint.frameworks.objects.reader import ValueReader, missing_tensor_error
 from bytecheckpoint.frameworks.tensors.allocation import FilledMemory, make_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
@@ -20,7 +19,7 @@ from bytecheckpoint.frameworks.tensors.dtensors import PLAIN_TYPES
 from bytecheckpoint.frameworks.tensors.plain import is_tensor_like
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.representation.shards import TensorKey
-from bytecheckpoint.representation.values.codec import decode, encode
+from bytecheckpoint.representation.values.codec import encode
 from bytecheckpoint.representation.values.registry import default_registration, registration_of
 from bytecheckpoint.representation.values.types import NATIVE_TYPES
 
@@ -129,9 +128,11 @@ def _load_named(state_name: str, live: Any, saved: SavedStates, destination: Des
     extractor = TensorExtractor(request)
     extracted = extractor.extract(live)
     if extractor.needs_encoder:
-        encode(extracted, on_tensor=request)
+        encode(extracted, on_tensor=request, on_array=lambda path, array: "")
     own = saved.tree(state_name)
-    value = None if own is None else decode(own, on_tensor=skip_tensor, on_unregistered=HeldClasses(live))
+    reader = ValueReader(state_name, saved, destination, live)
+    value = None if own is None else reader.read(own, on_tensor=skip_tensor)
+    reader.request_tensors()
     destination.finish.append(lambda: _install_plain(value, live, extractor.state_dicts))
 
 

@@ -51,7 +51,7 @@ def _encoded(state_name: str, value: Any, part: LiveStream | None) -> bytes:
             raise UsageError(f"{state_name}/{name} is a tensor {where}: put plain tensors into the states of streams")
 
     shards, prefix = ([], ()) if part is None else (part.shards, (part.name,))
-    return encode_value(state_name, value, shards, prefix=prefix, check=check)
+    return encode_value(state_name, value, shards, arrays=part is not None, prefix=prefix, check=check)
 
 
 def load_streams(state_name: str, live: SupportsStreams, saved: SavedStates, destination: Destination) -> None:

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import torch
 from msgspec.msgpack import Ext
 
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
-from bytecheckpoint.representation.values.encoder import Encoder, pack
+from bytecheckpoint.representation.values.encoder import Encoder, OnTensor, pack
 from bytecheckpoint.representation.values.equality import equal
+from bytecheckpoint.representation.values.numpy_values import array_of_tensor
 from bytecheckpoint.representation.values.registry import register, registration_named, unregistered_error
 from bytecheckpoint.representation.values.tree import (
     MAX_DEPTH,
@@ -43,13 +43,12 @@ __all__ = [
     "register",
 ]
 
-VERSION = 1
+VERSION = 2
 # MessagePack never uses the byte 0xC1, so an encoded value and bare MessagePack cannot be confused.
 _MAGIC = 0xC1
-_HEADER = bytes((_MAGIC, VERSION))
 
 
-def encode(value: object, *, on_tensor: Callable[[tuple[object, ...], torch.Tensor], str]) -> bytes:
+def encode(value: object, *, on_tensor: OnTensor, on_array: OnTensor | None = None) -> bytes:
     """Encode `value` as bytes; equal values of equal types give equal bytes.
 
     Types are matched exactly: an instance of a subclass can be stored only when its class is registered. An object
@@ -60,17 +59,22 @@ def encode(value: object, *, on_tensor: Callable[[tuple[object, ...], torch.Tens
         on_tensor: (path, tensor) -> the name to store in the tensor's place. It is called for every tensor, DTensors
             and parameters included, once for each path to it. A path consists of dictionary keys, list indices and
             attribute names from the root.
+        on_array: callback as `on_tensor` for large numpy arrays, which it gets as tensors; None: the encoded value holds
+            their elements, as it always does inside of instances of classes, and for dtypes that torch lacks.
 
     Raises:
         UsageError: a part of `value` cannot be stored (unregistered class, cycle, too deep); the message names its path.
     """
-    return _HEADER + pack(Encoder(on_tensor).to_native(value, 0))
+    encoder = Encoder(on_tensor, on_array)
+    packed = pack(encoder.to_native(value, 0))
+    return bytes((_MAGIC, encoder.version)) + packed
 
 
 def decode(
     blob: bytes,
     *,
     on_tensor: Callable[[str], object],
+    on_array: Callable[[str], object] | None = None,
     on_unregistered: Callable[[str, object], object] | None = None,
     on_attributes: Callable[[Any, bool, bool], object] | None = None,
     restore: bool = True,
@@ -80,6 +84,8 @@ def decode(
     Args:
         blob: result of `encode`; hostile bytes are safe. Errors name the file of a `StoredTree`.
         on_tensor: name -> the object to put in the tensor's place. Its exceptions are passed on.
+        on_array: name of the tensor that holds the elements of a numpy array -> the object to put in the array's place. By
+            default an array with the memory of the tensor that `on_tensor` returns; a `TensorRef` says that it is one.
         on_unregistered: (name of a class that is not registered here, saved value of the instance) -> the object to put
             in the instance's place. By default such an instance is an error.
         on_attributes: (object in a tensor's place, True for a parameter, True if it requires a gradient) -> the object to
@@ -99,7 +105,10 @@ def decode(
             raise IncompatibleCheckpointError(
                 f"plain values are in version {blob[1]} of their encoding, this package reads up to {VERSION}; upgrade it"
             )
-        return Decoder(on_tensor, on_unregistered, on_attributes, restore=restore).decode(memoryview(blob)[2:], 0)
+        if on_array is None:
+            on_array = lambda name: array_of_tensor(on_tensor(name))  # noqa: E731
+        callbacks = (on_tensor, on_array if blob[1] > 1 else None, on_unregistered, on_attributes)
+        return Decoder(*callbacks, restore=restore).decode(memoryview(blob)[2:], 0)
 
 
 # One container takes up to three MessagePack levels: extension, pair, list of keys or values.
@@ -111,16 +120,18 @@ _unpack: Callable[[Any], object] = msgspec.msgpack.Decoder().decode
 class Decoder:
     """The decoder of one encoded value."""
 
-    __slots__ = ("_on_attributes", "_on_tensor", "_on_unregistered", "_restore")
+    __slots__ = ("_on_array", "_on_attributes", "_on_tensor", "_on_unregistered", "_restore")
 
     def __init__(
         self,
         on_tensor: Callable[[str], object],
-        on_unregistered: Callable[[str, object], object] | None = None,
-        on_attributes: Callable[[Any, bool, bool], object] | None = None,
+        on_array: Callable[[str], object] | None,
+        on_unregistered: Callable[[str, object], object] | None,
+        on_attributes: Callable[[Any, bool, bool], object] | None,
         *,
-        restore: bool = True,
+        restore: bool,
     ) -> None:
+        self._on_array = on_array
         self._on_attributes = on_attributes
         self._on_tensor = on_tensor
         self._restore = restore
@@ -163,6 +174,8 @@ class Decoder:
     def _extension(self, code: int, simple: Any) -> object:
         if code == Code.TENSOR and type(simple) is str:
             return self._on_tensor(simple)
+        if code == Code.ARRAY_TENSOR and self._on_array is not None and type(simple) is str:
+            return self._on_array(simple)
         if code == Code.REGISTERED and type(simple) is list and len(simple) == 2 and type(simple[0]) is str:
             return self._registered(*simple)
         from_simple = FROM_SIMPLE.get(code)

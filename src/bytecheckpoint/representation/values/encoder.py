@@ -12,7 +12,13 @@ import torch
 from msgspec.msgpack import Ext
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.representation.values.numpy_values import NotStorableError, dtype_to_simple, scalar_to_simple
+from bytecheckpoint.representation.values.numpy_values import (
+    TENSOR_DTYPES,
+    NotStorableError,
+    array_as_tensor,
+    dtype_to_simple,
+    scalar_to_simple,
+)
 from bytecheckpoint.representation.values.registry import Registration, default_registration, registration_of
 from bytecheckpoint.representation.values.tree import MAX_DEPTH, TENSOR_CLASS, TensorRef, key_of_path
 from bytecheckpoint.representation.values.types import (
@@ -33,22 +39,36 @@ _UINT64_MAX = 2**64 - 1
 _LIMIT_ERRORS = (OverflowError, UnicodeEncodeError, msgspec.EncodeError)
 
 _TENSOR = Code.TENSOR.value
+_ARRAY_TENSOR = Code.ARRAY_TENSOR.value
 
 pack: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
+
+
+OnTensor = Callable[[tuple[object, ...], torch.Tensor], str]
 
 
 class Encoder:
     """The encoder of one value.
 
-    It tracks the path to the current value, the containers that enclose it, and how many of these are dictionary keys or
-    members of sets.
+    It tracks the path to the current value, the containers that enclose it, how many of these are dictionary keys or
+    members of sets, and how many are instances of classes.
+
+    Attributes:
+        version: version of the encoding that the value needs.
     """
 
-    __slots__ = ("_enclosing", "_key_depth", "_max_bytes", "_on_tensor", "_path")
+    __slots__ = (
+        "_enclosing", "_instances", "_key_depth", "_max_bytes", "_min_tensor_bytes", "_on_array", "_on_tensor", "_path",
+        "version",
+    )  # fmt: skip
 
-    def __init__(self, on_tensor: Callable[[tuple[object, ...], torch.Tensor], str]) -> None:
+    def __init__(self, on_tensor: OnTensor, on_array: OnTensor | None = None) -> None:
+        self.version = 1
         self._on_tensor = on_tensor
+        self._on_array = on_array
+        self._instances = 0
         self._max_bytes = tuning().max_value_bytes
+        self._min_tensor_bytes = tuning().array_tensor_bytes
         self._path: list[object] = []
         self._enclosing: list[object] = []
         self._key_depth = 0
@@ -85,6 +105,8 @@ class Encoder:
         registration = registration_of(kind)
         if registration is not None:
             return self._instance(registration, value, depth)
+        if kind is np.ndarray and self._on_array is not None and self._fits_tensor(value):
+            return self._tensor_ref(TensorRef(self._on_array(tuple(self._path), array_as_tensor(value)), array=True), 0)
         try:
             known = TO_SIMPLE.get(kind)
             if known is not None:
@@ -105,7 +127,9 @@ class Encoder:
         return self._instance(registration, value, depth)
 
     def _instance(self, registration: Registration, value: object, depth: int) -> object:
+        self._instances += 1
         native = self.to_native(registration.encode(value), depth)
+        self._instances -= 1
         return self._ext(Code.REGISTERED, [self._scalar(registration.name), native])
 
     def _items(self, items: Sequence[object], depth: int, steps: Iterable[object] | None = None) -> object:
@@ -172,11 +196,14 @@ class Encoder:
         return [msgspec.Raw(item) for item in sorted(packed)]
 
     def _tensor_ref(self, value: TensorRef, depth: int) -> object:
+        code = _TENSOR
+        if value.array:
+            code, self.version = _ARRAY_TENSOR, 2
         # A state_dict may hold tens of thousands of references, so ordinary names take a shortcut.
         if value.name.isascii() and len(value.name) < self._max_bytes // 4:
-            reference = Ext(_TENSOR, pack(value.name))
+            reference = Ext(code, pack(value.name))
         else:
-            reference = self._ext(Code.TENSOR, self._scalar(value.name))
+            reference = self._ext(Code(code), self._scalar(value.name))
         if value.parameter or value.requires_grad:
             return self._ext(Code.REGISTERED, [TENSOR_CLASS, [reference, value.parameter, value.requires_grad]])
         return reference
@@ -186,6 +213,10 @@ class Encoder:
             self._refuse("a tensor cannot be a dictionary key or a member of a set; use its value or its name")
         name = self._on_tensor(tuple(self._path), value)
         return self._tensor_ref(TensorRef(name, isinstance(value, torch.nn.Parameter), value.requires_grad), 0)
+
+    def _fits_tensor(self, array: np.ndarray[Any, Any]) -> bool:
+        # The code of a class runs when its instance is decoded, before the elements of tensors are there.
+        return array.nbytes >= self._min_tensor_bytes and array.dtype in TENSOR_DTYPES and not self._instances
 
     def _ext(self, code: Code, native: object) -> Ext:
         data = pack(native)

@@ -7,10 +7,17 @@ import re
 from typing import Any
 
 import numpy as np
+import torch
+
+from bytecheckpoint.errors import CorruptCheckpointError
+from bytecheckpoint.representation.values.tree import TensorRef
 
 __all__ = [
+    "TENSOR_DTYPES",
     "NotStorableError",
+    "array_as_tensor",
     "array_from_simple",
+    "array_of_tensor",
     "array_to_simple",
     "dtype_from_simple",
     "dtype_to_simple",
@@ -23,6 +30,16 @@ __all__ = [
 _DTYPE_STR = re.compile(r"[<>|][biufcmMSUV][0-9]{0,10}(\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
 # Long doubles have one name and several formats (80-bit, quad, pair of doubles), depending on the processor.
 _MACHINE_BOUND = re.compile(r"[<>](f12|f16|c24|c32)")
+
+
+TENSOR_DTYPES = frozenset(
+    np.dtype(name)
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+)
+"""Dtypes of numpy that torch has too, in the byte order of this machine."""
 
 
 class NotStorableError(Exception):
@@ -110,6 +127,37 @@ def array_from_simple(fields: Any) -> np.ndarray[Any, Any]:
     # np.empty allocates one element even for an empty array, and hostile bytes choose the size of the element.
     array: np.ndarray[Any, Any] = np.ndarray(dims, dtype, buffer=data or bytearray())
     return array.copy() if data else array
+
+
+class _Memory:
+    """The memory of an array, without the flag that forbids writes: torch warns of it, and here nothing writes."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array  # keeps the memory
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
+def array_as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Return an array, whose dtype is one of `TENSOR_DTYPES`, as a tensor: its memory if the elements are in C order."""
+    # torch looks at numpy's type numbers, of which some dtypes have two (int64, longlong).
+    array = np.require(array, requirements=["C", "A"]).view(array.dtype.str)
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Memory(array)))
+
+
+def array_of_tensor(found: object) -> object:
+    """Return what stands for an array, given what stands for the tensor that holds its elements: an array, of a tensor.
+
+    Raises:
+        CorruptCheckpointError: numpy has no such dtype.
+    """
+    if isinstance(found, TensorRef):
+        return TensorRef(found.name, array=True)
+    if not isinstance(found, torch.Tensor):
+        return found
+    try:
+        return found.numpy()
+    except (TypeError, RuntimeError) as error:
+        raise CorruptCheckpointError(f"plain values are damaged: a numpy array of {found.dtype}") from error
 
 
 def scalar_to_simple(value: np.generic) -> list[object]:

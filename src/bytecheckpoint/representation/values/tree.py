@@ -66,11 +66,13 @@ class TensorRef(msgspec.Struct, frozen=True):  # made by the ten thousand, in a 
         name: name under which the tensor is stored.
         parameter: True if the tensor is a `torch.nn.Parameter`.
         requires_grad: True if the tensor requires a gradient.
+        array: True if the tensor holds the elements of a numpy array.
     """
 
     name: str
     parameter: bool = False
     requires_grad: bool = False
+    array: bool = False
 
 
 def key_of_path(path: tuple[object, ...]) -> str:

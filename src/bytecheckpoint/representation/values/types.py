@@ -74,6 +74,7 @@ class Code(enum.IntEnum):
     TORCH_SIZE = 52
     TENSOR = 60
     REGISTERED = 61
+    ARRAY_TENSOR = 62
 
 
 _Conversion = Callable[[Any], object]
@@ -309,4 +310,4 @@ FROM_SIMPLE: dict[int, _Conversion] = {
     Code.TORCH_DEVICE: lambda s: torch.device(_expect(str, s)),
     Code.TORCH_SIZE: lambda s: torch.Size([_expect(int, n) for n in _expect_list(s)]),
 }
-"""Code -> conversion back; the decoder handles `Code.TENSOR` and `Code.REGISTERED` itself."""
+"""Code -> conversion back; the decoder handles the codes of tensors and of registered classes itself."""
