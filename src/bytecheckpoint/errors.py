@@ -19,6 +19,7 @@ __all__ = [
     "MissingKeyError",
     "OutOfRangeError",
     "PeerLostError",
+    "StateChangedError",
     "StorageConflictError",
     "StorageError",
     "StorageFullError",
@@ -116,6 +117,18 @@ class StorageConflictError(StorageError):
 
 class PeerLostError(CheckpointError):
     """Another rank died, failed or left, or a data loader's worker did. Handler: restart from the last checkpoint."""
+
+
+class StateChangedError(CheckpointError):
+    """The program changed its state while a save copied it in the background. Handler: call `fence` before the change.
+
+    Attributes:
+        tensors: keys of some of the tensors that changed.
+    """
+
+    def __init__(self, message: str, *, tensors: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.tensors = tensors
 
 
 class CheckpointTimeoutError(CheckpointError, TimeoutError):

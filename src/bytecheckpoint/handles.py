@@ -79,7 +79,8 @@ class SaveReport:
     Attributes:
         path: URL of the checkpoint.
         bytes_written: bytes that this rank wrote, headers included.
-        blocking_seconds: seconds for which the caller waited.
+        blocking_seconds: seconds for which the caller waited, in the call and at the fence.
+        fence_seconds: seconds for which steps of optimizers, and other fences, waited for a copy in the background.
         total_seconds: seconds from the call to the commit.
         phases: seconds by phase ("capture", "plan", "wait", "stage", "write", "finish", "commit").
         plan_cached: True if the plan of an earlier save was used, without any planning communication.
@@ -95,6 +96,7 @@ class SaveReport:
     path: str
     bytes_written: int = 0
     blocking_seconds: float = 0.0
+    fence_seconds: float = 0.0
     total_seconds: float = 0.0
     phases: Mapping[str, float] = field(default_factory=dict)
     plan_cached: bool = False

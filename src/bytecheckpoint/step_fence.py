@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,12 +21,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bytecheckpoint.calls import running_call
 from bytecheckpoint.collectives.current import thread_scope
+from bytecheckpoint.engine.device_copies import capturing
+from bytecheckpoint.engine.pieces import SharedCopy
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, UsageError
 from bytecheckpoint.threads import wait_for_any
+from bytecheckpoint.tracing.operation import Operation
 
 __all__ = ["PendingCopy", "arm", "fence", "wait_for_copies"]
 
 _log = logging.getLogger("bytecheckpoint")
+#: Packages whose optimizers change nothing before they have called their closure, which does forward and backward.
+_CLOSURE_FIRST = ("torch.optim.", "apex.", "transformer_engine.", "bitsandbytes.", "torchao.")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -34,15 +40,35 @@ class PendingCopy:
 
     Attributes:
         staged: future, done when the copy exists or the save has failed.
-        seconds: time for which a step of an optimizer waits for it.
-        give_up: fails the save with an error.
-        scope: the rank of the save, where several are threads of one process.
+        shared: copy in which those who wait for it take part.
+        seconds: time for which a step of an optimizer waits, from the end of earlier saves on.
+        error_of_change: function that returns an error if the state was changed already.
+        give_up: function that fails the save with an error.
+        operation: measurements of the save.
+        scope: rank of the save, where several are threads of one process.
+        turn: future, done when the earlier saves have ended.
     """
 
     staged: Future[None]
+    shared: SharedCopy
     seconds: float
+    error_of_change: Callable[[], CheckpointError | None]
     give_up: Callable[[CheckpointError], object]
+    operation: Operation
     scope: object
+    turn: Future[None] = field(default_factory=Future)
+
+    def wait(self, what: str) -> CheckpointError | None:
+        """Take part in the copy and wait for it; return an error if it does not succeed."""
+        if (error := self.error_of_change()) is not None:
+            return error
+        wait_for_any([self.staged, self.turn])  # earlier saves have time limits of their own
+        end = time.monotonic() + self.seconds
+        if wait_for_any([self.staged, self.shared.begun], self.seconds):
+            self.shared.take_part()
+            if wait_for_any([self.staged], end - time.monotonic()):
+                return None
+        return CheckpointTimeoutError(f"its copy in the background took more than {self.seconds:g} s, and {what} ran")
 
 
 class _Fence:
@@ -109,20 +135,50 @@ def wait_for_copies(what: str, inside: str | None = None) -> None:
         inside: call of this package that this thread runs, and that a copy may wait for; None if there is none.
     """
     for copy in _fence.pending():
-        if inside is None and wait_for_any([copy.staged], copy.seconds):
-            continue
-        error: CheckpointError
+        error: CheckpointError | None
         if inside is None:
-            error = CheckpointTimeoutError(
-                f"its copy in the background took more than {copy.seconds:g} s, and {what} ran"
-            )
+            begin = time.perf_counter()
+            try:
+                error = copy.wait(what)
+            except Exception as unexpected:  # noqa: BLE001  training continues
+                error = CheckpointError(
+                    f"{what} could not wait for the copy: {type(unexpected).__name__}: {unexpected}"
+                )
+            copy.operation.add("fence", begin, copy.shared.helped)
         else:
             error = UsageError(f"{what} ran inside of {inside}, before the copy in the background was made")
-        _log.error("a save fails: %s", error)
-        copy.give_up(error)
+        if error is not None:
+            _log.error("a save fails: %s", error)
+            copy.give_up(error)
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Wait before the step of any optimizer; never raise: training continues, and the save fails."""
-    if _fence.pending():
-        wait_for_copies(f"{type(optimizer).__name__}.step", running_call())
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Wait before the step of any optimizer; never raise: training continues, and the save fails.
+
+    A step with a closure runs forward and backward in it. Of optimizers that change nothing before that, the wait comes
+    after the closure.
+
+    Returns:
+        The arguments of the step with a closure that waits; None where they stay.
+    """
+    if not _fence.pending() or capturing():
+        return None
+    what = f"{type(optimizer).__name__}.step"
+
+    def waiting(closure: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            loss = closure()
+            wait_for_copies(what, running_call())
+            return loss
+
+        return call
+
+    if f"{type(optimizer).__module__}.".startswith(_CLOSURE_FIRST):
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": waiting(kwargs["closure"])}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], waiting(args[1]), *args[2:]), kwargs
+    wait_for_copies(what, running_call())
+    return None

@@ -17,7 +17,7 @@ import torch
 from bytecheckpoint.concurrency import CallTimeoutError, wait_for_call
 from bytecheckpoint.errors import CheckpointTimeoutError, UsageError
 
-__all__ = ["DeviceCopies"]
+__all__ = ["DeviceCopies", "capturing"]
 
 
 class DeviceCopies:
@@ -45,7 +45,7 @@ class DeviceCopies:
         self._to_host = to_host
         self._timeout = timeout
         self._caller_events: list[torch.Event] = []
-        if self.devices and _capturing(self.devices[0].type):
+        if self.devices and capturing():
             raise UsageError(
                 "a graph is being captured on the current stream: save and load before or after the capture"
             )
@@ -115,7 +115,10 @@ def _copy_stream(device: torch.device, to_host: bool) -> torch.Stream:
     return torch.Stream(device)
 
 
-def _capturing(kind: str) -> bool:
+def capturing() -> bool:
     """Return whether a graph is being captured on the current stream. Not all types of devices have graphs."""
-    capturing = getattr(torch.get_device_module(kind), "is_current_stream_capturing", None)
-    return capturing is not None and bool(capturing())
+    if not torch.accelerator.is_available():
+        return False
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    found = getattr(module, "is_current_stream_capturing", None)
+    return found is not None and bool(found())

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from bytecheckpoint.engine.helper import HelperProcess
+from bytecheckpoint.engine.pieces import SharedCopy
 from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.engine.staging import Chunk, Image, ImageFile, chunks_of
 from bytecheckpoint.engine.writing import FilesWriter, FileTask, StagedChunk
@@ -153,7 +154,11 @@ class HelperWriter:
 
 
 def stage_image(
-    image: Image, pool: StagingPool, chunk_bytes: int, writer: ImageWriter | None = None
+    image: Image,
+    pool: StagingPool,
+    chunk_bytes: int,
+    writer: ImageWriter | None = None,
+    shared: SharedCopy | None = None,
 ) -> list[StagedChunk]:
     """Copy an image into a pool, which is all that the caller of an asynchronous save waits for.
 
@@ -163,6 +168,7 @@ def stage_image(
             caller waits for the storage (back-pressure).
         chunk_bytes: length of a chunk.
         writer: open writer of the files, for a pool that is smaller than the image.
+        shared: copy in which other threads take part, if the pool holds the image; None if the caller waits.
 
     Returns:
         The chunks in the pool that are not written yet.
@@ -171,7 +177,7 @@ def stage_image(
     if not chunks:
         return []
     if pool.capacity >= image.nbytes:
-        image.stage(pool.tensor(), pool.generation)
+        image.stage(pool.tensor(), pool.generation, shared)
         return [StagedChunk(c.file, c.start, image.files[c.file].start + c.start, c.nbytes) for c in chunks]
     assert writer is not None
     per_half = pool.capacity // chunk_bytes // 2

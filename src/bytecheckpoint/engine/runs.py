@@ -124,6 +124,11 @@ class Runs:
         """Length of all runs in bytes."""
         return int(self._ends[-1]) * self.memory.element_size()
 
+    def places_of(self, numbers: Int64s) -> Int64s:
+        """Return the places in the memory of elements of the joined runs, by their numbers."""
+        run = np.searchsorted(self._ends, numbers, "right")
+        return self.places[run] + numbers - (self._ends - self.counts)[run]
+
     def copy_bytes(self, first: int, last: int, destination: torch.Tensor) -> None:
         """Copy bytes [first, last) of the joined runs, whole elements, to `destination` (uint8 on the host)."""
         size = self.memory.element_size()

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from bytecheckpoint.engine.device_copies import DeviceCopies
+from bytecheckpoint.engine.pieces import SharedCopy
 from bytecheckpoint.engine.runs import Runs
 from bytecheckpoint.engine.tensor_bytes import copy_all, dense_bytes, flat_bytes, gather, movable, views_at
 
@@ -127,8 +128,14 @@ class Image:
         last = self.files[-1] if self.files else None
         return last.start + -(-last.nbytes // 4096) * 4096 if last else 0
 
-    def stage(self, pool: torch.Tensor, generation: int) -> None:
-        """Copy all tensors into `pool` (uint8, at least `nbytes` long): the blocking part of an asynchronous save."""
+    def stage(self, pool: torch.Tensor, generation: int, shared: SharedCopy | None = None) -> None:
+        """Copy all tensors into a pool: the blocking part of an asynchronous save.
+
+        Args:
+            pool: uint8, at least `nbytes` long.
+            generation: growths of the pool so far, by which views of it are known.
+            shared: copy in which other threads take part; None if nothing but the copy runs.
+        """
         parts = [self._parts(file) for file in self.files]
         key = (pool.data_ptr(), generation)
         if self.known.key != key:
@@ -136,7 +143,7 @@ class Image:
             self.known.views = self._views(pool, parts[: self.known.files])
         targets = self.known.views + self._views(pool, parts[self.known.files :])
         with self.copies.queued():
-            copy_all(targets, [tensor for part in parts for tensor in part.tensors])
+            copy_all(targets, [tensor for part in parts for tensor in part.tensors], shared)
             for part in parts:
                 for runs, start in part.runs:
                     runs.copy_bytes(0, runs.nbytes, pool[start : start + runs.nbytes])

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from torch._utils import _unflatten_dense_tensors
 
 from bytecheckpoint.concurrency import parallel_map
+from bytecheckpoint.engine.pieces import PIECE_BYTES, SharedCopy, pieces_of
 
 __all__ = ["copy_all", "dense", "dense_bytes", "flat_bytes", "gather", "movable", "same_bits", "views_at"]
 
 #: From this length on memcpy takes 0.6 of the time of torch's copy loop, which reads the target before it writes.
 _MEMCPY_BYTES = 64 << 10
-_COPY_PIECE = 8 << 20
 _COPY_THREADS = 4
 #: Torch implements copies of these dtypes on every device. Others are copied as integers of the same width.
 _COPYABLE = {
@@ -122,8 +122,14 @@ def gather(section: torch.Tensor, sources: Sequence[torch.Tensor], starts: Seque
         first = last
 
 
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source to its target. Copies from or to a device are only queued, for `DeviceCopies.queued`."""
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], shared: SharedCopy | None = None) -> None:
+    """Copy each source to its target. Copies from or to a device are only queued, for `DeviceCopies.queued`.
+
+    Args:
+        targets: tensors to copy to.
+        sources: tensors to copy, one per target.
+        shared: copy in which other threads take part; None if this thread and some more copy at once.
+    """
     if not targets:
         return
     with torch.no_grad():
@@ -143,12 +149,18 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
             and targets[i].dtype == s.dtype
         ]
         if large:
-            _copy_large([(flat_bytes(targets[i]).numpy(), flat_bytes(sources[i]).numpy()) for i in large])
+            pairs = [(flat_bytes(targets[i]).numpy(), flat_bytes(sources[i]).numpy()) for i in large]
+            if shared is not None:
+                shared.begin(pairs)
+            else:
+                _copy_large(pairs)
             taken = set(large)
             targets = [t for i, t in enumerate(targets) if i not in taken]
             sources = [s for i, s in enumerate(sources) if i not in taken]
         if targets:
             torch._foreach_copy_(targets, sources)
+        if large and shared is not None:
+            shared.finish()
 
 
 def _copy_large(pairs: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]) -> None:
@@ -158,14 +170,9 @@ def _copy_large(pairs: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]) -> Non
     where none is (512 MiB by 1, 2 and 4 ranks on two cores).
     """
     wanted = max(torch.get_num_threads(), min(2, len(os.sched_getaffinity(0))))
-    threads = min(wanted, _COPY_THREADS, sum(t.nbytes for t, _ in pairs) // _COPY_PIECE)
+    threads = min(wanted, _COPY_THREADS, sum(t.nbytes for t, _ in pairs) // PIECE_BYTES)
     if threads < 2:
         for target, source in pairs:
             np.copyto(target, source)
         return
-    pieces = [
-        (target[start : start + _COPY_PIECE], source[start : start + _COPY_PIECE])
-        for target, source in pairs
-        for start in range(0, target.nbytes, _COPY_PIECE)
-    ]
-    parallel_map(lambda piece: np.copyto(*piece), pieces, threads=threads, name="bytecheckpoint-copy")
+    parallel_map(lambda piece: np.copyto(*piece), pieces_of(pairs), threads=threads, name="bytecheckpoint-copy")

@@ -1,15 +1,25 @@
-"""Find out what a save with staging="background" must copy in the call, and what it may leave for later."""
+"""Find out what a save with staging="background" must copy in the call, and prove the copy of the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 
+from bytecheckpoint.engine.pool import StagingPool
+from bytecheckpoint.engine.runs import Runs
+from bytecheckpoint.engine.samples import CopiedRanges, TensorSamples
+from bytecheckpoint.engine.staging import ImageFile
 from bytecheckpoint.engine.tensor_bytes import movable
+from bytecheckpoint.errors import StateChangedError, listed
+from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.shards import LiveShard, LiveState
 
-__all__ = ["copy_volatile", "reason_to_block"]
+__all__ = ["StateProof", "copy_volatile", "reason_to_block"]
+
+#: Names of changed tensors that an error carries to other ranks.
+_MOST_NAMES = 10
 
 
 def reason_to_block(objects: Mapping[str, object]) -> str:
@@ -57,3 +67,93 @@ def copy_volatile(states: Iterable[LiveState]) -> int:
 def _stands_still(shard: LiveShard) -> bool:
     """Return whether a shard is a parameter, or optimizer state: nothing but a step changes it."""
     return shard.requires_grad or shard.must_be_equal or (bool(shard.key.slot) and not shard.by_content)
+
+
+class StateProof:
+    """Facts about the shards that stand still, taken in the call, by which the copy made of them later is proven.
+
+    The version counters of torch show changes by its operations. Fused optimizers and writes through `.data` or numpy do
+    not raise them; samples show these, unless they change a few elements only.
+
+    Args:
+        shards: all shards of the save; those that were copied in the call need no proof.
+    """
+
+    def __init__(self, shards: Sequence[LiveShard]) -> None:
+        self._numbers = np.flatnonzero([_stands_still(shard) for shard in shards])
+        steady = [shards[number] for number in self._numbers.tolist()]
+        self._names = [shard.key for shard in steady]
+        self._tensors = [shard.data for shard in steady]
+        self._fragments = [shard.fragments for shard in steady]
+        self._versions = _versions(self._tensors)
+        with torch.no_grad():
+            self._samples = TensorSamples.of(self._all_bytes())
+
+    def error_of_versions(self) -> StateChangedError | None:
+        """Return an error if an operation of torch has changed a tensor since the call; None otherwise."""
+        tensors = self._tensors
+        return self._error(np.flatnonzero(_versions(tensors) != self._versions)) if tensors else None
+
+    def check(
+        self, sources: Sequence[tuple[int, int, int]], files: Sequence[ImageFile], pool: StagingPool | None
+    ) -> None:
+        """Check a copy, and release the tensors.
+
+        Args:
+            sources: shard, first and end box of each tensor of the image, as in `RankImage`.
+            files: files of the image.
+            pool: pool that holds the image. None if it was too small: then the tensors themselves must not have changed.
+
+        Raises:
+            StateChangedError: the program has changed tensors since the call.
+        """
+        try:
+            with torch.no_grad():
+                if pool is None:
+                    differing = self._samples.differing_from(TensorSamples.of(self._all_bytes()))
+                else:
+                    differing = self._samples.differing(self._copied(sources, files), pool.tensor().numpy())
+            # Versions last: an operation raises them when it has ended.
+            error = self._error(differing) or self.error_of_versions()
+        finally:
+            self._tensors = []
+        if error is not None:
+            raise error
+
+    def _all_bytes(self) -> list[torch.Tensor | Runs]:
+        pairs = zip(self._tensors, self._fragments, strict=True)
+        return [data if found is None else Runs(data, found.places, found.counts) for data, found in pairs]
+
+    def _copied(self, sources: Sequence[tuple[int, int, int]], files: Sequence[ImageFile]) -> CopiedRanges:
+        """Return where the image holds the bytes of the shards."""
+        number_of: dict[int, int] = dict(zip(self._numbers.tolist(), range(len(self._numbers)), strict=True))
+        columns: list[tuple[int, int, int]] = []
+        for file in files:
+            for source, start, size in zip(file.shards, file.starts.tolist(), file.sizes.tolist(), strict=True):
+                shard, first, _ = sources[source]
+                number = number_of.get(shard)
+                if number is None:
+                    continue
+                found = self._fragments[number]
+                before = 0 if found is None else int(found.counts[:first].sum()) * self._tensors[number].element_size()
+                begin = int(self._samples.starts[number]) + before
+                columns.append((begin, begin + size, file.start + start))
+        return CopiedRanges(*np.array(sorted(columns), np.int64).reshape(-1, 3).T)
+
+    def _error(self, numbers: Int64s) -> StateChangedError | None:
+        names = [str(self._names[number]) for number in numbers.tolist()]
+        if not names:
+            return None
+        return StateChangedError(
+            f"{listed(names, _MOST_NAMES)} changed while a save copied it in the background: call bytecheckpoint.fence() "
+            "before code of your own changes the state, or save with staging='blocking'",
+            tensors=tuple(names[:_MOST_NAMES]),
+        )
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> Int64s:
+    """Return torch's counts of the changes of tensors. Tensors of the inference mode have none."""
+    try:
+        return np.fromiter((tensor._version for tensor in tensors), np.int64, len(tensors))
+    except RuntimeError:
+        return np.array([0 if tensor.is_inference() else tensor._version for tensor in tensors], np.int64)

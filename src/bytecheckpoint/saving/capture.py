@@ -21,6 +21,7 @@ from bytecheckpoint.garbage_collection import gc_paused
 from bytecheckpoint.planning.local_table import LocalTable, describe
 from bytecheckpoint.representation.catalog import VALUES_SLOT
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
+from bytecheckpoint.saving.background import StateProof
 from bytecheckpoint.saving.drift import relative_drift
 from bytecheckpoint.saving.messages import ValueRecord, escaped
 
@@ -101,6 +102,7 @@ class CapturedState:
             `release`.
         selection: selected part of the states.
         steps: training steps that the caller's objects show, by name.
+        proof: facts that prove a copy in the background; None if the caller waits.
     """
 
     shards: list[LiveShard]
@@ -109,6 +111,7 @@ class CapturedState:
     layouts: dict[str, Callable[[], Any]]
     selection: SelectionReport
     steps: Mapping[str, int]
+    proof: StateProof | None = None
 
     @classmethod
     def of(
@@ -117,6 +120,8 @@ class CapturedState:
         selection: SelectionReport | None = None,
         steps: Mapping[str, int] | None = None,
         timeout: float | None = None,
+        *,
+        proven: bool = False,
     ) -> CapturedState:
         """Sort what an adapter has captured. Call it in the caller's thread, for the sake of `copies`.
 
@@ -125,6 +130,7 @@ class CapturedState:
             selection: selected part of the states.
             steps: training steps that the caller's objects show, by name.
             timeout: seconds that the work may take which the caller had queued on devices; None: without limit.
+            proven: True to take samples now, which prove a later copy.
         """
         shards: list[LiveShard] = []
         values: list[Value] = []
@@ -141,10 +147,11 @@ class CapturedState:
             for part in state.streams:
                 values.append(_value_of_tree(state, part.name, part.tree, merged=True))
                 values += (_value_of_shard(shard, merged=True, parts=state.stream_count) for shard in part.shards)
+        proof = StateProof(shards) if proven else None  # before the events that `DeviceCopies` queues
         devices = {tensor.device for tensor in (*(s.data for s in shards), *(v.data for v in values))}
         copies = DeviceCopies(devices, to_host=True, timeout=timeout)
         layouts = {state.name: state.layout for state in states}
-        return cls(shards, values, copies, layouts, selection or SelectionReport(), steps or {})
+        return cls(shards, values, copies, layouts, selection or SelectionReport(), steps or {}, proof)
 
     def describe(self) -> tuple[LocalTable, bytes]:
         """Return the table of the shards, and its signature, which is the key of the plan cache."""

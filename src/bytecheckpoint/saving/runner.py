@@ -11,6 +11,7 @@ from functools import partial
 
 from bytecheckpoint.arguments import value_of
 from bytecheckpoint.collectives.current import thread_scope
+from bytecheckpoint.engine.pieces import SharedCopy
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.failures import Failure
 from bytecheckpoint.handles import SaveFuture, SaveHandle, SaveReport, fail_handle, failing_handle
@@ -175,12 +176,18 @@ class _SaveRun:
         handle.path = operation.path = self.request.storage.url
         operation.mark("capture")
         if mode is SaveMode.BACKGROUND:
-            arm(
-                PendingCopy(
-                    handle.staged, self.request.settings.timeout, partial(self.channel.fail, "stage"), thread_scope()
-                )
+            assert captured.proof is not None
+            copy = PendingCopy(
+                handle.staged,
+                SharedCopy(),
+                self.request.settings.timeout,
+                captured.proof.error_of_versions,
+                partial(self.channel.fail, "stage"),
+                operation,
+                thread_scope(),
             )
-            self._submit(handle, partial(self._stage_in_background, handle, captured))
+            arm(copy)
+            self._submit(handle, partial(self._stage_in_background, handle, captured, copy))
             return
         staged = [self._stage(handle, captured)]
         world.note_prepared(self.request.states.objects)
@@ -189,15 +196,16 @@ class _SaveRun:
         else:
             self._submit(handle, staged.pop)
 
-    def _stage_in_background(self, handle: SaveHandle, captured: CapturedState) -> StagedSave:
+    def _stage_in_background(self, handle: SaveHandle, captured: CapturedState, copy: PendingCopy) -> StagedSave:
+        copy.turn.set_result(None)
         self._world.saves.raise_failure()
         if self._world.calls.overtaken("save", self.channel.number):
             raise CheckpointError("an earlier save has shown that ranks make different calls; save again")
         self._operation.mark("wait")
-        return self._stage(handle, captured)
+        return self._stage(handle, captured, copy.shared)
 
-    def _stage(self, handle: SaveHandle, captured: CapturedState) -> StagedSave:
-        staged = self.save.stage(self.save.agree_plan(captured))
+    def _stage(self, handle: SaveHandle, captured: CapturedState, shared: SharedCopy | None = None) -> StagedSave:
+        staged = self.save.stage(self.save.agree_plan(captured), shared)
         if self.request.mode is not SaveMode.SYNCHRONOUS:
             handle.staged.set_result(None)
         return staged
@@ -221,7 +229,9 @@ class _SaveRun:
         def run() -> None:
             try:
                 report = self._finish(handle, staged)
-                self._report_commit(handle, replace(report, blocking_seconds=blocking_seconds))
+                fence_seconds = self._operation.total("fence").seconds
+                waited = blocking_seconds + fence_seconds
+                self._report_commit(handle, replace(report, blocking_seconds=waited, fence_seconds=fence_seconds))
             except BaseException as error:  # noqa: BLE001  kept for result() and the next save
                 cause = self.fail(error)
                 rank, stage = self._world.collective.rank, self._operation.phase

@@ -9,6 +9,7 @@ import numpy as np
 from msgspec import structs
 
 from bytecheckpoint.collectives import Collective
+from bytecheckpoint.engine.pieces import SharedCopy
 from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.frameworks.selection import select_states
@@ -41,7 +42,7 @@ from bytecheckpoint.saving.rank_plan import AgreedPlan, make_rank_plan
 from bytecheckpoint.saving.request import SaveMode, SaveRequest
 from bytecheckpoint.saving.steps import steps_of_shards
 from bytecheckpoint.saving.writer import RankWriter, StagedFiles, WrittenFiles
-from bytecheckpoint.tracing.operation import Operation, retries_so_far
+from bytecheckpoint.tracing.operation import Operation, retries_so_far, span
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["Save", "StagedSave", "WrittenSave"]
@@ -115,10 +116,13 @@ class Save:
         """Read the caller's objects. Run it in the caller's thread."""
         request, states = self._request, self._request.states
         live = select_states(states.framework.capture(states.objects, names=states.names), states.selection)
-        if request.mode is SaveMode.BACKGROUND:
+        background = request.mode is SaveMode.BACKGROUND
+        if background:
             self._operation.count("copied in the call", nbytes=copy_volatile(live))
         self._operation.step = request.step
-        return CapturedState.of(live, states.selection.report(), request.steps, request.settings.timeout)
+        return CapturedState.of(
+            live, states.selection.report(), request.steps, request.settings.timeout, proven=background
+        )
 
     def agree_plan(self, captured: CapturedState, *, dry: bool = False) -> AgreedPlan:
         """Take the plan from the cache, or ask the coordinator for one.
@@ -148,16 +152,26 @@ class Save:
             self._operation.mark("plan")
         return agreed
 
-    def stage(self, agreed: AgreedPlan) -> StagedSave:
+    def stage(self, agreed: AgreedPlan, shared: SharedCopy | None = None) -> StagedSave:
         """Copy the planned bytes, unless the caller waits until they are written.
+
+        Args:
+            agreed: plan of the save.
+            shared: copy in the background, in which other threads take part; None if the caller waits.
 
         Raises:
             IncompatibleCheckpointError: replicas on this rank differ.
+            StateChangedError: the program has changed the state during a copy in the background.
         """
         if self._live:
             return StagedSave(agreed, *self._read_checks(agreed), self._writer.stage_live(agreed))
-        files = self._writer.copy(agreed)
+        files = self._writer.copy(agreed, shared)
         checks, samples = self._read_checks(agreed)
+        if agreed.captured.proof is not None:
+            copied = files.pool if files.opened is None else None  # else the bytes have passed through the pool
+            with span("prove"), agreed.captured.copies.queued():
+                files_of_plan = [file.image for file in agreed.plan.image.files]
+                agreed.captured.proof.check(agreed.plan.image.sources, files_of_plan, copied)
         agreed.captured.release()
         return StagedSave(agreed, checks, samples, files)
 

@@ -23,6 +23,7 @@ from bytecheckpoint.engine.image_writer import (
     stage_image,
     stream_image,
 )
+from bytecheckpoint.engine.pieces import SharedCopy
 from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.engine.runs import Runs
 from bytecheckpoint.engine.save_resources import SaveResources
@@ -156,8 +157,13 @@ class RankWriter:
         chunks = stage_image(image, pool, self._settings.storage.chunk_bytes)
         return StagedFiles(files, places, values, pool, chunks, opened=opened)
 
-    def copy(self, agreed: AgreedPlan) -> StagedFiles:
-        """Copy everything into a staging pool, so that the caller may change the live tensors."""
+    def copy(self, agreed: AgreedPlan, shared: SharedCopy | None) -> StagedFiles:
+        """Copy everything into a staging pool, so that the caller may change the live tensors.
+
+        Args:
+            agreed: plan of the save.
+            shared: copy in which other threads take part; None if the caller waits.
+        """
         self._operation.phase = "stage"
         files, places, image = self._lay_out_plan(agreed)
         settings = self._settings
@@ -178,7 +184,7 @@ class RankWriter:
             for value in hash_all((values[key] for key in places), image.copies):
                 values[value.key] = value.without_data()
         with busy(settings.timeout + nbytes / _SLOWEST_COPY), span("copy", image.nbytes):
-            chunks = stage_image(image, pool, settings.storage.chunk_bytes, opened[0] if opened else None)
+            chunks = stage_image(image, pool, settings.storage.chunk_bytes, opened[0] if opened else None, shared)
         if fits:
             for key, (file, offset) in places.items():
                 values[key] = _staged(values[key], files[file].image.start + offset, pool)

@@ -1,0 +1,177 @@
+"""Sample the bytes of tensors, to prove later that a copy holds what they held.
+
+All bytes of all tensors form one line: those of the first tensor in row-major order, then those of the second, and so on.
+Each piece of a tensor, of 8 MiB or less, gives its first 8 bytes, its last 8, and 6 times 8 between. A write that comes
+while a piece is copied shows at its end, which is copied last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bytecheckpoint.engine.pieces import PIECE_BYTES
+from bytecheckpoint.engine.runs import Runs
+from bytecheckpoint.engine.tensor_bytes import flat_bytes, movable
+from bytecheckpoint.representation.boxes import Int64s
+
+__all__ = ["CopiedRanges", "TensorSamples"]
+
+#: Samples of a piece; two of them are its ends.
+_PER_PIECE = 8
+_WORD = 8
+
+
+class CopiedRanges(NamedTuple):
+    """Ranges of the line of all bytes that were copied into one memory, as columns of int64 in the order of the line.
+
+    Attributes:
+        begin: first byte of each range in the line, [n].
+        end: end of each range in the line, [n].
+        at: place of its first byte in the memory, [n].
+    """
+
+    begin: Int64s
+    end: Int64s
+    at: Int64s
+
+
+class _Column(NamedTuple):
+    """Samples of one width, uint64 or uint8: their places in the line, and their values, which may be on a device."""
+
+    at: Int64s
+    values: NDArray[Any] | torch.Tensor
+
+    def host_values(self) -> NDArray[Any]:
+        return self.values.cpu().numpy() if isinstance(self.values, torch.Tensor) else self.values
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSamples:
+    """Samples of tensors at one moment.
+
+    Attributes:
+        starts: first byte of each tensor in the line of all bytes, and the end of the last one, int64 [tensors + 1].
+    """
+
+    starts: Int64s
+    _columns: list[_Column]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor | Runs]) -> TensorSamples:
+        """Read the samples now. On a device, the current stream reads them in order with the work queued there."""
+        sizes = np.fromiter((tensor.nbytes for tensor in tensors), np.int64, len(tensors))
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        plain = np.fromiter(map(_in_one_place, tensors), np.bool_, len(tensors))
+        address = np.array([t.data_ptr() if isinstance(t, torch.Tensor) else 0 for t in tensors], np.int64)
+        columns: list[_Column] = []
+        long = np.flatnonzero(plain & (sizes >= _WORD))
+        which, offset = _places(long, sizes[long], _WORD)
+        columns.append(_Column(starts[which] + offset, _read(address[which] + offset, np.uint64)))
+        short = np.flatnonzero(plain & (sizes < _WORD))
+        which = np.repeat(short, sizes[short])
+        offset = np.arange(len(which)) - np.repeat(np.cumsum(sizes[short]) - sizes[short], sizes[short])
+        columns.append(_Column(starts[which] + offset, _read(address[which] + offset, np.uint8)))
+        other = np.flatnonzero(~plain & (sizes > 0))
+        columns += _elements_of([tensors[i] for i in other.tolist()], starts[other])
+        return cls(starts, columns)
+
+    def differing(self, copied: CopiedRanges, memory: NDArray[np.uint8]) -> Int64s:
+        """Return the numbers of the tensors of which a sample in a copied range differs from the copy.
+
+        Args:
+            copied: ranges that were copied.
+            memory: memory that they were copied to.
+        """
+        found = [np.zeros(0, np.int64)]
+        if not len(copied.begin):
+            return found[0]
+        for at, values in ((column.at, column.host_values()) for column in self._columns):
+            if not len(at):
+                continue
+            of_range = np.maximum(np.searchsorted(copied.begin, at, "right") - 1, 0)
+            inside = (at >= copied.begin[of_range]) & (at + values.itemsize <= copied.end[of_range])
+            at, of_range = at[inside], of_range[inside]
+            copies = _read(memory.ctypes.data + copied.at[of_range] + at - copied.begin[of_range], values.dtype)
+            found.append(at[copies != values[inside]])
+        return self._tensors_at(np.concatenate(found))
+
+    def differing_from(self, other: TensorSamples) -> Int64s:
+        """Return the numbers of the tensors whose samples differ from those of the same tensors at another moment."""
+        pairs = zip(self._columns, other._columns, strict=True)
+        return self._tensors_at(np.concatenate([a.at[a.host_values() != b.host_values()] for a, b in pairs]))
+
+    def _tensors_at(self, places: Int64s) -> Int64s:
+        return np.unique(np.searchsorted(self.starts, places, "right") - 1)
+
+
+def _in_one_place(tensor: torch.Tensor | Runs) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.is_cpu and tensor.is_contiguous()
+
+
+def _places(numbers: Int64s, sizes: Int64s, width: int) -> tuple[Int64s, Int64s]:
+    """Return the tensor and the offset in it of each sample of `width` bytes.
+
+    Args:
+        numbers: numbers of the tensors, [n].
+        sizes: their lengths in bytes, at least `width`, [n].
+        width: bytes of a sample.
+    """
+    pieces = -(-sizes // PIECE_BYTES)
+    which = np.repeat(np.arange(len(numbers)), pieces)
+    begin = (np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * PIECE_BYTES
+    last = np.minimum(begin + PIECE_BYTES, sizes[which]) - width
+    begin = np.minimum(begin, last)
+    # Places that look random, so no pattern of a write avoids them: multiples of the golden ratio, modulo one.
+    part = np.arange(1, len(which) * _PER_PIECE + 1).reshape(-1, _PER_PIECE) * 0.6180339887498949 % 1.0
+    part[:, 0], part[:, -1] = 0.0, 1.0
+    offsets = begin[:, None] + (part * (last - begin)[:, None]).astype(np.int64)
+    return np.repeat(numbers[which], _PER_PIECE), offsets.ravel()
+
+
+def _elements_of(tensors: Sequence[torch.Tensor | Runs], starts: Int64s) -> list[_Column]:
+    """Sample whole elements of tensors that are on a device, have strides or consist of runs; a column for each kind."""
+    columns: list[_Column] = []
+    batches: dict[tuple[torch.device, torch.dtype], tuple[list[Int64s], list[torch.Tensor]]] = {}
+    for tensor, start in zip(tensors, starts.tolist(), strict=True):
+        memory = movable(tensor) if isinstance(tensor, torch.Tensor) else tensor.memory
+        size = memory.element_size()
+        count = tensor.nbytes // size
+        samples = min(_PER_PIECE * -(-tensor.nbytes // PIECE_BYTES), count)
+        step = count // samples
+        numbers = count - 1 - np.arange(samples)[::-1] * step
+        if isinstance(tensor, torch.Tensor) and tensor.is_contiguous():
+            values = memory.as_strided((samples,), (step,), memory.storage_offset() + int(numbers[0]))
+        else:
+            inner = numbers if isinstance(tensor, torch.Tensor) else tensor.places_of(numbers)
+            values = memory.take(torch.from_numpy(inner).to(memory.device))
+        at, held = batches.setdefault((memory.device, memory.dtype), ([], []))
+        at.append((start + numbers[:, None] * size + np.arange(size)).ravel())
+        held.append(values)
+    for at, held in batches.values():
+        joined = flat_bytes(torch.cat(held))
+        columns.append(_Column(np.concatenate(at), joined.numpy() if joined.is_cpu else joined))
+    return columns
+
+
+class _Memory:
+    """The memory of this process from an address on, as an array in which an element begins at every byte."""
+
+    def __init__(self, address: int, count: int, dtype: Any) -> None:
+        self.__array_interface__ = {
+            "version": 3, "data": (address, True), "shape": (count,), "strides": (1,), "typestr": np.dtype(dtype).str,
+        }  # fmt: skip
+
+
+def _read(addresses: Int64s, dtype: Any) -> NDArray[Any]:
+    """Read a number at each address."""
+    if not len(addresses):
+        return np.zeros(0, dtype)
+    low = int(addresses.min())
+    # One index for all: a view for each takes eight times as long.
+    return np.asarray(_Memory(low, int(addresses.max()) - low + 1, dtype))[addresses - low]
