@@ -7,8 +7,10 @@ in the call. A hook of torch before the step of any optimizer waits until all su
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,9 +27,9 @@ from bytecheckpoint.engine.device_copies import capturing
 from bytecheckpoint.engine.pieces import SharedCopy
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, UsageError
 from bytecheckpoint.threads import wait_for_any
-from bytecheckpoint.tracing.operation import Operation
+from bytecheckpoint.tracing.operation import Operation, in_operation
 
-__all__ = ["PendingCopy", "arm", "fence", "wait_for_copies"]
+__all__ = ["PendingCopy", "arm", "fence", "storage_identity", "wait_for_copies"]
 
 _log = logging.getLogger("bytecheckpoint")
 #: Packages whose optimizers change nothing before they have called their closure, which does forward and backward.
@@ -46,6 +48,7 @@ class PendingCopy:
         give_up: function that fails the save with an error.
         operation: measurements of the save.
         scope: rank of the save, where several are threads of one process.
+        guarded: identities of the memory of which Python accesses wait too.
         turn: future, done when the earlier saves have ended.
     """
 
@@ -56,6 +59,7 @@ class PendingCopy:
     give_up: Callable[[CheckpointError], object]
     operation: Operation
     scope: object
+    guarded: frozenset[int] = frozenset()
     turn: Future[None] = field(default_factory=Future)
 
     def wait(self, what: str) -> CheckpointError | None:
@@ -71,13 +75,24 @@ class PendingCopy:
         return CheckpointTimeoutError(f"its copy in the background took more than {self.seconds:g} s, and {what} ran")
 
 
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
 class _Fence:
-    """The copies of this process that are still being made."""
+    """The copies of this process that are still being made.
+
+    Attributes:
+        untraced: function that calls a function with arguments. Inside of a compiled step torch would else compile what
+            the fence runs.
+    """
 
     def __init__(self) -> None:
+        self.untraced = _call
         self._lock = threading.Lock()
         self._pending: list[PendingCopy] = []
         self._hooked = False
+        self._guards = False
 
     def arm(self, copy: PendingCopy) -> None:
         with self._lock:
@@ -85,12 +100,20 @@ class _Fence:
                 # Registered once and never removed: compiled steps are compiled anew when the hooks change.
                 register_optimizer_step_pre_hook(_before_step)
                 self._hooked = True
+            if self.untraced is _call and "torch._dynamo" in sys.modules:  # as in every program with an optimizer
+                self.untraced = torch.compiler.disable(_call)
+            if copy.guarded and not self._guards:
+                _install_guard()
+                self._guards = True
             self._pending = [one for one in self._pending if not one.staged.done()] + [copy]
+
+    @property
+    def idle(self) -> bool:
+        """True if nothing can be pending, as nearly always."""
+        return not self._pending
 
     def pending(self) -> list[PendingCopy]:
         """Return the copies of the calling thread's rank that are still being made."""
-        if not self._pending:  # as nearly always, without the lock
-            return []
         scope = thread_scope()
         with self._lock:
             self._pending = [one for one in self._pending if not one.staged.done()]
@@ -122,9 +145,11 @@ def fence() -> None:
     Raises:
         UsageError: it was called inside another call, by a hook or a done-callback, and a copy is being made.
     """
+    if _fence.idle:
+        return
     if _fence.pending() and (call := running_call()) is not None:
         raise UsageError(f"fence was called inside of {call}, which the copy may need: call it after that has returned")
-    wait_for_copies("fence")
+    _fence.untraced(wait_for_copies, "fence")
 
 
 def wait_for_copies(what: str, inside: str | None = None) -> None:
@@ -163,6 +188,13 @@ def _before_step(
     Returns:
         The arguments of the step with a closure that waits; None where they stay.
     """
+    return None if _fence.idle else _fence.untraced(_arguments_of_waiting_step, optimizer, args, kwargs)
+
+
+def _arguments_of_waiting_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Wait, or let the closure of a step wait; see `_before_step`."""
     if not _fence.pending() or capturing():
         return None
     what = f"{type(optimizer).__name__}.step"
@@ -170,7 +202,7 @@ def _before_step(
     def waiting(closure: Callable[[], Any]) -> Callable[[], Any]:
         def call() -> Any:
             loss = closure()
-            wait_for_copies(what, running_call())
+            _fence.untraced(wait_for_copies, what, running_call())
             return loss
 
         return call
@@ -182,3 +214,46 @@ def _before_step(
             return (args[0], waiting(args[1]), *args[2:]), kwargs
     wait_for_copies(what, running_call())
     return None
+
+
+def storage_identity(tensor: torch.Tensor) -> int:
+    """Return a number that all views of one memory share."""
+    return int(_untyped_storage(tensor)._cdata)
+
+
+_untyped_storage = torch.Tensor.untyped_storage
+_TO_MEMORY = ("numpy", "__array__", "__dlpack__", "untyped_storage", "storage", "data_ptr")
+
+
+def _install_guard() -> None:
+    """Let accesses to the memory of a tensor that is being copied wait. It stays: a class that changes often is slow."""
+    tensor: Any = torch.Tensor
+    data = tensor.data
+
+    def get(self: torch.Tensor) -> Any:
+        if not _fence.idle:
+            _guard(self, "data")
+        return data.__get__(self)
+
+    tensor.data = property(get, data.__set__, doc=data.__doc__)
+    for name in _TO_MEMORY:
+        setattr(tensor, name, _guarded(name, getattr(tensor, name)))
+
+
+def _guarded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def guarded(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not _fence.idle:
+            _guard(self, name)
+        return method(self, *args, **kwargs)
+
+    return guarded
+
+
+def _guard(tensor: torch.Tensor, name: str) -> None:
+    """Wait if a tensor is being copied, except in threads and calls of this package, which may be those that copy."""
+    if in_operation() or torch.compiler.is_compiling() or type(tensor).__module__.startswith("torch._subclasses"):
+        return
+    guarded = [copy.guarded for copy in _fence.pending()]
+    if any(guarded) and storage_identity(tensor) in frozenset().union(*guarded):
+        _fence.untraced(wait_for_copies, f"an access to .{name} of a tensor")

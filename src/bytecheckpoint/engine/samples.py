@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 
 from bytecheckpoint.engine.pieces import PIECE_BYTES
 from bytecheckpoint.engine.runs import Runs
-from bytecheckpoint.engine.tensor_bytes import flat_bytes, movable
+from bytecheckpoint.engine.tensor_bytes import dense, flat_bytes, movable
 from bytecheckpoint.representation.boxes import Int64s
 
 __all__ = ["CopiedRanges", "TensorSamples"]
@@ -25,6 +26,8 @@ __all__ = ["CopiedRanges", "TensorSamples"]
 #: Samples of a piece; two of them are its ends.
 _PER_PIECE = 8
 _WORD = 8
+#: Bytes that are hashed together where everything is.
+_BLOCK = 64 << 10
 
 
 class CopiedRanges(NamedTuple):
@@ -51,6 +54,14 @@ class _Column(NamedTuple):
         return self.values.cpu().numpy() if isinstance(self.values, torch.Tensor) else self.values
 
 
+class _Blocks(NamedTuple):
+    """Hashes of all bytes, block by block: places of the blocks in the line, and a number for each."""
+
+    begin: Int64s
+    end: Int64s
+    hashes: NDArray[np.uint64]
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSamples:
     """Samples of tensors at one moment.
@@ -61,10 +72,16 @@ class TensorSamples:
 
     starts: Int64s
     _columns: list[_Column]
+    _blocks: _Blocks
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor | Runs]) -> TensorSamples:
-        """Read the samples now. On a device, the current stream reads them in order with the work queued there."""
+    def of(cls, tensors: Sequence[torch.Tensor | Runs], *, full: bool = False) -> TensorSamples:
+        """Read the samples now. On a device, the current stream reads them in order with the work queued there.
+
+        Args:
+            tensors: the tensors.
+            full: True to hash all bytes too.
+        """
         sizes = np.fromiter((tensor.nbytes for tensor in tensors), np.int64, len(tensors))
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         plain = np.fromiter(map(_in_one_place, tensors), np.bool_, len(tensors))
@@ -79,7 +96,7 @@ class TensorSamples:
         columns.append(_Column(starts[which] + offset, _read(address[which] + offset, np.uint8)))
         other = np.flatnonzero(~plain & (sizes > 0))
         columns += _elements_of([tensors[i] for i in other.tolist()], starts[other])
-        return cls(starts, columns)
+        return cls(starts, columns, _hash(tensors if full else [], starts))
 
     def differing(self, copied: CopiedRanges, memory: NDArray[np.uint8]) -> Int64s:
         """Return the numbers of the tensors of which a sample in a copied range differs from the copy.
@@ -99,12 +116,23 @@ class TensorSamples:
             at, of_range = at[inside], of_range[inside]
             copies = _read(memory.ctypes.data + copied.at[of_range] + at - copied.begin[of_range], values.dtype)
             found.append(at[copies != values[inside]])
+        begin, end, hashes = self._blocks
+        of_range = np.maximum(np.searchsorted(copied.begin, begin, "right") - 1, 0)
+        inside = (begin >= copied.begin[of_range]) & (end <= copied.end[of_range])
+        places = copied.at[of_range] + begin - copied.begin[of_range]
+        for number in np.flatnonzero(inside).tolist():
+            block = memory[places[number] : places[number] + end[number] - begin[number]]
+            if xxhash.xxh3_64_intdigest(block) != hashes[number]:
+                found.append(begin[number : number + 1])
         return self._tensors_at(np.concatenate(found))
 
     def differing_from(self, other: TensorSamples) -> Int64s:
         """Return the numbers of the tensors whose samples differ from those of the same tensors at another moment."""
         pairs = zip(self._columns, other._columns, strict=True)
-        return self._tensors_at(np.concatenate([a.at[a.host_values() != b.host_values()] for a, b in pairs]))
+        found = [a.at[a.host_values() != b.host_values()] for a, b in pairs]
+        return self._tensors_at(
+            np.concatenate([*found, self._blocks.begin[self._blocks.hashes != other._blocks.hashes]])
+        )
 
     def _tensors_at(self, places: Int64s) -> Int64s:
         return np.unique(np.searchsorted(self.starts, places, "right") - 1)
@@ -157,6 +185,22 @@ def _elements_of(tensors: Sequence[torch.Tensor | Runs], starts: Int64s) -> list
         joined = flat_bytes(torch.cat(held))
         columns.append(_Column(np.concatenate(at), joined.numpy() if joined.is_cpu else joined))
     return columns
+
+
+def _hash(tensors: Sequence[torch.Tensor | Runs], starts: Int64s) -> _Blocks:
+    """Hash all bytes of tensors."""
+    begin, end, hashes = [], [], []
+    for tensor, start in zip(tensors, starts[:-1].tolist(), strict=False):
+        if isinstance(tensor, Runs):
+            data = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu")
+            tensor.copy_bytes(0, tensor.nbytes, data)
+        else:
+            data = flat_bytes(dense(tensor)).cpu()
+        for at, block in zip(range(0, tensor.nbytes, _BLOCK), data.split(_BLOCK), strict=False):
+            begin.append(start + at)
+            end.append(start + at + len(block))
+            hashes.append(xxhash.xxh3_64_intdigest(block.numpy()))
+    return _Blocks(np.array(begin, np.int64), np.array(end, np.int64), np.array(hashes, np.uint64))
 
 
 class _Memory:

@@ -15,6 +15,7 @@ from bytecheckpoint.engine.tensor_bytes import movable
 from bytecheckpoint.errors import StateChangedError, listed
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.shards import LiveShard, LiveState
+from bytecheckpoint.step_fence import storage_identity
 
 __all__ = ["StateProof", "copy_volatile", "reason_to_block"]
 
@@ -77,9 +78,11 @@ class StateProof:
 
     Args:
         shards: all shards of the save; those that were copied in the call need no proof.
+        full: True to hash all bytes too.
     """
 
-    def __init__(self, shards: Sequence[LiveShard]) -> None:
+    def __init__(self, shards: Sequence[LiveShard], *, full: bool = False) -> None:
+        self._full = full
         self._numbers = np.flatnonzero([_stands_still(shard) for shard in shards])
         steady = [shards[number] for number in self._numbers.tolist()]
         self._names = [shard.key for shard in steady]
@@ -87,7 +90,11 @@ class StateProof:
         self._fragments = [shard.fragments for shard in steady]
         self._versions = _versions(self._tensors)
         with torch.no_grad():
-            self._samples = TensorSamples.of(self._all_bytes())
+            self._samples = TensorSamples.of(self._all_bytes(), full=full)
+
+    def storages(self) -> frozenset[int]:
+        """Return the identities of the memory of all tensors."""
+        return frozenset(map(storage_identity, self._tensors))
 
     def error_of_versions(self) -> StateChangedError | None:
         """Return an error if an operation of torch has changed a tensor since the call; None otherwise."""
@@ -110,7 +117,7 @@ class StateProof:
         try:
             with torch.no_grad():
                 if pool is None:
-                    differing = self._samples.differing_from(TensorSamples.of(self._all_bytes()))
+                    differing = self._samples.differing_from(TensorSamples.of(self._all_bytes(), full=self._full))
                 else:
                     differing = self._samples.differing(self._copied(sources, files), pool.tensor().numpy())
             # Versions last: an operation raises them when it has ended.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -121,7 +121,7 @@ class CapturedState:
         steps: Mapping[str, int] | None = None,
         timeout: float | None = None,
         *,
-        proven: bool = False,
+        proof: Literal["none", "sampled", "full"] = "none",
     ) -> CapturedState:
         """Sort what an adapter has captured. Call it in the caller's thread, for the sake of `copies`.
 
@@ -130,7 +130,7 @@ class CapturedState:
             selection: selected part of the states.
             steps: training steps that the caller's objects show, by name.
             timeout: seconds that the work may take which the caller had queued on devices; None: without limit.
-            proven: True to take samples now, which prove a later copy.
+            proof: extent of the samples to take now, which prove a later copy.
         """
         shards: list[LiveShard] = []
         values: list[Value] = []
@@ -147,11 +147,12 @@ class CapturedState:
             for part in state.streams:
                 values.append(_value_of_tree(state, part.name, part.tree, merged=True))
                 values += (_value_of_shard(shard, merged=True, parts=state.stream_count) for shard in part.shards)
-        proof = StateProof(shards) if proven else None  # before the events that `DeviceCopies` queues
+        # Before the events that `DeviceCopies` queues.
+        proven = StateProof(shards, full=proof == "full") if proof != "none" else None
         devices = {tensor.device for tensor in (*(s.data for s in shards), *(v.data for v in values))}
         copies = DeviceCopies(devices, to_host=True, timeout=timeout)
         layouts = {state.name: state.layout for state in states}
-        return cls(shards, values, copies, layouts, selection or SelectionReport(), steps or {}, proof)
+        return cls(shards, values, copies, layouts, selection or SelectionReport(), steps or {}, proven)
 
     def describe(self) -> tuple[LocalTable, bytes]:
         """Return the table of the shards, and its signature, which is the key of the plan cache."""

@@ -177,6 +177,7 @@ class _SaveRun:
         operation.mark("capture")
         if mode is SaveMode.BACKGROUND:
             assert captured.proof is not None
+            guarded = self.request.settings.staging.guard
             copy = PendingCopy(
                 handle.staged,
                 SharedCopy(),
@@ -185,6 +186,7 @@ class _SaveRun:
                 partial(self.channel.fail, "stage"),
                 operation,
                 thread_scope(),
+                captured.proof.storages() if guarded else frozenset(),
             )
             arm(copy)
             self._submit(handle, partial(self._stage_in_background, handle, captured, copy))

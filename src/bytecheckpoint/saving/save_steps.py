@@ -121,7 +121,11 @@ class Save:
             self._operation.count("copied in the call", nbytes=copy_volatile(live))
         self._operation.step = request.step
         return CapturedState.of(
-            live, states.selection.report(), request.steps, request.settings.timeout, proven=background
+            live,
+            states.selection.report(),
+            request.steps,
+            request.settings.timeout,
+            proof=request.settings.staging.check if background else "none",
         )
 
     def agree_plan(self, captured: CapturedState, *, dry: bool = False) -> AgreedPlan:

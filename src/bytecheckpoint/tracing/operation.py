@@ -29,6 +29,7 @@ __all__ = [
     "bind_operation",
     "count",
     "count_retries",
+    "in_operation",
     "merge_measurements",
     "pause",
     "retries_so_far",
@@ -250,6 +251,11 @@ class Operation:
 
 
 _current: ContextVar[Operation | None] = ContextVar("bytecheckpoint_operation", default=None)
+
+
+def in_operation() -> bool:
+    """Return whether this thread works for an operation."""
+    return _current.get() is not None
 
 
 class span:
