@@ -119,7 +119,9 @@ class StateProof:
                 if pool is None:
                     differing = self._samples.differing_from(TensorSamples.of(self._all_bytes(), full=self._full))
                 else:
-                    differing = self._samples.differing(self._copied(sources, files), pool.tensor().numpy())
+                    # A rank that writes nothing has no memory in the pool.
+                    memory = pool.tensor().numpy() if pool.capacity else np.zeros(0, np.uint8)
+                    differing = self._samples.differing(self._copied(sources, files), memory)
             # Versions last: an operation raises them when it has ended.
             error = self._error(differing) or self.error_of_versions()
         finally:
