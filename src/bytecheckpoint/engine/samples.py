@@ -203,7 +203,7 @@ def _hash(tensors: Sequence[torch.Tensor | Runs], starts: Int64s) -> _Blocks:
     return _Blocks(np.array(begin, np.int64), np.array(end, np.int64), np.array(hashes, np.uint64))
 
 
-class _Memory:
+class _AddressSpace:
     """The memory of this process from an address on, as an array in which an element begins at every byte."""
 
     def __init__(self, address: int, count: int, dtype: Any) -> None:
@@ -218,4 +218,4 @@ def _read(addresses: Int64s, dtype: Any) -> NDArray[Any]:
         return np.zeros(0, dtype)
     low = int(addresses.min())
     # One index for all: a view for each takes eight times as long.
-    return np.asarray(_Memory(low, int(addresses.max()) - low + 1, dtype))[addresses - low]
+    return np.asarray(_AddressSpace(low, int(addresses.max()) - low + 1, dtype))[addresses - low]
