@@ -58,6 +58,8 @@ MANY_FIELDS: dict[str, str] = {
     "bytecheckpoint.monitoring.progress.RankProgress": "a message, without nested parts because it is sent often",
     "bytecheckpoint.monitoring.record.RankRecord": "a message that becomes the columns of a documented table",
     "bytecheckpoint.monitoring.simulation.SimulatedRun": "keyword options, each with a default",
+    "bytecheckpoint.options.SaveOptions": "the keyword options of a call",
+    "bytecheckpoint.representation.header_writer.build_header": "the fields of a header",
     "bytecheckpoint.handles.LoadReport": "a flat report for users",
     "bytecheckpoint.handles.SaveReport": "a flat report for users",
     "bytecheckpoint.frameworks.base.Destination": "the parts of a load plan that adapters add to, each with a default",

@@ -9,6 +9,7 @@ from benchmarks.bench import Bench
 from benchmarks.cases.cuts import cuts
 from benchmarks.cases.ddp import ddp_load
 from benchmarks.cases.fresh_process import first_calls
+from benchmarks.cases.frozen import frozen
 from benchmarks.cases.guarded import guarded
 from benchmarks.cases.interference import interference
 from benchmarks.cases.irregular import irregular
@@ -47,6 +48,7 @@ CASES: dict[str, Case] = {
     "small": Case(small_tensors),
     "first": Case(first_calls),
     "interference": Case(interference),
+    "frozen": Case(frozen, places=("tmpfs", "disk")),
     "slice": Case(slices),
     "reshard": Case(reshard, (1, 2, 4)),
     "cuts": Case(cuts, (1, 2, 4), ("tmpfs", "disk")),

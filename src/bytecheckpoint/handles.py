@@ -79,6 +79,7 @@ class SaveReport:
     Attributes:
         path: URL of the checkpoint.
         bytes_written: bytes that this rank wrote, headers included.
+        bytes_adopted: bytes in files of earlier checkpoints that this rank's part uses again (`incremental=True`).
         blocking_seconds: seconds for which the caller waited, in the call and at the fence.
         fence_seconds: seconds for which steps of optimizers, and other fences, waited for a copy in the background.
         total_seconds: seconds from the call to the commit.
@@ -104,6 +105,7 @@ class SaveReport:
     replica_drift: Mapping[str, float] = field(default_factory=dict)
     retries: int = 0
     retry_seconds: float = 0.0
+    bytes_adopted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ class SaveOptions:
         exclude: patterns of names not to save, as for `save`.
         names: parameters and their FQNs, as for `save`.
         metadata: facts for the catalog of each step, as for `save`.
+        incremental: use of earlier steps' files with unchanged parameters, as for `save`.
         on_error: "raise" the failure of a save, once, at the next call; or "warn": log it and continue.
     """
 
@@ -35,6 +36,7 @@ class SaveOptions:
     exclude: Sequence[str] | None = None
     names: Mapping[Any, Any] | None = None
     metadata: Mapping[str, Any] | None = None
+    incremental: bool = False
     on_error: Literal["raise", "warn"] = "raise"
 
     def __post_init__(self) -> None:

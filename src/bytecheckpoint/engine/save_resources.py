@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from bytecheckpoint.engine.earlier_files import EarlierFiles
 from bytecheckpoint.engine.helper import HelperProcess
 from bytecheckpoint.engine.staging_pools import StagingPools
 from bytecheckpoint.errors import CheckpointError
@@ -70,6 +71,7 @@ class SaveResources:
         pools: staging memory.
         plans: this rank's plans, by the signature of its table.
         global_plans: on rank 0, the coordinator's plans, by name.
+        earlier: files of earlier checkpoints that a save may use again.
         running_helper: helper process that was started last, None before the first.
     """
 
@@ -77,6 +79,7 @@ class SaveResources:
         self.pools = StagingPools()
         self.plans: PlanCache[bytes, Any] = PlanCache(_RANK_PLANS)
         self.global_plans: PlanCache[str, Any] = PlanCache(_GLOBAL_PLANS)
+        self.earlier = EarlierFiles()
         self.running_helper: HelperProcess | None = None
         self._warned_of_threads = False
 

@@ -151,6 +151,7 @@ def load(
             filled = _fill_states(collective, number, storage, checked(check), settings, operation)
             try:
                 report = filled.install(operation)
+                world.resources.earlier.note_loaded(address, filled.file_names)
             finally:
                 # Also if objects of this rank refuse their values: a preparation takes the number of a save on every rank.
                 if filled.prepare_save:

@@ -136,6 +136,11 @@ class FilledStates:
     prepare_save: bool
     rank: int
 
+    @property
+    def file_names(self) -> list[str]:
+        """The names of the checkpoint's files."""
+        return [file.name for file in self.fitted.catalog.files]
+
     def install(self, operation: Operation) -> LoadReport:
         """Install plain values, optimizer state and hyperparameters.
 

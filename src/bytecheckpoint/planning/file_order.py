@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from bytecheckpoint.planning.local_table import TensorRecord
-from bytecheckpoint.representation.boxes import Int64s
+from bytecheckpoint.representation.boxes import Int64s, Mask
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.tuning import tuning
 
@@ -15,7 +15,7 @@ __all__ = ["FileOrder", "file_bounds", "lay_out", "parts"]
 
 
 class FileOrder:
-    """The order of a rank's tensors in its files: by state, item size (descending) and dtype.
+    """The order of a rank's tensors in its files: by state, frozen ones last, by item size (descending) and dtype.
 
     Args:
         tensors: tensors of the plan.
@@ -23,16 +23,18 @@ class FileOrder:
     Attributes:
         states: names of the states, sorted.
         state: number of each tensor's state, int64 [t].
-        section: number of each tensor's state and item size, int64 [t]; sections lie in a file in this order.
-        place: number of each tensor's state, item size and dtype, int64 [t].
+        frozen: mask of the tensors that lie in files of their own, [t].
+        section: number of each tensor's state, file and item size, int64 [t]; sections lie in a file in this order.
+        place: number of each tensor's state, file, item size and dtype, int64 [t].
     """
 
     def __init__(self, tensors: Sequence[TensorRecord]) -> None:
         self.states = sorted({t.state for t in tensors})
         self.state = np.array([self.states.index(t.state) for t in tensors], np.int64)
-        keys = [(t.state, -itemsize(t.dtype), t.dtype) for t in tensors]
+        self.frozen = np.array([t.frozen for t in tensors], bool)
+        keys = [(t.state, t.frozen, -itemsize(t.dtype), t.dtype) for t in tensors]
         self.place = _numbered(keys)
-        self.section = _numbered([key[:2] for key in keys])
+        self.section = _numbered([key[:3] for key in keys])
 
 
 def _numbered(keys: Sequence[tuple[object, ...]]) -> Int64s:
@@ -40,42 +42,49 @@ def _numbered(keys: Sequence[tuple[object, ...]]) -> Int64s:
     return np.array([number[key] for key in keys], np.int64)
 
 
-def parts(rank: Int64s, state: Int64s) -> Int64s:
-    """Return the part number of each row: files with too many entries are split."""
-    new = np.ones(len(rank), bool)
-    new[1:] = (rank[1:] != rank[:-1]) | (state[1:] != state[:-1])
-    begin = np.flatnonzero(new)
-    return (
-        np.arange(len(rank)) - np.repeat(begin, np.diff(np.append(begin, len(rank))))
-    ) // tuning().max_entries_per_file
+def parts(rank: Int64s, state: Int64s, frozen: Mask) -> Int64s:
+    """Return the part number of each row: frozen tensors have their own files, and files of too many entries are split."""
+    new_state = _changes(rank, state)
+    new_file = new_state | _changes(frozen)
+    new_file[_count_from(new_file) % tuning().max_entries_per_file == 0] = True
+    return np.cumsum(new_file) - np.cumsum(new_file)[new_state][np.cumsum(new_state) - 1]
+
+
+def _changes(*columns: Int64s | Mask) -> Mask:
+    """Return which rows differ from the row before in a column; the first one does."""
+    new = np.zeros(len(columns[0]), bool)
+    new[:1] = True
+    for column in columns:
+        new[1:] |= column[1:] != column[:-1]
+    return new
+
+
+def _count_from(begins: Mask) -> Int64s:
+    """Count the rows since the last row that begins something, itself 0."""
+    rows = np.arange(len(begins))
+    return rows - rows[begins][np.cumsum(begins) - 1]
 
 
 def lay_out(rank: Int64s, state: Int64s, part: Int64s, nbytes: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """Return the file number and offset of each row, and the first row of each file."""
-    new = np.ones(len(rank), bool)
-    new[1:] = (rank[1:] != rank[:-1]) | (state[1:] != state[:-1]) | (part[1:] != part[:-1])
+    new = _changes(rank, state, part)
     start = np.flatnonzero(new)
     file = np.cumsum(new) - 1
     before = np.cumsum(nbytes) - nbytes
     return file, before - before[start][file] if len(rank) else before, start
 
 
-def file_bounds(states: Sequence[int] | Int64s) -> list[tuple[int, int, int, int]]:
+def file_bounds(state: Int64s, frozen: Mask) -> list[tuple[int, int, int, int]]:
     """Divide the rows of one rank, in the order of the plan, into files.
 
     Args:
-        states: number of each row's state.
+        state: number of each row's state.
+        frozen: mask of the rows of frozen tensors.
 
     Returns:
         (state, part, first row, end row) of each file.
     """
-    most = tuning().max_entries_per_file
-    column = np.asarray(states, np.int64)
-    bounds: list[tuple[int, int, int, int]] = []
-    ends = [*(np.flatnonzero(column[1:] != column[:-1]) + 1).tolist(), len(column)] if len(column) else []
-    first = 0
-    for end in ends:
-        for part, begin in enumerate(range(first, end, most)):
-            bounds.append((int(column[first]), part, begin, min(begin + most, end)))
-        first = end
-    return bounds
+    part = parts(np.zeros_like(state), state, frozen)
+    starts = np.flatnonzero(_changes(state, part)) if len(state) else state
+    ends = [*starts[1:].tolist(), len(state)]
+    return list(zip(state[starts].tolist(), part[starts].tolist(), starts.tolist(), ends, strict=False))

@@ -68,7 +68,10 @@ class LocalTable(msgspec.Struct, frozen=True):
 
 
 class TensorRecord(msgspec.Struct, array_like=True, frozen=True):
-    """A tensor's properties in the catalog, without its boxes. Names are escaped (`names.escape`) for messages."""
+    """A tensor's properties in the catalog, and whether its file may be used again; without its boxes.
+
+    Names are escaped (`names.escape`) for messages.
+    """
 
     state: str
     fqn: str
@@ -77,6 +80,7 @@ class TensorRecord(msgspec.Struct, array_like=True, frozen=True):
     requires_grad: bool
     device: str
     aliases: tuple[str, ...]
+    frozen: bool = False
 
     @property
     def key(self) -> TensorKey:
@@ -84,8 +88,13 @@ class TensorRecord(msgspec.Struct, array_like=True, frozen=True):
         return TensorKey(self.state, self.fqn, self.slot)
 
 
-def describe(shards: Sequence[LiveShard]) -> LocalTable:
-    """Return the table of one rank's shards."""
+def describe(shards: Sequence[LiveShard], *, incremental: bool = False) -> LocalTable:
+    """Return the table of one rank's shards.
+
+    Args:
+        shards: the shards.
+        incremental: True to mark frozen parameters, which then lie in files of their own.
+    """
     pieces = []
     for state, run in groupby(shards, lambda s: s.key.state):
         name = escape(state)
@@ -98,6 +107,7 @@ def describe(shards: Sequence[LiveShard]) -> LocalTable:
                 s.requires_grad,
                 s.data.device.type,
                 tuple(map(escape, s.aliases)),
+                incremental and s.frozen,
             )
             for s in run
         ]
@@ -200,6 +210,11 @@ def join_tensors(tables: Sequence[LocalTable]) -> tuple[list[TensorRecord], list
                 raise IncompatibleCheckpointError(
                     f"{record.key} is {record.dtype} on rank {rank} and {tensors[number].dtype} elsewhere; "
                     f"one tensor has one dtype"
+                )
+            elif tensors[number].frozen != record.frozen:
+                raise IncompatibleCheckpointError(
+                    f"{record.key} is {'' if record.frozen else 'not '}frozen on rank {rank}, unlike elsewhere: an "
+                    "incremental save needs one requires_grad for a parameter, and incremental=True on all ranks or on none"
                 )
             elif set(record.aliases) - set(tensors[number].aliases):
                 merged = tuple(dict.fromkeys((*tensors[number].aliases, *record.aliases)))

@@ -66,7 +66,7 @@ def plan_save(tables: Sequence[LocalTable], fixed: Mapping[int, Int64s] | None =
     local = rows - begins[rank]
     del written, rows, row_rank, tensor
     state = order.state[boxes.tensor]
-    part = parts(rank, state)
+    part = parts(rank, state, order.frozen[boxes.tensor])
     file, offset, start = lay_out(rank, state, part, nbytes)
     return SavePlan(
         tensors=tensors,

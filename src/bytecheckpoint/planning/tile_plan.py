@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.planning.balance import HolderSets, assign_sets
 from bytecheckpoint.planning.coverage import box_weights, not_tiled
-from bytecheckpoint.planning.file_order import FileOrder, lay_out
+from bytecheckpoint.planning.file_order import FileOrder, lay_out, parts
 from bytecheckpoint.planning.local_table import (
     LocalTable,
     TensorRecord,
@@ -297,7 +297,8 @@ class _Planner:
         place, number = np.where(is_tile, 0, order.place[tensor]), np.concatenate([local, tilings.of_tile])
         by_file = np.lexsort((number, place, is_tile, order.section[tensor], ranks))
         ranks, state, nbytes, is_tile = ranks[by_file], order.state[tensor[by_file]], nbytes[by_file], is_tile[by_file]
-        file, offset, start = lay_out(ranks, state, np.zeros_like(state), nbytes)
+        part = parts(ranks, state, order.frozen[tensor[by_file]])
+        file, offset, start = lay_out(ranks, state, part, nbytes)
         if len(start) and np.add.reduceat(entries[by_file], start).max() > tuning().max_entries_per_file:
             return None
         chosen, tile = by_file[~is_tile], by_file[is_tile] - len(rank)
@@ -321,7 +322,7 @@ class _Planner:
             nbytes=nbytes[~is_tile],
             file_rank=ranks[start],
             file_state=[order.states[k] for k in state[start]],
-            file_part=np.zeros(len(start), np.int64),
+            file_part=part[start],
             copied=copied,
             tiles=PlannedTiles(placed, tiles.local, tiles.rank[tile], np.cumsum(~is_tile)[is_tile])
             if len(tile)

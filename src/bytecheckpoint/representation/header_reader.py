@@ -29,13 +29,15 @@ from bytecheckpoint.representation.storage_file import (
     safetensors_keys,
 )
 
-__all__ = ["StorageHeader", "header_bytes_needed", "parse_header"]
+__all__ = ["StorageHeader", "content_of_header", "header_bytes_needed", "parse_header"]
 
 # Built at import: msgspec (0.22) crashes if two threads use a type for the first time at once.
 _decode_tensor = msgspec.json.Decoder(SafetensorsEntry).decode
 _decode_records = msgspec.json.Decoder(list[EntryRecord]).decode
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _HEX = re.compile(r"[0-9a-f]*")
+#: Fields of a header that say something of the save that wrote the file, and nothing of its tensors.
+_OF_SAVE = [METADATA_PREFIX + name for name in ("self", "generation", "files", "siblings", "adopted", "sums")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,9 @@ class StorageHeader:
         state, rank, world_size, generation: facts of the save that wrote the file; "model", 0, 1, "" for a foreign file.
         block_bytes: size of a checksum block; 0 for a foreign file, which has no sums.
         sums: sum of each block, shape [blocks], uint64.
-        files: number of files that the rank writes in this save; 0 when the header does not hold it.
+        files: number of files that the rank has in this save; 0 when the header does not hold it.
         siblings: `names.file_stem` of all files that the rank was known to write, this file included.
+        adopted: names of the rank's files in this save that earlier saves wrote.
         foreign: True when another program wrote the file; each entry is then a whole tensor.
         metadata: `__metadata__` of a foreign file, unchanged; empty for a file of this package.
     """
@@ -66,6 +69,7 @@ class StorageHeader:
     sums: NDArray[np.uint64]
     files: int
     siblings: tuple[str, ...]
+    adopted: tuple[str, ...]
     foreign: bool
     metadata: Mapping[str, str]
 
@@ -114,6 +118,31 @@ def parse_header(first_bytes: bytes, *, file: str = "") -> StorageHeader:
         raise IncompatibleCheckpointError(f"storage file {file!r}: {error}") from error
 
 
+def content_of_header(text: bytes) -> tuple[bytes, str, bytes]:
+    """Return what an own file's header says of its tensors, its generation, and the sums of its data.
+
+    Two files with equal tensors and sums hold the same bytes of the same boxes, written by the same rank of as many.
+
+    Args:
+        text: the header, as `HeaderTemplate.render` makes it.
+
+    Returns:
+        Hash of the description of the tensors, generation, and sums as big-endian uint64.
+
+    Raises:
+        CorruptCheckpointError: the header is damaged.
+    """
+    try:
+        raw = msgspec.json.decode(text[8:], type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
+        _check_own_sum(text, metadata, "")
+        of_save = [metadata.pop(name, "") for name in _OF_SAVE]
+        described = msgspec.json.encode([metadata, raw])
+        return xxhash.xxh3_128_digest(described), of_save[1], bytes.fromhex(of_save[-1])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise _damaged("", f"its header cannot be read ({error})") from error
+
+
 def _parse_own(text: bytes, metadata: dict[str, str], tensors: dict[str, SafetensorsEntry], file: str) -> StorageHeader:
     """Parse the header of a file of this package: first its checksum and version, then the rest."""
     _check_own_sum(text, metadata, file)
@@ -149,6 +178,7 @@ def _parse_own(text: bytes, metadata: dict[str, str], tensors: dict[str, Safeten
         # The first writers of format version 1 left out both fields.
         files=_number({METADATA_PREFIX + "files": "0"} | metadata, "files", file),
         siblings=msgspec.json.decode(metadata.get(METADATA_PREFIX + "siblings", "[]"), type=tuple[str, ...]),
+        adopted=msgspec.json.decode(metadata.get(METADATA_PREFIX + "adopted", "[]"), type=tuple[str, ...]),
         foreign=False,
         metadata={},
     )
@@ -237,6 +267,7 @@ def _parse_foreign(
         sums=np.zeros(0, np.uint64),
         files=0,
         siblings=(),
+        adopted=(),
         foreign=True,
         metadata=metadata,
     )

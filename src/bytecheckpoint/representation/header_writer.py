@@ -6,6 +6,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,6 +36,16 @@ from bytecheckpoint.representation.storage_file import (
 __all__ = ["HeaderTemplate", "build_header"]
 
 
+class _Places(NamedTuple):
+    """Places of the fields that differ from save to save: the first byte of each, and the whole range of the last."""
+
+    generation: int
+    files: int
+    own_sum: int
+    sums: int
+    adopted: slice
+
+
 @dataclass(frozen=True, slots=True)
 class HeaderTemplate:
     """The header of a storage file without its generation, checksums and count of files.
@@ -53,31 +64,33 @@ class HeaderTemplate:
     block_bytes: int
     blocks: int
     _text: bytes = field(repr=False)
-    _generation_at: int
-    _files_at: int
-    _self_at: int
-    _sums_at: int
+    _places: _Places
 
-    def render(self, sums: NDArray[np.uint64], generation: str | None = None, files: int = 0) -> bytes:
+    def render(
+        self, sums: NDArray[np.uint64], generation: str | None = None, files: int = 0, adopted: Sequence[str] = ()
+    ) -> bytes:
         """Return the bytes of the header.
 
         Args:
             sums: sum of each block of the data section, shape [blocks].
             generation: 24 hex digits; by default the generation of the template.
-            files: number of files that the rank writes in this save, 0 when it is not known.
+            files: number of files that the rank has in this save, 0 when it is not known.
+            adopted: names of those of them that earlier saves wrote.
 
         Returns:
             Exactly `data_offset` bytes.
         """
         assert sums.shape == (self.blocks,), f"{self.blocks} sums expected, got {sums.shape}"
-        text = bytearray(self._text)
+        text, at = bytearray(self._text), self._places
         if generation is not None:
             _check_generation(generation)
-            text[self._generation_at : self._generation_at + GENERATION_LENGTH] = generation.encode()
-        text[self._files_at : self._files_at + COUNT_DIGITS] = f"{files:0{COUNT_DIGITS}}".encode()
-        text[self._sums_at : self._sums_at + SUM_DIGITS * self.blocks] = sums.astype(">u8").tobytes().hex().encode()
+            text[at.generation : at.generation + GENERATION_LENGTH] = generation.encode()
+        text[at.files : at.files + COUNT_DIGITS] = f"{files:0{COUNT_DIGITS}}".encode()
+        text[at.sums : at.sums + SUM_DIGITS * self.blocks] = sums.astype(">u8").tobytes().hex().encode()
+        if (width := at.adopted.stop - at.adopted.start) > 0:
+            text[at.adopted] = _name_list(adopted).ljust(width)
         own = xxhash.xxh3_64_hexdigest(text)
-        text[self._self_at : self._self_at + SUM_DIGITS] = own.encode()
+        text[at.own_sum : at.own_sum + SUM_DIGITS] = own.encode()
         return bytes(text)
 
 
@@ -91,6 +104,7 @@ def build_header(
     data_length: int,
     block_bytes: int,
     siblings: Sequence[str] = (),
+    adoptable: Sequence[str] = (),
     max_header_bytes: int = MAX_HEADER_BYTES,
 ) -> HeaderTemplate:
     """Lay out the header of the file that holds `entries`.
@@ -105,6 +119,7 @@ def build_header(
         data_length: size of the data section in bytes.
         block_bytes: size of a checksum block, from `checksums.block_bytes`.
         siblings: `names.file_stem` of all files that the same rank is known to write in the same save.
+        adoptable: `names.file_stem` of those that may be files of earlier saves, whose names the header must hold then.
         max_header_bytes: largest header that is allowed.
 
     Raises:
@@ -126,6 +141,11 @@ def build_header(
     sums_at = _add_field(text, "sums", "0" * (SUM_DIGITS * blocks))
     _add_field(text, "kind", escape(state))
     _add_field(text, "siblings", msgspec.json.encode(siblings).decode())
+    adopted = slice(0, 0)
+    if adoptable:
+        width = len(_name_list([f"{stem}.{generation}.safetensors" for stem in adoptable]))
+        begin = _add_field(text, "adopted", " " * width)
+        adopted = slice(begin, begin + width)
     _add_field(text, "entries", f"[{records}]")
     text += b"}"
     text += f",{table}}}".encode() if table else b"}"
@@ -142,11 +162,13 @@ def build_header(
         block_bytes=block_bytes,
         blocks=blocks,
         _text=bytes(text),
-        _generation_at=generation_at,
-        _files_at=files_at,
-        _self_at=self_at,
-        _sums_at=sums_at,
+        _places=_Places(generation_at, files_at, self_at, sums_at, adopted),
     )
+
+
+def _name_list(names: Sequence[str]) -> bytes:
+    """Return names of files as JSON inside of a JSON string, without its quotes."""
+    return msgspec.json.encode(msgspec.json.encode(names).decode())[1:-1]
 
 
 def _add_field(text: bytearray, name: str, value: str) -> int:

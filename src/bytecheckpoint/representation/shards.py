@@ -79,6 +79,7 @@ class LiveShard(msgspec.Struct):
         fragments: the boxes, if this is not one box; `data` is then the 1-D tensor, and offsets and lengths are empty.
         must_be_equal: True where copies on several ranks are equal in any sound program: for parameters, trained or frozen,
             and in the state_dict of an optimizer. Running statistics of batches, for example, may differ.
+        frozen: True for a parameter of a module that is not trained, so that its bytes rarely change.
     """
 
     key: TensorKey
@@ -93,6 +94,7 @@ class LiveShard(msgspec.Struct):
     converts: bool = False
     must_be_equal: bool = False
     fragments: Fragments | None = None
+    frozen: bool = False
 
     @property
     def rows(self) -> int:

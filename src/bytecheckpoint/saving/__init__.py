@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bytecheckpoint.arguments import check_metadata, checked, settings_with_timeout, value_of
+from bytecheckpoint.arguments import check_flags, check_metadata, checked, settings_with_timeout, value_of
 from bytecheckpoint.calls import one_at_a_time
 from bytecheckpoint.collectives import current
 from bytecheckpoint.handles import SaveHandle
@@ -51,6 +51,7 @@ def save(
     names: Mapping[Any, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
     step: int | None = None,
+    incremental: bool = False,
     process_group: ProcessGroup | None = None,
     timeout: float | None = None,
 ) -> SaveHandle:
@@ -83,6 +84,9 @@ def save(
         step: training step of the states. A save to which ranks bring different steps fails. By default the steps of the
             optimizers are compared. If these do not decide it for all ranks, so are schedulers, and "step" and similar
             names among the plain values of a state other than "dataloader".
+        incremental: True to keep frozen parameters (`requires_grad=False`) in files of their own. Such a file of the last
+            save, or of the loaded checkpoint, gets a second name (a hard link) in this one if the parameters still have
+            its bytes. Otherwise it is written. A checkpoint never needs another one. All ranks give the same.
         process_group: ranks that save together; by default all.
         timeout: seconds that one step may wait for the other ranks; default `settings().timeout`.
 
@@ -111,6 +115,7 @@ def save(
         storage = value_of(target)
         value_of(wrong)
         check_metadata(metadata)
+        check_flags(incremental=incremental)
         requested = RequestedStates.of(states, framework, names, include, exclude)
         mode, extent = check_mode(async_checkpoint, staging), check_extent(check_replicas)
         if mode is SaveMode.BACKGROUND and (reason := requested.reason_to_block()):
@@ -118,7 +123,7 @@ def save(
             _log.warning("the save to %s copies in the call, not in the background: %s", storage.url, reason)
         # Now: in a background save the caller's counters continue.
         steps = steps_of_objects(requested.objects) if step is None else {"step=": check_step(step)}
-        return SaveRequest(storage, requested, settings, mode, extent, dict(metadata or {}), steps)
+        return SaveRequest(storage, requested, settings, mode, extent, dict(metadata or {}), steps, incremental)
 
     request = checked(check)
     operation = Operation("save", "" if isinstance(target, Exception) else target.url)
@@ -141,6 +146,7 @@ def prepare(
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
     names: Mapping[Any, Any] | None = None,
+    incremental: bool = False,
     process_group: ProcessGroup | None = None,
     timeout: float | None = None,
 ) -> Future[None]:
@@ -154,13 +160,14 @@ def prepare(
         include: patterns of names, as for `save`.
         exclude: patterns of names, as for `save`.
         names: parameter -> FQN, as for `save`.
+        incremental: use of earlier files, as for `save`.
         process_group: ranks that prepare together, as for `save`.
         timeout: seconds, as for `save`.
 
     Returns:
         A future, done when everything is ready. A failure is also logged, and the first save then plans for itself.
     """
-    return prepare_next(states, framework, names, process_group, timeout, include, exclude)
+    return prepare_next(states, framework, names, process_group, timeout, include, exclude, incremental)
 
 
 def prepare_next(
@@ -171,15 +178,18 @@ def prepare_next(
     timeout: float | None,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
+    incremental: bool = False,
 ) -> Future[None]:
     """Prepare the next save, as `prepare`, from inside another public call."""
     settings, wrong = settings_with_timeout(timeout)
 
     def check() -> SaveRequest:
         value_of(wrong)
+        check_flags(incremental=incremental)
         # Nothing is written: the path must only be equal on all ranks, in any working directory.
         target = check_target("/", settings)
-        return SaveRequest(target, RequestedStates.of(states, framework, names, include, exclude), settings)
+        requested = RequestedStates.of(states, framework, names, include, exclude)
+        return SaveRequest(target, requested, settings, incremental=incremental)
 
     with torch.inference_mode(False):
         world = world_of(current(process_group, timeout=settings.timeout))

@@ -102,7 +102,11 @@ class StateProof:
         return self._error(np.flatnonzero(_versions(tensors) != self._versions)) if tensors else None
 
     def check(
-        self, sources: Sequence[tuple[int, int, int]], files: Sequence[ImageFile], pool: StagingPool | None
+        self,
+        sources: Sequence[tuple[int, int, int]],
+        files: Sequence[ImageFile],
+        pool: StagingPool | None,
+        live: bool = False,
     ) -> None:
         """Check a copy, and release the tensors.
 
@@ -110,18 +114,20 @@ class StateProof:
             sources: shard, first and end box of each tensor of the image, as in `RankImage`.
             files: files of the image.
             pool: pool that holds the image. None if it was too small: then the tensors themselves must not have changed.
+            live: True if they must not have changed in any case, because some were read that are not in the pool.
 
         Raises:
             StateChangedError: the program has changed tensors since the call.
         """
         try:
             with torch.no_grad():
-                if pool is None:
+                differing = np.zeros(0, np.int64)
+                if live or pool is None:
                     differing = self._samples.differing_from(TensorSamples.of(self._all_bytes(), full=self._full))
-                else:
+                if pool is not None:
                     # A rank that writes nothing has no memory in the pool.
                     memory = pool.tensor().numpy() if pool.capacity else np.zeros(0, np.uint8)
-                    differing = self._samples.differing(self._copied(sources, files), memory)
+                    differing = np.union1d(differing, self._samples.differing(self._copied(sources, files), memory))
             # Versions last: an operation raises them when it has ended.
             error = self._error(differing) or self.error_of_versions()
         finally:

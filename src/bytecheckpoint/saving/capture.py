@@ -103,6 +103,7 @@ class CapturedState:
         selection: selected part of the states.
         steps: training steps that the caller's objects show, by name.
         proof: facts that prove a copy in the background; None if the caller waits.
+        incremental: True if files of earlier saves may be used again.
     """
 
     shards: list[LiveShard]
@@ -112,6 +113,7 @@ class CapturedState:
     selection: SelectionReport
     steps: Mapping[str, int]
     proof: StateProof | None = None
+    incremental: bool = False
 
     @classmethod
     def of(
@@ -157,7 +159,7 @@ class CapturedState:
     def describe(self) -> tuple[LocalTable, bytes]:
         """Return the table of the shards, and its signature, which is the key of the plan cache."""
         with gc_paused():
-            table = describe(self.shards)
+            table = describe(self.shards, incremental=self.incremental)
         return table, signature(table, self.selection)
 
     def hash_values(self) -> None:

@@ -34,7 +34,7 @@ def build_catalog(
     Args:
         plan: rows and files of all ranks.
         reports: reports of all ranks.
-        generation: generation of the files.
+        generation: generation of the files that this save wrote.
         info: facts about the save as a whole.
     """
     files: list[StorageFile] = []
@@ -51,7 +51,7 @@ def build_catalog(
                 data_offset=record.data_offset,
                 header_sum=record.header_sum,
                 block_bytes=record.block_bytes,
-                generation=generation,
+                generation=generation_of(record.name) or generation,
             )
         )
         sums.append(np.frombuffer(record.sums, np.uint64))
@@ -70,6 +70,10 @@ def build_catalog(
         if key not in number:
             number[key] = add(rank, written)
         value_file.append(number[key])
+    for rank, report in reports.items():
+        for found in report.files:
+            if found.values and (rank, found.state, found.part, True) not in number:
+                add(rank, found)  # without tensors: it names adopted files
 
     tensors = plan.tensors
     count = len(tensors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,7 +17,16 @@ from bytecheckpoint.representation.shards import LiveShard
 from bytecheckpoint.representation.storage_file import StoredEntry, StoredFragments
 from bytecheckpoint.saving.capture import Value
 
-__all__ = ["FileOrigin", "PlannedFile", "end_of", "lay_out_rows", "lay_out_values", "place_values"]
+__all__ = [
+    "FileOrigin",
+    "PlannedFile",
+    "end_of",
+    "lay_out_names",
+    "lay_out_rows",
+    "lay_out_values",
+    "moved_up",
+    "place_values",
+]
 
 _ALIGN = 4096
 
@@ -50,6 +59,7 @@ class PlannedFile:
         state: name of the state that it holds.
         part: part number; files of values are counted separately.
         values: True if it holds values, not planned shards.
+        frozen: True if it holds frozen parameters, so that a file of an earlier save may take its place.
         header: header without generation and sums.
         image: place of the data section in the image, with the tensors' places.
     """
@@ -59,10 +69,11 @@ class PlannedFile:
     values: bool
     header: HeaderTemplate
     image: ImageFile
+    frozen: bool = False
 
 
 def lay_out_rows(
-    shards: Sequence[LiveShard], rows: Int64s, origin: FileOrigin
+    shards: Sequence[LiveShard], rows: Int64s, origin: FileOrigin, *, incremental: bool = False
 ) -> tuple[list[PlannedFile], list[tuple[int, int, int]]]:
     """Lay out the files of one rank's part of a plan.
 
@@ -70,6 +81,7 @@ def lay_out_rows(
         shards: shards of the rank.
         rows: numbers of their boxes, in the order of the plan.
         origin: origin of the files. Each header gets the generation of its own save when it is rendered.
+        incremental: True if frozen parameters lie in files of their own.
 
     Returns:
         The files, and the sources of their tensors (`RankImage.sources`).
@@ -82,7 +94,8 @@ def lay_out_rows(
     states = list(dict.fromkeys(shard.key.state for shard in shards))
     codes = {state: code for code, state in enumerate(states)}
     state_of = np.fromiter((codes[shard.key.state] for shard in shards), np.int64, len(shards))
-    bounds = file_bounds(state_of[shard_of])
+    frozen = np.fromiter((incremental and shard.frozen for shard in shards), bool, len(shards))[shard_of]
+    bounds = file_bounds(state_of[shard_of], frozen)
     # Boxes of one shard that follow each other become one entry of the image.
     new = np.ones(len(rows), bool)
     new[1:] = (np.diff(rows) != 1) | (np.diff(shard_of) != 0)
@@ -92,6 +105,7 @@ def lay_out_rows(
     numbers = shard_of[starts].tolist()
     begins = (rows - ends[shard_of])[starts].tolist()  # counted from the shard's end: negative
     stems = [file_stem(origin.file_name(states[state], part, values=False)) for state, part, _, _ in bounds]
+    adoptable = [stem for stem, (_, _, first, _) in zip(stems, bounds, strict=True) if frozen[first]]
     for state, part, first, last in bounds:
         entries: list[StoredEntry | StoredFragments] = []
         sizes = []
@@ -106,8 +120,8 @@ def lay_out_rows(
             sizes.append(entry.byte_length)
             offset += entry.byte_length
         section = _section(position, sizes, list(range(begin, len(sources))))
-        header = _header(entries, states[state], origin, stems)
-        files.append(PlannedFile(states[state], part, False, header, section))
+        header = _header(entries, states[state], origin, stems, adoptable)
+        files.append(PlannedFile(states[state], part, False, header, section, bool(frozen[first])))
         position = end_of(section)
     return files, sources
 
@@ -149,6 +163,7 @@ def lay_out_values(
     position: int,
     part: int,
     siblings: Sequence[str] = (),
+    adoptable: Sequence[str] = (),
 ) -> tuple[list[PlannedFile], list[tuple[int, int]]]:
     """Lay out the files of the values that one rank writes in one save.
 
@@ -159,6 +174,7 @@ def lay_out_values(
         position: byte of the image where the values begin; a multiple of 4096.
         part: part number of the files.
         siblings: `names.file_stem` of the rank's other files.
+        adoptable: `names.file_stem` of those of them that may be files of earlier saves.
 
     Returns:
         The files; for each value its place: (index of its file, byte offset in the data section).
@@ -194,10 +210,32 @@ def lay_out_values(
             offset += value.nbytes
         sizes = [values[i].nbytes for i in members]
         section = _section(position, sizes, [first + i for i in members])
-        header = _header(entries, state, origin, stems)
+        header = _header(entries, state, origin, stems, adoptable)
         files.append(PlannedFile(state, part, True, header, section))
         position = end_of(section)
     return files, [places[i] for i in range(len(values))]
+
+
+def lay_out_names(state: str, origin: FileOrigin, siblings: Sequence[str]) -> PlannedFile:
+    """Lay out a file without tensors, for a rank that writes no other: its header names the files of earlier saves.
+
+    Args:
+        state: name of a state of the rank.
+        origin: origin of the file.
+        siblings: `names.file_stem` of the adopted files.
+    """
+    stems = [*siblings, file_stem(origin.file_name(state, 0, values=True))]
+    return PlannedFile(state, 0, True, _header([], state, origin, stems, siblings), _section(0, [], []))
+
+
+def moved_up(files: Sequence[PlannedFile]) -> list[PlannedFile]:
+    """Return files whose data sections follow each other in an image from its start."""
+    position, moved = 0, []
+    for file in files:
+        image = replace(file.image, start=position)
+        moved.append(replace(file, image=image))
+        position = end_of(image)
+    return moved
 
 
 def place_values(values: Sequence[Value], position: int) -> ImageFile:
@@ -218,10 +256,14 @@ def _section(start: int, sizes: Sequence[int], shards: list[int]) -> ImageFile:
 
 
 def _header(
-    entries: Sequence[StoredEntry | StoredFragments], state: str, origin: FileOrigin, siblings: Sequence[str]
+    entries: Sequence[StoredEntry | StoredFragments],
+    state: str,
+    origin: FileOrigin,
+    siblings: Sequence[str],
+    adoptable: Sequence[str],
 ) -> HeaderTemplate:
     """Build the header of a file whose data section `entries` tile."""
-    length = entries[-1].byte_offset + entries[-1].byte_length
+    length = entries[-1].byte_offset + entries[-1].byte_length if entries else 0
     return build_header(
         entries,
         state=state,
@@ -231,4 +273,5 @@ def _header(
         data_length=length,
         block_bytes=block_bytes(length),
         siblings=siblings,
+        adoptable=adoptable,
     )

@@ -129,7 +129,7 @@ def make_rank_plan(
     """
     rows = np.frombuffer(response.rows, np.int64)
     with gc_paused():
-        files, sources = lay_out_rows(captured.shards, rows, origin)
+        files, sources = lay_out_rows(captured.shards, rows, origin, incremental=captured.incremental)
     nbytes = sum(shard.data.nbytes for shard in captured.shards)
     return RankPlan(
         name=response.plan,

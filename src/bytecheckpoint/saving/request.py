@@ -93,6 +93,7 @@ class SaveRequest:
         check_replicas: extent to which replicated tensors are compared between ranks.
         metadata: facts of the caller for the catalog.
         steps: training step by name: the one that the caller gave ("step="), or those that his objects show.
+        incremental: True if unchanged files of earlier checkpoints may be used again.
     """
 
     storage: Storage
@@ -102,6 +103,7 @@ class SaveRequest:
     check_replicas: CheckReplicas = "sampled"
     metadata: Mapping[str, Any] | None = None
     steps: Mapping[str, int] = field(default_factory=dict)
+    incremental: bool = False
 
     @property
     def step(self) -> int | None:

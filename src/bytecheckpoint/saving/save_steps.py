@@ -120,13 +120,14 @@ class Save:
         if background:
             self._operation.count("copied in the call", nbytes=copy_volatile(live))
         self._operation.step = request.step
-        return CapturedState.of(
+        captured = CapturedState.of(
             live,
             states.selection.report(),
             request.steps,
             request.settings.timeout,
             proof=request.settings.staging.check if background else "none",
         )
+        return replace(captured, incremental=request.incremental)
 
     def agree_plan(self, captured: CapturedState, *, dry: bool = False) -> AgreedPlan:
         """Take the plan from the cache, or ask the coordinator for one.
@@ -174,8 +175,9 @@ class Save:
         if agreed.captured.proof is not None:
             copied = files.pool if files.opened is None else None  # else the bytes have passed through the pool
             with span("prove"), agreed.captured.copies.queued():
-                files_of_plan = [file.image for file in agreed.plan.image.files]
-                agreed.captured.proof.check(agreed.plan.image.sources, files_of_plan, copied)
+                images = [file.image for file in files.files if not file.values]
+                sources = agreed.plan.image.sources
+                agreed.captured.proof.check(sources, images, copied, self._writer.has_adopted)
         agreed.captured.release()
         return StagedSave(agreed, checks, samples, files)
 
@@ -206,10 +208,12 @@ class Save:
             reply = self._report(written)
         self._operation.mark("commit")
         self._resources.plans.add(written.agreed.key, replace(written.agreed.plan, compared=True))
+        self._writer.remember(written.files)
         total = self._operation.seconds()
         return SaveReport(
             path=self._request.storage.url,
             bytes_written=written.files.nbytes,
+            bytes_adopted=written.files.nbytes_adopted,
             blocking_seconds=total,
             total_seconds=total,
             phases=self._operation.seconds_by_phase(),
@@ -292,7 +296,7 @@ class Save:
             WriteReport(
                 self._url,
                 agreed.plan.name,
-                files.records,
+                [*files.adopted, *files.records],
                 [value.record(files.places.get(value.key, (-1, 0))) for value in files.values],
                 agreed.captured.selection,
                 written.checks,

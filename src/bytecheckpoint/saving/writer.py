@@ -32,13 +32,24 @@ from bytecheckpoint.engine.writing import FileTask, StagedChunk
 from bytecheckpoint.errors import CheckpointError, listed
 from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.liveness import busy
-from bytecheckpoint.representation.names import CATALOG_NAME, escape, file_stem
+from bytecheckpoint.representation.names import CATALOG_NAME, escape, file_stem, unescape
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
+from bytecheckpoint.saving.adoption import Adoption
 from bytecheckpoint.saving.capture import Value, hash_all
-from bytecheckpoint.saving.file_layout import FileOrigin, PlannedFile, end_of, lay_out_values, place_values
+from bytecheckpoint.saving.file_layout import (
+    FileOrigin,
+    PlannedFile,
+    end_of,
+    lay_out_names,
+    lay_out_values,
+    moved_up,
+    place_values,
+)
 from bytecheckpoint.saving.messages import FileRecord
 from bytecheckpoint.saving.rank_plan import AgreedPlan
 from bytecheckpoint.saving.request import SaveRequest
+from bytecheckpoint.settings import Settings
+from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.storage.optional import check_room
 from bytecheckpoint.tiers.storage import tier_of
@@ -85,12 +96,14 @@ class WrittenFiles:
     """The durable files of one save on one rank.
 
     Attributes:
-        records: descriptions of the files, for the catalog.
-        places: places of the values that this rank has written.
+        adopted: descriptions of the files of earlier checkpoints that belong to this one too.
+        records: descriptions of the files that were written.
+        places: places of the values that this rank has written; files are counted from the first adopted one.
         values: all values of this rank, hashed; those that it has not written hold their bytes.
         replaces: on rank 0, version of the catalog that was there before the first byte was written, "" for none.
     """
 
+    adopted: list[FileRecord]
     records: list[FileRecord]
     places: Places
     values: Sequence[Value]
@@ -98,8 +111,13 @@ class WrittenFiles:
 
     @property
     def nbytes(self) -> int:
-        """Total length of the files, headers included."""
+        """Total length of the written files, headers included."""
         return sum(record.size for record in self.records)
+
+    @property
+    def nbytes_adopted(self) -> int:
+        """Total length of the adopted files, headers included."""
+        return sum(record.size for record in self.adopted)
 
 
 class RankWriter:
@@ -122,18 +140,18 @@ class RankWriter:
         operation: Operation,
     ) -> None:
         self._origin = origin
-        self._storage = request.storage
-        self._settings = request.settings
+        self._request = request
         self._resources = resources
         self._cancel = cancel
         self._operation = operation
+        self._adoption = Adoption(origin, request, resources.earlier, cancel)
         self._files: list[PlannedFile] = []
         self._target_checked = False
         self._writers: list[ImageWriter] = []
 
     def prewarm(self, agreed: AgreedPlan) -> None:
         """Touch the pages of the staging pool that `copy` needs; write nothing."""
-        _, places, image = self._lay_out_plan(agreed)
+        _, places, image = self._lay_out_plan(agreed, adopt=False)
         self._files = []  # none of them is written
         spare = _spare_image(_spare_values(agreed.captured.values, places), image.nbytes, image.copies)
         nbytes = max(image.nbytes, spare.nbytes)
@@ -153,7 +171,7 @@ class RankWriter:
             pools.note_need(slot_bytes(image.files, self._settings))
             return StagedFiles(files, places, values, image=image)
         pools.note_need(image.nbytes)
-        opened = self._open(self._job(files), agreed.plan.nbytes, pool, stable=True)
+        opened = self._open(self._job(files), self._needs(agreed), pool, stable=True)
         chunks = stage_image(image, pool, self._settings.storage.chunk_bytes)
         return StagedFiles(files, places, values, pool, chunks, opened=opened)
 
@@ -179,15 +197,16 @@ class RankWriter:
         opened = None
         fits = pool.capacity >= image.nbytes
         if not fits:
-            opened = self._open(self._job(files), agreed.plan.nbytes, pool, by_helper=True)
+            opened = self._open(self._job(files), self._needs(agreed), pool, by_helper=True)
             # No copy stays that could be hashed later.
             for value in hash_all((values[key] for key in places), image.copies):
                 values[value.key] = value.without_data()
         with busy(settings.timeout + nbytes / _SLOWEST_COPY), span("copy", image.nbytes):
             chunks = stage_image(image, pool, settings.storage.chunk_bytes, opened[0] if opened else None, shared)
         if fits:
+            first = len(self._adoption.records)
             for key, (file, offset) in places.items():
-                values[key] = _staged(values[key], files[file].image.start + offset, pool)
+                values[key] = _staged(values[key], files[file - first].image.start + offset, pool)
         values |= {value.key: value for value in _copy_spare(spare, spare_image, pool)}
         self._operation.mark("stage")
         return StagedFiles(files, places, [*values.values()], pool, chunks, opened=opened, pool_bytes=nbytes)
@@ -201,19 +220,19 @@ class RankWriter:
         assert pool is not None
         with self._using(pool, agreed, staged.pool_bytes):
             writer, replaces = staged.opened or self._open(
-                self._job(staged.files), agreed.plan.nbytes, pool, stable=True, by_helper=True
+                self._job(staged.files), self._needs(agreed), pool, stable=True, by_helper=True
             )
             writer.write_staged(staged.chunks)
             values = hash_all(staged.values, agreed.captured.copies)
             # Other saves use the pool later; the values that this rank has not written are kept until the commit.
             values = [value.without_data() if value.key in staged.places else value for value in values]
             records = self._finish(staged.files, writer, writer.sums())
-        return WrittenFiles(records, staged.places, values, replaces)
+        return WrittenFiles(self._adoption.records, records, staged.places, values, replaces)
 
     def write_anew(self, agreed: AgreedPlan) -> WrittenFiles:
         """Remove the written files, and write those of another plan from the live tensors."""
         self.abort()
-        self._storage.delete([self._name(f) for f in self._files])
+        self._storage.delete([*self._adoption.linked, *(self._name(f) for f in self._files)])
         self._files = []
         files, places, image = self._lay_out_plan(agreed)
         return self._stream(StagedFiles(files, places, agreed.captured.values, image=image), image, agreed)
@@ -243,6 +262,10 @@ class RankWriter:
                 pool.release()
         return replace(written, records=[*written.records, *records], places={**written.places, **places})
 
+    def remember(self, written: WrittenFiles) -> None:
+        """Remember the committed files, for later saves."""
+        self._adoption.remember([*written.adopted, *written.records])
+
     def abort(self) -> None:
         """End unfinished writes and remove their files."""
         for writer in self._writers:
@@ -252,8 +275,8 @@ class RankWriter:
     def discard(self) -> None:
         """Remove all files after a failure; never raise for the storage, nor wait long for it."""
         self.abort()
-        names = [self._name(f) for f in self._files]
-        if not names or not self._target_checked:
+        names = [*self._adoption.linked, *(self._name(f) for f in self._files if self._target_checked)]
+        if not names:
             return  # nothing was written
         seconds = min(call_timeout(self._storage), tuning().stopped_calls)
         try:
@@ -266,17 +289,48 @@ class RankWriter:
                 error,
             )
 
+    @property
+    def has_adopted(self) -> bool:
+        """True if files of earlier checkpoints take the place of some that would be written."""
+        return bool(self._adoption.records)
+
+    @property
+    def _storage(self) -> Storage:
+        return self._request.storage
+
+    @property
+    def _settings(self) -> Settings:
+        return self._request.settings
+
     # --- files and images -----------------------------------------------------------------------------------------
 
     def _name(self, file: PlannedFile) -> str:
         return self._origin.file_name(file.state, file.part, values=file.values)
 
-    def _lay_out_plan(self, agreed: AgreedPlan) -> tuple[list[PlannedFile], Places, Image]:
-        """Lay out the files of a plan; return them with the places of values in them, and their image."""
+    def _needs(self, agreed: AgreedPlan) -> int:
+        """Return the bytes that the storage must be able to take, as far as this rank knows."""
+        return self._operation.planned_bytes if self._request.incremental else agreed.plan.nbytes
+
+    def _lay_out_plan(self, agreed: AgreedPlan, *, adopt: bool = True) -> tuple[list[PlannedFile], Places, Image]:
+        """Lay out the files of a plan.
+
+        Args:
+            agreed: plan of the save.
+            adopt: True to use unchanged files of earlier checkpoints again, which are then not laid out.
+
+        Returns:
+            The files, the places of values in them, and their image.
+        """
         plan, captured = agreed.plan.image, agreed.captured
+        planned, targets = plan.files, plan.targets
         tensors = [_source(captured.shards[number], first, end) for number, first, end in plan.sources]
         values = agreed.plan.values.to_write(captured.values)
-        files, places, image = self._lay_out(plan.files, tensors, plan.targets, values, captured.copies)
+        if adopt and self._request.incremental:
+            with busy(self._settings.timeout + agreed.plan.nbytes / _SLOWEST_COPY):
+                planned = self._adoption.adopt(planned, tensors, captured.copies)
+            if self._adoption.records:
+                planned, targets = moved_up(planned), KnownTargets()
+        files, places, image = self._lay_out(planned, tensors, targets, values, captured.copies)
         self._operation.planned_bytes = sum(file.nbytes for file in image.files)
         return files, places, image
 
@@ -289,17 +343,22 @@ class RankWriter:
         copies: DeviceCopies,
     ) -> tuple[list[PlannedFile], Places, Image]:
         """Lay out planned files, and behind them files of values. Returns as `_lay_out_plan`."""
+        adopted = self._adoption.records
+        siblings = [file_stem(name) for name in (*(r.name for r in adopted), *map(self._name, (*self._files, *files)))]
         value_files, found = lay_out_values(
             values,
             self._origin,
             first=len(tensors),
             position=end_of(files[-1].image) if files else 0,
             part=1 if self._files else 0,
-            siblings=[file_stem(self._name(f)) for f in (*self._files, *files)],
+            siblings=siblings,
+            adoptable=siblings[: len(adopted)],
         )
-        base = len(self._files) + len(files)
+        base = len(adopted) + len(self._files) + len(files)
         places = {v.key: (base + f, offset) for v, (f, offset) in zip(values, found, strict=True)}
         files = [*files, *value_files]
+        if adopted and not files and not self._files:
+            files = [lay_out_names(unescape(adopted[0].state), self._origin, siblings)]
         self._files += files
         image = Image([*tensors, *(v.data for v in values)], [f.image for f in files], copies, targets)
         return files, places, image
@@ -352,10 +411,12 @@ class RankWriter:
 
     def _stream(self, staged: StagedFiles, image: Image, agreed: AgreedPlan) -> WrittenFiles:
         """Write planned files from the live tensors."""
-        replaces = self._check_target(agreed.plan.nbytes)
+        replaces = self._check_target(self._needs(agreed))
         records = self._stream_files(staged.files, image, self._resources.pools.shared)
         self._resources.pools.resize()
-        return WrittenFiles(records, staged.places, hash_all(staged.values, image.copies), replaces)
+        return WrittenFiles(
+            self._adoption.records, records, staged.places, hash_all(staged.values, image.copies), replaces
+        )
 
     def _stream_files(self, files: Sequence[PlannedFile], image: Image, pool: StagingPool) -> list[FileRecord]:
         """Write files through a few small buffers of `pool`."""
@@ -396,8 +457,12 @@ class RankWriter:
         """
         self._operation.mark("write")
         self._operation.phase = "finish"
-        count = len(self._files)
-        headers = [f.header.render(s, self._origin.generation, count) for f, s in zip(files, sums, strict=True)]
+        adopted = [record.name for record in self._adoption.records]
+        count = len(adopted) + len(self._files)
+        headers = [
+            file.header.render(file_sums, self._origin.generation, count, adopted)
+            for file, file_sums in zip(files, sums, strict=True)
+        ]
         writer.finish(headers)
         records = [
             FileRecord(

@@ -90,7 +90,8 @@ class FileStat:
 
     Attributes:
         size: length in bytes.
-        modified: time of the last write, seconds since 1970; 0.0 where the storage does not know it.
+        modified: time of the last write, or of the last change of its names if it has several; seconds since 1970; 0.0
+            where the storage does not know it.
         version: opaque token, never empty. It changes with the content as far as the storage can tell without reading the
             file; `Storage.version` is reliable.
     """
@@ -226,6 +227,21 @@ class Storage(ABC):
 
     def sync(self, names: Iterable[str]) -> None:
         """Make the names of finished files durable (directory entries)."""
+
+    def adopt(self, name: str, from_url: str) -> bool:
+        """Give a file of another folder the same name here too, durably and without copying its bytes.
+
+        Both names are equal: the bytes stay until the last one is deleted.
+
+        Args:
+            name: name of the file in both folders.
+            from_url: address of the other folder.
+
+        Returns:
+            Whether it now has the name here. If not, nothing has changed: the storage cannot, the other folder has no such
+            file, or this one has one already.
+        """
+        return False
 
     def check_publish(self, name: str, expected: str) -> None:
         """Raise the error that a later `publish` with the same arguments would raise, as far as it can be foreseen.

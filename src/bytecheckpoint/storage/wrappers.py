@@ -141,6 +141,9 @@ class WrappedStorage(Storage, FolderProbe, RoomCheck, UploadCleanup):
         names = tuple(names)
         self.around(Call("sync", names), lambda: self.inner.sync(names))
 
+    def adopt(self, name: str, from_url: str) -> bool:
+        return self.around(Call("adopt", (name,)), lambda: self.inner.adopt(name, from_url))
+
     def check_publish(self, name: str, expected: str) -> None:
         self.around(Call("check_publish", (name,)), lambda: self.inner.check_publish(name, expected))
 

@@ -189,6 +189,12 @@ class TierStorage(Storage):
         self.hot_folder.remove(names)
         self.durable.delete(names)
 
+    def adopt(self, name: str, from_url: str) -> bool:
+        from bytecheckpoint.storage.registry import resolve
+
+        source = resolve(from_url)
+        return isinstance(source, TierStorage) and self.hot.adopt(name, source.hot.url)
+
     def sync(self, names: Iterable[str]) -> None:
         hot, others = self._by_place(names)
         if hot:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import xxhash
 
 from bytecheckpoint._version import __version__
 from bytecheckpoint.engine.catalogs import read_catalog
+from bytecheckpoint.engine.earlier_files import read_header
 from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -21,7 +22,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog, StorageFile
 from bytecheckpoint.representation.catalog_file import encode
-from bytecheckpoint.representation.header_reader import StorageHeader, header_bytes_needed, parse_header
+from bytecheckpoint.representation.header_reader import StorageHeader, parse_header
 from bytecheckpoint.representation.names import CATALOG_NAME, file_stem, generation_of
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.time_limits import with_time_limits
@@ -29,7 +30,7 @@ from bytecheckpoint.tools.rebuild import build_catalog
 from bytecheckpoint.tools.subject import Subject, storage_of
 from bytecheckpoint.tools.verify_files import Progress, VerifyFinding, verify_catalog
 
-__all__ = ["GenerationReport", "RepairReport", "repair", "reports_of_saves"]
+__all__ = ["GenerationReport", "RepairReport", "generations_of_whole_saves", "repair"]
 
 _PART = re.compile(r"/(rank|values)-([0-9]+)(?:-p([0-9]+))?(?=\.|$)")
 
@@ -79,10 +80,11 @@ class RepairReport:
 def repair(checkpoint: Subject, *, force: bool = False, progress: Progress | None = None) -> RepairReport:
     """Write a new catalog for the storage files of a folder.
 
-    The catalog names the files of one save only: the newest save whose files are complete. Every byte is verified
-    before the catalog is written. A save is complete if every tensor that its files mention is covered exactly once, if
-    nothing that the files refer to is missing, and if all files of each rank that left any are there. A rank that lost
-    all its files looks like a rank that wrote nothing, so the report names the ranks without files.
+    The catalog names the files of one save only, the newest one whose files are complete, with the files of earlier saves
+    that it had adopted. Every byte is verified before the catalog is written. A save is complete if every tensor that its
+    files mention is covered exactly once, if nothing that the files refer to is missing, and if all files of each rank that
+    left any are there. A rank that lost all its files looks like a rank that wrote nothing, so the report names the ranks
+    without files.
 
     Args:
         checkpoint: path, storage or open checkpoint.
@@ -129,14 +131,16 @@ def repair(checkpoint: Subject, *, force: bool = False, progress: Progress | Non
     return RepairReport(storage.url, True, chosen.name, reports, verified.findings, tuple(notes))
 
 
-def reports_of_saves(storage: Storage) -> list[GenerationReport]:
-    """Report on each save whose files are in a folder, newest first, as far as the files' headers tell."""
-    return [generation.report(storage, False) for generation in _generations(storage)]
+def generations_of_whole_saves(storage: Storage) -> set[str]:
+    """Return the generations of the files in a folder that belong to a complete save, as far as their headers show."""
+    whole = [group for group in _generations(storage) if group.report(storage, False).complete]
+    return {generation_of(name) or "" for group in whole for name in (*group.names, *group.adopted)}
 
 
 def _choice_notes(chosen: _Generation, reports: Sequence[GenerationReport]) -> Iterable[str]:
+    used = {chosen.name, *map(generation_of, chosen.adopted)}
     for report in reports:
-        if report.generation != chosen.name:
+        if report.generation not in used:
             state = "complete, but older" if report.complete else f"incomplete: {report.problems[0]}"
             yield f"the files of save {report.generation} were left alone ({state}); the next save here removes them"
 
@@ -151,13 +155,14 @@ def _has_sound_catalog(storage: Storage) -> bool:
 
 @dataclass(slots=True)
 class _Generation:
-    """The files of one save, and the catalog that they make."""
+    """The files of one save with those of earlier ones that it had adopted, by name, and the catalog that they make."""
 
     name: str
     files: list[StorageFile] = field(default_factory=list)
     headers: list[StorageHeader] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    adopted: dict[str, tuple[StorageFile, StorageHeader] | None] = field(default_factory=dict)
     nbytes: int = 0
     modified: float = 0.0
     catalog: Catalog | None = None
@@ -180,13 +185,17 @@ class _Generation:
 
     def _lost_files(self) -> list[str]:
         """Return, in words, the missing files that other files of the same rank name or count."""
-        present = {file_stem(name) for name in self.names}
+        present = {file_stem(name) for name in (*self.names, *self.adopted)}
         expected: dict[int, set[str]] = {}
         file_counts: dict[int, int] = {}
         for file, header in zip(self.files, self.headers, strict=True):
             expected.setdefault(file.rank, set()).update(header.siblings, _parts_before(file.name))
             file_counts[file.rank] = max(file_counts.get(file.rank, 0), header.files)
-        lost = []
+        lost = [
+            f"{name} is missing, which the save had adopted from an earlier one"
+            for name, found in self.adopted.items()
+            if found is None
+        ]
         for rank, stems in sorted(expected.items()):
             lost += [f"{stem} is missing, which other files of rank {rank} name" for stem in sorted(stems - present)]
             own = {stem for stem in present if _rank_of(stem) == rank}
@@ -198,10 +207,13 @@ class _Generation:
 
     def _build(self) -> list[str]:
         """Build the catalog. Return the problems that prevent it."""
-        worlds = {h.world_size for h in self.headers}
+        adopted = [found for found in self.adopted.values() if found is not None]
+        files = [*self.files, *(file for file, _ in adopted)]
+        headers = [*self.headers, *(header for _, header in adopted)]
+        worlds = {h.world_size for h in headers}
         if len(worlds) > 1:
             return [f"its files tell of different world sizes ({', '.join(map(str, sorted(worlds)))})"]
-        catalog_or_problems = build_catalog(self.files, self.headers, self._info())
+        catalog_or_problems = build_catalog(files, headers, self._info())
         if isinstance(catalog_or_problems, Catalog):
             self.catalog = catalog_or_problems
             return []
@@ -253,13 +265,13 @@ class _Generation:
         assert catalog is not None
         world = self.headers[0].world_size
         by_state: dict[str, set[int]] = {}
-        for file in self.files:
+        for file in catalog.files:
             by_state.setdefault(file.state, set()).add(file.rank)
         found = [
             f"{state}: {_count(catalog, state)} tensors in files of {len(ranks)} of {world} ranks"
             for state, ranks in by_state.items()
         ]
-        without_files = sorted(set(range(world)) - {_rank_of(file_stem(name)) for name in self.names})
+        without_files = sorted(set(range(world)) - {_rank_of(file_stem(file.name)) for file in catalog.files})
         if without_files:
             found.append(
                 f"no file of {len(without_files)} of {world} ranks was found ({listed(without_files, 8)}): either they "
@@ -323,25 +335,21 @@ def _generations(storage: Storage) -> list[_Generation]:
                 name, header.state, header.rank, size, header.data_offset, header_sum, header.block_bytes, generation
             )
         )
+    _add_adopted(found.values())
     return sorted(found.values(), key=lambda g: (g.modified, g.name), reverse=True)
+
+
+def _add_adopted(generations: Collection[_Generation]) -> None:
+    """Give each save the files of earlier saves that its own files name."""
+    every = {f.name: (f, h) for group in generations for f, h in zip(group.files, group.headers, strict=True)}
+    for group in generations:
+        group.adopted = {name: every.get(name) for header in group.headers for name in header.adopted}
 
 
 def _read_header(storage: Storage, name: str, size: int) -> tuple[StorageHeader, int]:
     """Return the header of a file and its checksum."""
-    reader = storage.open(name)
-    try:
-        data = bytearray(0)
-        needs = header_bytes_needed(bytes(data), file=name)
-        while len(data) < needs:
-            chunk = bytearray(min(needs, size) - len(data))
-            got = reader.read_into(len(data), [memoryview(chunk)])
-            data += chunk[:got]
-            if not got:
-                raise CorruptCheckpointError(f"{name} ends inside its header")
-            needs = header_bytes_needed(bytes(data[:8]), file=name)
-    finally:
-        reader.close()
-    header = parse_header(bytes(data), file=name)
+    data, _ = read_header(storage, name)
+    header = parse_header(data, file=name)
     if header.data_offset + header.data_length != size:
         raise CorruptCheckpointError(
             f"{name} has {size} bytes, its header says {header.data_offset + header.data_length}"

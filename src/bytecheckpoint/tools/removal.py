@@ -30,7 +30,7 @@ from bytecheckpoint.tiers.lease import LEASE_FILE
 from bytecheckpoint.tiers.names import INTERNAL_FILES
 from bytecheckpoint.tiers.room import hot_steps
 from bytecheckpoint.tiers.storage import PREFIX, TierStorage, hot_tier
-from bytecheckpoint.tools.catalog_repair import reports_of_saves
+from bytecheckpoint.tools.catalog_repair import generations_of_whole_saves
 from bytecheckpoint.tools.retirement import TOMBSTONE, finish_retirement, remove_if_empty, tombstones, users_in
 from bytecheckpoint.tools.subject import Subject, storage_of
 
@@ -218,13 +218,16 @@ def _collect(storage: Storage, before: Callable[[], float], dry_run: bool) -> It
         needed = {file.name for file in read_outline(storage).files} if saves else set()
     except CheckpointNotFoundError:
         needed = set()
-        whole = {save.generation for save in reports_of_saves(storage) if save.complete}
+        whole = generations_of_whole_saves(storage)
     except CheckpointError as error:
         files = {name: size for names in saves.values() for name, size in names.items()}
         yield _removal(storage, "uncommitted", files, f"the catalog cannot be read: {error}")
         return
-    for generation, files in saves.items():
-        if needed.isdisjoint(files) and all(_is_older(storage, name, before()) for name in files):
+    unnamed = {g: {name: files[name] for name in files.keys() - needed} for g, files in saves.items()}
+    uncommitted = {generation: files for generation, files in unnamed.items() if files}
+    # All or none: a save that runs may have adopted files that are old.
+    if all(_is_older(storage, name, before()) for files in uncommitted.values() for name in files):
+        for generation, files in uncommitted.items():
             if generation in whole:
                 yield _removal(storage, "uncommitted", files, "only the catalog is missing: run `repair` or `rm`")
             else:

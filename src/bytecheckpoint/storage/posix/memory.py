@@ -41,6 +41,9 @@ class MemoryStorage(PosixStorage):
                 self._refuse_foreign()
         super()._make_folder(folder)
 
+    def _other_root(self, url: str) -> str | None:
+        return MemoryStorage(url).root if url.startswith("mem://") else None
+
     def _refuse_foreign(self) -> None:
         """Raise StorageError for a folder that belongs or is open to others, since anybody may create one in /dev/shm."""
         found = os.lstat(self._base)

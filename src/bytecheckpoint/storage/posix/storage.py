@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,6 +47,9 @@ __all__ = ["LocalStorage", "PosixStorage"]
 _T = TypeVar("_T")
 #: How long deletions are retried after another call has failed.
 _BRIEF = BriefRetries(120.0, 5.0)
+#: Errors of a link where the file must be copied: another file system, none with links, too many links to it, another
+#: user's file that this one may not write to, or a file of that name.
+_NO_LINK = {errno.EXDEV, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EPERM, errno.EACCES, errno.EEXIST}
 
 
 def _sizes(entries: Iterable[os.DirEntry[str]]) -> Iterator[tuple[str, int]]:
@@ -192,7 +196,9 @@ class PosixStorage(Storage, CacheProbe, FolderProbe):
     def stat(self, name: str) -> FileStat:
         path = self._path(name)
         found = self._run("look at", self._label(name), lambda: stat_file(path), absent=True)
-        return FileStat(found.st_size, found.st_mtime, version_of(found))
+        # A file that a save has adopted is as old as its bytes, and this name of it may be new.
+        modified = found.st_mtime if found.st_nlink == 1 else max(found.st_mtime, found.st_ctime)
+        return FileStat(found.st_size, modified, version_of(found))
 
     def version(self, name: str) -> str:
         path = self._path(name)
@@ -301,6 +307,35 @@ class PosixStorage(Storage, CacheProbe, FolderProbe):
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
 
+    def adopt(self, name: str, from_url: str) -> bool:
+        folder = self._other_root(from_url)
+        if folder is None:
+            return False
+        path = self._path(name)
+        other = os.path.join(folder, *name.split("/"))
+
+        def link() -> bool:
+            if os.path.islink(other):
+                return False
+            self._make_folder(os.path.dirname(path))
+            try:
+                os.link(other, path)
+            except OSError as error:
+                if error.errno in _NO_LINK:
+                    return False
+                raise
+            fsync_directory(os.path.dirname(path))
+            return True
+
+        try:
+            return self._run("link", self._label(name), lambda: _retry_if_removed(link), absent=True)
+        except FileNotFoundError:  # removed by the run's retention, for example
+            return False
+
+    def _other_root(self, url: str) -> str | None:
+        """Return the path of a folder, by its address; None if it is not of the same kind."""
+        return None
+
     def sync(self, names: Iterable[str]) -> None:
         folders = {os.path.dirname(self._path(name)) for name in names}
 
@@ -323,3 +358,6 @@ class LocalStorage(PosixStorage):
                 f"{path}: the working directory of this process is gone; change to another one, or give an absolute path"
             ) from None
         super().__init__(root, root)
+
+    def _other_root(self, url: str) -> str | None:
+        return None if "://" in url else os.path.abspath(url)
