@@ -86,6 +86,8 @@ class SaveReport:
         phases: seconds by phase ("capture", "plan", "wait", "stage", "write", "finish", "commit").
         plan_cached: True if the plan of an earlier save was used, without any planning communication.
         generation: the part of this save's file names that no other save has.
+        staging: way of copying the state: "synchronous" for none, "blocking" or "background", as for `save`; "blocking: "
+            and the reason where a save with staging="background" copied in the call.
         replica_drift: largest difference between the copies of a replicated tensor over its largest element, by name of
             the tensors that drifted apart by rounding. One copy of each is stored. The first save of a layout compares
             some elements of the copies.
@@ -102,6 +104,7 @@ class SaveReport:
     phases: Mapping[str, float] = field(default_factory=dict)
     plan_cached: bool = False
     generation: str = ""
+    staging: str = ""
     replica_drift: Mapping[str, float] = field(default_factory=dict)
     retries: int = 0
     retry_seconds: float = 0.0

@@ -18,7 +18,8 @@ class SaveOptions:
     Attributes:
         framework: framework of the states, as for `save`.
         async_checkpoint: True to write in the background, which is the default of a run.
-        staging: way of copying the state in an asynchronous save, as for `save`.
+        staging: way of copying the state in an asynchronous save, as for `save`. "auto": "blocking" for two saves, behind
+            which a manager checks that nothing changes the state before the next step of an optimizer; then "background".
         check_replicas: comparison of replicated tensors, as for `save`. True stands for "full", False for "off".
         include: patterns of names to save, as for `save`.
         exclude: patterns of names not to save, as for `save`.
@@ -30,7 +31,7 @@ class SaveOptions:
 
     framework: str = "auto"
     async_checkpoint: bool = True
-    staging: Literal["blocking", "background"] = "blocking"
+    staging: Literal["auto", "blocking", "background"] = "auto"
     check_replicas: Literal["sampled", "full", "off"] | bool = "sampled"
     include: Sequence[str] | None = None
     exclude: Sequence[str] | None = None
@@ -42,11 +43,15 @@ class SaveOptions:
     def __post_init__(self) -> None:
         if self.on_error not in ("raise", "warn"):
             raise UsageError(f"on_error={self.on_error!r}: use 'raise' or 'warn'")
+        if self.staging not in ("auto", "blocking", "background"):
+            raise UsageError(f"staging={self.staging!r}: use 'auto', 'blocking' or 'background'")
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `save`."""
+        """Return the arguments of `save` for a save on its own, which is "blocking" if the manager is to decide."""
         found = _values(self)
         del found["on_error"]
+        if self.staging == "auto":
+            found["staging"] = "blocking"
         return found
 
 

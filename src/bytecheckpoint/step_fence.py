@@ -29,7 +29,7 @@ from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, Usage
 from bytecheckpoint.threads import wait_for_any
 from bytecheckpoint.tracing.operation import Operation, in_operation
 
-__all__ = ["PendingCopy", "arm", "fence", "storage_identity", "wait_for_copies"]
+__all__ = ["PendingCopy", "arm", "fence", "storage_identity", "wait_for_copies", "watch"]
 
 _log = logging.getLogger("bytecheckpoint")
 #: Packages whose optimizers change nothing before they have called their closure, which does forward and backward.
@@ -91,17 +91,35 @@ class _Fence:
         self.untraced = _call
         self._lock = threading.Lock()
         self._pending: list[PendingCopy] = []
+        self._watchers: list[tuple[object, Callable[[], object]]] = []
         self._hooked = False
         self._guards = False
 
+    def watch(self, look: Callable[[], object]) -> None:
+        with self._lock:
+            self._set_hook()
+            self._watchers.append((thread_scope(), look))
+
+    def call_watchers(self) -> None:
+        """Call the functions of the calling thread's rank, once."""
+        scope = thread_scope()
+        with self._lock:
+            own = [look for of, look in self._watchers if of is scope]
+            self._watchers = [(of, look) for of, look in self._watchers if of is not scope]
+        for look in own:
+            look()
+
+    def _set_hook(self) -> None:
+        if not self._hooked:
+            # Registered once and never removed: compiled steps are compiled anew when the hooks change.
+            register_optimizer_step_pre_hook(_before_step)
+            self._hooked = True
+        if self.untraced is _call and "torch._dynamo" in sys.modules:  # as in every program with an optimizer
+            self.untraced = torch.compiler.disable(_call)
+
     def arm(self, copy: PendingCopy) -> None:
         with self._lock:
-            if not self._hooked:
-                # Registered once and never removed: compiled steps are compiled anew when the hooks change.
-                register_optimizer_step_pre_hook(_before_step)
-                self._hooked = True
-            if self.untraced is _call and "torch._dynamo" in sys.modules:  # as in every program with an optimizer
-                self.untraced = torch.compiler.disable(_call)
+            self._set_hook()
             if copy.guarded and not self._guards:
                 _install_guard()
                 self._guards = True
@@ -110,7 +128,7 @@ class _Fence:
     @property
     def idle(self) -> bool:
         """True if nothing can be pending, as nearly always."""
-        return not self._pending
+        return not self._pending and not self._watchers
 
     def pending(self) -> list[PendingCopy]:
         """Return the copies of the calling thread's rank that are still being made."""
@@ -123,6 +141,7 @@ class _Fence:
         """Forget all copies, in a forked child: they are the parent's, and its threads are not here."""
         self._lock = threading.Lock()
         self._pending = []
+        self._watchers = []
 
 
 _fence = _Fence()
@@ -132,6 +151,11 @@ os.register_at_fork(after_in_child=_fence.forget)
 def arm(copy: PendingCopy) -> None:
     """Let the next step of any optimizer, and every other fence, wait for a copy."""
     _fence.arm(copy)
+
+
+def watch(look: Callable[[], object]) -> None:
+    """Call a function once, in this rank's thread, at the next fence: before a step changes the state."""
+    _fence.watch(look)
 
 
 def fence() -> None:
@@ -159,6 +183,7 @@ def wait_for_copies(what: str, inside: str | None = None) -> None:
         what: call that is about to change the states, for messages.
         inside: call of this package that this thread runs, and that a copy may wait for; None if there is none.
     """
+    _fence.call_watchers()
     for copy in _fence.pending():
         error: CheckpointError | None
         if inside is None:
@@ -195,7 +220,7 @@ def _arguments_of_waiting_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Wait, or let the closure of a step wait; see `_before_step`."""
-    if not _fence.pending() or capturing():
+    if capturing():
         return None
     what = f"{type(optimizer).__name__}.step"
 

@@ -6,17 +6,18 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.errors import CheckpointError, StateChangedError
 from bytecheckpoint.handles import SaveHandle
 from bytecheckpoint.manager.folder_keeper import FolderKeeper
 from bytecheckpoint.manager.interval import Interval
 from bytecheckpoint.manager.rules import Cadence, EverySeconds
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.saving import prepare, save
+from bytecheckpoint.saving.background import StillnessTrial
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,6 +27,56 @@ __all__ = ["RunSaves"]
 _log = logging.getLogger("bytecheckpoint")
 #: Seconds that the save in flight has to end after the loss of a rank.
 _RESCUE_SECONDS = 10.0
+#: Saves in the call before those in the background.
+_TRIALS = 2
+
+
+class _Staging:
+    """Chooses between copies in the call and in the background, for staging="auto".
+
+    The first two saves copy in the call, and behind each one a trial looks whether the state changes before the next step
+    of an optimizer. If it never does, later saves copy in the background.
+
+    Args:
+        options: options of the saves.
+
+    Attributes:
+        mode: argument of the next save.
+    """
+
+    def __init__(self, options: SaveOptions) -> None:
+        self._trials: list[StillnessTrial] = []
+        self._stays = not options.async_checkpoint or options.staging != "auto"
+        self.mode: Literal["blocking", "background"] = "background" if options.staging == "background" else "blocking"
+
+    @contextlib.contextmanager
+    def around_save(self) -> Iterator[None]:
+        """Judge the trial of the save before, and begin that of the save that is made in a `with` block."""
+        self._judge()
+        if self._stays:
+            yield
+            return
+        trial = StillnessTrial()
+        with trial.behind_save():
+            yield
+        if trial.begun:
+            self._trials.append(trial)
+
+    def _judge(self) -> None:
+        if self._stays or not self._trials:
+            return
+        outcome = self._trials[-1].outcome
+        if outcome is None:
+            outcome = "no optimizer stepped between two saves"
+        if outcome:
+            self.block(outcome)
+        elif len(self._trials) == _TRIALS:
+            self.mode, self._stays = "background", True
+
+    def block(self, reason: str) -> None:
+        """Copy in the call from now on."""
+        self.mode, self._stays = "blocking", True
+        _log.info("saves of this run copy the state in the call, not behind the training: %s", reason)
 
 
 class RunSaves:
@@ -44,6 +95,7 @@ class RunSaves:
         committed: newest step that is known to be committed.
         longest: seconds of the longest save so far.
         prepared: True once a save or a load has planned the next save.
+        repeat: True if the state of the last step changed while it was copied, so a step is to be saved soon.
     """
 
     def __init__(
@@ -60,10 +112,14 @@ class RunSaves:
         self._began, self._clock_asked = time.monotonic(), False
         self.step = self.committed = 0
         self.longest = 0.0
-        self.prepared = False
+        self.prepared = self.repeat = False
+        self._staging = _Staging(options)
 
     def asks_by_clock(self) -> bool:
-        """Return True once when enough seconds have passed since the last save. Rank 0 calls it."""
+        """Return True once when a save is due by the clock, or is to be repeated. Rank 0 calls it."""
+        if self.repeat:
+            self.repeat = False
+            return True
         seconds = [rule.seconds for rule in self.cadence.rules if isinstance(rule, EverySeconds | Interval)]
         if not seconds or self._clock_asked or time.monotonic() - self._began < min(seconds):
             return False
@@ -101,7 +157,9 @@ class RunSaves:
         handle = None
         while handle is None:
             try:
-                handle = save(path, self.states, step=step, process_group=self._group, **arguments)
+                with self._staging.around_save():
+                    arguments["staging"] = self._staging.mode
+                    handle = save(path, self.states, step=step, process_group=self._group, **arguments)
             except CheckpointError as error:
                 self._report(error, self.step if error.repeats else step)
                 if not error.repeats:
@@ -110,12 +168,16 @@ class RunSaves:
 
         def note_commit(done: Future[Any]) -> None:
             try:
-                if Future.exception(done) is None:  # `SaveFuture.exception` would note a retrieved failure
+                error = Future.exception(done)  # `SaveFuture.exception` would note a retrieved failure
+                if isinstance(error, StateChangedError) and self.options.staging == "auto":
+                    self._staging.block(str(error))
+                    self.repeat = True
+                if error is None:
                     seconds, self.committed = time.monotonic() - begun, step
                     self.longest = max(self.longest, seconds)
                     for rule in self.cadence.rules:
                         if isinstance(rule, Interval):
-                            rule.learn(stall, seconds)
+                            rule.learn(stall + Future.result(done).fence_seconds, seconds)
                     self.keeper.clean_up()
             finally:
                 after_commit.set()
@@ -123,7 +185,7 @@ class RunSaves:
         handle.committed.add_done_callback(note_commit)
         # Only now: `wait` must not wait for a callback that an interrupt has prevented.
         self._after_commit = after_commit
-        self._handle, self.step, self.prepared = handle, step, True
+        self._handle, self.step, self.prepared, self.repeat = handle, step, True, False
         return handle
 
     def begin_at(self, step: int) -> None:
@@ -174,6 +236,9 @@ class RunSaves:
 
     def _report(self, error: CheckpointError, step: int) -> None:
         """Raise the failure of a step, or log it."""
+        if isinstance(error, StateChangedError) and self.options.staging == "auto":
+            _log.warning("step %d is not saved, the next one is: %s", step, error)
+            return
         found = self.keeper.resolve_conflict(error)
         if found is not None and found is not error:
             raise found from error

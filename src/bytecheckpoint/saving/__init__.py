@@ -118,12 +118,15 @@ def save(
         check_flags(incremental=incremental)
         requested = RequestedStates.of(states, framework, names, include, exclude)
         mode, extent = check_mode(async_checkpoint, staging), check_extent(check_replicas)
-        if mode is SaveMode.BACKGROUND and (reason := requested.reason_to_block()):
+        reason = requested.reason_to_block() if mode is SaveMode.BACKGROUND else ""
+        if reason:
             mode = SaveMode.BLOCKING
             _log.warning("the save to %s copies in the call, not in the background: %s", storage.url, reason)
         # Now: in a background save the caller's counters continue.
         steps = steps_of_objects(requested.objects) if step is None else {"step=": check_step(step)}
-        return SaveRequest(storage, requested, settings, mode, extent, dict(metadata or {}), steps, incremental)
+        return SaveRequest(
+            storage, requested, settings, mode, extent, dict(metadata or {}), steps, incremental, why_blocking=reason
+        )
 
     request = checked(check)
     operation = Operation("save", "" if isinstance(target, Exception) else target.url)

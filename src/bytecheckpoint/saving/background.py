@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import partial
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.engine.runs import Runs
@@ -15,9 +19,9 @@ from bytecheckpoint.engine.tensor_bytes import movable
 from bytecheckpoint.errors import StateChangedError, listed
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.shards import LiveShard, LiveState
-from bytecheckpoint.step_fence import storage_identity
+from bytecheckpoint.step_fence import storage_identity, watch
 
-__all__ = ["StateProof", "copy_volatile", "reason_to_block"]
+__all__ = ["StateProof", "StillnessTrial", "copy_volatile", "current_trial", "reason_to_block"]
 
 #: Names of changed tensors that an error carries to other ranks.
 _MOST_NAMES = 10
@@ -164,6 +168,56 @@ class StateProof:
             "before code of your own changes the state, or save with staging='blocking'",
             tensors=tuple(names[:_MOST_NAMES]),
         )
+
+
+class StillnessTrial:
+    """Finds out whether a program leaves its state alone between a save and the next step of an optimizer.
+
+    Attributes:
+        begun: True when the save has captured its state.
+        outcome: None until a step or another fence comes; then "" if nothing has changed, else the reason.
+    """
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.outcome: str | None = None
+
+    @contextlib.contextmanager
+    def behind_save(self) -> Iterator[None]:
+        """Begin behind the save that this thread makes in a `with` block."""
+        token = _trial.set(self)
+        try:
+            yield
+        finally:
+            _trial.reset(token)
+
+    def begin(self, states: Iterable[LiveState], reason: str) -> None:
+        """Begin with the captured states of a save, or with a reason for which they cannot be copied in the background."""
+        self.begun = True
+        if reason:
+            self.outcome = reason
+            return
+        shards = [replace(shard, data=shard.data.detach()) for state in states for shard in state.shards]
+        proof = StateProof([shard for shard in shards if not shard.by_content])
+        watch(partial(self._look, proof))
+
+    def _look(self, proof: StateProof) -> None:
+        try:
+            proof.check((), (), None)
+        except StateChangedError as error:
+            self.outcome = f"{listed(error.tensors, 3)} changed before the next step of an optimizer"
+        except Exception as error:  # noqa: BLE001  training continues
+            self.outcome = f"the state could not be looked at: {error}"
+        else:
+            self.outcome = ""
+
+
+_trial: ContextVar[StillnessTrial | None] = ContextVar("bytecheckpoint_trial", default=None)
+
+
+def current_trial() -> StillnessTrial | None:
+    """Return the trial that begins behind this thread's save, if there is one."""
+    return _trial.get()
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> Int64s:

@@ -94,6 +94,7 @@ class SaveRequest:
         metadata: facts of the caller for the catalog.
         steps: training step by name: the one that the caller gave ("step="), or those that his objects show.
         incremental: True if unchanged files of earlier checkpoints may be used again.
+        why_blocking: reason for which a save that was to copy in the background does not; "" for none.
     """
 
     storage: Storage
@@ -104,6 +105,12 @@ class SaveRequest:
     metadata: Mapping[str, Any] | None = None
     steps: Mapping[str, int] = field(default_factory=dict)
     incremental: bool = False
+    why_blocking: str = ""
+
+    @property
+    def staging(self) -> str:
+        """Way of copying, as in `SaveReport`."""
+        return self.mode.value + (f": {self.why_blocking}" if self.why_blocking else "")
 
     @property
     def step(self) -> int | None:

@@ -16,7 +16,7 @@ from bytecheckpoint.frameworks.selection import select_states
 from bytecheckpoint.handles import SaveReport
 from bytecheckpoint.planning.local_table import LocalTable, factored
 from bytecheckpoint.representation.names import escape, new_generation, unescape
-from bytecheckpoint.saving.background import copy_volatile
+from bytecheckpoint.saving.background import copy_volatile, current_trial
 from bytecheckpoint.saving.capture import CapturedState
 from bytecheckpoint.saving.channel import CoordinatorChannel
 from bytecheckpoint.saving.copies import Samples, full_digests, sample
@@ -119,6 +119,8 @@ class Save:
         background = request.mode is SaveMode.BACKGROUND
         if background:
             self._operation.count("copied in the call", nbytes=copy_volatile(live))
+        elif (trial := current_trial()) is not None:
+            trial.begin(live, states.reason_to_block())
         self._operation.step = request.step
         captured = CapturedState.of(
             live,
@@ -220,6 +222,7 @@ class Save:
             plan_cached=written.agreed.cached,
             replica_drift={unescape(name): part for name, part in reply.drift.items()},
             generation=self._origin.generation,
+            staging=self._request.staging,
             **retries_so_far(),
         )
 
