@@ -19,7 +19,8 @@ from bytecheckpoint.tiers.flush import flusher
 from bytecheckpoint.world import world_of
 from tests.support.coded import states, step_of
 from tests.support.faulty_storage import Faults
-from tests.support.memory import durable_folder
+from tests.support.frozen import Training
+from tests.support.memory import durable_folder, hot_folder
 from tests.support.processes import wait_until
 
 
@@ -156,3 +157,14 @@ def train(path: str, memory: str, machines: list[int], steps: list[int], **optio
             world_of(collective).flusher.drain()
             dist.barrier()
     return [info.step for info in manager.steps()]
+
+
+def save_frozen(path: str, memory: str, machines: list[int], steps: list[int]) -> list[dict[str, int]]:
+    """Save steps of a training with frozen parameters; return the inodes of the machine's files of the model after each."""
+    collective = settle(memory, machines)
+    training, found = Training(), []
+    for step in steps:
+        training.save(f"{path}/{step}")
+        world_of(collective).flusher.drain()
+        found.append({file.name: file.stat().st_ino for file in hot_folder(f"{path}/{step}").glob("model/*")})
+    return found

@@ -54,6 +54,7 @@ class Capabilities:
             Otherwise one rank reads it for all, if the storage is shared.
         parallel_reads: number of reads that each process should make at a time, to keep a processor or connection busy.
         extra_seconds: seconds that a call may take beyond the timeout.
+        links: files of other folders can get a name here (`adopt`), if they are in the same file system.
     """
 
     shared: bool = True
@@ -64,6 +65,7 @@ class Capabilities:
     page_cache: bool = False
     parallel_reads: int = 2
     extra_seconds: float = 0.0
+    links: bool = False
 
 
 @dataclass(frozen=True, slots=True)

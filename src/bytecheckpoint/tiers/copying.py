@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from bytecheckpoint.concurrency import call_with_timeout
+from bytecheckpoint.engine.earlier_files import read_header
 from bytecheckpoint.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -18,14 +19,23 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.checksums import block_sum, block_sums
-from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, is_uri
-from bytecheckpoint.storage import FileReader, NewFile, Storage
+from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, is_uri, natural_order
+from bytecheckpoint.storage import FileReader, NewFile, Storage, resolve
 from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.storage.uploading import UploadingStorage
 from bytecheckpoint.tracing.operation import span
 
-__all__ = ["commit", "copy_file", "copy_if_missing", "is_sound", "own_files"]
+__all__ = [
+    "commit",
+    "copy_file",
+    "copy_if_missing",
+    "has_adopted",
+    "has_header",
+    "is_sound",
+    "link_if_beside",
+    "own_files",
+]
 
 _log = logging.getLogger("bytecheckpoint")
 _PIECE = 8 << 20
@@ -154,6 +164,45 @@ def is_sound(storage: Storage, catalog: Catalog, number: int) -> bool:
     return True
 
 
+def link_if_beside(target: Storage, catalog: Catalog, number: int) -> bool:
+    """Give `target` a file that another step of its run has, because an incremental save had adopted it from there.
+
+    Args:
+        target: folder of a step, which has no file of that name.
+        catalog: catalog of the step.
+        number: number of the file.
+
+    Returns:
+        Whether it has the file now. Its header was compared with the catalog; its data were verified when they came there.
+    """
+    file = catalog.files[number]
+    if not target.capabilities.links or not has_adopted(catalog):
+        return False
+    run = resolve(target.url.rpartition("/")[0] or "/")
+    for folder in sorted(run.folders(), key=natural_order, reverse=True):
+        if target.adopt(file.name, f"{run.url.rstrip('/')}/{folder}"):
+            if has_header(target, catalog, number):
+                target.sync([file.name])
+                return True
+            target.delete([file.name])
+    return False
+
+
+def has_adopted(catalog: Catalog) -> bool:
+    """Return whether a checkpoint has files of earlier saves."""
+    return len({file.generation for file in catalog.files}) > 1
+
+
+def has_header(storage: Storage, catalog: Catalog, number: int) -> bool:
+    """Return whether a file has the size and the header that the catalog says."""
+    file = catalog.files[number]
+    try:
+        text, size = read_header(storage, file.name)
+    except (FileNotFoundError, CorruptCheckpointError):
+        return False
+    return size == file.size and block_sum(text) == file.header_sum
+
+
 def copy_if_missing(
     source: Storage,
     target: Storage,
@@ -162,7 +211,7 @@ def copy_if_missing(
     present: int | None,
     check: Callable[[], None] = lambda: None,
 ) -> int:
-    """Copy one file, unless `target` has a sound copy already.
+    """Copy one file, unless `target` has a sound copy already, or another step of its run has the file.
 
     Args:
         source: the storage that has the file.
@@ -181,6 +230,8 @@ def copy_if_missing(
     check()
     if present is not None:
         target.delete([catalog.files[number].name])
+    elif link_if_beside(target, catalog, number):
+        return 0
     copy_file(source, target, catalog, number)
     return size
 

@@ -5,7 +5,8 @@ The idea is Gemini's (checkpoints in the memory of other machines).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +15,12 @@ from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.storage import FileReader, FileWriter, NewFile, Storage
-from bytecheckpoint.tiers.copying import is_sound, own_files
+from bytecheckpoint.tiers.copying import has_adopted, has_header, is_sound, link_if_beside, own_files
 from bytecheckpoint.tiers.machines import Machines
 
 __all__ = ["replicate"]
 
+_log = logging.getLogger("bytecheckpoint")
 _PIECE = 8 << 20
 
 #: Number of the file, first byte, end.
@@ -27,6 +29,8 @@ _Piece = tuple[int, int, int]
 
 def replicate(agreement: Agreement, machines: Machines, hot: Storage, catalog: Catalog, replicas: int) -> None:
     """Send this rank's files to its partners, and write the files of ranks whose partner it is. Every rank calls this.
+
+    A partner keeps the files of earlier saves that it has already.
 
     Args:
         agreement: the ranks.
@@ -41,17 +45,24 @@ def replicate(agreement: Agreement, machines: Machines, hot: Storage, catalog: C
     """
     rank = agreement.rank
     partners = machines.partners(rank, replicas)
-    sent = list(_pieces_of(catalog, rank)) if partners else []
+    sources = [source for source in range(len(machines.machine_of)) if rank in machines.partners(source, replicas)]
+    wanted = {source: _lacking(hot, catalog, _files_of(catalog, source)) for source in sources}
+    own = _files_of(catalog, rank)
+    lacking = {partner: np.ones(len(own), np.uint8) for partner in partners}
+    if has_adopted(catalog):
+        agreement.collective.exchange(f"{agreement.tag}/replicas/lacking", wanted, lacking, timeout=agreement.timeout)
+    sent = {partner: list(_pieces_of(catalog, own, mask)) for partner, mask in lacking.items()}
     sender = _ReplicaReader(hot, catalog)
     receivers = {
-        source: _ReplicaWriter(hot, catalog, list(_pieces_of(catalog, source)))
-        for source in range(len(machines.machine_of))
-        if rank in machines.partners(source, replicas)
+        source: _ReplicaWriter(hot, catalog, list(_pieces_of(catalog, _files_of(catalog, source), mask)))
+        for source, mask in wanted.items()
     }
-    rounds = max([len(sent), *(len(receiver.pieces) for receiver in receivers.values())], default=0)
+    rounds = max(map(len, [*sent.values(), *(receiver.pieces for receiver in receivers.values())]), default=0)
     try:
         for number in range(rounds):
-            outgoing = dict.fromkeys(partners, sender.read(sent[number])) if number < len(sent) else {}
+            outgoing = {
+                partner: sender.read(pieces[number]) for partner, pieces in sent.items() if number < len(pieces)
+            }
             incoming = {
                 source: np.empty(receiver.size_of(number), np.uint8)
                 for source, receiver in receivers.items()
@@ -77,13 +88,36 @@ def replicate(agreement: Agreement, machines: Machines, hot: Storage, catalog: C
         raise failures[0]
 
 
-def _pieces_of(catalog: Catalog, rank: int) -> Iterator[_Piece]:
-    """Yield the pieces that a rank sends, in order. Every rank derives the same pieces from the catalog."""
-    for number in own_files(catalog):
-        file = catalog.files[number]
-        if file.rank == rank:
-            for start in range(0, file.size, _PIECE):
-                yield number, start, min(start + _PIECE, file.size)
+def _files_of(catalog: Catalog, rank: int) -> list[int]:
+    """Return the numbers of the files of a rank."""
+    return [number for number in own_files(catalog) if catalog.files[number].rank == rank]
+
+
+def _lacking(hot: Storage, catalog: Catalog, numbers: Sequence[int]) -> NDArray[np.uint8]:
+    """Return 1 for each of these files that must be sent to this machine, and 0 for those that it has; never raise."""
+    lacking = np.ones(len(numbers), np.uint8)
+    if not has_adopted(catalog):
+        return lacking
+    try:
+        present = dict(hot.list())
+        for place, number in enumerate(numbers):
+            name = catalog.files[number].name
+            if name not in present:
+                lacking[place] = not link_if_beside(hot, catalog, number)
+            elif has_header(hot, catalog, number):
+                lacking[place] = 0
+            else:
+                hot.delete([name])
+    except CheckpointError as error:
+        _log.warning("%s: replicas are sent anew: %s", hot.url, error)
+    return lacking
+
+
+def _pieces_of(catalog: Catalog, numbers: Sequence[int], lacking: NDArray[np.uint8]) -> Iterator[_Piece]:
+    """Yield the pieces of those files that a receiver lacks, in order. Both sides derive the same pieces."""
+    for number, lacks in zip(numbers, lacking.tolist(), strict=True):
+        for start in range(0, catalog.files[number].size if lacks else 0, _PIECE):
+            yield number, start, min(start + _PIECE, catalog.files[number].size)
 
 
 class _ReplicaReader:

@@ -82,7 +82,7 @@ class PosixStorage(Storage, CacheProbe, FolderProbe):
     def __init__(self, root: str, url: str) -> None:
         self.root = root
         self.url = url
-        self.capabilities = Capabilities(in_memory=is_in_memory(root), page_cache=True)
+        self.capabilities = Capabilities(in_memory=is_in_memory(root), page_cache=True, links=True)
         self._failed_at = float("-inf")
         network_mount(root)  # from now on known as one
 

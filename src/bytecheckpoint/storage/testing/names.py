@@ -87,6 +87,18 @@ class NameTests(Suite):
         inner.delete(["model/inner"])
         assert self.again(storage).list() == [("model/file", 10)]
 
+    def test_adopted_files_outlive_their_first_name(self, storage: Storage) -> None:
+        write_file(storage, "model/file", content(5000))
+        other = self.neighbour(storage, "0")
+        assert not other.adopt("model/missing", storage.url)
+        adopted = other.adopt("model/file", storage.url)
+        assert adopted or not storage.capabilities.links
+        assert other.list() == [("model/file", 5000)] * adopted
+        assert not other.adopt("model/file", storage.url) or not adopted, "a name that is taken stays as it is"
+        storage.delete(["model/file"])
+        assert not adopted or np.array_equal(read_all(other, "model/file"), content(5000))
+        other.delete(["model/file"])
+
     def test_very_many_files(self, storage: Storage) -> None:
         names = [f"model/file-{number:05d}" for number in range(self.many)]
         self._create_all([(storage, name) for name in names])
