@@ -13,6 +13,7 @@ from benchmarks.cases.frozen import frozen
 from benchmarks.cases.guarded import guarded
 from benchmarks.cases.interference import interference
 from benchmarks.cases.irregular import irregular
+from benchmarks.cases.lazy import lazy
 from benchmarks.cases.loader_speed import loader_speed
 from benchmarks.cases.loader_state import loader_state
 from benchmarks.cases.loader_upload import loader_upload
@@ -48,6 +49,7 @@ CASES: dict[str, Case] = {
     "small": Case(small_tensors),
     "first": Case(first_calls),
     "interference": Case(interference),
+    "lazy": Case(lazy),
     "frozen": Case(frozen, places=("tmpfs", "disk")),
     "slice": Case(slices),
     "reshard": Case(reshard, (1, 2, 4)),
