@@ -407,3 +407,25 @@ def test_the_pretend_device_shows_missing_waits(tmp_path: Path) -> None:
         assert not target.any(), "the host does not wait"
     torch.accelerator.synchronize(pretend.device())
     assert (target == 2).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(1)
+def test_frozen_parameters_on_a_device_are_shared(path: str, mode: str) -> None:
+    """And a change that the caller has only queued is seen."""
+    pretend.load()
+    frozen = {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in on_device(expected()).items()}
+    layer = torch.nn.ParameterDict(frozen)
+
+    def adopted(number: int) -> int:
+        states = {"model": layer}
+        report = bytecheckpoint.save(f"{path}/{number}", states, incremental=True, **MODES[mode]).result(60)
+        return report.bytes_adopted
+
+    with torch.no_grad(), pretend.delays(to_host=_LATE):
+        assert adopted(1) == 0 < adopted(2)
+        changed = on_device(expected(salt=1))
+        be_busy()
+        torch._foreach_copy_([layer[name] for name in changed], list(changed.values()))
+        assert adopted(3) == 0 < adopted(4)
+    assert_stored(f"{path}/4", expected(salt=1))

@@ -45,7 +45,7 @@ def worlds(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Cut]]:
         only = draw(st.sampled_from([-1, -1, 0])) if len(mesh) - 1 in free else -1
         key = draw(st.sampled_from([("model", ""), ("optimizer", "exp_avg")]))
         dtype = draw(st.sampled_from(["float32", "bfloat16", "int64"]))
-        tensors.append(Cut((key[0], f"w{number}", key[1]), dtype, shape, tuple(cuts), only))
+        tensors.append(Cut((key[0], f"w{number}", key[1]), dtype, shape, tuple(cuts), only, draw(st.booleans())))
     return mesh, tensors
 
 
@@ -64,21 +64,23 @@ def test_a_plan_with_tiles_is_one_without(world: tuple[tuple[int, ...], list[Cut
         tensors, boxes = all_rows([table])
         locals_ = plan.locals_of(rank)
         assert len(set(locals_.tolist())) == len(locals_)
-        ends: dict[str, int] = {}
+        ends: dict[tuple[str, bool], int] = {}
+        trained = {tensors[boxes.tensor[row]].state for row in locals_ if not tensors[boxes.tensor[row]].frozen}
         expected = []
         for row in locals_.tolist():
             record = tensors[boxes.tensor[row]]
             nbytes = int(np.prod(boxes.lengths[row])) * {"float32": 4, "bfloat16": 2, "int64": 8}[record.dtype]
-            begin = ends.get(record.state, 0)
-            ends[record.state] = begin + nbytes
+            begin = ends.get((record.state, record.frozen), 0)
+            ends[record.state, record.frozen] = begin + nbytes
             width = every.boxes.ndim - boxes.ndim
             box = (*boxes.offsets[row], *[0] * width, *boxes.lengths[row], *[1] * width)
-            expected.append((record.state, by_name[record.key], *map(int, box), begin, nbytes))
+            part = record.frozen and record.state in trained
+            expected.append((record.state, part, by_name[record.key], *map(int, box), begin, nbytes))
         mine = [k for k, f in enumerate(every.files) if f.rank == rank]
         rows = np.flatnonzero(np.isin(every.file, mine))
         found = [
             (
-                (f := every.files[every.file[row]]).state, int(every.boxes.tensor[row]),
+                (f := every.files[every.file[row]]).state, "-p001." in f.name, int(every.boxes.tensor[row]),
                 *every.boxes.offsets[row].tolist(), *every.boxes.lengths[row].tolist(),
                 int(every.byte_offset[row]) - f.data_offset, int(every.byte_length[row]),
             )

@@ -32,12 +32,15 @@ from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.tools import repair, verify
 from bytecheckpoint.tools.removal import collect_garbage
+from bytecheckpoint.tuning import tuned
+from tests.support.catalogs import catalog_at
 from tests.support.damage import damage, flip_bit
 from tests.support.faulty_storage import Faults
 from tests.support.frozen import Training, check_alone, frozen_file, load_into, save_steps
 from tests.support.memory import folder_in_memory, new_memory
 from tests.support.modes import MODES
 from tests.support.ranks import outcomes
+from tests.support.settings import using
 from tests.support.system_calls import failing
 from tests.support.worlds import Worlds
 
@@ -303,6 +306,51 @@ def test_a_kill_between_link_and_commit(worlds: Worlds, tmp_path: Path) -> None:
     check_alone(tmp_path / "step_1", 1)
     save_steps(tmp_path, 2)
     check_alone(tmp_path / "step_2", 1)
+
+
+@pytest.mark.parametrize("mode", ["async", "background"])
+def test_chunks_through_a_small_pool(mode: str, tmp_path: Path) -> None:
+    def save(_: Collective) -> list[int]:
+        training = Training(width=1500)  # 9 MB, and 4 MB that are written each time
+        training.model.add_module("free", torch.nn.Linear(1000, 1000))
+        saves = [
+            bytecheckpoint.save(tmp_path / str(n), training.states(), incremental=True, **MODES[mode]) for n in range(3)
+        ]
+        return [handle.result(60).bytes_adopted for handle in saves]
+
+    with using(staging_bytes=2 << 20, chunk_bytes=1 << 20):
+        ((*_, adopted),) = outcomes(ThreadWorld(1), save)
+    assert adopted > 9_000_000 and verify(tmp_path / "2").ok
+
+
+def test_files_of_few_tensors(tmp_path: Path) -> None:
+    with tuned(max_entries_per_file=1):
+        _, reports = save_steps(tmp_path, 1, 2)
+    assert reports[1].bytes_adopted > FROZEN
+    assert len(generations(tmp_path / "step_2")) == 2
+    check_alone(tmp_path / "step_2", 2)
+
+
+def generations(path: Path) -> set[str]:
+    return {file.generation for file in catalog_at(path).files}
+
+
+def test_values_that_differ_after_the_plan_are_written_beside(tmp_path: Path) -> None:
+    def save(collective: Collective) -> list[int]:
+        training, adopted = Training(), []
+        for step in (1, 2, 3):
+            training.step()
+            states = {**training.states(), "extra_states": {"own": step == 3 and collective.rank}}
+            report = bytecheckpoint.save(tmp_path / f"step_{step}", states, incremental=True).result(60)
+            adopted.append(report.bytes_adopted)
+        return adopted
+
+    for adopted in outcomes(ThreadWorld(2), save):
+        assert adopted[0] == 0 < min(adopted[1:])
+    assert verify(tmp_path / "step_3").ok
+    for rank in (0, 1):
+        with bytecheckpoint.open(tmp_path / "step_3", rank=rank) as checkpoint:
+            assert checkpoint["extra_states/own"] == rank
 
 
 # --- repair and garbage -------------------------------------------------------------------------------------------

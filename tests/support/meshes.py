@@ -29,6 +29,7 @@ class Cut(NamedTuple):
         cuts: for each dimension of the tensor the dimensions of the mesh that cut it, one after the other. Ranks that
             differ in other dimensions of the mesh hold copies.
         only: place along the last dimension of the mesh, such as a stage of a pipeline, where alone the tensor is; -1: all.
+        frozen: True for a parameter that is not trained.
     """
 
     key: tuple[str, str, str]
@@ -36,6 +37,7 @@ class Cut(NamedTuple):
     shape: tuple[int, ...]
     cuts: tuple[tuple[int, ...], ...]
     only: int = -1
+    frozen: bool = False
 
 
 def mesh_tables(mesh: Sequence[int], tensors: Sequence[Cut]) -> list[LocalTable]:
@@ -43,7 +45,7 @@ def mesh_tables(mesh: Sequence[int], tensors: Sequence[Cut]) -> list[LocalTable]
     found = []
     for place in itertools.product(*map(range, mesh)):
         shards = [_shard(cut, mesh, place) for cut in tensors if cut.only in (-1, place[-1])]
-        found.append(factored(describe(shards)))
+        found.append(factored(describe(shards, incremental=True)))
     return found
 
 
@@ -57,7 +59,8 @@ def _shard(cut: Cut, mesh: Sequence[int], place: Sequence[int]) -> LiveShard:
         offsets.append(begin)
         lengths.append(end - begin)
     data = torch.empty(lengths, dtype=getattr(torch, cut.dtype), device="meta")
-    return LiveShard(TensorKey(*cut.key), cut.dtype, cut.shape, tuple(offsets), tuple(lengths), data)
+    box = (tuple(offsets), tuple(lengths))
+    return LiveShard(TensorKey(*cut.key), cut.dtype, cut.shape, *box, data, frozen=cut.frozen)
 
 
 def catalog_of_plan(plan: SavePlan) -> Catalog:
