@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bytecheckpoint
+from bytecheckpoint.tools import verify
 from tests.support.comparisons import assert_same
 from tests.support.fsdp1_layouts import WORLD_SIZE, build, in_layout
 from tests.support.memory import as_on_disk
@@ -145,3 +147,26 @@ def test_open_reads_other_layouts_on_every_rank(path: str) -> None:
     with bytecheckpoint.open(path) as checkpoint:
         for name, parameter in build("one", fill_by_coordinates).parameters().items():
             assert torch.equal(checkpoint[f"model/{name}"][...], parameter.detach()), name
+
+
+@pytest.mark.parametrize("layout", ["ddp2", "fsdp2", "tp2-fsdp2", "pp2-fsdp2", "full4-orig"])
+@in_layout
+def test_frozen_parameters_are_shared_in_every_layout(layout: str, path: str) -> None:
+    trainer, fresh = build(layout, source_values), build(layout, target_values)
+    for name, parameter in trainer.parameters().items():
+        parameter.requires_grad_("norm" in name or "head" in name)
+    adopted = []
+    for step in (1, 2):
+        report = bytecheckpoint.save(f"{path}/{step}", {"model": trainer.model}, incremental=True).result(60)
+        adopted.append(torch.tensor(report.bytes_adopted))
+        dist.all_reduce(adopted[-1])
+    assert adopted[0] == 0 < adopted[1], adopted
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(f"{path}/1")
+        assert verify(f"{path}/2").ok
+    dist.barrier()
+    bytecheckpoint.load(f"{path}/2", {"model": fresh.model})
+    wanted, found = ({k: v for k, v in t.snapshot().items() if k.startswith("model/")} for t in (trainer, fresh))
+    assert wanted
+    assert_same(wanted, found)

@@ -118,13 +118,17 @@ def capture_zero_modules(state_name: str, scan: ZeroModules) -> LiveState:
     """
     state = capture_modules(state_name, scan.whole)
     ranges: list[FlatRange] = []
+    parameters: list[LiveShard] = []
     for weight in scan.split:
         key = TensorKey(state_name, weight.fqn)
         if is_zero3_param(weight.parameter):
             ranges += _flat_ranges(key, weight, weight_range(str(key), weight.parameter))
         else:
-            state.shards += _shards(key, weight, weight.parameter)
-    state.shards += flat_range_shards(ranges)
+            parameters += _shards(key, weight, weight.parameter)
+    parameters += flat_range_shards(ranges)
+    for shard in parameters:
+        shard.frozen = not shard.requires_grad
+    state.shards += parameters
     return state
 
 

@@ -156,7 +156,10 @@ def capture_flat_modules(state_name: str, scan: FlatModuleScan) -> LiveState:
             if original.owned or 0 in original.shape:
                 data, offset = flat.elements(state_name, original, shard)
                 ranges.append(original.flat_range(TensorKey(state_name, original.fqn), data, offset))
-    state.shards += flat_range_shards(ranges)
+    parameters = flat_range_shards(ranges)
+    for parameter in parameters:
+        parameter.frozen = not parameter.requires_grad
+    state.shards += parameters
     for cast in scan.buffers:
         # In the model's dtype, so that models without mixed precision can load it; buffers are small.
         data = cast.buffer.detach().to(cast.dtype)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from bytecheckpoint.errors import listed
 from bytecheckpoint.frameworks.base import Destination, SavedStates
@@ -21,7 +22,7 @@ from bytecheckpoint.frameworks.objects.capture import encode_value
 from bytecheckpoint.frameworks.optimizers.master_weights import choose_saved_weight
 from bytecheckpoint.frameworks.tensors.allocation import make_writable
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_name
-from bytecheckpoint.representation.shards import LiveState
+from bytecheckpoint.representation.shards import LiveState, TensorKey
 
 __all__ = ["capture_megatron_modules", "load_megatron_modules"]
 
@@ -33,6 +34,7 @@ def capture_megatron_modules(state_name: str, scan: MegatronModuleScan) -> LiveS
     """Describe the shards and values of a scanned state."""
     state = LiveState(state_name, merged=True, entries=True)
     trained, frozen = ShardCollector(), ShardCollector()
+    parameters: set[TensorKey] = set()
     for layout in scan.layouts:
         if layout.saved_by_other_stage:
             continue  # the stages may cut the tensor at different places
@@ -41,6 +43,8 @@ def capture_megatron_modules(state_name: str, scan: MegatronModuleScan) -> LiveS
         ranges = scan.current_ranges.get(id(tensor))
         for box in layout.boxes:
             key = box.key(state_name)
+            if isinstance(tensor, nn.Parameter):
+                parameters.add(key)
             if ranges is None:
                 collector.add(box, key, tensor)
                 continue
@@ -50,7 +54,10 @@ def capture_megatron_modules(state_name: str, scan: MegatronModuleScan) -> LiveS
     state.shards += trained.shards()
     for shard in state.shards:
         shard.requires_grad = True
-    state.shards += frozen.shards()
+    not_trained = frozen.shards()
+    for shard in not_trained:
+        shard.frozen = shard.key in parameters
+    state.shards += not_trained
     if scan.values:
         values = {name: _to_stored(entry.value) for name, entry in scan.values.items()}
         state.tree = encode_value(state_name, values, state.shards)
