@@ -26,14 +26,17 @@ def guarded() -> Iterator[None]:
         yield
 
 
-def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def slow(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.2) -> threading.Event:
+    """Let the copy begin after some seconds, or when the event is set."""
+    begin = threading.Event()
     stage = Image.stage
 
     def late(self: Image, *arguments: object) -> None:
-        threading.Event().wait(0.2)
+        begin.wait(seconds)
         stage(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Image, "stage", late)
+    return begin
 
 
 FEW: dict[str, Callable[[Net], object]] = {
@@ -61,24 +64,28 @@ def test_a_write_of_a_few_elements_waits(
 
 @pytest.mark.parametrize("kind", FEW)
 def test_the_full_check_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    slow(monkeypatch)
+    begin = slow(monkeypatch, 60)
+    begin.set()
     net = Net()
     with using(staging_check="full"):
         bytecheckpoint.save(tmp_path / "s", {"model": net}, **BACKGROUND).result(60)
+        begin.clear()
         handle = bytecheckpoint.save(tmp_path / "s", {"model": net}, **BACKGROUND)
         FEW[kind](net)
+        begin.set()
         with pytest.raises(StateChangedError, match=r"model/layers\.0\.weight changed"):
             handle.result(60)
 
 
 def test_other_tensors_do_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guarded: None) -> None:
-    slow(monkeypatch)
+    begin = slow(monkeypatch, 60)
     net, other = Net(), nn.Linear(4, 4)
     handle = bytecheckpoint.save(tmp_path / "s", {"model": net}, **BACKGROUND)
     other.weight.data.add_(1)
     other.weight.detach().numpy()
     net(torch.randn(8, 64)).sum().backward()
     assert not handle.staged.done()
+    begin.set()
     handle.result(60)
 
 

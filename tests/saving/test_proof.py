@@ -218,8 +218,8 @@ def test_a_second_save_waits_for_the_first_without_a_limit(tmp_path: Path, monke
     net, gate = Net(), Gate(monkeypatch, number=0)
     first = bytecheckpoint.save(tmp_path / "1", {"model": net}, **BACKGROUND)
     assert gate.reached.wait(30)
-    second = bytecheckpoint.save(tmp_path / "2", {"model": net}, timeout=0.2, **BACKGROUND)
-    threading.Timer(0.6, gate.open.set).start()
+    second = bytecheckpoint.save(tmp_path / "2", {"model": net}, timeout=3.0, **BACKGROUND)
+    threading.Timer(4.0, gate.open.set).start()
     bytecheckpoint.fence()
     first.result(60), second.result(60)
 
