@@ -92,6 +92,7 @@ SMALL_MODULES: dict[str, str] = {
     "bytecheckpoint.frameworks.coordinates": "all that a world takes from the frameworks",
     "bytecheckpoint.frameworks.fsdp1.adapter": "each framework has such a module",
     "bytecheckpoint.frameworks.objects.streams": "one form of states, beside the others",
+    "bytecheckpoint.frameworks.providers.states": "one form of states, beside the others",
 }
 
 

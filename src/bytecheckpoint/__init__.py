@@ -47,6 +47,9 @@ if TYPE_CHECKING:
         StorageUnavailableError,
         UsageError,
     )
+    from bytecheckpoint.frameworks.providers.base import Piece, PieceReader, StateProvider
+    from bytecheckpoint.frameworks.providers.files import FileProvider
+    from bytecheckpoint.frameworks.providers.replay import ReplayBuffer
     from bytecheckpoint.frameworks.rng import rng_state
     from bytecheckpoint.handles import LoadReport, SaveHandle, SaveReport
     from bytecheckpoint.loading import load
@@ -66,6 +69,7 @@ __all__ = [
     "CheckpointTimeoutError",
     "CorruptCheckpointError",
     "Entry",
+    "FileProvider",
     "IncompatibleCheckpointError",
     "LoadOptions",
     "LoadReport",
@@ -73,12 +77,16 @@ __all__ = [
     "MonitoringSettings",
     "OutOfRangeError",
     "PeerLostError",
+    "Piece",
+    "PieceReader",
+    "ReplayBuffer",
     "SaveHandle",
     "SaveOptions",
     "SaveReport",
     "Settings",
     "StagingSettings",
     "StateChangedError",
+    "StateProvider",
     "StorageConflictError",
     "StorageError",
     "StorageFullError",
@@ -105,6 +113,9 @@ _HOME = {
     **dict.fromkeys(("LoadReport", "SaveHandle", "SaveReport"), "handles"),
     **dict.fromkeys(("Checkpoint", "Entry", "open"), "opening"),
     **dict.fromkeys(("LoadOptions", "SaveOptions"), "options"),
+    **dict.fromkeys(("Piece", "PieceReader", "StateProvider"), "frameworks.providers.base"),
+    "FileProvider": "frameworks.providers.files",
+    "ReplayBuffer": "frameworks.providers.replay",
     "register": "representation.values.registry",
     "CheckpointManager": "manager",
     "fence": "step_fence",

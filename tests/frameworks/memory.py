@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bytecheckpoint.errors import IncompatibleCheckpointError
-from bytecheckpoint.frameworks.base import Destination, Framework, SavedTensor
+from bytecheckpoint.frameworks.base import Destination, Framework, SavedPiece, SavedTensor
 from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
 from tests.support.layouts import bits
@@ -119,6 +119,9 @@ class MemoryCheckpoint:
 
     def streams(self, state: str) -> list[SavedTensor]:
         return []
+
+    def pieces(self, state: str, others: Collection[TensorKey]) -> list[SavedPiece]:
+        return []  # no test with this checkpoint streams states
 
     def find_by_content(self, state: str, fqn: str) -> SavedTensor | None:
         key = TensorKey(state, fqn)

@@ -57,6 +57,20 @@ class SavedTensor(NamedTuple):
     global_shape: tuple[int, ...]
 
 
+class SavedPiece(NamedTuple):
+    """A tensor of a checkpoint that a check of the load reads for itself, piece by piece.
+
+    Attributes:
+        tensor: the tensor, which is one run of bytes.
+        number: its number in the catalog.
+        read: function (offset, length) that returns verified bytes.
+    """
+
+    tensor: SavedTensor
+    number: int
+    read: Callable[[int, int], bytes]
+
+
 class SavedStates(Protocol):
     """The contents of a checkpoint, as an adapter sees them while it plans a load.
 
@@ -124,6 +138,14 @@ class SavedStates(Protocol):
     def streams(self, state: str) -> list[SavedTensor]:
         """Return the trees of the parts of `state`; a part's name is the FQN of its key."""
 
+    def pieces(self, state: str, others: Collection[TensorKey]) -> list[SavedPiece]:
+        """Return the tensors of `state` that this rank saved as pieces, or rank 0 if the save lacked this rank.
+
+        Args:
+            state: name of the state.
+            others: keys of the tensors that are no pieces.
+        """
+
     def find_by_content(self, state: str, fqn: str) -> SavedTensor | None:
         """Return a tensor that is identified by its content: this rank's own, else the shared one, else the lowest rank's.
 
@@ -151,6 +173,7 @@ class Destination:
         tied: pairs of saved tensors that are one tensor here. The load fills it from the first (see `native.py`).
         left_out: rows that the load leaves out by key of the tensor, because the live one is smaller: "36 of the 132 rows
             of model/w".
+        streamed: tensors that a check reads for itself.
     """
 
     wanted: list[LiveShard] = field(default_factory=list)
@@ -164,6 +187,7 @@ class Destination:
     mismatches: list[str] = field(default_factory=list)
     tied: list[tuple[SavedTensor, SavedTensor]] = field(default_factory=list)
     left_out: dict[TensorKey, str] = field(default_factory=dict)
+    streamed: list[SavedPiece] = field(default_factory=list)
 
     def check(self) -> None:
         """Check that the loaded values can be installed. A failure on one rank keeps all ranks from installing.

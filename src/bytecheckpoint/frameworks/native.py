@@ -41,6 +41,8 @@ from bytecheckpoint.frameworks.optimizers.capture import capture_optimizers
 from bytecheckpoint.frameworks.optimizers.master_weights import MASTER
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames, as_optimizers
 from bytecheckpoint.frameworks.optimizers.restore import load_optimizers
+from bytecheckpoint.frameworks.providers.base import StateProvider, is_provider
+from bytecheckpoint.frameworks.providers.states import capture_provider, load_provider
 from bytecheckpoint.frameworks.tensors.allocation import is_writable
 from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
@@ -110,6 +112,8 @@ class NativeFramework:
                     state = self._capture_optimizers(state_name, optimizers, scan)
                 elif isinstance(value, SupportsStreams):
                     state = capture_streams(state_name, value)
+                elif is_provider(value):
+                    state = capture_provider(state_name, value)
                 else:
                     state = capture_object(state_name, value)
                 state.layout = partial(self._layout, state_name, type(value).__name__, scan)
@@ -142,6 +146,8 @@ class NativeFramework:
                     self._load_optimizers(state_name, optimizers, load)
                 elif isinstance(value, SupportsStreams):
                     load_streams(state_name, value, saved, destination)
+                elif isinstance(value, StateProvider):
+                    load_provider(state_name, value, saved, destination)
                 else:
                     refuse_streams(state_name, value, saved)
                     load_object(state_name, states, saved, destination)

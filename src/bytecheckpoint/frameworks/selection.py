@@ -199,7 +199,7 @@ def _select(state: LiveState, selection: NameSelection) -> None:
         return
     if not state.merged:
         if not takes_rest:
-            state.shards, state.tree = [], None
+            state.shards, state.tree, state.provider = [], None, None
         return
     tree = None if state.tree is None else decode(state.tree, on_tensor=TensorRef)
     if is_optimizer_tree(tree):

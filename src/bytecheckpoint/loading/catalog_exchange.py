@@ -195,6 +195,16 @@ class Trees:
         self.bytes_read += nbytes
         return tree
 
+    def read_range(self, number: int, offset: int, nbytes: int) -> bytes:
+        """Read a part of a tensor that is one run of bytes. Raises as `FileSet.read`."""
+        ((file, start, stop),) = self._ranges([number]).tolist()
+        self.bytes_read += nbytes
+        return self._files.read(file, start + offset, min(nbytes, stop - start - offset))
+
+    def replace_catalog(self, catalog: Catalog) -> None:
+        """Use a catalog with more row groups, and so with the places of more of the same tensors."""
+        self._catalog, self.rows = catalog, stored_rows(catalog)
+
     def _ranges(self, numbers: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the place of each tree: (file, start, stop) rows, int64 [n, 3]. Each is one row of bytes."""
         row = np.searchsorted(self.rows.boxes.tensor, numbers)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint.errors import CorruptCheckpointError
-from bytecheckpoint.frameworks.base import SavedTensor
+from bytecheckpoint.frameworks.base import SavedPiece, SavedTensor
 from bytecheckpoint.frameworks.objects.capture import STATES_BY_NAME
 from bytecheckpoint.frameworks.selection import NameSelection
 from bytecheckpoint.lazy import lazy
 from bytecheckpoint.loading.catalog_exchange import Trees
 from bytecheckpoint.loading.live_names import LiveNames
-from bytecheckpoint.representation.boxes import Int64s
+from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
 from bytecheckpoint.representation.catalog_groups import CatalogGroups
 from bytecheckpoint.representation.catalog_index import CatalogIndex
@@ -263,6 +264,25 @@ class SavedView:
             found += [number] if number >= 0 else []
             found += self.index.slots.get((state, self.index.stored_name(state, name)), ())
         return found
+
+    def pieces(self, state: str, others: Collection[TensorKey]) -> list[SavedPiece]:  # noqa: D102 (protocol)
+        saver = self._rank if self._rank <= max(f.rank for f in self._catalog.files) else 0
+        found = []
+        for number in self._catalog.of_state(state).tolist():
+            key, owner = self.index.keys[number], self._catalog.owner[number]
+            if owner in (SHARED, saver) and key.slot != VALUES_SLOT and key not in others:
+                tensor = self._proven(number)
+                assert tensor is not None
+                found.append(SavedPiece(tensor, number, partial(self._trees.read_range, number)))
+                if owner != SHARED and saver != self._rank:
+                    self.from_rank_0.append(state)
+        return found
+
+    @staticmethod
+    def boxes_of(pieces: Sequence[SavedPiece]) -> BoxTable:
+        """Return the boxes of pieces, each the whole tensor."""
+        shapes = [piece.tensor.global_shape for piece in pieces]
+        return BoxTable.build([piece.number for piece in pieces], [(0,) * len(shape) for shape in shapes], shapes)
 
     def find_by_content(self, state: str, fqn: str) -> SavedTensor | None:  # noqa: D102 (protocol)
         key = TensorKey(state, fqn)

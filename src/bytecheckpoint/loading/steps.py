@@ -53,8 +53,7 @@ from bytecheckpoint.loading.live_names import LiveNames
 from bytecheckpoint.loading.request import LoadRequest
 from bytecheckpoint.loading.saved import SavedView
 from bytecheckpoint.planning.exchange_plan import exchange_plan_of_rank
-from bytecheckpoint.planning.read_plan import stored_rows
-from bytecheckpoint.representation.boxes import Int64s
+from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
 from bytecheckpoint.representation.plans import SharedChunks
 from bytecheckpoint.representation.shards import TensorKey
@@ -295,11 +294,12 @@ class Load:
                 refuse_mismatches(url, request.refused_mismatches(destination))
                 loaded, others = view.extra_state_names(destination.extra_states, world_size)
                 boxes = wanted_boxes(view, destination.wanted)
-                rows = checkpoint.trees.rows
                 if groups is not None:
-                    catalog = opened.exchange.rows(checkpoint, boxes)
+                    near = BoxTable.concat([boxes, view.boxes_of(destination.streamed)])
+                    catalog = opened.exchange.rows(checkpoint, near)
                     checkpoint.files.replace_catalog(catalog)
-                    rows = stored_rows(catalog)
+                    checkpoint.trees.replace_catalog(catalog)
+                rows = checkpoint.trees.rows
                 fit = fit_wanted(
                     catalog, rows, view.tensors, destination.wanted, boxes, url, chunk_bytes, cast=matching.cast
                 )

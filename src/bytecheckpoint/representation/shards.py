@@ -178,6 +178,7 @@ class LiveState:
         streams: streams of this rank. Each is stored once; ranks that hold the same stream, or the tree beside the
             streams, must hold it with the same content.
         stream_count: number of streams of all ranks; 0 for a state without streams.
+        provider: object that hands over pieces of the state, if it is streamed.
     """
 
     name: str
@@ -188,3 +189,4 @@ class LiveState:
     entries: bool = False
     streams: list[LiveStream] = field(default_factory=list)
     stream_count: int = 0
+    provider: Any = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
@@ -104,6 +104,7 @@ class CapturedState:
         steps: training steps that the caller's objects show, by name.
         proof: facts that prove a copy in the background; None if the caller waits.
         incremental: True if files of earlier saves may be used again.
+        providers: objects that hand over pieces, by the name of their state.
     """
 
     shards: list[LiveShard]
@@ -114,6 +115,7 @@ class CapturedState:
     steps: Mapping[str, int]
     proof: StateProof | None = None
     incremental: bool = False
+    providers: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -154,7 +156,9 @@ class CapturedState:
         devices = {tensor.device for tensor in (*(s.data for s in shards), *(v.data for v in values))}
         copies = DeviceCopies(devices, to_host=True, timeout=timeout)
         layouts = {state.name: state.layout for state in states}
-        return cls(shards, values, copies, layouts, selection or SelectionReport(), steps or {}, proven)
+        providers = {state.name: state.provider for state in states if state.provider is not None}
+        facts = (selection or SelectionReport(), steps or {}, proven)
+        return cls(shards, values, copies, layouts, *facts, providers=providers)
 
     def describe(self) -> tuple[LocalTable, bytes]:
         """Return the table of the shards, and its signature, which is the key of the plan cache."""

@@ -39,7 +39,6 @@ def build_catalog(
     """
     files: list[StorageFile] = []
     sums = []
-    number: dict[tuple[int, str, int, bool], int] = {}
 
     def add(rank: int, record: FileRecord) -> int:
         files.append(
@@ -59,20 +58,19 @@ def build_catalog(
 
     planned = {(rank, f.state, f.part): f for rank, report in reports.items() for f in report.files if not f.values}
     for rank, state, part in zip(plan.file_rank.tolist(), plan.file_state, plan.file_part.tolist(), strict=True):
-        number[rank, state, part, False] = add(rank, planned[rank, state, part])
+        add(rank, planned[rank, state, part])
     data_offset = np.array([f.data_offset for f in files], np.int64)
 
     values = owners_of_values({rank: report.values for rank, report in reports.items()}, SHARED)
     value_file = []
+    added: dict[tuple[int, int], int] = {}  # numbers of the files of values
     for rank, record, _ in values:
-        written = reports[rank].files[record.file]
-        key = (rank, written.state, written.part, True)
-        if key not in number:
-            number[key] = add(rank, written)
-        value_file.append(number[key])
+        if (rank, record.file) not in added:
+            added[rank, record.file] = add(rank, reports[rank].files[record.file])
+        value_file.append(added[rank, record.file])
     for rank, report in reports.items():
-        for found in report.files:
-            if found.values and (rank, found.state, found.part, True) not in number:
+        for index, found in enumerate(report.files):
+            if found.values and (rank, index) not in added:
                 add(rank, found)  # without tensors: it names adopted files
 
     tensors = plan.tensors

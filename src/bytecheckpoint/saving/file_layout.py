@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
 from bytecheckpoint.engine.staging import ImageFile
 from bytecheckpoint.planning.file_order import file_bounds
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.checksums import block_bytes
 from bytecheckpoint.representation.header_writer import HeaderTemplate, build_header
-from bytecheckpoint.representation.names import file_stem, storage_file_name, values_file_name
+from bytecheckpoint.representation.names import escape, file_stem, storage_file_name, values_file_name
 from bytecheckpoint.representation.shards import LiveShard
 from bytecheckpoint.representation.storage_file import StoredEntry, StoredFragments
 from bytecheckpoint.saving.capture import Value
+from bytecheckpoint.saving.messages import FileRecord
 
 __all__ = [
     "FileOrigin",
@@ -26,6 +29,7 @@ __all__ = [
     "lay_out_values",
     "moved_up",
     "place_values",
+    "record_of",
 ]
 
 _ALIGN = 4096
@@ -164,6 +168,7 @@ def lay_out_values(
     part: int,
     siblings: Sequence[str] = (),
     adoptable: Sequence[str] = (),
+    pieces: bool = False,
 ) -> tuple[list[PlannedFile], list[tuple[int, int]]]:
     """Lay out the files of the values that one rank writes in one save.
 
@@ -175,6 +180,7 @@ def lay_out_values(
         part: part number of the files.
         siblings: `names.file_stem` of the rank's other files.
         adoptable: `names.file_stem` of those of them that may be files of earlier saves.
+        pieces: True for pieces of providers, whose states have no planned shards: their files get the names of those.
 
     Returns:
         The files; for each value its place: (index of its file, byte offset in the data section).
@@ -184,7 +190,7 @@ def lay_out_values(
     by_state: dict[str, list[int]] = {}
     for index, value in enumerate(values):
         by_state.setdefault(value.key.state, []).append(index)
-    stems = [*siblings, *(file_stem(origin.file_name(state, part, values=True)) for state in by_state)]
+    stems = [*siblings, *(file_stem(origin.file_name(state, part, values=not pieces)) for state in by_state)]
     for state, members in by_state.items():
         members.sort(key=lambda i: (-values[i].data.element_size(), values[i].dtype, i))
         entries = []
@@ -241,6 +247,21 @@ def moved_up(files: Sequence[PlannedFile]) -> list[PlannedFile]:
 def place_values(values: Sequence[Value], position: int) -> ImageFile:
     """Place values one after the other from byte `position` of an image that has no other tensors."""
     return _section(position, [value.nbytes for value in values], list(range(len(values))))
+
+
+def record_of(name: str, file: PlannedFile, header: bytes, sums: NDArray[np.uint64]) -> FileRecord:
+    """Describe a finished file, given its name, its header and its block sums."""
+    return FileRecord(
+        name=name,
+        state=escape(file.state),
+        part=file.part,
+        values=file.values,
+        size=file.header.data_offset + file.header.data_length,
+        data_offset=file.header.data_offset,
+        header_sum=xxhash.xxh3_64_intdigest(header),
+        block_bytes=file.header.block_bytes,
+        sums=sums.tobytes(),
+    )
 
 
 def end_of(section: ImageFile) -> int:

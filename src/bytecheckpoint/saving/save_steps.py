@@ -38,6 +38,7 @@ from bytecheckpoint.saving.messages import (
     WriteReport,
     unescaped,
 )
+from bytecheckpoint.saving.piece_writer import PieceWriter
 from bytecheckpoint.saving.rank_plan import AgreedPlan, make_rank_plan
 from bytecheckpoint.saving.request import SaveMode, SaveRequest
 from bytecheckpoint.saving.steps import steps_of_shards
@@ -108,6 +109,7 @@ class Save:
         self._channel = channel
         self._operation = operation
         self._origin = FileOrigin(collective.rank, collective.world_size, generation)
+        self._pieces = PieceWriter(self._origin, request, channel.stop.cancel, operation)
         self._writer = RankWriter(self._origin, request, resources, channel.stop.cancel, operation)
 
     # --- the steps ------------------------------------------------------------------------------------------------
@@ -130,6 +132,10 @@ class Save:
             proof=request.settings.staging.check if background else "none",
         )
         return replace(captured, incremental=request.incremental)
+
+    def take_pieces(self, captured: CapturedState) -> CapturedState:
+        """Ask the providers among the caller's objects for their pieces. Run it in the caller's thread."""
+        return self._pieces.take(captured)
 
     def agree_plan(self, captured: CapturedState, *, dry: bool = False) -> AgreedPlan:
         """Take the plan from the cache, or ask the coordinator for one.
@@ -186,6 +192,7 @@ class Save:
     def write(self, staged: StagedSave) -> WrittenSave:
         """Write the staged bytes to durable files."""
         files = self._writer.write(staged.files, staged.agreed)
+        self._pieces.write(self._writer.file_names)
         return WrittenSave(staged.agreed, staged.checks, staged.samples, files)
 
     def commit(self, written: WrittenSave) -> SaveReport:
@@ -214,7 +221,7 @@ class Save:
         total = self._operation.seconds()
         return SaveReport(
             path=self._request.storage.url,
-            bytes_written=written.files.nbytes,
+            bytes_written=written.files.nbytes + self._pieces.nbytes,
             bytes_adopted=written.files.nbytes_adopted,
             blocking_seconds=total,
             total_seconds=total,
@@ -232,10 +239,11 @@ class Save:
 
     def discard(self) -> None:
         """Remove the files of this rank after a failure, unless a commit may still name them."""
+        self._pieces.end()
         if self._channel.may_be_committed:
             self._writer.abort()
         else:
-            self._writer.discard()
+            self._writer.discard(self._pieces.file_names)
 
     # --- parts of these -------------------------------------------------------------------------------------------
 
@@ -294,13 +302,14 @@ class Save:
     def _report(self, written: WrittenSave) -> Reply:
         """Report the written files to the coordinator."""
         agreed, files = written.agreed, written.files
+        piece_files, pieces = self._pieces.records(len(files.adopted) + len(files.records))
         facts = CommitFacts(files.replaces, agreed.plan.layout) if self._origin.rank == 0 else None
         return self._channel.ask(
             WriteReport(
                 self._url,
                 agreed.plan.name,
-                [*files.adopted, *files.records],
-                [value.record(files.places.get(value.key, (-1, 0))) for value in files.values],
+                [*files.adopted, *files.records, *piece_files],
+                [*(value.record(files.places.get(value.key, (-1, 0))) for value in files.values), *pieces],
                 agreed.captured.selection,
                 written.checks,
                 facts,

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 
 from bytecheckpoint.concurrency import call_with_timeout
@@ -32,7 +31,7 @@ from bytecheckpoint.engine.writing import FileTask, StagedChunk
 from bytecheckpoint.errors import CheckpointError, listed
 from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.liveness import busy
-from bytecheckpoint.representation.names import CATALOG_NAME, escape, file_stem, unescape
+from bytecheckpoint.representation.names import CATALOG_NAME, file_stem, unescape
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 from bytecheckpoint.saving.adoption import Adoption
 from bytecheckpoint.saving.capture import Value, hash_all
@@ -44,6 +43,7 @@ from bytecheckpoint.saving.file_layout import (
     lay_out_values,
     moved_up,
     place_values,
+    record_of,
 )
 from bytecheckpoint.saving.messages import FileRecord
 from bytecheckpoint.saving.rank_plan import AgreedPlan
@@ -149,6 +149,11 @@ class RankWriter:
         self._target_checked = False
         self._writers: list[ImageWriter] = []
 
+    @property
+    def file_names(self) -> list[str]:
+        """Names of the files that are laid out."""
+        return [self._name(file) for file in self._files]
+
     def prewarm(self, agreed: AgreedPlan) -> None:
         """Touch the pages of the staging pool that `copy` needs; write nothing."""
         _, places, image = self._lay_out_plan(agreed, adopt=False)
@@ -226,13 +231,13 @@ class RankWriter:
             values = hash_all(staged.values, agreed.captured.copies)
             # Other saves use the pool later; the values that this rank has not written are kept until the commit.
             values = [value.without_data() if value.key in staged.places else value for value in values]
-            records = self._finish(staged.files, writer, writer.sums())
+            records = self._finish(staged.files, writer, writer.sums(), len(agreed.captured.providers))
         return WrittenFiles(self._adoption.records, records, staged.places, values, replaces)
 
     def write_anew(self, agreed: AgreedPlan) -> WrittenFiles:
         """Remove the written files, and write those of another plan from the live tensors."""
         self.abort()
-        self._storage.delete([*self._adoption.linked, *(self._name(f) for f in self._files)])
+        self._storage.delete([*self._adoption.linked, *self.file_names])
         self._files = []
         files, places, image = self._lay_out_plan(agreed)
         return self._stream(StagedFiles(files, places, agreed.captured.values, image=image), image, agreed)
@@ -272,10 +277,10 @@ class RankWriter:
             writer.abort()
         self._writers = []
 
-    def discard(self) -> None:
-        """Remove all files after a failure; never raise for the storage, nor wait long for it."""
+    def discard(self, further: Sequence[str] = ()) -> None:
+        """Remove all files after a failure, `further` ones too; never raise for the storage, nor wait long for it."""
         self.abort()
-        names = [*self._adoption.linked, *(self._name(f) for f in self._files if self._target_checked)]
+        names = [*self._adoption.linked, *((*self.file_names, *further) if self._target_checked else ())]
         if not names:
             return  # nothing was written
         seconds = min(call_timeout(self._storage), tuning().stopped_calls)
@@ -412,20 +417,23 @@ class RankWriter:
     def _stream(self, staged: StagedFiles, image: Image, agreed: AgreedPlan) -> WrittenFiles:
         """Write planned files from the live tensors."""
         replaces = self._check_target(self._needs(agreed))
-        records = self._stream_files(staged.files, image, self._resources.pools.shared)
+        further = len(agreed.captured.providers)
+        records = self._stream_files(staged.files, image, self._resources.pools.shared, further)
         self._resources.pools.resize()
         return WrittenFiles(
             self._adoption.records, records, staged.places, hash_all(staged.values, image.copies), replaces
         )
 
-    def _stream_files(self, files: Sequence[PlannedFile], image: Image, pool: StagingPool) -> list[FileRecord]:
+    def _stream_files(
+        self, files: Sequence[PlannedFile], image: Image, pool: StagingPool, further: int = 0
+    ) -> list[FileRecord]:
         """Write files through a few small buffers of `pool`."""
         # The shared pool's pages are touched already; touching new ones would cost more than copying into them.
         pool.reserve(slot_bytes(image.files, self._settings), touch=False, device=_device(image.copies))
         writer = self._job(files).on_threads()
         self._writers.append(writer)
         writer.open()
-        return self._finish(files, writer, stream_image(image, pool, writer, self._settings))
+        return self._finish(files, writer, stream_image(image, pool, writer, self._settings), further)
 
     @contextlib.contextmanager
     def _using(self, pool: StagingPool, agreed: AgreedPlan, nbytes: int) -> Iterator[None]:
@@ -446,7 +454,7 @@ class RankWriter:
                 self._resources.warm_up(nbytes, self._settings)
 
     def _finish(
-        self, files: Sequence[PlannedFile], writer: ImageWriter, sums: Sequence[NDArray[np.uint64]]
+        self, files: Sequence[PlannedFile], writer: ImageWriter, sums: Sequence[NDArray[np.uint64]], further: int
     ) -> list[FileRecord]:
         """Write the headers, make the files durable and describe them.
 
@@ -454,28 +462,19 @@ class RankWriter:
             files: files whose data sections are written.
             writer: writer of the files.
             sums: block sums of each file.
+            further: number of files of this rank that are not written yet, as far as it knows.
         """
         self._operation.mark("write")
         self._operation.phase = "finish"
         adopted = [record.name for record in self._adoption.records]
-        count = len(adopted) + len(self._files)
+        count = len(adopted) + len(self._files) + further
         headers = [
             file.header.render(file_sums, self._origin.generation, count, adopted)
             for file, file_sums in zip(files, sums, strict=True)
         ]
         writer.finish(headers)
         records = [
-            FileRecord(
-                name=self._name(file),
-                state=escape(file.state),
-                part=file.part,
-                values=file.values,
-                size=file.header.data_offset + file.header.data_length,
-                data_offset=file.header.data_offset,
-                header_sum=xxhash.xxh3_64_intdigest(header),
-                block_bytes=file.header.block_bytes,
-                sums=file_sums.tobytes(),
-            )
+            record_of(self._name(file), file, header, file_sums)
             for file, header, file_sums in zip(files, headers, sums, strict=True)
         ]
         self._operation.mark("finish")

@@ -158,6 +158,9 @@ class TensorExtractor:
             return self._extract_container(cls, value, path)
         if is_tensor_like(value) and registration_of(cls) is None:
             return self._reference(path, value)
+        if hasattr(cls, "__bytecheckpoint_pieces__"):
+            where = key_of_path(path) or "the value"
+            raise UsageError(f"{where}: a {cls.__name__} is streamed in pieces: make it a state of its own")
         if cls not in _CONTAINERS and is_stateful(value) and len(self._enclosing) < MAX_DEPTH:
             state = self.state_dicts[id(value)] = value.state_dict()
             return self.extract(state, path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Any
 
-from bytecheckpoint.errors import CorruptCheckpointError, UsageError
+from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.base import Destination, SavedStates
 from bytecheckpoint.frameworks.objects.capture import STATES_BY_NAME, TensorExtractor, is_stateful, tensor_name
 from bytecheckpoint.frameworks.objects.reader import ValueReader, missing_tensor_error
@@ -42,6 +42,11 @@ def load_object(
         return
     reader = ValueReader(state_name, saved, destination, live)
     value = _read_everything(state_name, saved, reader, merge=by_name)
+    if not by_name and (pieces := saved.pieces(state_name, reader.keys())):
+        raise IncompatibleCheckpointError(
+            f"the checkpoint holds {len(pieces)} pieces of {state_name}, which a {type(live).__name__} cannot take: load "
+            "them into a provider like the one that saved them (StateProvider)"
+        )
     reader.match_live(value, live)
     reader.request_tensors()
     # Copies of other ranks are no surprise to this rank: those ranks load them, or exist no longer.
