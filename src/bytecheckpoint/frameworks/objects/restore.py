@@ -42,7 +42,8 @@ def load_object(
         return
     reader = ValueReader(state_name, saved, destination, live)
     value = _read_everything(state_name, saved, reader, merge=by_name)
-    if not by_name and (pieces := saved.pieces(state_name, reader.keys())):
+    # A rank's tree need not mention the tensors of other ranks, but that of a provider says nothing at all.
+    if value is None and not by_name and (pieces := saved.pieces(state_name, reader.keys())):
         raise IncompatibleCheckpointError(
             f"the checkpoint holds {len(pieces)} pieces of {state_name}, which a {type(live).__name__} cannot take: load "
             "them into a provider like the one that saved them (StateProvider)"
