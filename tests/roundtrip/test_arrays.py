@@ -71,7 +71,7 @@ register(Copying, name="tests.Copying", encode=vars, decode=lambda saved: Copyin
 
 #: Arrays that are stored as tensors.
 HELD: dict[str, np.ndarray[Any, Any]] = {
-    **{dtype.name: numbers(LARGE * 4 // dtype.itemsize, dtype=dtype) for dtype in TENSOR_DTYPES},
+    **{dtype.name: numbers(LARGE * 4 // dtype.itemsize, dtype=dtype) for dtype in sorted(TENSOR_DTYPES, key=str)},
     "longlong": numbers(2, LARGE // 4, dtype="q"), "cut": numbers(4, 3, LARGE)[::-2, 1:, ::3],
     "columns": np.asfortranarray(numbers(4, LARGE)), "read only": read_only(numbers(LARGE)),
     "of bytes": np.frombuffer(bytes(range(256)) * 256, np.uint8), "unaligned": np.frombuffer(bytes(65537), "<f8", 8192, 1),
