@@ -26,8 +26,10 @@ class Job:
     """A small model and its optimizer; each step is different."""
 
     def __init__(self) -> None:
-        torch.manual_seed(3)
         self.model = nn.Linear(40, 30)
+        with torch.no_grad():  # ranks that are threads share torch's random numbers
+            for parameter in self.model.parameters():
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
         self.average = self.model.weight.detach().clone()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
 
