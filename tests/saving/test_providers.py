@@ -156,10 +156,7 @@ def test_arguments_that_are_wrong(tmp_path: Path) -> None:
         CheckpointError, match=r"extra_states/a\.0: a Rows is streamed in pieces: make it a state of its own"
     ):
         save(tmp_path, Rows(), extra_states={"a": [Rows(3)]})
-    with pytest.raises(
-        CheckpointError, match=r"piece 'rows\.0' of replay, a Buffer: the state has another piece or tensor"
-    ):
-        save(tmp_path, Buffer(3, name="rows.0"))
+    save(tmp_path / "names", Buffer(3, name="rows.0"))  # a tensor among its plain values has another name than a piece
     half = type("Half", (), {"__bytecheckpoint_pieces__": lambda self: []})
     with pytest.raises(CheckpointError, match="a Half has __bytecheckpoint_pieces__, and no load_pieces"):
         save(tmp_path, half())
@@ -215,10 +212,20 @@ def test_nothing_to_stream(tmp_path: Path, mode: str, sizes: tuple[int, ...]) ->
 
 
 def test_pieces_need_a_provider(tmp_path: Path) -> None:
-    save(tmp_path, Rows(3))
-    for live in ({}, {"x": torch.ones(3)}, torch.optim.lr_scheduler.LambdaLR):
-        with pytest.raises(CheckpointError, match=r"holds 1 pieces of replay, which a .* cannot take"):
-            bytecheckpoint.load(tmp_path, {"replay": live}, strict=False)
+    counted = Rows(3)
+    counted.state_dict = lambda: {"seen": 4}  # type: ignore[attr-defined]
+    counted.load_state_dict = lambda state: None  # type: ignore[attr-defined]
+    for number, rows in enumerate((Rows(3), counted)):
+        save(tmp_path / str(number), rows)
+        for live in ({}, {"x": torch.ones(3)}, {"seen": 0}, torch.optim.lr_scheduler.LambdaLR):
+            with pytest.raises(CheckpointError, match=r"holds replay as pieces of a Rows, which a .* cannot take"):
+                bytecheckpoint.load(tmp_path / str(number), {"replay": live}, strict=False)
+
+
+def test_a_provider_needs_pieces(tmp_path: Path) -> None:
+    bytecheckpoint.save(tmp_path, {"replay": {"x": torch.ones(3)}})
+    with pytest.raises(CheckpointError, match="the checkpoint holds no pieces for a Rows"):
+        bytecheckpoint.load(tmp_path, {"replay": Rows(3)})
 
 
 def test_tensors_of_other_ranks_are_no_pieces(tmp_path: Path) -> None:

@@ -27,11 +27,13 @@ from bytecheckpoint.representation.values.registry import registration_of
 from bytecheckpoint.representation.values.types import NATIVE_TYPES
 
 __all__ = [
+    "PROVIDER",
     "STATES_BY_NAME",
     "TensorExtractor",
     "capture_object",
     "encode_value",
     "is_stateful",
+    "saved_provider",
     "tensor_name",
 ]
 
@@ -39,6 +41,15 @@ _log = logging.getLogger("bytecheckpoint")
 _warned_of: set[type] = set()
 #: States whose tensors are identified by name and box, not by content.
 STATES_BY_NAME = frozenset({"model", "optimizer"})
+
+#: Key that marks the plain values of a provider, so nothing takes them without the pieces. Its value is a class's name.
+PROVIDER = "__bytecheckpoint_provider__"
+
+
+def saved_provider(value: Any) -> str:
+    """Return the name of the class of the provider whose plain values a decoded tree holds; "" for any other tree."""
+    return str(value[PROVIDER]) if isinstance(value, dict) and value.keys() == {PROVIDER, "state_dict"} else ""
+
 
 _DICTS = frozenset({dict, collections.OrderedDict})
 _CONTAINERS = _DICTS | {list, tuple}

@@ -11,7 +11,13 @@ from typing import Any
 
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.base import Destination, SavedStates
-from bytecheckpoint.frameworks.objects.capture import STATES_BY_NAME, TensorExtractor, is_stateful, tensor_name
+from bytecheckpoint.frameworks.objects.capture import (
+    STATES_BY_NAME,
+    TensorExtractor,
+    is_stateful,
+    saved_provider,
+    tensor_name,
+)
 from bytecheckpoint.frameworks.objects.reader import ValueReader, missing_tensor_error
 from bytecheckpoint.frameworks.tensors.allocation import FilledMemory, make_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
@@ -42,10 +48,9 @@ def load_object(
         return
     reader = ValueReader(state_name, saved, destination, live)
     value = _read_everything(state_name, saved, reader, merge=by_name)
-    # A rank's tree need not mention the tensors of other ranks, but that of a provider says nothing at all.
-    if value is None and not by_name and (pieces := saved.pieces(state_name, reader.keys())):
+    if provider := saved_provider(value):
         raise IncompatibleCheckpointError(
-            f"the checkpoint holds {len(pieces)} pieces of {state_name}, which a {type(live).__name__} cannot take: load "
+            f"the checkpoint holds {state_name} as pieces of a {provider}, which a {type(live).__name__} cannot take: load "
             "them into a provider like the one that saved them (StateProvider)"
         )
     reader.match_live(value, live)

@@ -6,7 +6,7 @@ from typing import Any
 
 from bytecheckpoint.errors import CheckpointError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.base import Destination, SavedStates
-from bytecheckpoint.frameworks.objects.capture import encode_value, is_stateful
+from bytecheckpoint.frameworks.objects.capture import PROVIDER, encode_value, is_stateful, saved_provider
 from bytecheckpoint.frameworks.objects.reader import ValueReader
 from bytecheckpoint.frameworks.providers.base import PieceReader, StateProvider
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
@@ -24,7 +24,8 @@ def capture_provider(state_name: str, live: Any) -> LiveState:
     if not callable(getattr(live, "load_pieces", None)):
         raise UsageError(f"{state_name}: a {type(live).__name__} has __bytecheckpoint_pieces__, and no load_pieces")
     state = LiveState(state_name, provider=live)
-    state.tree = encode_value(state_name, live.state_dict() if is_stateful(live) else None, state.shards)
+    marked = {PROVIDER: type(live).__name__, "state_dict": live.state_dict() if is_stateful(live) else None}
+    state.tree = encode_value(state_name, marked, state.shards)
     return state
 
 
@@ -35,7 +36,13 @@ def load_provider(state_name: str, live: StateProvider, saved: SavedStates, dest
         destination.missing.append(state_name)
         return
     reader = ValueReader(state_name, saved, destination, live)
-    value = reader.read(tree)
+    marked = reader.read(tree)
+    if not saved_provider(marked):
+        raise IncompatibleCheckpointError(
+            f"{state_name}: the checkpoint holds no pieces for a {type(live).__name__}: load it into an object of the "
+            "class that was saved"
+        )
+    value = marked["state_dict"]
     reader.request_tensors()
     destination.recognized.update(saved.keys(state_name))
     if (value is not None) != is_stateful(live):
