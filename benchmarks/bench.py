@@ -71,7 +71,7 @@ class Bench:
         """Remove everything from the folder."""
         self.world.barrier()
         if self.world.rank == 0:
-            for path in self.folder.glob("*"):
+            for path in self.folder.glob("[!.]*"):  # not the metrics, which a thread may be writing
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         self.world.barrier()
 
