@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Iterable, Iterator
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.engine.buffers import block_sums
-from bytecheckpoint.engine.image_writer import slot_bytes
+from bytecheckpoint.engine.image_writer import chunk_slots, slot_bytes
 from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.engine.staging import Chunk, Image, chunks_of
 from bytecheckpoint.errors import CorruptCheckpointError
@@ -103,7 +101,9 @@ def holds_image(
     """
     chunks = chunks_of(image.files, settings.storage.chunk_bytes)
     pool, large = StagingPool(shared=False), image.large()
-    slots: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+    size = slot_bytes(image.files, settings)
+    pool.reserve(size, touch=False, device=image.copies.devices[0] if image.copies.devices else None)
+    slots = chunk_slots(pool, size, threads)
     differs = False
 
     def compare(chunk: Chunk) -> None:
@@ -119,12 +119,8 @@ def holds_image(
         first = chunk.start // block_bytes
         differs = differs or found != sums[first : first + len(found)].tolist()
 
-    image.copies.wait_for_caller()
-    size = slot_bytes(image.files, settings)
     try:
-        pool.reserve(size, touch=False, device=image.copies.devices[0] if image.copies.devices else None)
-        for number in range(threads if chunks else 0):
-            slots.put(pool.tensor()[number * size // threads : (number + 1) * size // threads])
+        image.copies.wait_for_caller()
         parallel_map(compare, chunks, threads, "bytecheckpoint-compare")
     finally:
         while not slots.empty():

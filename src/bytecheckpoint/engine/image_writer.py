@@ -26,7 +26,7 @@ from bytecheckpoint.settings import Settings, flat_settings
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.base import call_timeout
 
-__all__ = ["HelperWriter", "ImageWriter", "WriteJob", "slot_bytes", "stage_image", "stream_image"]
+__all__ = ["HelperWriter", "ImageWriter", "WriteJob", "chunk_slots", "slot_bytes", "stage_image", "stream_image"]
 
 #: Numbers of the jobs of helper processes.
 _jobs = itertools.count(1)
@@ -204,6 +204,15 @@ def slot_bytes(files: Sequence[ImageFile], settings: Settings) -> int:
     return settings.storage.write_threads * -(-longest // 4096) * 4096
 
 
+def chunk_slots(pool: StagingPool, nbytes: int, count: int) -> queue.SimpleQueue[torch.Tensor]:
+    """Divide the first `nbytes` of a pool into slots for chunks, of one length."""
+    slots: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+    size = nbytes // count
+    for number in range(count if nbytes else 0):
+        slots.put(pool.tensor()[number * size : (number + 1) * size])
+    return slots
+
+
 def stream_image(image: Image, pool: StagingPool, writer: FilesWriter, settings: Settings) -> list[NDArray[np.uint64]]:
     """Write an image from the live tensors, chunk by chunk.
 
@@ -217,10 +226,7 @@ def stream_image(image: Image, pool: StagingPool, writer: FilesWriter, settings:
         Block sums of each file.
     """
     chunks = chunks_of(image.files, settings.storage.chunk_bytes)
-    slots: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-    size = slot_bytes(image.files, settings) // settings.storage.write_threads
-    for number in range(settings.storage.write_threads if chunks else 0):
-        slots.put(pool.tensor()[number * size : (number + 1) * size])
+    slots = chunk_slots(pool, slot_bytes(image.files, settings), settings.storage.write_threads)
     direct = writer.direct
     # Collected first: later the streaming bytes have pushed this code out of the processor's caches.
     large = {} if direct else image.large()

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from bytecheckpoint.engine.pieces import PIECE_BYTES
 from bytecheckpoint.engine.runs import Runs
 from bytecheckpoint.engine.tensor_bytes import dense, flat_bytes, movable
-from bytecheckpoint.representation.boxes import Int64s
+from bytecheckpoint.representation.boxes import Int64s, Mask
 
 __all__ = ["CopiedRanges", "TensorSamples"]
 
@@ -42,6 +42,12 @@ class CopiedRanges(NamedTuple):
     begin: Int64s
     end: Int64s
     at: Int64s
+
+    def find(self, begin: Int64s, end: Int64s) -> tuple[Mask, Int64s]:
+        """Return which parts [begin, end) of the line lie in a copied range, and the places of these in the memory."""
+        of_range = np.maximum(np.searchsorted(self.begin, begin, "right") - 1, 0)
+        inside = (begin >= self.begin[of_range]) & (end <= self.end[of_range])
+        return inside, (self.at[of_range] + begin - self.begin[of_range])[inside]
 
 
 class _Column(NamedTuple):
@@ -111,17 +117,12 @@ class TensorSamples:
         for at, values in ((column.at, column.host_values()) for column in self._columns):
             if not len(at):
                 continue
-            of_range = np.maximum(np.searchsorted(copied.begin, at, "right") - 1, 0)
-            inside = (at >= copied.begin[of_range]) & (at + values.itemsize <= copied.end[of_range])
-            at, of_range = at[inside], of_range[inside]
-            copies = _read(memory.ctypes.data + copied.at[of_range] + at - copied.begin[of_range], values.dtype)
-            found.append(at[copies != values[inside]])
+            inside, places = copied.find(at, at + values.itemsize)
+            found.append(at[inside][_read(memory.ctypes.data + places, values.dtype) != values[inside]])
         begin, end, hashes = self._blocks
-        of_range = np.maximum(np.searchsorted(copied.begin, begin, "right") - 1, 0)
-        inside = (begin >= copied.begin[of_range]) & (end <= copied.end[of_range])
-        places = copied.at[of_range] + begin - copied.begin[of_range]
-        for number in np.flatnonzero(inside).tolist():
-            block = memory[places[number] : places[number] + end[number] - begin[number]]
+        inside, places = copied.find(begin, end)
+        for number, place in zip(np.flatnonzero(inside).tolist(), places.tolist(), strict=True):
+            block = memory[place : place + end[number] - begin[number]]
             if xxhash.xxh3_64_intdigest(block) != hashes[number]:
                 found.append(begin[number : number + 1])
         return self._tensors_at(np.concatenate(found))

@@ -25,7 +25,7 @@ from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.tracing.operation import count, span
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["FileTask", "FilesWriter", "StagedChunk"]
+__all__ = ["FileTask", "FilesWriter", "StagedChunk", "aligned_memory"]
 
 
 class FileTask(msgspec.Struct, frozen=True):
@@ -269,8 +269,13 @@ class FilesWriter:
 
 def _aligned_copy(data: bytes) -> memoryview:
     """Copy `data` to memory whose address is a multiple of 4096."""
-    raw = np.empty(len(data) + 4096, np.uint8)
+    buffer = aligned_memory(len(data))
+    buffer[:] = data
+    return buffer
+
+
+def aligned_memory(nbytes: int) -> memoryview:
+    """Allocate memory whose address is a multiple of 4096, as direct I/O needs."""
+    raw = np.empty(nbytes + 4096, np.uint8)
     shift = -raw.ctypes.data % 4096
-    buffer = raw[shift : shift + len(data)]
-    buffer[:] = np.frombuffer(data, np.uint8)
-    return memoryview(buffer)
+    return memoryview(raw)[shift : shift + nbytes]

@@ -15,7 +15,7 @@ import xxhash
 
 from bytecheckpoint.concurrency import Workers, storage_result
 from bytecheckpoint.engine.staging import Chunk, chunks_of
-from bytecheckpoint.engine.writing import FilesWriter, FileTask, StagedChunk
+from bytecheckpoint.engine.writing import FilesWriter, FileTask, StagedChunk, aligned_memory
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, StorageUnavailableError, UsageError
 from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.frameworks.providers.base import Piece
@@ -184,7 +184,7 @@ class PieceWriter:
         )
         storage, settings = self._request.storage, self._request.settings
         size = settings.storage.chunk_bytes
-        memory = _aligned(2 * size)
+        memory = aligned_memory(2 * size)
         headers = [file.header for file in self._files]
         names = self.file_names
         tasks = [FileTask(n, h.data_offset, h.data_length, h.block_bytes) for n, h in zip(names, headers, strict=True)]
@@ -258,10 +258,3 @@ def _handed_out(provider: Any, name: str) -> Iterator[object]:
 
 def _failed(what: str, error: Exception) -> CheckpointError:
     return CheckpointError(f"{what} failed ({type(error).__name__}: {error})")
-
-
-def _aligned(nbytes: int) -> memoryview:
-    """Allocate memory whose address is a multiple of 4096, as direct I/O needs."""
-    raw = np.empty(nbytes + 4096, np.uint8)
-    shift = -raw.ctypes.data % 4096
-    return memoryview(raw)[shift : shift + nbytes]
