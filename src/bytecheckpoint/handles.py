@@ -149,7 +149,7 @@ class SaveHandle:
 
     Attributes:
         path: URL of the checkpoint.
-        staged: future, done when the caller may change its state again: a full copy exists.
+        staged: future, done when the caller may change its state again: a full copy exists, and nothing else is read.
         restorable: future, done when a load from `path` finds the checkpoint even if this process dies. For `tier+...`
             paths the checkpoint is then in the memory of `tier_replicas` + 1 machines and not yet in the durable storage;
             for all others it is done together with `committed`.

@@ -62,15 +62,32 @@ class PendingCopy:
     guarded: frozenset[int] = frozenset()
     turn: Future[None] = field(default_factory=Future)
 
-    def wait(self, what: str) -> CheckpointError | None:
-        """Take part in the copy and wait for it; return an error if it does not succeed."""
+    @property
+    def reads(self) -> frozenset[int]:
+        """Identities of the memory of which Python accesses wait, as far as it is still read."""
+        return self.guarded & self.shared.copied.result() if self.shared.copied.done() else self.guarded
+
+    def spared_by(self, optimizer: torch.optim.Optimizer | None) -> bool:
+        """Return whether the copy exists, and a step of the optimizer leaves alone what the save still reads."""
+        copied = self.shared.copied
+        return optimizer is not None and copied.done() and not _may_change(optimizer, copied.result())
+
+    def wait(self, what: str, optimizer: torch.optim.Optimizer | None) -> CheckpointError | None:
+        """Take part in the copy and wait for it; return an error if it does not succeed.
+
+        Args:
+            what: call that is about to change the states, for messages.
+            optimizer: optimizer that is about to step; None if anything may change.
+        """
         if (error := self.error_of_change()) is not None:
             return error
         wait_for_any([self.staged, self.turn])  # earlier saves have time limits of their own
         end = time.monotonic() + self.seconds
-        if wait_for_any([self.staged, self.shared.begun], self.seconds):
+        copied = self.shared.copied
+        if wait_for_any([self.staged, self.shared.begun, copied], self.seconds):
             self.shared.take_part()
-            if wait_for_any([self.staged], end - time.monotonic()):
+            wait_for_any([self.staged, copied], end - time.monotonic())
+            if self.spared_by(optimizer) or wait_for_any([self.staged], end - time.monotonic()):
                 return None
         return CheckpointTimeoutError(f"its copy in the background took more than {self.seconds:g} s, and {what} ran")
 
@@ -176,27 +193,29 @@ def fence() -> None:
     _fence.untraced(wait_for_copies, "fence")
 
 
-def wait_for_copies(what: str, inside: str | None = None) -> None:
+def wait_for_copies(what: str, inside: str | None = None, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Wait for the copies of all pending saves. A save whose copy takes too long fails; this never raises.
 
     Args:
         what: call that is about to change the states, for messages.
         inside: call of this package that this thread runs, and that a copy may wait for; None if there is none.
+        optimizer: optimizer that is about to step; None if anything may change.
     """
     _fence.call_watchers()
     for copy in _fence.pending():
         error: CheckpointError | None
+        begin = time.perf_counter()
+        try:
+            if copy.spared_by(optimizer):
+                continue
+            if inside is None:
+                error = copy.wait(what, optimizer)
+            else:
+                error = UsageError(f"{what} ran inside of {inside}, before the copy in the background was made")
+        except Exception as unexpected:  # noqa: BLE001  training continues
+            error = CheckpointError(f"{what} could not wait for the copy: {type(unexpected).__name__}: {unexpected}")
         if inside is None:
-            begin = time.perf_counter()
-            try:
-                error = copy.wait(what)
-            except Exception as unexpected:  # noqa: BLE001  training continues
-                error = CheckpointError(
-                    f"{what} could not wait for the copy: {type(unexpected).__name__}: {unexpected}"
-                )
             copy.operation.add("fence", begin, copy.shared.helped)
-        else:
-            error = UsageError(f"{what} ran inside of {inside}, before the copy in the background was made")
         if error is not None:
             _log.error("a save fails: %s", error)
             copy.give_up(error)
@@ -227,7 +246,7 @@ def _arguments_of_waiting_step(
     def waiting(closure: Callable[[], Any]) -> Callable[[], Any]:
         def call() -> Any:
             loss = closure()
-            _fence.untraced(wait_for_copies, what, running_call())
+            _fence.untraced(wait_for_copies, what, running_call(), optimizer)
             return loss
 
         return call
@@ -237,8 +256,19 @@ def _arguments_of_waiting_step(
             return args, {**kwargs, "closure": waiting(kwargs["closure"])}
         if len(args) > 1 and callable(args[1]):
             return (args[0], waiting(args[1]), *args[2:]), kwargs
-    wait_for_copies(what, running_call())
+    wait_for_copies(what, running_call(), optimizer)
     return None
+
+
+def _may_change(optimizer: torch.optim.Optimizer, memory: frozenset[int]) -> bool:
+    """Return whether a step may change memory: some was frozen in the call, and is trained now."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad or parameter.grad is not None:
+                local = getattr(parameter, "_local_tensor", parameter)  # of a DTensor
+                if type(local) not in (torch.Tensor, torch.nn.Parameter) or storage_identity(local) in memory:
+                    return True
+    return False
 
 
 def storage_identity(tensor: torch.Tensor) -> int:
@@ -279,6 +309,6 @@ def _guard(tensor: torch.Tensor, name: str) -> None:
     """Wait if a tensor is being copied, except in threads and calls of this package, which may be those that copy."""
     if in_operation() or torch.compiler.is_compiling() or type(tensor).__module__.startswith("torch._subclasses"):
         return
-    guarded = [copy.guarded for copy in _fence.pending()]
+    guarded = [copy.reads for copy in _fence.pending()]
     if any(guarded) and storage_identity(tensor) in frozenset().union(*guarded):
         _fence.untraced(wait_for_copies, f"an access to .{name} of a tensor")

@@ -55,6 +55,7 @@ class Tuning:
         fabric_bytes: engine: what a rank stages at most at once for the fabric, on its device.
         fabric_start: engine: time in which the group of a load must connect; else sockets are used.
         scatter_run_bytes: engine: average run length below which a range passes through a scratch buffer.
+        frozen_look_bytes: saving: bytes of a file of frozen parameters that are compared before the next optimizer step.
         open_files: engine: storage files of a checkpoint that stay open while no thread uses them.
         helper_end: engine: time that the helper process gets to end by itself, and then to die.
         stopped_calls: engine: time that a call which another rank has stopped waits for its own reads or writes to end.
@@ -122,6 +123,9 @@ class Tuning:
     call_check: float = 5.0
     outlook_timeout: float = 10.0
     data_piece: int = 4 << 20
+
+    # --- saving ---
+    frozen_look_bytes: int = 8 << 20
 
     # --- storage ---
     idle_call_thread: float = 5.0

@@ -409,9 +409,10 @@ def test_the_pretend_device_shows_missing_waits(tmp_path: Path) -> None:
     assert (target == 2).all()
 
 
+@pytest.mark.parametrize("look", [1 << 30, 5000])
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(1)
-def test_frozen_parameters_on_a_device_are_shared(path: str, mode: str) -> None:
+def test_frozen_parameters_on_a_device_are_shared(path: str, mode: str, look: int) -> None:
     """And a change that the caller has only queued is seen."""
     pretend.load()
     frozen = {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in on_device(expected()).items()}
@@ -422,7 +423,7 @@ def test_frozen_parameters_on_a_device_are_shared(path: str, mode: str) -> None:
         report = bytecheckpoint.save(f"{path}/{number}", states, incremental=True, **MODES[mode]).result(60)
         return report.bytes_adopted
 
-    with torch.no_grad(), pretend.delays(to_host=_LATE):
+    with torch.no_grad(), pretend.delays(to_host=_LATE), tuned(frozen_look_bytes=look):
         assert adopted(1) == 0 < adopted(2)
         changed = on_device(expected(salt=1))
         be_busy()

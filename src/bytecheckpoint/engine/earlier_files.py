@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.engine.buffers import block_sums
 from bytecheckpoint.engine.image_writer import chunk_slots, slot_bytes
 from bytecheckpoint.engine.pool import StagingPool
-from bytecheckpoint.engine.staging import Chunk, Image, chunks_of
+from bytecheckpoint.engine.staging import Chunk, Image
 from bytecheckpoint.errors import CorruptCheckpointError
 from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.representation.header_reader import header_bytes_needed
@@ -19,7 +19,7 @@ from bytecheckpoint.representation.names import file_stem, generation_of
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
 
-__all__ = ["EarlierFiles", "holds_image", "read_header"]
+__all__ = ["EarlierFiles", "holds_chunks", "read_header"]
 
 #: Files that are remembered: those of some managers with some states each.
 _MOST = 256
@@ -86,20 +86,26 @@ def read_header(storage: Storage, name: str) -> tuple[bytes, int]:
         reader.close()
 
 
-def holds_image(
-    sums: NDArray[np.uint64], image: Image, block_bytes: int, settings: Settings, threads: int, cancel: Cancellation
+def holds_chunks(
+    sums: NDArray[np.uint64],
+    image: Image,
+    chunks: Sequence[Chunk],
+    block_bytes: int,
+    settings: Settings,
+    threads: int,
+    cancel: Cancellation,
 ) -> bool:
     """Return whether the live tensors of an image have the checksums of a stored file.
 
     Args:
         sums: checksum of each block of the file.
         image: tensors of the one file, on any device.
+        chunks: chunks of the file to compare, each of whole blocks but the last one.
         block_bytes: length of a block.
         settings: settings of the save.
         threads: number of threads, at most those that write.
         cancel: token of the save.
     """
-    chunks = chunks_of(image.files, settings.storage.chunk_bytes)
     pool, large = StagingPool(shared=False), image.large()
     size = slot_bytes(image.files, settings)
     pool.reserve(size, touch=False, device=image.copies.devices[0] if image.copies.devices else None)

@@ -213,7 +213,9 @@ def chunk_slots(pool: StagingPool, nbytes: int, count: int) -> queue.SimpleQueue
     return slots
 
 
-def stream_image(image: Image, pool: StagingPool, writer: FilesWriter, settings: Settings) -> list[NDArray[np.uint64]]:
+def stream_image(
+    image: Image, pool: StagingPool, writer: FilesWriter, settings: Settings, *, still: bool
+) -> list[NDArray[np.uint64]]:
     """Write an image from the live tensors, chunk by chunk.
 
     Args:
@@ -221,6 +223,8 @@ def stream_image(image: Image, pool: StagingPool, writer: FilesWriter, settings:
         pool: staging pool of at least `slot_bytes`. Tensors that cannot be written from their own memory pass through it.
         writer: open writer of the files.
         settings: settings of the save.
+        still: True if nobody changes the tensors meanwhile. Else a chunk passes through the pool, so that what is written
+            is what was hashed.
 
     Returns:
         Block sums of each file.
@@ -229,7 +233,7 @@ def stream_image(image: Image, pool: StagingPool, writer: FilesWriter, settings:
     slots = chunk_slots(pool, slot_bytes(image.files, settings), settings.storage.write_threads)
     direct = writer.direct
     # Collected first: later the streaming bytes have pushed this code out of the processor's caches.
-    large = {} if direct else image.large()
+    large = image.large() if still and not direct else {}
 
     def write(chunk: Chunk) -> None:
         slot = slots.get()

@@ -31,11 +31,14 @@ class SharedCopy:
 
     Attributes:
         begun: future, done when the pieces are known.
+        copied: future, done when the copy is proven, and the save still reads some memory that optimizers leave alone; its
+            result has the identities of that memory (`step_fence.storage_identity`).
         helped: bytes that others than the copying thread have copied.
     """
 
     def __init__(self) -> None:
         self.begun: Future[None] = Future()
+        self.copied: Future[frozenset[int]] = Future()
         self.helped = 0
         self._pieces: list[_Pair] = []
         self._taken = bytearray()

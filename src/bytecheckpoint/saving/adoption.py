@@ -2,6 +2,9 @@
 
 A file of frozen parameters is adopted in three steps: it gets its name in the checkpoint's folder; its header must describe
 the tensors of the planned file; and the live tensors must have its checksums. If one fails, the file is written.
+
+A save that copies in the background compares only a part of a large file before the next step of an optimizer, so a tensor
+that changes between all saves is found there, and copied with the others. It compares the rest behind the step.
 """
 
 from __future__ import annotations
@@ -12,19 +15,21 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 
 from bytecheckpoint.engine.device_copies import DeviceCopies
-from bytecheckpoint.engine.earlier_files import EarlierFiles, holds_image, read_header
+from bytecheckpoint.engine.earlier_files import EarlierFiles, holds_chunks, read_header
 from bytecheckpoint.engine.runs import Runs
-from bytecheckpoint.engine.staging import Image
+from bytecheckpoint.engine.staging import Image, chunks_of
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.representation.header_reader import content_of_header
 from bytecheckpoint.representation.names import escape, file_stem, generation_of
-from bytecheckpoint.saving.file_layout import FileOrigin, PlannedFile
+from bytecheckpoint.saving.file_layout import FileOrigin, PlannedFile, moved_up
 from bytecheckpoint.saving.messages import FileRecord
 from bytecheckpoint.saving.request import SaveMode, SaveRequest
 from bytecheckpoint.tracing.operation import span
+from bytecheckpoint.tuning import tuning
 
 __all__ = ["Adoption"]
 
@@ -42,20 +47,35 @@ class Adoption:
 
     Attributes:
         records: descriptions of the adopted files.
-        linked: names that adopted files got in the checkpoint's folder for this save.
+        written: descriptions of files that were written behind the step, because only their rest differed.
+        linked: names that files of `records` and `written` got in the checkpoint's folder for this save.
     """
 
     def __init__(self, origin: FileOrigin, request: SaveRequest, earlier: EarlierFiles, cancel: Cancellation) -> None:
         self._origin = origin
-        self._storage = request.storage
-        self._settings = request.settings
-        # A second one would take the core that trains.
-        self._threads = 1 if request.mode is SaveMode.BACKGROUND else request.settings.storage.write_threads
+        self._request = request
+        self._rest: list[tuple[PlannedFile, Image, NDArray[np.uint64]]] = []
         self._earlier = earlier
         self._cancel = cancel
         self._contents: dict[str, bytes] = {}
         self.records: list[FileRecord] = []
+        self.written: list[FileRecord] = []
         self.linked: list[str] = []
+
+    @property
+    def files(self) -> list[FileRecord]:
+        """Descriptions of all files in the place of planned ones that `adopt` did not return."""
+        return [*self.records, *self.written]
+
+    @property
+    def to_compare(self) -> list[int]:
+        """Indexes of the plan's tensors that `compare_rest` reads."""
+        return [number for file, _, _ in self._rest for number in file.image.shards]
+
+    @property
+    def bytes_to_compare(self) -> int:
+        """Bytes that `compare_rest` reads."""
+        return sum(file.image.nbytes for file, _, _ in self._rest)
 
     def adopt(
         self, files: Sequence[PlannedFile], tensors: list[torch.Tensor | Runs], copies: DeviceCopies
@@ -68,10 +88,34 @@ class Adoption:
             copies: copies from the devices.
         """
         self._contents.clear()
-        self.records, self.linked = [], []
+        self.records, self.written, self.linked = [], [], []
         return [
             file for file in files if not file.frozen or not self._adopt(file, Image(tensors, [file.image], copies))
         ]
+
+    def compare_rest(self) -> tuple[list[PlannedFile], Image | None]:
+        """Compare the live tensors of the files of which only a part is compared yet.
+
+        Returns:
+            The files that differ, which must be written in place of the adopted ones, and their image; None for no files.
+        """
+        rest, self._rest = self._rest, []
+        different = []
+        for file, image, stored in rest:
+            if self._holds(file, image, stored):
+                continue
+            name = self._name(file)
+            (old,) = (record.name for record in self.records if file_stem(record.name) == file_stem(name))
+            self.records = [record for record in self.records if record.name != old]
+            if old in self.linked:
+                self._request.storage.delete([old])
+                self.linked.remove(old)
+            self.linked.append(name)
+            different.append(file)
+        if not different:
+            return [], None
+        different = moved_up(different)
+        return different, Image(image.tensors, [file.image for file in different], image.copies)
 
     def remember(self, records: Sequence[FileRecord]) -> None:
         """Remember the committed files, for later saves.
@@ -80,7 +124,8 @@ class Adoption:
             records: descriptions of all files of this rank in the checkpoint.
         """
         named = ((record.name, self._contents.get(file_stem(record.name))) for record in records)
-        self._earlier.note_saved(self._storage.url, [(name, content) for name, content in named if content is not None])
+        known = [(name, content) for name, content in named if content is not None]
+        self._earlier.note_saved(self._request.storage.url, known)
 
     def _adopt(self, file: PlannedFile, image: Image) -> bool:
         """Adopt the file that takes the place of a planned one, if there is any; return whether there is.
@@ -89,13 +134,14 @@ class Adoption:
             file: planned file.
             image: its live tensors.
         """
-        stem = file_stem(self._origin.file_name(file.state, file.part, values=False))
+        stem = file_stem(self._name(file))
         content, _, _ = content_of_header(file.header.render(np.zeros(file.header.blocks, np.uint64)))
         self._contents[stem] = content
+        storage = self._request.storage
         for url, name in self._earlier.candidates(stem, content):
-            is_here = url == self._storage.url  # this path is saved again
+            is_here = url == storage.url  # this path is saved again
             if not is_here:
-                if not self._storage.adopt(name, url):
+                if not storage.adopt(name, url):
                     continue
                 self.linked.append(name)
             record = self._compared(name, content, file, image)
@@ -103,17 +149,17 @@ class Adoption:
                 self.records.append(record)
                 return True
             if not is_here:
-                self._storage.delete([self.linked.pop()])
+                storage.delete([self.linked.pop()])
         return False
 
     def _compared(self, name: str, content: bytes, file: PlannedFile, image: Image) -> FileRecord | None:
         """Describe a file in the checkpoint's folder if it holds the live tensors of a planned one."""
-        header = file.header
+        header, storage = file.header, self._request.storage
         try:
-            text, size = read_header(self._storage, name)
+            text, size = read_header(storage, name)
             found, generation, sums = content_of_header(text)
         except (CheckpointError, FileNotFoundError) as error:
-            _log.warning("%s/%s cannot be used again, its tensors are written: %s", self._storage.url, name, error)
+            _log.warning("%s/%s cannot be used again, its tensors are written: %s", storage.url, name, error)
             return None
         if (
             (found, generation, size, len(sums))
@@ -121,9 +167,13 @@ class Adoption:
         ):  # fmt: skip
             return None
         stored = np.frombuffer(sums, ">u8").astype(np.uint64)
-        with span("compare", header.data_length, name):
-            if not holds_image(stored, image, header.block_bytes, self._settings, self._threads, self._cancel):
-                return None
+        part = 1
+        if self._request.mode is SaveMode.BACKGROUND:
+            part = max(1, -(-header.data_length // tuning().frozen_look_bytes))
+        if not self._holds(file, image, stored, part):
+            return None
+        if part > 1:
+            self._rest.append((file, image, stored))
         return FileRecord(
             name=name,
             state=escape(file.state),
@@ -135,3 +185,15 @@ class Adoption:
             block_bytes=header.block_bytes,
             sums=stored.tobytes(),
         )
+
+    def _holds(self, file: PlannedFile, image: Image, stored: NDArray[np.uint64], part: int = 1) -> bool:
+        """Return whether the live tensors have the checksums `stored`, in all blocks or in each `part`-th."""
+        settings, block_bytes = self._request.settings, file.header.block_bytes
+        chunks = chunks_of(image.files, settings.storage.chunk_bytes if part == 1 else block_bytes)[::part]
+        # A second thread would take the core that trains.
+        threads = 1 if self._request.mode is SaveMode.BACKGROUND else settings.storage.write_threads
+        with span("compare", sum(chunk.nbytes for chunk in chunks), self._name(file)):
+            return holds_chunks(stored, image, chunks, block_bytes, settings, threads, self._cancel)
+
+    def _name(self, file: PlannedFile) -> str:
+        return self._origin.file_name(file.state, file.part, values=False)

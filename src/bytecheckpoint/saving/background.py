@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 
@@ -93,12 +93,13 @@ class StateProof:
         self._tensors = [shard.data for shard in steady]
         self._fragments = [shard.fragments for shard in steady]
         self._versions = _versions(self._tensors)
+        self._open = np.ones(len(steady), bool)  # those whose bytes are still read
         with torch.no_grad():
             self._samples = TensorSamples.of(self._all_bytes(), full=full)
 
     def storages(self) -> frozenset[int]:
-        """Return the identities of the memory of all tensors."""
-        return frozenset(map(storage_identity, self._tensors))
+        """Return the identities of the memory of all tensors that are not proven yet."""
+        return frozenset(storage_identity(self._tensors[number]) for number in np.flatnonzero(self._open).tolist())
 
     def error_of_versions(self) -> StateChangedError | None:
         """Return an error if an operation of torch has changed a tensor since the call; None otherwise."""
@@ -111,18 +112,21 @@ class StateProof:
         files: Sequence[ImageFile],
         pool: StagingPool | None,
         live: bool = False,
+        later: Collection[int] = (),
     ) -> None:
-        """Check a copy, and release the tensors.
+        """Check a copy, and release the tensors if nothing is left to check.
 
         Args:
             sources: shard, first and end box of each tensor of the image, as in `RankImage`.
             files: files of the image.
             pool: pool that holds the image. None if it was too small: then the tensors themselves must not have changed.
             live: True if they must not have changed in any case, because some were read that are not in the pool.
+            later: shards of which bytes are still to be read: only they are looked at when this is called again.
 
         Raises:
             StateChangedError: the program has changed tensors since the call.
         """
+        left = np.zeros(len(self._open), bool)
         try:
             with torch.no_grad():
                 differing = np.zeros(0, np.int64)
@@ -133,11 +137,13 @@ class StateProof:
                     memory = pool.tensor().numpy() if pool.capacity else np.zeros(0, np.uint8)
                     differing = np.union1d(differing, self._samples.differing(self._copied(sources, files), memory))
             # Versions last: an operation raises them when it has ended.
-            error = self._error(differing) or self.error_of_versions()
+            if (error := self._error(differing) or self.error_of_versions()) is not None:
+                raise error
+            left = np.isin(self._numbers, [*later])
         finally:
-            self._tensors = []
-        if error is not None:
-            raise error
+            self._open = left
+            if not left.any():
+                self._tensors = []
 
     def _all_bytes(self) -> list[torch.Tensor | Runs]:
         pairs = zip(self._tensors, self._fragments, strict=True)
@@ -160,7 +166,7 @@ class StateProof:
         return CopiedRanges(*np.array(sorted(columns), np.int64).reshape(-1, 3).T)
 
     def _error(self, numbers: Int64s) -> StateChangedError | None:
-        names = [str(self._names[number]) for number in numbers.tolist()]
+        names = [str(self._names[number]) for number in numbers[self._open[numbers]].tolist()]
         if not names:
             return None
         return StateChangedError(

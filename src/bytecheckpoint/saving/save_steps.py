@@ -180,12 +180,20 @@ class Save:
             return StagedSave(agreed, *self._read_checks(agreed), self._writer.stage_live(agreed))
         files = self._writer.copy(agreed, shared)
         checks, samples = self._read_checks(agreed)
-        if agreed.captured.proof is not None:
+        proof, copies = agreed.captured.proof, agreed.captured.copies
+        if proof is not None:
             copied = files.pool if files.opened is None else None  # else the bytes have passed through the pool
-            with span("prove"), agreed.captured.copies.queued():
-                images = [file.image for file in files.files if not file.values]
-                sources = agreed.plan.image.sources
-                agreed.captured.proof.check(sources, images, copied, self._writer.has_adopted)
+            images = [file.image for file in files.files if not file.values]
+            sources = agreed.plan.image.sources
+            later = frozenset(sources[number][0] for number in self._writer.to_compare)
+            with span("prove"), copies.queued():
+                proof.check(sources, images, copied, self._writer.has_adopted, later)
+            if later:
+                assert shared is not None, "a save with a proof copies in the background"
+                shared.copied.set_result(proof.storages())
+                self._writer.compare_rest(len(agreed.captured.providers))
+                with span("prove"), copies.queued():
+                    proof.check((), (), None)
         agreed.captured.release()
         return StagedSave(agreed, checks, samples, files)
 

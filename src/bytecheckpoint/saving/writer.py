@@ -47,7 +47,7 @@ from bytecheckpoint.saving.file_layout import (
 )
 from bytecheckpoint.saving.messages import FileRecord
 from bytecheckpoint.saving.rank_plan import AgreedPlan
-from bytecheckpoint.saving.request import SaveRequest
+from bytecheckpoint.saving.request import SaveMode, SaveRequest
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.base import call_timeout
@@ -146,7 +146,7 @@ class RankWriter:
         self._operation = operation
         self._adoption = Adoption(origin, request, resources.earlier, cancel)
         self._files: list[PlannedFile] = []
-        self._target_checked = False
+        self._replaces: str | None = None
         self._writers: list[ImageWriter] = []
 
     @property
@@ -216,6 +216,28 @@ class RankWriter:
         self._operation.mark("stage")
         return StagedFiles(files, places, [*values.values()], pool, chunks, opened=opened, pool_bytes=nbytes)
 
+    def compare_rest(self, further: int) -> None:
+        """Compare the frozen parameters that `copy` has only looked at with the files in their place.
+
+        Of those that differ, the live tensors are written; they must not change until this returns.
+
+        Args:
+            further: number of files of this rank that are laid out nowhere, as far as it knows.
+        """
+        with busy(self._settings.timeout + self._adoption.bytes_to_compare / _SLOWEST_COPY):
+            different, image = self._adoption.compare_rest()
+            if image is not None:
+                self._operation.planned_bytes += image.nbytes
+                self._check_target(self._operation.planned_bytes)
+                pool = StagingPool(shared=False)  # the other one holds the copy
+                try:
+                    further += len(different)
+                    self._adoption.written += self._stream_files(different, image, pool, further)
+                finally:
+                    pool.release()
+                self._operation.phase = "stage"
+        self._operation.mark("stage")
+
     def write(self, staged: StagedFiles, agreed: AgreedPlan) -> WrittenFiles:
         """Write staged files and make them durable."""
         self._operation.phase = "write"
@@ -232,7 +254,8 @@ class RankWriter:
             # Other saves use the pool later; the values that this rank has not written are kept until the commit.
             values = [value.without_data() if value.key in staged.places else value for value in values]
             records = self._finish(staged.files, writer, writer.sums(), len(agreed.captured.providers))
-        return WrittenFiles(self._adoption.records, records, staged.places, values, replaces)
+        adoption = self._adoption
+        return WrittenFiles(adoption.records, [*adoption.written, *records], staged.places, values, replaces)
 
     def write_anew(self, agreed: AgreedPlan) -> WrittenFiles:
         """Remove the written files, and write those of another plan from the live tensors."""
@@ -280,7 +303,7 @@ class RankWriter:
     def discard(self, further: Sequence[str] = ()) -> None:
         """Remove all files after a failure, `further` ones too; never raise for the storage, nor wait long for it."""
         self.abort()
-        names = [*self._adoption.linked, *((*self.file_names, *further) if self._target_checked else ())]
+        names = [*self._adoption.linked, *((*self.file_names, *further) if self._replaces is not None else ())]
         if not names:
             return  # nothing was written
         seconds = min(call_timeout(self._storage), tuning().stopped_calls)
@@ -298,6 +321,11 @@ class RankWriter:
     def has_adopted(self) -> bool:
         """True if files of earlier checkpoints take the place of some that would be written."""
         return bool(self._adoption.records)
+
+    @property
+    def to_compare(self) -> list[int]:
+        """Indexes of the plan's tensors that `compare_rest` still reads."""
+        return self._adoption.to_compare
 
     @property
     def _storage(self) -> Storage:
@@ -348,7 +376,7 @@ class RankWriter:
         copies: DeviceCopies,
     ) -> tuple[list[PlannedFile], Places, Image]:
         """Lay out planned files, and behind them files of values. Returns as `_lay_out_plan`."""
-        adopted = self._adoption.records
+        adopted = self._adoption.files
         siblings = [file_stem(name) for name in (*(r.name for r in adopted), *map(self._name, (*self._files, *files)))]
         value_files, found = lay_out_values(
             values,
@@ -372,15 +400,16 @@ class RankWriter:
 
     def _check_target(self, nbytes: int) -> str:
         """On rank 0, check that the catalog may be replaced and that `nbytes` fit; return the catalog's version."""
-        replaces = ""
-        if self._origin.rank == 0:
-            replaces = self._storage.version(CATALOG_NAME)
-            if replaces and tier_of(self._storage) is None:  # a tier asks its durable storage
-                refuse_foreign(self._storage)
-            self._storage.check_publish(CATALOG_NAME, replaces)
-            check_room(self._storage, nbytes)
-        self._target_checked = True
-        return replaces
+        if self._replaces is None:
+            replaces = ""
+            if self._origin.rank == 0:
+                replaces = self._storage.version(CATALOG_NAME)
+                if replaces and tier_of(self._storage) is None:  # a tier asks its durable storage
+                    refuse_foreign(self._storage)
+                self._storage.check_publish(CATALOG_NAME, replaces)
+                check_room(self._storage, nbytes)
+            self._replaces = replaces
+        return self._replaces
 
     def _job(self, files: Sequence[PlannedFile]) -> WriteJob:
         tasks = [
@@ -433,7 +462,8 @@ class RankWriter:
         writer = self._job(files).on_threads()
         self._writers.append(writer)
         writer.open()
-        return self._finish(files, writer, stream_image(image, pool, writer, self._settings), further)
+        still = self._request.mode is SaveMode.SYNCHRONOUS
+        return self._finish(files, writer, stream_image(image, pool, writer, self._settings, still=still), further)
 
     @contextlib.contextmanager
     def _using(self, pool: StagingPool, agreed: AgreedPlan, nbytes: int) -> Iterator[None]:
@@ -467,7 +497,7 @@ class RankWriter:
         self._operation.mark("write")
         self._operation.phase = "finish"
         adopted = [record.name for record in self._adoption.records]
-        count = len(adopted) + len(self._files) + further
+        count = len(self._adoption.files) + len(self._files) + further
         headers = [
             file.header.render(file_sums, self._origin.generation, count, adopted)
             for file, file_sums in zip(files, sums, strict=True)
