@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from bytecheckpoint.engine.pieces import PIECE_BYTES
 from bytecheckpoint.engine.runs import Runs
-from bytecheckpoint.engine.samples import CopiedRanges, TensorSamples
+from bytecheckpoint.engine.samples import CopiedRanges, SamplePlaces, TensorSamples
 from bytecheckpoint.engine.tensor_bytes import dense, flat_bytes
 
 TENSORS: list[torch.Tensor | Runs] = [
@@ -19,6 +21,10 @@ TENSORS: list[torch.Tensor | Runs] = [
     torch.randn(4, 6, 5, 5).to(memory_format=torch.channels_last),
     Runs(torch.randn(1000), np.array([3, 500, 40]), np.array([7, 300, 1])),
 ]  # fmt: skip
+
+
+def read(tensors: list[Any]) -> TensorSamples:
+    return SamplePlaces.of(tensors).read(tensors)
 
 
 def copied(tensors: list[torch.Tensor | Runs]) -> tuple[CopiedRanges, np.ndarray]:
@@ -40,7 +46,7 @@ def copied(tensors: list[torch.Tensor | Runs]) -> tuple[CopiedRanges, np.ndarray
 
 @pytest.mark.parametrize("number", [n for n, tensor in enumerate(TENSORS) if tensor.nbytes])
 def test_a_copy_that_differs_at_an_end(number: int) -> None:
-    samples, (ranges, memory) = TensorSamples.of(TENSORS), copied(TENSORS)
+    samples, (ranges, memory) = read(TENSORS), copied(TENSORS)
     assert samples.differing(ranges, memory).tolist() == []
     tensor = TENSORS[number]
     whole = isinstance(tensor, torch.Tensor) and tensor.is_contiguous()
@@ -59,7 +65,7 @@ def test_a_copy_that_differs_at_an_end(number: int) -> None:
 
 def test_parts_that_were_not_copied_are_not_compared() -> None:
     tensors: list[torch.Tensor | Runs] = [torch.zeros(1000), torch.zeros(1000)]
-    samples = TensorSamples.of(tensors)
+    samples = read(tensors)
     columns = np.array([4000 + 400]), np.array([8000]), np.array([0])
     assert samples.differing(CopiedRanges(*columns), np.ones(3600, np.uint8)).tolist() == [1]
     assert samples.differing(CopiedRanges(*columns), np.zeros(3600, np.uint8)).tolist() == []
@@ -68,7 +74,7 @@ def test_parts_that_were_not_copied_are_not_compared() -> None:
 
 def test_two_moments() -> None:
     tensors = [torch.zeros(100), torch.zeros(30, 4).t(), torch.zeros(2)]
-    before = TensorSamples.of(tensors)
+    before = read(tensors)
     tensors[1].fill_(1)
     tensors[2][1] = 1
-    assert before.differing_from(TensorSamples.of(tensors)).tolist() == [1, 2]
+    assert before.differing_from(read(tensors)).tolist() == [1, 2]

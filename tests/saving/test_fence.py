@@ -297,6 +297,17 @@ def test_a_state_that_cannot_wait_is_copied_in_the_call(tmp_path: Path, caplog: 
     assert "copies in the call, not in the background: hooks do not see the steps of Unseen" in caplog.text
 
 
+def test_a_wrapped_step(tmp_path: Path) -> None:
+    """A schedule of torch wraps the step, and the hooks see it. They do not see a step that a program puts in its place."""
+    net = Net()
+    optimizer = torch.optim.SGD(net.layers.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    states = {"model": net, "optimizer": optimizer, "lr_scheduler": schedule}
+    assert bytecheckpoint.save(tmp_path / "step", states, **BACKGROUND).result(60).staging == "background"
+    optimizer.step = lambda: None
+    assert bytecheckpoint.save(tmp_path / "step", states, **BACKGROUND).result(60).staging.startswith("blocking: ")
+
+
 def test_without_a_save_nothing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net, optimizer = trained(torch.optim.SGD, lr=0.1)
     bytecheckpoint.save(tmp_path / "step", {"model": net}, **BACKGROUND).result(60)

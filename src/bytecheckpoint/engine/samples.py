@@ -21,7 +21,7 @@ from bytecheckpoint.engine.runs import Runs
 from bytecheckpoint.engine.tensor_bytes import dense, flat_bytes, movable
 from bytecheckpoint.representation.boxes import Int64s, Mask
 
-__all__ = ["CopiedRanges", "TensorSamples"]
+__all__ = ["CopiedRanges", "SamplePlaces", "TensorSamples"]
 
 #: Samples of a piece; two of them are its ends.
 _PER_PIECE = 8
@@ -69,6 +69,94 @@ class _Blocks(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class SamplePlaces:
+    """Places of the samples of tensors. They hold for any tensors of the same form in the same memory.
+
+    Attributes:
+        starts: first byte of each tensor in the line of all bytes, and the end of the last one, int64 [tensors + 1].
+        words: places in the line, and addresses, of samples of eight bytes in host memory.
+        odd: places and addresses of samples of one byte.
+        elements: whole elements of tensors that are on a device, have strides or consist of runs.
+    """
+
+    starts: Int64s
+    words: tuple[Int64s, Int64s]
+    odd: tuple[Int64s, Int64s]
+    elements: list[_Elements]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor | Runs]) -> SamplePlaces:
+        """Choose the places."""
+        sizes = np.fromiter((tensor.nbytes for tensor in tensors), np.int64, len(tensors))
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        plain = np.fromiter(map(_in_one_place, tensors), np.bool_, len(tensors))
+        address = np.array([t.data_ptr() if isinstance(t, torch.Tensor) else 0 for t in tensors], np.int64)
+        long = np.flatnonzero(plain & (sizes >= _WORD))
+        which, offset = _places(long, sizes[long], _WORD)
+        words = starts[which] + offset, address[which] + offset
+        short = np.flatnonzero(plain & (sizes < _WORD))
+        which = np.repeat(short, sizes[short])
+        offset = np.arange(len(which)) - np.repeat(np.cumsum(sizes[short]) - sizes[short], sizes[short])
+        odd = starts[which] + offset, address[which] + offset
+        other = np.flatnonzero(~plain & (sizes > 0)).tolist()
+        return cls(starts, words, odd, [_Elements.of(number, tensors[number], int(starts[number])) for number in other])
+
+    def read(self, tensors: Sequence[torch.Tensor | Runs], *, full: bool = False) -> TensorSamples:
+        """Read the samples now. On a device, the current stream reads them in order with the work queued there.
+
+        Args:
+            tensors: the tensors, as in `of`.
+            full: True to hash all bytes too.
+        """
+        columns = [
+            _Column(self.words[0], _read(self.words[1], np.uint64)),
+            _Column(self.odd[0], _read(self.odd[1], np.uint8)),
+        ]
+        batches: dict[tuple[torch.device, torch.dtype], tuple[list[Int64s], list[torch.Tensor]]] = {}
+        for elements in self.elements:
+            values = elements.take(tensors[elements.number])
+            at, held = batches.setdefault((values.device, values.dtype), ([], []))
+            at.append(elements.at)
+            held.append(values)
+        for at, held in batches.values():
+            joined = flat_bytes(torch.cat(held))
+            columns.append(_Column(np.concatenate(at), joined.numpy() if joined.is_cpu else joined))
+        return TensorSamples(self.starts, columns, _hash(tensors if full else [], self.starts))
+
+
+class _Elements(NamedTuple):
+    """Sampled elements of one tensor.
+
+    Attributes:
+        number: number of the tensor.
+        at: places of their bytes in the line.
+        numbers: numbers of the elements in row-major order, at one distance.
+    """
+
+    number: int
+    at: Int64s
+    numbers: Int64s
+
+    @classmethod
+    def of(cls, number: int, tensor: torch.Tensor | Runs, start: int) -> _Elements:
+        size = (tensor if isinstance(tensor, torch.Tensor) else tensor.memory).element_size()
+        count = tensor.nbytes // size
+        samples = min(_PER_PIECE * -(-tensor.nbytes // PIECE_BYTES), count)
+        numbers = count - 1 - np.arange(samples)[::-1] * (count // samples)
+        return cls(number, (start + numbers[:, None] * size + np.arange(size)).ravel(), numbers)
+
+    def take(self, tensor: torch.Tensor | Runs) -> torch.Tensor:
+        numbers = self.numbers
+        if not isinstance(tensor, torch.Tensor):
+            return tensor.memory.take(torch.from_numpy(tensor.places_of(numbers)).to(tensor.memory.device))
+        memory = movable(tensor)
+        if not tensor.is_contiguous():
+            return memory.take(torch.from_numpy(numbers).to(memory.device))
+        step = int(numbers[1] - numbers[0]) if len(numbers) > 1 else 1
+        return memory.as_strided((len(numbers),), (step,), memory.storage_offset() + int(numbers[0]))
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSamples:
     """Samples of tensors at one moment.
 
@@ -79,30 +167,6 @@ class TensorSamples:
     starts: Int64s
     _columns: list[_Column]
     _blocks: _Blocks
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor | Runs], *, full: bool = False) -> TensorSamples:
-        """Read the samples now. On a device, the current stream reads them in order with the work queued there.
-
-        Args:
-            tensors: the tensors.
-            full: True to hash all bytes too.
-        """
-        sizes = np.fromiter((tensor.nbytes for tensor in tensors), np.int64, len(tensors))
-        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-        plain = np.fromiter(map(_in_one_place, tensors), np.bool_, len(tensors))
-        address = np.array([t.data_ptr() if isinstance(t, torch.Tensor) else 0 for t in tensors], np.int64)
-        columns: list[_Column] = []
-        long = np.flatnonzero(plain & (sizes >= _WORD))
-        which, offset = _places(long, sizes[long], _WORD)
-        columns.append(_Column(starts[which] + offset, _read(address[which] + offset, np.uint64)))
-        short = np.flatnonzero(plain & (sizes < _WORD))
-        which = np.repeat(short, sizes[short])
-        offset = np.arange(len(which)) - np.repeat(np.cumsum(sizes[short]) - sizes[short], sizes[short])
-        columns.append(_Column(starts[which] + offset, _read(address[which] + offset, np.uint8)))
-        other = np.flatnonzero(~plain & (sizes > 0))
-        columns += _elements_of([tensors[i] for i in other.tolist()], starts[other])
-        return cls(starts, columns, _hash(tensors if full else [], starts))
 
     def differing(self, copied: CopiedRanges, memory: NDArray[np.uint8]) -> Int64s:
         """Return the numbers of the tensors of which a sample in a copied range differs from the copy.
@@ -161,31 +225,6 @@ def _places(numbers: Int64s, sizes: Int64s, width: int) -> tuple[Int64s, Int64s]
     part[:, 0], part[:, -1] = 0.0, 1.0
     offsets = begin[:, None] + (part * (last - begin)[:, None]).astype(np.int64)
     return np.repeat(numbers[which], _PER_PIECE), offsets.ravel()
-
-
-def _elements_of(tensors: Sequence[torch.Tensor | Runs], starts: Int64s) -> list[_Column]:
-    """Sample whole elements of tensors that are on a device, have strides or consist of runs; a column for each kind."""
-    columns: list[_Column] = []
-    batches: dict[tuple[torch.device, torch.dtype], tuple[list[Int64s], list[torch.Tensor]]] = {}
-    for tensor, start in zip(tensors, starts.tolist(), strict=True):
-        memory = movable(tensor) if isinstance(tensor, torch.Tensor) else tensor.memory
-        size = memory.element_size()
-        count = tensor.nbytes // size
-        samples = min(_PER_PIECE * -(-tensor.nbytes // PIECE_BYTES), count)
-        step = count // samples
-        numbers = count - 1 - np.arange(samples)[::-1] * step
-        if isinstance(tensor, torch.Tensor) and tensor.is_contiguous():
-            values = memory.as_strided((samples,), (step,), memory.storage_offset() + int(numbers[0]))
-        else:
-            inner = numbers if isinstance(tensor, torch.Tensor) else tensor.places_of(numbers)
-            values = memory.take(torch.from_numpy(inner).to(memory.device))
-        at, held = batches.setdefault((memory.device, memory.dtype), ([], []))
-        at.append((start + numbers[:, None] * size + np.arange(size)).ravel())
-        held.append(values)
-    for at, held in batches.values():
-        joined = flat_bytes(torch.cat(held))
-        columns.append(_Column(np.concatenate(at), joined.numpy() if joined.is_cpu else joined))
-    return columns
 
 
 def _hash(tensors: Sequence[torch.Tensor | Runs], starts: Int64s) -> _Blocks:

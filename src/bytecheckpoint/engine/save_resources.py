@@ -70,6 +70,7 @@ class SaveResources:
     Attributes:
         pools: staging memory.
         plans: this rank's plans, by the signature of its table.
+        captures: results of captures, by the identity of the states.
         global_plans: on rank 0, the coordinator's plans, by name.
         earlier: files of earlier checkpoints that a save may use again.
         running_helper: helper process that was started last, None before the first.
@@ -78,6 +79,7 @@ class SaveResources:
     def __init__(self) -> None:
         self.pools = StagingPools()
         self.plans: PlanCache[bytes, Any] = PlanCache(_RANK_PLANS)
+        self.captures: PlanCache[tuple[object, ...], Any] = PlanCache(_RANK_PLANS)
         self.global_plans: PlanCache[str, Any] = PlanCache(_GLOBAL_PLANS)
         self.earlier = EarlierFiles()
         self.running_helper: HelperProcess | None = None

@@ -43,6 +43,7 @@ from bytecheckpoint.frameworks.optimizers.names import ParameterNames, as_optimi
 from bytecheckpoint.frameworks.optimizers.restore import load_optimizers
 from bytecheckpoint.frameworks.providers.base import StateProvider, is_provider
 from bytecheckpoint.frameworks.providers.states import capture_provider, load_provider
+from bytecheckpoint.frameworks.recapture import again_with_modules, with_layout
 from bytecheckpoint.frameworks.tensors.allocation import is_writable
 from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
@@ -110,15 +111,31 @@ class NativeFramework:
                     state = self._capture_modules(state_name, scan)
                 elif (optimizers := self._as_optimizers(state_name, value)) is not None:
                     state = self._capture_optimizers(state_name, optimizers, scan)
-                elif isinstance(value, SupportsStreams):
-                    state = capture_streams(state_name, value)
-                elif is_provider(value):
-                    state = capture_provider(state_name, value)
                 else:
-                    state = capture_object(state_name, value)
+                    state = self._capture_other(state_name, value)
                 state.layout = partial(self._layout, state_name, type(value).__name__, scan)
+                if state.again is not None:
+                    state.again = with_layout(state.again, state.layout())
                 out.append(state)
         return out
+
+    def _capture_other(self, state_name: str, value: object) -> LiveState:
+        """Describe a state that is neither modules nor optimizers."""
+        if isinstance(value, SupportsStreams):
+            state = capture_streams(state_name, value)
+        elif is_provider(value):
+            state = capture_provider(state_name, value)
+        else:
+            state = capture_object(state_name, value)
+        if all(shard.by_content for shard in state.shards):  # else what is known of the shards would differ each time
+            state.again = partial(self._capture_other_again, state_name)
+        return state
+
+    def _capture_other_again(self, state_name: str, value: object) -> LiveState | None:
+        if as_modules(state_name, value) is not None or self._as_optimizers(state_name, value) is not None:
+            return None
+        state = self._capture_other(state_name, value)
+        return None if state.again is None else state
 
     def destination(
         self,
@@ -188,10 +205,15 @@ class NativeFramework:
         return found if isinstance(found, ModuleScan) else None
 
     def _capture_modules(self, state_name: str, scan: Scan) -> LiveState:
-        return capture_modules(state_name, scan.modules[state_name])
+        found = scan.modules[state_name]
+        state = capture_modules(state_name, found)
+        if type(self) is NativeFramework:
+            tensors, modules = [tensor.value for tensor in found.tensors], [one.module for one in found.modules]
+            state.again = again_with_modules(state, tensors, partial(as_modules, state_name), modules)
+        return state
 
     def _capture_optimizers(self, state_name: str, optimizers: Sequence[Optimizer], scan: Scan) -> LiveState:
-        return capture_optimizers(state_name, optimizers, scan.names)
+        return capture_optimizers(state_name, optimizers, scan.names, again=type(self) is NativeFramework)
 
     def _load_modules(self, state_name: str, load: LoadInputs) -> None:
         found, destination = load.scan.modules[state_name], load.destination

@@ -179,6 +179,8 @@ class LiveState:
             streams, must hold it with the same content.
         stream_count: number of streams of all ranks; 0 for a state without streams.
         provider: object that hands over pieces of the state, if it is streamed.
+        again: function that describes the value of the state in a later save, if that is cheaper than a capture; it returns
+            None if the tensors are not the same. It keeps no tensor alive.
     """
 
     name: str
@@ -190,3 +192,4 @@ class LiveState:
     streams: list[LiveStream] = field(default_factory=list)
     stream_count: int = 0
     provider: Any = None
+    again: Callable[[object], LiveState | None] | None = None

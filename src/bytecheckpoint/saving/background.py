@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 
 from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.engine.runs import Runs
-from bytecheckpoint.engine.samples import CopiedRanges, TensorSamples
+from bytecheckpoint.engine.samples import CopiedRanges, SamplePlaces, TensorSamples
 from bytecheckpoint.engine.staging import ImageFile
 from bytecheckpoint.engine.tensor_bytes import movable
 from bytecheckpoint.errors import StateChangedError, listed
@@ -21,7 +22,7 @@ from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.shards import LiveShard, LiveState
 from bytecheckpoint.step_fence import storage_identity, watch
 
-__all__ = ["StateProof", "StillnessTrial", "copy_volatile", "current_trial", "reason_to_block"]
+__all__ = ["StateProof", "SteadyShards", "StillnessTrial", "copy_volatile", "current_trial", "reason_to_block"]
 
 #: Names of changed tensors that an error carries to other ranks.
 _MOST_NAMES = 10
@@ -31,7 +32,8 @@ def reason_to_block(objects: Mapping[str, object]) -> str:
     """Return why states cannot be copied in the background; "" if they can: the fence sees their optimizers' steps."""
     for optimizer in _optimizers(objects.values()):
         name = type(optimizer).__name__
-        if not getattr(type(optimizer).step, "hooked", False) or "step" in vars(optimizer):
+        # A schedule of torch puts a wrapper of the step on the optimizer, with the attributes of the method.
+        if not getattr(optimizer.step, "hooked", False):
             return f"hooks do not see the steps of {name}"
         if any(group.get("capturable") for group in optimizer.param_groups):
             return f"steps of {name} may be replayed as a graph (capturable=True)"
@@ -48,11 +50,15 @@ def _optimizers(values: Iterable[object]) -> Iterator[torch.optim.Optimizer]:
             yield from _optimizers(value.values())
 
 
-def copy_volatile(states: Iterable[LiveState]) -> int:
+def copy_volatile(states: Iterable[LiveState], *, detached: bool = False) -> int:
     """Copy what may change before an optimizer steps, and detach the rest from the program's own tensors.
 
     Buffers, extra states and streams are copied; a copy lies on the device of its tensor. A tensor whose memory the program
     exchanges (`.data =`) keeps the old memory here.
+
+    Args:
+        states: captured states.
+        detached: True if no shard that stands still has a tensor of the program's own.
 
     Returns:
         Bytes that were copied.
@@ -61,17 +67,43 @@ def copy_volatile(states: Iterable[LiveState]) -> int:
     with torch.no_grad():
         for state in states:
             for shard in (*state.shards, *(shard for part in state.streams for shard in part.shards)):
-                if _stands_still(shard):
-                    shard.data = shard.data.detach()
-                else:
+                if not _stands_still(shard):
                     shard.data = movable(shard.data).clone().view(shard.data.dtype)
                     copied += shard.data.nbytes
+                elif not detached:
+                    shard.data = shard.data.detach()
     return copied
 
 
 def _stands_still(shard: LiveShard) -> bool:
     """Return whether a shard is a parameter, or optimizer state: nothing but a step changes it."""
     return shard.requires_grad or shard.must_be_equal or (bool(shard.key.slot) and not shard.by_content)
+
+
+class SteadyShards:
+    """Shards that stand still, among all of a save: what does not depend on their content.
+
+    Args:
+        shards: all shards of the save.
+
+    Attributes:
+        numbers: numbers of those that stand still, [n].
+        keys: their keys, [n].
+        fragments: their fragments, None for one box, [n].
+        places: places of their samples.
+    """
+
+    def __init__(self, shards: Sequence[LiveShard]) -> None:
+        self.numbers = np.flatnonzero([_stands_still(shard) for shard in shards])
+        steady = [shards[number] for number in self.numbers.tolist()]
+        self.keys = [shard.key for shard in steady]
+        self.fragments = [shard.fragments for shard in steady]
+        self.places = SamplePlaces.of(self.all_bytes([shard.data for shard in steady]))
+
+    def all_bytes(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | Runs]:
+        """Return the bytes of the shards, whose tensors are given."""
+        pairs = zip(tensors, self.fragments, strict=True)
+        return [data if found is None else Runs(data, found.places, found.counts) for data, found in pairs]
 
 
 class StateProof:
@@ -82,20 +114,18 @@ class StateProof:
 
     Args:
         shards: all shards of the save; those that were copied in the call need no proof.
+        steady: those that stand still, from these shards or from earlier ones of the same objects.
         full: True to hash all bytes too.
     """
 
-    def __init__(self, shards: Sequence[LiveShard], *, full: bool = False) -> None:
+    def __init__(self, shards: Sequence[LiveShard], steady: SteadyShards, *, full: bool = False) -> None:
         self._full = full
-        self._numbers = np.flatnonzero([_stands_still(shard) for shard in shards])
-        steady = [shards[number] for number in self._numbers.tolist()]
-        self._names = [shard.key for shard in steady]
-        self._tensors = [shard.data for shard in steady]
-        self._fragments = [shard.fragments for shard in steady]
+        self._steady = steady
+        self._tensors = [shards[number].data for number in steady.numbers.tolist()]
         self._versions = _versions(self._tensors)
-        self._open = np.ones(len(steady), bool)  # those whose bytes are still read
+        self._open = np.ones(len(self._tensors), bool)  # those whose bytes are still read
         with torch.no_grad():
-            self._samples = TensorSamples.of(self._all_bytes(), full=full)
+            self._samples = self._read_samples()
 
     def storages(self) -> frozenset[int]:
         """Return the identities of the memory of all tensors that are not proven yet."""
@@ -131,7 +161,7 @@ class StateProof:
             with torch.no_grad():
                 differing = np.zeros(0, np.int64)
                 if live or pool is None:
-                    differing = self._samples.differing_from(TensorSamples.of(self._all_bytes(), full=self._full))
+                    differing = self._samples.differing_from(self._read_samples())
                 if pool is not None:
                     # A rank that writes nothing has no memory in the pool.
                     memory = pool.tensor().numpy() if pool.capacity else np.zeros(0, np.uint8)
@@ -139,19 +169,18 @@ class StateProof:
             # Versions last: an operation raises them when it has ended.
             if (error := self._error(differing) or self.error_of_versions()) is not None:
                 raise error
-            left = np.isin(self._numbers, [*later])
+            left = np.isin(self._steady.numbers, [*later])
         finally:
             self._open = left
             if not left.any():
                 self._tensors = []
 
-    def _all_bytes(self) -> list[torch.Tensor | Runs]:
-        pairs = zip(self._tensors, self._fragments, strict=True)
-        return [data if found is None else Runs(data, found.places, found.counts) for data, found in pairs]
+    def _read_samples(self) -> TensorSamples:
+        return self._steady.places.read(self._steady.all_bytes(self._tensors), full=self._full)
 
     def _copied(self, sources: Sequence[tuple[int, int, int]], files: Sequence[ImageFile]) -> CopiedRanges:
         """Return where the image holds the bytes of the shards."""
-        number_of: dict[int, int] = dict(zip(self._numbers.tolist(), range(len(self._numbers)), strict=True))
+        number_of: dict[int, int] = {shard: number for number, shard in enumerate(self._steady.numbers.tolist())}
         columns: list[tuple[int, int, int]] = []
         for file in files:
             for source, start, size in zip(file.shards, file.starts.tolist(), file.sizes.tolist(), strict=True):
@@ -159,14 +188,14 @@ class StateProof:
                 number = number_of.get(shard)
                 if number is None:
                     continue
-                found = self._fragments[number]
+                found = self._steady.fragments[number]
                 before = 0 if found is None else int(found.counts[:first].sum()) * self._tensors[number].element_size()
                 begin = int(self._samples.starts[number]) + before
                 columns.append((begin, begin + size, file.start + start))
         return CopiedRanges(*np.array(sorted(columns), np.int64).reshape(-1, 3).T)
 
     def _error(self, numbers: Int64s) -> StateChangedError | None:
-        names = [str(self._names[number]) for number in numbers[self._open[numbers]].tolist()]
+        names = [str(self._steady.keys[number]) for number in numbers[self._open[numbers]].tolist()]
         if not names:
             return None
         return StateChangedError(
@@ -204,7 +233,8 @@ class StillnessTrial:
             self.outcome = reason
             return
         shards = [replace(shard, data=shard.data.detach()) for state in states for shard in state.shards]
-        proof = StateProof([shard for shard in shards if not shard.by_content])
+        shards = [shard for shard in shards if not shard.by_content]
+        proof = StateProof(shards, SteadyShards(shards))
         watch(partial(self._look, proof))
 
     def _look(self, proof: StateProof) -> None:
@@ -226,9 +256,12 @@ def current_trial() -> StillnessTrial | None:
     return _trial.get()
 
 
+_version_of = attrgetter("_version")
+
+
 def _versions(tensors: Sequence[torch.Tensor]) -> Int64s:
     """Return torch's counts of the changes of tensors. Tensors of the inference mode have none."""
     try:
-        return np.fromiter((tensor._version for tensor in tensors), np.int64, len(tensors))
+        return np.fromiter(map(_version_of, tensors), np.int64, len(tensors))
     except RuntimeError:
         return np.array([0 if tensor.is_inference() else tensor._version for tensor in tensors], np.int64)

@@ -21,11 +21,11 @@ from bytecheckpoint.garbage_collection import gc_paused
 from bytecheckpoint.planning.local_table import LocalTable, describe
 from bytecheckpoint.representation.catalog import VALUES_SLOT
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
-from bytecheckpoint.saving.background import StateProof
+from bytecheckpoint.saving.background import StateProof, SteadyShards
 from bytecheckpoint.saving.drift import relative_drift
 from bytecheckpoint.saving.messages import ValueRecord, escaped
 
-__all__ = ["CapturedState", "Value", "content_digest", "hash_all", "signature"]
+__all__ = ["CapturedState", "KnownCapture", "Value", "content_digest", "hash_all", "resolve_lazy_views", "signature"]
 
 #: Bytes that are hashed at a time.
 _HASH_BYTES = 32 << 20
@@ -90,6 +90,78 @@ def hash_all(values: Iterable[Value], copies: DeviceCopies) -> list[Value]:
         return [value.hashed() for value in values]
 
 
+def resolve_lazy_views(states: Iterable[LiveState]) -> None:
+    """Replace views that show the conjugates or negatives of the elements in their memory by copies."""
+    for state in states:
+        for shard in state.shards:
+            if is_lazy_view(shard.data):
+                shard.data = shard.data.resolve_conj().resolve_neg()
+
+
+class ShardFacts:
+    """Facts about shards that do not depend on their content. All captures of the same objects share them."""
+
+    def __init__(self) -> None:
+        self._devices: set[torch.device] | None = None
+        self._steady: SteadyShards | None = None
+        self._tables: dict[bool, tuple[LocalTable, bytes]] = {}
+
+    def devices(self, shards: Sequence[LiveShard]) -> set[torch.device]:
+        """Return the devices of the shards."""
+        if self._devices is None:
+            self._devices = {shard.data.device for shard in shards}
+        return self._devices
+
+    def steady(self, shards: Sequence[LiveShard]) -> SteadyShards:
+        """Return those that stand still."""
+        if self._steady is None:
+            self._steady = SteadyShards(shards)
+        return self._steady
+
+    def table(
+        self, shards: Sequence[LiveShard], selection: SelectionReport, *, incremental: bool
+    ) -> tuple[LocalTable, bytes]:
+        """Return the table of the shards, and its signature, which is the key of the plan cache."""
+        if incremental not in self._tables:
+            with gc_paused():
+                table = describe(shards, incremental=incremental)
+            self._tables[incremental] = table, signature(table, selection)
+        return self._tables[incremental]
+
+
+class KnownCapture:
+    """The result of a capture of all states, for later saves of the same objects.
+
+    Args:
+        states: captured states, which all have the function `again`.
+
+    Attributes:
+        facts: facts about the shards that all captures share.
+    """
+
+    def __init__(self, states: Sequence[LiveState]) -> None:
+        self._again = {state.name: state.again for state in states if state.again is not None}
+        self.facts = ShardFacts()
+
+    @classmethod
+    def of(cls, states: Sequence[LiveState]) -> KnownCapture | None:
+        """Return what later saves may use again; None if they must capture the states anew."""
+        return cls(states) if all(state.again is not None for state in states) else None
+
+    def again(self, objects: Mapping[str, object]) -> list[LiveState] | None:
+        """Describe the states as they are now; None if their modules or optimizers are not the same."""
+        if list(objects) != list(self._again):
+            return None
+        states: list[LiveState] = []
+        with gc_paused(), torch.no_grad():
+            for name, value in objects.items():
+                state = self._again[name](value)
+                if state is None:
+                    return None
+                states.append(state)
+        return states
+
+
 @dataclass(frozen=True, slots=True)
 class CapturedState:
     """The live objects of one rank in one save.
@@ -101,10 +173,10 @@ class CapturedState:
         layouts: functions that describe how the objects of each state are distributed, as data for JSON; empty after
             `release`.
         selection: selected part of the states.
-        steps: training steps that the caller's objects show, by name.
         proof: facts that prove a copy in the background; None if the caller waits.
         incremental: True if files of earlier saves may be used again.
         providers: objects that hand over pieces, by the name of their state.
+        facts: facts that do not depend on the content of the shards.
     """
 
     shards: list[LiveShard]
@@ -112,19 +184,19 @@ class CapturedState:
     copies: DeviceCopies
     layouts: dict[str, Callable[[], Any]]
     selection: SelectionReport
-    steps: Mapping[str, int]
     proof: StateProof | None = None
     incremental: bool = False
     providers: Mapping[str, Any] = field(default_factory=dict)
+    facts: ShardFacts = field(default_factory=ShardFacts)
 
     @classmethod
     def of(
         cls,
         states: Sequence[LiveState],
         selection: SelectionReport | None = None,
-        steps: Mapping[str, int] | None = None,
         timeout: float | None = None,
         *,
+        facts: ShardFacts | None = None,
         proof: Literal["none", "sampled", "full"] = "none",
     ) -> CapturedState:
         """Sort what an adapter has captured. Call it in the caller's thread, for the sake of `copies`.
@@ -132,16 +204,15 @@ class CapturedState:
         Args:
             states: selected live states.
             selection: selected part of the states.
-            steps: training steps that the caller's objects show, by name.
             timeout: seconds that the work may take which the caller had queued on devices; None: without limit.
+            facts: facts about earlier shards of the same objects, if there are some.
             proof: extent of the samples to take now, which prove a later copy.
         """
+        facts = facts or ShardFacts()
         shards: list[LiveShard] = []
         values: list[Value] = []
         for state in states:
             for shard in state.shards:
-                if is_lazy_view(shard.data):
-                    shard.data = shard.data.resolve_conj().resolve_neg()
                 if shard.by_content:
                     values.append(_value_of_shard(shard))
                 else:
@@ -152,19 +223,17 @@ class CapturedState:
                 values.append(_value_of_tree(state, part.name, part.tree, merged=True))
                 values += (_value_of_shard(shard, merged=True, parts=state.stream_count) for shard in part.shards)
         # Before the events that `DeviceCopies` queues.
-        proven = StateProof(shards, full=proof == "full") if proof != "none" else None
-        devices = {tensor.device for tensor in (*(s.data for s in shards), *(v.data for v in values))}
+        proven = StateProof(shards, facts.steady(shards), full=proof == "full") if proof != "none" else None
+        devices = facts.devices(shards) | {value.data.device for value in values}
         copies = DeviceCopies(devices, to_host=True, timeout=timeout)
         layouts = {state.name: state.layout for state in states}
         providers = {state.name: state.provider for state in states if state.provider is not None}
-        facts = (selection or SelectionReport(), steps or {}, proven)
-        return cls(shards, values, copies, layouts, *facts, providers=providers)
+        selection = selection or SelectionReport()
+        return cls(shards, values, copies, layouts, selection, proven, providers=providers, facts=facts)
 
     def describe(self) -> tuple[LocalTable, bytes]:
         """Return the table of the shards, and its signature, which is the key of the plan cache."""
-        with gc_paused():
-            table = describe(self.shards, incremental=self.incremental)
-        return table, signature(table, self.selection)
+        return self.facts.table(self.shards, self.selection, incremental=self.incremental)
 
     def hash_values(self) -> None:
         """Hash the values now, before the caller changes them."""

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from bytecheckpoint.arguments import check_flags, check_selection, check_states
 from bytecheckpoint.errors import UsageError
@@ -74,6 +75,12 @@ class RequestedStates:
         objects = unwrap_states(states)
         return cls(resolve_framework(framework, objects), dict(objects), names, selection)
 
+    def identity(self) -> tuple[object, ...] | None:
+        """Return the identity of the states for the cache of captures; None if they are captured anew each time."""
+        if self.selection.active or self.names is not None:
+            return None
+        return (self.framework.name, *((name, *_identities(value)) for name, value in self.objects.items()))
+
     def reason_to_block(self) -> str:
         """Return why the states cannot be copied in the background; "" if they can."""
         if not getattr(self.framework, "parameters_stand_still", False):
@@ -116,6 +123,12 @@ class SaveRequest:
     def step(self) -> int | None:
         """Training step; None if nothing shows it."""
         return next(iter(self.steps.values()), None)
+
+
+def _identities(value: object) -> list[int]:
+    """Return the addresses of the modules or optimizers of a state; none for other states, which may be made for a call."""
+    found = value if isinstance(value, list | tuple) else [value]
+    return [id(one) for one in found if isinstance(one, torch.nn.Module | torch.optim.Optimizer)]
 
 
 def check_target(path: str | os.PathLike[str] | Storage, settings: Settings) -> Storage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,8 +17,9 @@ from bytecheckpoint.frameworks.selection import select_states
 from bytecheckpoint.handles import SaveReport
 from bytecheckpoint.planning.local_table import LocalTable, factored
 from bytecheckpoint.representation.names import escape, new_generation, unescape
+from bytecheckpoint.representation.shards import LiveState
 from bytecheckpoint.saving.background import copy_volatile, current_trial
-from bytecheckpoint.saving.capture import CapturedState
+from bytecheckpoint.saving.capture import CapturedState, KnownCapture, resolve_lazy_views
 from bytecheckpoint.saving.channel import CoordinatorChannel
 from bytecheckpoint.saving.copies import Samples, full_digests, sample
 from bytecheckpoint.saving.file_layout import FileOrigin
@@ -117,18 +119,28 @@ class Save:
     def capture(self) -> CapturedState:
         """Read the caller's objects. Run it in the caller's thread."""
         request, states = self._request, self._request.states
-        live = select_states(states.framework.capture(states.objects, names=states.names), states.selection)
+        key = states.identity()
+        known = None if key is None else self._resources.captures.get(key)
+        live: Sequence[LiveState] | None = None if known is None else known.again(states.objects)
+        detached = live is not None
+        self._operation.count("captured again", int(detached))
+        if live is None:
+            live = select_states(states.framework.capture(states.objects, names=states.names), states.selection)
+            resolve_lazy_views(live)
+            known = None
+            if key is not None and (known := KnownCapture.of(live)) is not None:
+                self._resources.captures.add(key, known)
         background = request.mode is SaveMode.BACKGROUND
         if background:
-            self._operation.count("copied in the call", nbytes=copy_volatile(live))
+            self._operation.count("copied in the call", nbytes=copy_volatile(live, detached=detached))
         elif (trial := current_trial()) is not None:
             trial.begin(live, states.reason_to_block())
         self._operation.step = request.step
         captured = CapturedState.of(
             live,
             states.selection.report(),
-            request.steps,
             request.settings.timeout,
+            facts=None if known is None else known.facts,
             proof=request.settings.staging.check if background else "none",
         )
         return replace(captured, incremental=request.incremental)
@@ -303,7 +315,7 @@ class Save:
                 samples = sample(captured.shards, agreed.plan.copies.elsewhere)
                 rows = np.flatnonzero(samples.lengths)
                 digests = samples.digests()[rows]
-        steps = {escape(name): step for name, step in captured.steps.items()}
+        steps = {escape(name): step for name, step in self._request.steps.items()}
         drift = {} if agreed.plan.compared else {escape(name): part for name, part in drift.items()}
         return RankChecks(steps, optimizer_steps, extent, rows.tobytes(), digests.tobytes(), drift), samples
 

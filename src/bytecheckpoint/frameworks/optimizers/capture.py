@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,10 +13,17 @@ from torch.optim import Optimizer
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.base import ParameterName
 from bytecheckpoint.frameworks.objects.capture import tensor_name
-from bytecheckpoint.frameworks.optimizers.names import NOT_HYPERPARAMETERS, ParameterNames, ParamGroup, named_groups
+from bytecheckpoint.frameworks.optimizers.names import (
+    NOT_HYPERPARAMETERS,
+    ParameterNames,
+    ParamGroup,
+    as_optimizers,
+    named_groups,
+)
 from bytecheckpoint.frameworks.optimizers.own_values import pack_own_values
 from bytecheckpoint.frameworks.optimizers.tree import comparable_bytes, pack_tensors, state_reference
 from bytecheckpoint.frameworks.optimizers.wrapped import capture_wrapped, is_wrapped
+from bytecheckpoint.frameworks.recapture import again_with_optimizers
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor, local_tensor
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
@@ -25,7 +33,12 @@ __all__ = ["capture_optimizers", "layout_of"]
 
 
 def capture_optimizers(
-    state_name: str, optimizers: Sequence[Optimizer], names: ParameterNames, *, complete: bool = True
+    state_name: str,
+    optimizers: Sequence[Optimizer],
+    names: ParameterNames,
+    *,
+    complete: bool = True,
+    again: bool = False,
 ) -> LiveState:
     """Describe the shards and values of all optimizers of one state. `optimizers/tree.py` documents the tree.
 
@@ -35,6 +48,7 @@ def capture_optimizers(
         names: names of their parameters.
         complete: each parameter in a group has its state on this rank, if it has any; False: groups name parameters whose
             state is on other ranks.
+        again: True to make the function that describes the state again in later saves.
     """
     state = LiveState(state_name, merged=True)
     groups = named_groups(state_name, optimizers, names)
@@ -51,25 +65,9 @@ def capture_optimizers(
                 with_values.setdefault(name[0], captured)
             if id(parameter) in names.replicas:
                 replicas.setdefault(name[0], []).append(captured)
-    own = [pack_own_values(o) for o in optimizers]
-    tree = {
-        "groups": [
-            {
-                "params": [fqn for fqn, _ in group.names],
-                **{key: pack_tensors(value) for key, value in group.live.items() if key not in NOT_HYPERPARAMETERS},
-            }
-            for group in groups
-        ],
-        "state": {fqn: captured.values for fqn, captured in with_values.items()},
-        "aliases": _aliases(groups),
-        "globals": [
-            {key: pack_tensors(value) for key, value in o.state.items() if not isinstance(key, torch.Tensor)}
-            for o in optimizers
-        ],
-        "optimizers": [type(o).__name__ for o in optimizers],
-        **({"own": own} if any(own) else {}),
-        **({"complete": True} if complete else {}),
-    }
+    static = _StaticTree([[fqn for fqn, _ in group.names] for group in groups], _aliases(groups), complete)
+    values = {fqn: captured.values for fqn, captured in with_values.items()}
+    tree = static.with_values(optimizers, [group.live for group in groups], values)
 
     def add_nested(
         path: tuple[object, ...], tensor: torch.Tensor, owners: Mapping[str, _CapturedParameter] = with_values
@@ -92,7 +90,71 @@ def capture_optimizers(
             _check_equal_state(state_name, fqn, first, other)
             encode({"state": {fqn: other.values}}, on_tensor=partial(add_nested, owners={fqn: other}))
     state.tree = encode(tree, on_tensor=add_nested)
+    if again and not values and not replicas:
+        by_name = partial(as_optimizers, state_name)
+        state.again = again_with_optimizers(state, by_name, static.encode_again, optimizers)
     return state
+
+
+@dataclass(frozen=True, slots=True)
+class _StaticTree:
+    """The part of the tree that depends on the parameters alone.
+
+    Attributes:
+        params: FQNs of the parameters of each group.
+        aliases: further names of parameters that have some.
+        complete: argument of `capture_optimizers`.
+    """
+
+    params: list[list[str]]
+    aliases: dict[str, list[str]]
+    complete: bool
+
+    def with_values(
+        self, optimizers: Sequence[Optimizer], groups: Sequence[Mapping[str, Any]], values: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the whole tree.
+
+        Args:
+            optimizers: live optimizers.
+            groups: their param groups.
+            values: state of parameters that is not a tensor, by FQN.
+        """
+        own = [pack_own_values(o) for o in optimizers]
+        return {
+            "groups": [
+                {
+                    "params": params,
+                    **{key: pack_tensors(value) for key, value in group.items() if key not in NOT_HYPERPARAMETERS},
+                }
+                for params, group in zip(self.params, groups, strict=True)
+            ],
+            "state": values,
+            "aliases": self.aliases,
+            "globals": [
+                {key: pack_tensors(value) for key, value in o.state.items() if not isinstance(key, torch.Tensor)}
+                for o in optimizers
+            ],
+            "optimizers": [type(o).__name__ for o in optimizers],
+            **({"own": own} if any(own) else {}),
+            **({"complete": True} if self.complete else {}),
+        }
+
+    def encode_again(self, optimizers: Sequence[Optimizer]) -> bytes | None:
+        """Encode the tree of optimizers whose state is all tensors; None if a value holds a tensor in a container."""
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        try:
+            return encode(self.with_values(optimizers, groups, {}), on_tensor=_refuse_tensor)
+        except _NestedTensorError:
+            return None
+
+
+class _NestedTensorError(Exception):
+    """A tensor lies in a container among the plain values."""
+
+
+def _refuse_tensor(path: tuple[object, ...], tensor: torch.Tensor) -> str:
+    raise _NestedTensorError
 
 
 def _aliases(groups: Sequence[ParamGroup]) -> dict[str, list[str]]:
