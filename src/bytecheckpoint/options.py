@@ -26,6 +26,8 @@ class SaveOptions:
         names: parameters and their FQNs, as for `save`.
         metadata: facts for the catalog of each step, as for `save`.
         incremental: use of earlier steps' files with unchanged parameters, as for `save`.
+        full_every: number n: of incremental saves, each n-th of a manager shares no file with earlier steps, so that a file
+            that is damaged later does not damage all of them; None for none.
         on_error: "raise" the failure of a save, once, at the next call; or "warn": log it and continue.
     """
 
@@ -38,6 +40,7 @@ class SaveOptions:
     names: Mapping[Any, Any] | None = None
     metadata: Mapping[str, Any] | None = None
     incremental: bool = False
+    full_every: int | None = 20
     on_error: Literal["raise", "warn"] = "raise"
 
     def __post_init__(self) -> None:
@@ -45,11 +48,14 @@ class SaveOptions:
             raise UsageError(f"on_error={self.on_error!r}: use 'raise' or 'warn'")
         if self.staging not in ("auto", "blocking", "background"):
             raise UsageError(f"staging={self.staging!r}: use 'auto', 'blocking' or 'background'")
+        every = self.full_every
+        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+            raise UsageError(f"full_every={every!r}: give a whole number of saves from 1 on, or None")
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `save` for a save on its own, which is "blocking" if the manager is to decide."""
         found = _values(self)
-        del found["on_error"]
+        del found["on_error"], found["full_every"]
         if self.staging == "auto":
             found["staging"] = "blocking"
         return found

@@ -18,7 +18,10 @@ def test_options_are_the_arguments_that_stay_in_a_run() -> None:
     own = {"path", "states", "process_group", "timeout"}  # of one call, or of the settings
     assert SaveOptions().arguments().keys() == saving.keys() - own - {"step"}
     assert LoadOptions().arguments().keys() == loading.keys() - own
-    assert {field.name for field in fields(SaveOptions)} == SaveOptions().arguments().keys() | {"on_error"}
+    assert {field.name for field in fields(SaveOptions)} == SaveOptions().arguments().keys() | {
+        "on_error",
+        "full_every",
+    }
 
 
 def test_defaults_are_those_of_the_calls() -> None:

@@ -216,6 +216,10 @@ class CheckpointManager:
         if restored is not None:
             self._saves.prepared = True  # by the load
             self._keeper.note_restore(restored.step)
+            if self._saves.options.incremental:
+                steps = self._keeper.folder.steps
+                found = self.ask_rank_0(lambda: [info.since_full for info in steps() if info.step == restored.step])
+                self._saves.since_full = sum(found)
         return restored
 
     @property
@@ -286,7 +290,8 @@ class CheckpointManager:
         number = check_step(step)
         self._progress.step, self._progress.metrics = number, metrics or {}
         if self._just_in_time is not None:
-            self._just_in_time.note(step, functools.partial(step_metadata, step, self._progress.metrics))
+            shared = self._saves.since_full + 1 if self._saves.options.incremental else 0
+            self._just_in_time.note(step, functools.partial(step_metadata, step, self._progress.metrics, shared))
         if self._collective.rank == 0 and self._saves.asks_by_clock():
             self._boundaries.request(SaveDue())
         acts = self._boundaries.reach(self._restores.count * _STEPS + step)
@@ -319,7 +324,7 @@ class CheckpointManager:
                 raise UsageError(f"the save of step {self._saves.step} is still being written at step {step}")
             _log.warning("step %d is not saved: that of step %d is still being written", step, self._saves.step)
             return None
-        return self._saves.start(step_folder(self.root, step), step, step_metadata(step, self._progress.metrics))
+        return self._saves.start(step_folder(self.root, step), step, self._progress.metrics)
 
     # --- the end of a job -----------------------------------------------------------------------------------------
 

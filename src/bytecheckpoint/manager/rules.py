@@ -46,6 +46,7 @@ class StepInfo:
         superseded: True if the run went back to an older step and continued from there. A superseded step counts as older
             than all steps that were saved since.
         committed: time of the commit, in seconds since 1970, by the clock of the durable storage; 0.0 until it is there.
+        since_full: number of incremental saves since the last one that shares no file with earlier steps.
     """
 
     step: int
@@ -55,6 +56,7 @@ class StepInfo:
     pinned: bool = False
     superseded: bool = False
     committed: float = 0.0
+    since_full: int = 0
 
 
 # --- when to save -----------------------------------------------------------------------------------------------------

@@ -60,9 +60,10 @@ def step_number(path: str, root: str | None = None) -> int | None:
     return int(found[1]) if found else None
 
 
-def step_metadata(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manager's facts for the catalog of a step."""
-    return {_METADATA: {"step": step, "metrics": finite_metrics(metrics, step)}}
+def step_metadata(step: int, metrics: Mapping[str, Any], since_full: int = 0) -> dict[str, Any]:
+    """Return the manager's facts for the catalog of a step; the arguments are fields of `StepInfo`."""
+    facts = {"step": step, "metrics": finite_metrics(metrics, step)}
+    return {_METADATA: {**facts, "since_full": since_full} if since_full else facts}
 
 
 class RunFolder:
@@ -149,7 +150,14 @@ class RunFolder:
             committed = 0.0
             with contextlib.suppress(FileNotFoundError):  # not flushed yet
                 committed = _durable(step.url).stat(CATALOG_NAME).modified or created
-            info = StepInfo(number, step.url, created, own.get("metrics", {}), committed=committed)
+            info = StepInfo(
+                number,
+                step.url,
+                created,
+                own.get("metrics", {}),
+                committed=committed,
+                since_full=own.get("since_full", 0),
+            )
             known = self._known[name] = version, info, other_folders(catalog)
         return known[1]
 

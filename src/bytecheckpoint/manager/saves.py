@@ -15,6 +15,7 @@ from bytecheckpoint.handles import SaveHandle
 from bytecheckpoint.manager.folder_keeper import FolderKeeper
 from bytecheckpoint.manager.interval import Interval
 from bytecheckpoint.manager.rules import Cadence, EverySeconds
+from bytecheckpoint.manager.run_folder import step_metadata
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.saving import prepare, save
 from bytecheckpoint.saving.background import StillnessTrial
@@ -95,6 +96,7 @@ class RunSaves:
         committed: newest step that is known to be committed.
         longest: seconds of the longest save so far.
         prepared: True once a save or a load has planned the next save.
+        since_full: number of incremental saves since the last one that shares no file with earlier steps.
         repeat: True if the state of the last step changed while it was copied, so a step is to be saved soon.
     """
 
@@ -114,6 +116,7 @@ class RunSaves:
         self.longest = 0.0
         self.prepared = self.repeat = False
         self._staging = _Staging(options)
+        self.since_full = 0
 
     def asks_by_clock(self) -> bool:
         """Return True once when a save is due by the clock, or is to be repeated. Rank 0 calls it."""
@@ -135,13 +138,13 @@ class RunSaves:
         """True while a save is in flight, as far as this rank knows."""
         return self._handle is not None and not self._handle.restorable.done()
 
-    def start(self, path: str, step: int, facts: Mapping[str, Any]) -> SaveHandle | None:
+    def start(self, path: str, step: int, metrics: Mapping[str, Any]) -> SaveHandle | None:
         """Save after the save in flight; return None after a failure that is only a warning.
 
         Args:
             path: address of the checkpoint.
             step: step number.
-            facts: facts for the catalog, beside the metadata of the options.
+            metrics: numbers for the catalog, beside the metadata of the options.
 
         Raises:
             CheckpointError: this save failed, or the one before.
@@ -153,7 +156,10 @@ class RunSaves:
         self.restart_clock()
         begun = time.monotonic()
         arguments = self.options.arguments()
-        arguments["metadata"] = {**(self.options.metadata or {}), **facts}
+        since_full = self.next_since_full
+        if self.options.incremental and not since_full:
+            arguments["incremental"] = "full"
+        arguments["metadata"] = {**(self.options.metadata or {}), **step_metadata(step, metrics, since_full)}
         handle = None
         while handle is None:
             try:
@@ -172,6 +178,8 @@ class RunSaves:
                 if isinstance(error, StateChangedError) and self.options.staging == "auto":
                     self._staging.block(str(error))
                     self.repeat = True
+                if error is not None and not since_full:
+                    self.since_full = self.options.full_every or 0  # so the next one is
                 if error is None:
                     seconds, self.committed = time.monotonic() - begun, step
                     self.longest = max(self.longest, seconds)
@@ -182,11 +190,18 @@ class RunSaves:
             finally:
                 after_commit.set()
 
+        self.since_full = since_full
         handle.committed.add_done_callback(note_commit)
         # Only now: `wait` must not wait for a callback that an interrupt has prevented.
         self._after_commit = after_commit
         self._handle, self.step, self.prepared, self.repeat = handle, step, True, False
         return handle
+
+    @property
+    def next_since_full(self) -> int:
+        """Value of `since_full` behind the next save."""
+        count, every = self.since_full + 1, self.options.full_every
+        return count if self.options.incremental and (every is None or count < every) else 0
 
     def begin_at(self, step: int) -> None:
         """Count a loaded step as saved."""

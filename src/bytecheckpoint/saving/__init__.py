@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -51,7 +51,7 @@ def save(
     names: Mapping[Any, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
     step: int | None = None,
-    incremental: bool = False,
+    incremental: bool | Literal["full"] = False,
     process_group: ProcessGroup | None = None,
     timeout: float | None = None,
 ) -> SaveHandle:
@@ -86,7 +86,8 @@ def save(
             names among the plain values of a state other than "dataloader".
         incremental: True to keep frozen parameters (`requires_grad=False`) in files of their own. Such a file of the last
             save, or of the loaded checkpoint, gets a second name (a hard link) in this one if the parameters still have
-            its bytes. Otherwise it is written. A checkpoint never needs another one. All ranks give the same.
+            its bytes. Otherwise it is written. A checkpoint never needs another one. "full" writes all these files, for
+            later saves to share, and shares nothing with earlier ones. All ranks give the same.
         process_group: ranks that save together; by default all.
         timeout: seconds that one step may wait for the other ranks; default `settings().timeout`.
 
@@ -115,7 +116,7 @@ def save(
         storage = value_of(target)
         value_of(wrong)
         check_metadata(metadata)
-        check_flags(incremental=incremental)
+        check_flags(incremental=incremental == "full" or incremental)
         requested = RequestedStates.of(states, framework, names, include, exclude)
         mode, extent = check_mode(async_checkpoint, staging), check_extent(check_replicas)
         reason = requested.reason_to_block() if mode is SaveMode.BACKGROUND else ""

@@ -138,7 +138,8 @@ class Adoption:
         content, _, _ = content_of_header(file.header.render(np.zeros(file.header.blocks, np.uint64)))
         self._contents[stem] = content
         storage = self._request.storage
-        for url, name in self._earlier.candidates(stem, content):
+        candidates = () if self._request.incremental == "full" else self._earlier.candidates(stem, content)
+        for url, name in candidates:
             is_here = url == storage.url  # this path is saved again
             if not is_here:
                 if not storage.adopt(name, url):

@@ -100,7 +100,8 @@ class SaveRequest:
         check_replicas: extent to which replicated tensors are compared between ranks.
         metadata: facts of the caller for the catalog.
         steps: training step by name: the one that the caller gave ("step="), or those that his objects show.
-        incremental: True if unchanged files of earlier checkpoints may be used again.
+        incremental: True if unchanged files of earlier checkpoints may be used again; "full" if only later saves may use
+            those of this one.
         why_blocking: reason for which a save that was to copy in the background does not; "" for none.
     """
 
@@ -111,7 +112,7 @@ class SaveRequest:
     check_replicas: CheckReplicas = "sampled"
     metadata: Mapping[str, Any] | None = None
     steps: Mapping[str, int] = field(default_factory=dict)
-    incremental: bool = False
+    incremental: bool | Literal["full"] = False
     why_blocking: str = ""
 
     @property

@@ -143,7 +143,7 @@ class Save:
             facts=None if known is None else known.facts,
             proof=request.settings.staging.check if background else "none",
         )
-        return replace(captured, incremental=request.incremental)
+        return replace(captured, incremental=bool(request.incremental))
 
     def take_pieces(self, captured: CapturedState) -> CapturedState:
         """Ask the providers among the caller's objects for their pieces. Run it in the caller's thread."""
