@@ -16,6 +16,8 @@ import bytecheckpoint
 from bytecheckpoint import CheckpointError, CheckpointTimeoutError, UsageError, step_fence
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.engine.staging import Image
+from bytecheckpoint.frameworks import registry
+from bytecheckpoint.frameworks.native import NativeFramework
 from tests.support.ranks import outcomes
 from tests.support.settings import using
 
@@ -306,6 +308,22 @@ def test_a_wrapped_step(tmp_path: Path) -> None:
     assert bytecheckpoint.save(tmp_path / "step", states, **BACKGROUND).result(60).staging == "background"
     optimizer.step = lambda: None
     assert bytecheckpoint.save(tmp_path / "step", states, **BACKGROUND).result(60).staging.startswith("blocking: ")
+
+
+class Heir(NativeFramework):
+    """An adapter of someone else's framework, which says nothing about the steps of its optimizers."""
+
+    name = "heir"
+
+
+def test_an_adapter_that_promises_nothing_is_copied_in_the_call(tmp_path: Path) -> None:
+    net, _ = trained(torch.optim.SGD, lr=0.1)
+    registry.register("heir", Heir)
+    try:
+        handle = bytecheckpoint.save(tmp_path / "step", {"model": net}, framework="heir", **BACKGROUND)
+    finally:
+        registry.unregister("heir")
+    assert handle.result(60).staging == "blocking: heir may change parameters outside of optimizer steps"
 
 
 def test_without_a_save_nothing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,15 +228,19 @@ class Framework(Protocol):
 
     Attributes:
         name: name of the framework.
-        parameters_stand_still: True if nothing but the step of an optimizer of torch changes parameters and optimizer
-            state, so that a save may copy them in the background. An adapter without it is taken for False.
     """
 
     name: str
-    parameters_stand_still: bool
 
     def matches(self, states: Mapping[str, object]) -> bool:
         """Return whether this adapter handles the objects in `states` (asked under framework="auto")."""
+
+    def reason_to_block(self, states: Mapping[str, object]) -> str:
+        """Return why a save cannot copy `states` in the background; "" if it can.
+
+        It can if nothing but the steps of optimizers of torch changes parameters and optimizer state. A save takes it that
+        an adapter cannot whose own class does not define this.
+        """
 
     def capture(self, states: Mapping[str, object], *, names: UserNames | None = None) -> list[LiveState]:
         """Describe this rank's shards and values, as one `LiveState` per name in `states`.

@@ -25,6 +25,7 @@ from bytecheckpoint.frameworks.base import (
     UserNames,
     is_strict,
 )
+from bytecheckpoint.frameworks.detection import nested_objects
 from bytecheckpoint.frameworks.load_hooks import LoadHooks
 from bytecheckpoint.frameworks.modules import (
     ModuleScan,
@@ -95,11 +96,21 @@ class NativeFramework:
     """
 
     name = "native"
-    parameters_stand_still = True
 
     def matches(self, states: Mapping[str, object]) -> bool:
         """Return True: objects that no other adapter knows are treated as native PyTorch."""
         return True
+
+    def reason_to_block(self, states: Mapping[str, object]) -> str:
+        """Return why a save cannot copy `states` in the background: hooks of torch miss the steps of an optimizer."""
+        for optimizer in nested_objects(dict(states), Optimizer):
+            name = type(optimizer).__name__
+            # A scheduler of torch puts a wrapper of the step on the optimizer, which is marked as the step itself is.
+            if not getattr(optimizer.step, "hooked", False):
+                return f"hooks do not see the steps of {name}"
+            if any(group.get("capturable") for group in optimizer.param_groups):
+                return f"steps of {name} may be replayed as a graph (capturable=True)"
+        return ""
 
     def capture(self, states: Mapping[str, object], *, names: UserNames | None = None) -> list[LiveState]:
         """Describe this rank's shards and values, in the order of `states`."""

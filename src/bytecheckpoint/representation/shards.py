@@ -80,6 +80,7 @@ class LiveShard(msgspec.Struct):
         must_be_equal: True where copies on several ranks are equal in any sound program: for parameters, trained or frozen,
             and in the state_dict of an optimizer. Running statistics of batches, for example, may differ.
         frozen: True for a parameter of a module that is not trained, so that its bytes rarely change.
+        volatile: True for a parameter whose memory the framework writes between the steps of its optimizer, too.
     """
 
     key: TensorKey
@@ -95,6 +96,7 @@ class LiveShard(msgspec.Struct):
     must_be_equal: bool = False
     fragments: Fragments | None = None
     frozen: bool = False
+    volatile: bool = False
 
     @property
     def rows(self) -> int:

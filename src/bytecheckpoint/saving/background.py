@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
@@ -22,32 +22,10 @@ from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.shards import LiveShard, LiveState
 from bytecheckpoint.step_fence import storage_identity, watch
 
-__all__ = ["StateProof", "SteadyShards", "StillnessTrial", "copy_volatile", "current_trial", "reason_to_block"]
+__all__ = ["StateProof", "SteadyShards", "StillnessTrial", "copy_volatile", "current_trial"]
 
 #: Names of changed tensors that an error carries to other ranks.
 _MOST_NAMES = 10
-
-
-def reason_to_block(objects: Mapping[str, object]) -> str:
-    """Return why states cannot be copied in the background; "" if they can: the fence sees their optimizers' steps."""
-    for optimizer in _optimizers(objects.values()):
-        name = type(optimizer).__name__
-        # A schedule of torch puts a wrapper of the step on the optimizer, with the attributes of the method.
-        if not getattr(optimizer.step, "hooked", False):
-            return f"hooks do not see the steps of {name}"
-        if any(group.get("capturable") for group in optimizer.param_groups):
-            return f"steps of {name} may be replayed as a graph (capturable=True)"
-    return ""
-
-
-def _optimizers(values: Iterable[object]) -> Iterator[torch.optim.Optimizer]:
-    for value in values:
-        if isinstance(value, torch.optim.Optimizer):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _optimizers(value)
-        elif isinstance(value, dict):
-            yield from _optimizers(value.values())
 
 
 def copy_volatile(states: Iterable[LiveState], *, detached: bool = False) -> int:
@@ -77,7 +55,10 @@ def copy_volatile(states: Iterable[LiveState], *, detached: bool = False) -> int
 
 def _stands_still(shard: LiveShard) -> bool:
     """Return whether a shard is a parameter, or optimizer state: nothing but a step changes it."""
-    return shard.requires_grad or shard.must_be_equal or (bool(shard.key.slot) and not shard.by_content)
+    if shard.volatile:
+        return False
+    is_parameter = shard.requires_grad or shard.frozen or shard.must_be_equal
+    return is_parameter or (bool(shard.key.slot) and not shard.by_content)
 
 
 class SteadyShards:

@@ -17,7 +17,6 @@ from bytecheckpoint.frameworks.base import Framework
 from bytecheckpoint.frameworks.registry import resolve as resolve_framework
 from bytecheckpoint.frameworks.selection import NameSelection
 from bytecheckpoint.frameworks.wrappers import unwrap_states
-from bytecheckpoint.saving.background import reason_to_block
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage import resolve as resolve_storage
@@ -83,9 +82,10 @@ class RequestedStates:
 
     def reason_to_block(self) -> str:
         """Return why the states cannot be copied in the background; "" if they can."""
-        if not getattr(self.framework, "parameters_stand_still", False):
-            return f"{self.framework.name} may change parameters outside of optimizer steps"
-        return reason_to_block(self.objects)
+        framework = self.framework
+        if "reason_to_block" not in vars(type(framework)):  # an inherited answer knows nothing of the heir's objects
+            return f"{framework.name} may change parameters outside of optimizer steps"
+        return framework.reason_to_block(self.objects)
 
 
 @dataclass(frozen=True, slots=True)

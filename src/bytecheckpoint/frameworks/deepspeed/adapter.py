@@ -21,6 +21,7 @@ from bytecheckpoint.frameworks.deepspeed.detection import (
     is_partitioned,
     is_placeholder_optimizer,
     is_wrapped_optimizer,
+    reason_unsupported,
 )
 from bytecheckpoint.frameworks.deepspeed.modules import (
     ZeroModules,
@@ -34,7 +35,12 @@ from bytecheckpoint.frameworks.deepspeed.optimizers import (
     load_engine_optimizer,
     steps_parts,
 )
-from bytecheckpoint.frameworks.deepspeed.partitions import HeldRange, zero3_optimizer_of
+from bytecheckpoint.frameworks.deepspeed.partitions import (
+    HeldRange,
+    has_master_link,
+    stepped_parameters,
+    zero3_optimizer_of,
+)
 from bytecheckpoint.frameworks.deepspeed.progress import EngineProgress, engine_state_name
 from bytecheckpoint.frameworks.detection import nested_objects
 from bytecheckpoint.frameworks.native import LoadInputs, NativeFramework, Scan
@@ -59,11 +65,35 @@ class DeepSpeedFramework(NativeFramework):
     """
 
     name = "deepspeed"
-    parameters_stand_still = False  # not proven: steps of engines swap groups, gather in forward, reuse buffers
 
     def matches(self, states: Mapping[str, object]) -> bool:
         """Return whether `states` hold an engine, its optimizer, or a module of DeepSpeed or partitioned by ZeRO."""
         return bool(find_deepspeed(states))
+
+    def reason_to_block(self, states: Mapping[str, object]) -> str:
+        """Return why a save cannot copy `states` in the background; "" if it can.
+
+        Engines change nothing that is saved before the first step of the optimizers of torch that they wrap. That holds for
+        the optimizers that can be saved; ZenFlow and SuperOffload step in other processes.
+        """
+        found: list[Any] = [
+            getattr(value, "optimizer", None) if is_engine(value) else value for value in states.values()
+        ]
+        wrappers: dict[Any, None] = dict.fromkeys(value for value in found if is_wrapped_optimizer(value))
+        stepped = {id(parameter) for wrapper in wrappers for parameter in stepped_parameters(wrapper)}
+        for state_name, value in states.items():
+            for parameter in (p for module in nested_objects(value, nn.Module) for p in module.parameters()):
+                if (wrapper := zero3_optimizer_of(parameter)) is not None:
+                    wrappers[wrapper] = None
+                elif has_master_link(parameter) and id(parameter) not in stepped:
+                    return f"the optimizer of DeepSpeed that steps {state_name} is not in the states"
+        for wrapper in wrappers:
+            if is_placeholder_optimizer(wrapper):
+                continue
+            if reason := reason_unsupported(wrapper):
+                return reason
+            found += [wrapper.optimizer, getattr(wrapper, "backup_optimizer", None)]
+        return super().reason_to_block({"steps": found})
 
     def capture(self, states: Mapping[str, object], *, names: UserNames | None = None) -> list[LiveState]:
         """Describe this rank's shards and values: one `LiveState` per name in `states`, and those of expanded engines.

@@ -26,6 +26,7 @@ __all__ = [
     "is_partitioned",
     "is_placeholder_optimizer",
     "is_wrapped_optimizer",
+    "reason_unsupported",
     "split_layers",
 ]
 
@@ -187,28 +188,27 @@ def check_optimizer(state_name: str, wrapper: Any) -> None:
         UsageError: its class is not supported, the state of the wrapped optimizer is not elementwise, or tensors are
             offloaded out of reach.
     """
+    if reason := reason_unsupported(wrapper):
+        raise UsageError(f"{state_name}: {reason}")
+
+
+def reason_unsupported(wrapper: Any) -> str:
+    """Return why an engine's optimizer is not supported; "" if it is."""
     name = type(wrapper).__name__
     if type(wrapper) not in [imported(*place) for place in _WRAPPERS]:
-        supported = ", ".join(known for _, known in _WRAPPERS)
-        raise UsageError(f"{state_name}: {name} of DeepSpeed is not supported: {supported} are")
+        return f"{name} of DeepSpeed is not supported: {', '.join(known for _, known in _WRAPPERS)} are"
     base = wrapper.optimizer
     if type(base).__module__.startswith(_NOT_ELEMENTWISE):
-        raise UsageError(
-            f"{state_name}: {type(base).__name__} keeps state that is not one value per element of a parameter, which "
-            "is not supported: use Adam, AdamW, SGD or another elementwise optimizer"
+        return (
+            f"{type(base).__name__} keeps state that is not one value per element of a parameter, which is not "
+            "supported: use Adam, AdamW, SGD or another elementwise optimizer"
         )
     if getattr(wrapper, "zenflow", False):
-        raise UsageError(f"{state_name}: ZenFlow is not supported: switch it off in the configuration of ZeRO")
+        return "ZenFlow is not supported: switch it off in the configuration of ZeRO"
     if getattr(wrapper, "swap_optimizer", False) or getattr(wrapper, "params_in_nvme_and_cpu", False):
-        raise UsageError(
-            f"{state_name}: {name} keeps tensors on NVMe, which is not supported: offload to the CPU, or not at all"
-        )
+        return f"{name} keeps tensors on NVMe, which is not supported: offload to the CPU, or not at all"
     if getattr(wrapper, "offloaded_states", None):
-        raise UsageError(
-            f"{state_name}: tensors of {name} are put away (offload_states): call engine.reload_states() before saving "
-            "or loading"
-        )
+        return f"tensors of {name} are put away (offload_states): call engine.reload_states() before saving or loading"
     if not isinstance(base, Optimizer):
-        raise UsageError(
-            f"{state_name}: {name} wraps a {type(base).__name__}, which is no optimizer of torch: not supported"
-        )
+        return f"{name} wraps a {type(base).__name__}, which is no optimizer of torch: not supported"
+    return ""

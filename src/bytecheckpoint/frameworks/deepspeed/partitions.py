@@ -30,12 +30,14 @@ __all__ = [
     "flat_partitions",
     "full_shape",
     "gathered_weight",
+    "has_master_link",
     "has_unfused_masters",
     "is_pipeline_replica",
     "is_zero3_param",
     "link_hp_state",
     "master_fragment",
     "masters_match_weights",
+    "stepped_parameters",
     "weight_range",
     "zero3_optimizer_of",
 ]
@@ -162,6 +164,18 @@ def masters_match_weights(parameter: torch.Tensor, master: HeldRange) -> bool:
 def zero3_optimizer_of(parameter: torch.Tensor) -> Any:
     """Return the stage 3 optimizer that partitions `parameter`; None for other stages, which leave no link."""
     return vars(parameter).get("_z3_optimizer")
+
+
+def has_master_link(parameter: torch.Tensor) -> bool:
+    """Return whether an optimizer of stage 1 or 2 has linked `parameter` to its master weights, here or on another rank."""
+    return "_hp_mapping" in vars(parameter)
+
+
+def stepped_parameters(wrapper: Any) -> Iterator[torch.Tensor]:
+    """Yield the parameters of the model that an engine's optimizer steps."""
+    for name in ("bit16_groups", "bf16_groups", "fp16_groups"):
+        for group in getattr(wrapper, name, ()):
+            yield from group
 
 
 def has_unfused_masters(wrapper: Any) -> bool:

@@ -29,6 +29,7 @@ class FSDP1Framework(NativeFramework):
     """
 
     name = "fsdp1"
+    reason_to_block = NativeFramework.reason_to_block
 
     def matches(self, states: Mapping[str, object]) -> bool:
         """Return whether `states` contain an FSDP1 unit, or an optimizer that holds parameters of one."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError, listed
 from bytecheckpoint.frameworks.base import Destination, SavedStates, Strict, UserNames
+from bytecheckpoint.frameworks.detection import nested_objects
 from bytecheckpoint.frameworks.megatron.detection import (
     check_version,
     check_wrappers,
@@ -19,10 +20,17 @@ from bytecheckpoint.frameworks.megatron.detection import (
     is_megatron_module,
     is_megatron_optimizer,
     is_model_parallel,
+    reason_parameters_change,
     torch_sharding_of,
+    unwrap,
 )
 from bytecheckpoint.frameworks.megatron.layouts import ParameterLayout
-from bytecheckpoint.frameworks.megatron.main_params import as_megatron_optimizers, main_params, params_with_masters
+from bytecheckpoint.frameworks.megatron.main_params import (
+    as_megatron_optimizers,
+    flatten_chain,
+    main_params,
+    params_with_masters,
+)
 from bytecheckpoint.frameworks.megatron.module_scan import MegatronModuleScan, scan_megatron_modules
 from bytecheckpoint.frameworks.megatron.modules import capture_megatron_modules, load_megatron_modules
 from bytecheckpoint.frameworks.megatron.optimizers import capture_megatron_optimizers
@@ -60,7 +68,6 @@ class MegatronFramework(NativeFramework):
     """
 
     name = "megatron"
-    parameters_stand_still = False  # not proven: steps of engines swap groups, gather in forward, reuse buffers
 
     def matches(self, states: Mapping[str, object]) -> bool:
         """Return whether `states` hold a module or optimizer of Megatron.
@@ -68,6 +75,22 @@ class MegatronFramework(NativeFramework):
         A whole model that torch shards (FSDP1, `fully_shard`) is an ordinary module for Megatron, and for this adapter.
         """
         return bool(find_megatron(states)) and (is_model_parallel() or not torch_sharding_of(states))
+
+    def reason_to_block(self, states: Mapping[str, object]) -> str:
+        """Return why a save cannot copy `states` in the background; "" if it can.
+
+        Megatron's optimizers change nothing that is saved, the loss scale excepted, before the first step of the optimizers
+        of torch inside of them.
+        """
+        owners: list[Any] = []
+        for state_name, value in states.items():
+            for module in nested_objects(value, nn.Module):
+                owners += unwrap(module)[1]
+            owners += flatten_chain(state_name, as_megatron_optimizers(state_name, value) or ())
+        for owner in owners:
+            if reason := reason_parameters_change(owner):
+                return reason
+        return super().reason_to_block({**states, "inside": [getattr(owner, "optimizer", None) for owner in owners]})
 
     def _scan(self, states: Mapping[str, object], names: UserNames | None) -> _MegatronScan:
         if find_megatron(states):

@@ -25,6 +25,7 @@ __all__ = [
     "is_megatron_optimizer",
     "is_model_parallel",
     "megatron_class",
+    "reason_parameters_change",
     "require",
     "torch_sharding_of",
     "unknown_structure",
@@ -189,6 +190,22 @@ def torch_sharding_of(states: Mapping[str, object]) -> str:
             return "FSDP1 (FullyShardedDataParallel)"
         if any(map(is_dtensor, item.parameters())):
             return "DTensors (fully_shard)"
+    return ""
+
+
+def reason_parameters_change(owner: object) -> str:
+    """Return why hooks do not see parameters change under a wrapper or an optimizer of Megatron; "" if they do."""
+    configs = [getattr(owner, name, None) for name in ("ddp_config", "config")]
+
+    def on(*names: str) -> bool:
+        return any(getattr(config, name, None) for config in configs for name in names)
+
+    if on("optimizer_cuda_graph"):
+        return "Megatron replays steps as a graph (optimizer_cuda_graph)"
+    if on("reuse_grad_buf_for_mxfp8_param_ag"):
+        return "Megatron gathers parameters into the memory of gradients (reuse_grad_buf_for_mxfp8_param_ag)"
+    if on("overlap_param_gather") and on("fp8_param_gather", "fp4_param_gather", "fp8", "fp4"):
+        return "Megatron gathers parameters of 8 or 4 bits during the forward pass (overlap_param_gather)"
     return ""
 
 

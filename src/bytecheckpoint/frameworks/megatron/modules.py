@@ -54,6 +54,7 @@ def capture_megatron_modules(state_name: str, scan: MegatronModuleScan) -> LiveS
     state.shards += trained.shards()
     for shard in state.shards:
         shard.requires_grad = True
+        shard.volatile = bool(scan.current_ranges)  # the next forward pass gathers
     not_trained = frozen.shards()
     for shard in not_trained:
         shard.frozen = shard.key in parameters
