@@ -102,20 +102,24 @@ class Adoption:
         rest, self._rest = self._rest, []
         different = []
         for file, image, stored in rest:
-            if self._holds(file, image, stored):
-                continue
             name = self._name(file)
-            (old,) = (record.name for record in self.records if file_stem(record.name) == file_stem(name))
-            self.records = [record for record in self.records if record.name != old]
-            if old in self.linked:
-                self._request.storage.delete([old])
-                self.linked.remove(old)
+            (old,) = (record for record in self.records if file_stem(record.name) == file_stem(name))
+            if self._holds(file, image, stored) and self._is_there(old.name, old.size):
+                continue
+            self.records.remove(old)
+            if old.name in self.linked:
+                self._request.storage.delete([old.name])
+                self.linked.remove(old.name)
             self.linked.append(name)
             different.append(file)
         if not different:
             return [], None
         different = moved_up(different)
         return different, Image(image.tensors, [file.image for file in different], image.copies)
+
+    def lost(self) -> list[str]:
+        """Return the names of adopted files that somebody has removed meanwhile."""
+        return [record.name for record in self.records if not self._is_there(record.name, record.size)]
 
     def remember(self, records: Sequence[FileRecord]) -> None:
         """Remember the committed files, for later saves.
@@ -171,7 +175,7 @@ class Adoption:
         part = 1
         if self._request.mode is SaveMode.BACKGROUND:
             part = max(1, -(-header.data_length // tuning().frozen_look_bytes))
-        if not self._holds(file, image, stored, part):
+        if not self._holds(file, image, stored, part) or not self._is_there(name, size):
             return None
         if part > 1:
             self._rest.append((file, image, stored))
@@ -186,6 +190,13 @@ class Adoption:
             block_bytes=header.block_bytes,
             sums=stored.tobytes(),
         )
+
+    def _is_there(self, name: str, size: int) -> bool:
+        """Return whether a file that was read still has its name."""
+        try:
+            return self._request.storage.stat(name).size == size
+        except FileNotFoundError:
+            return False
 
     def _holds(self, file: PlannedFile, image: Image, stored: NDArray[np.uint64], part: int = 1) -> bool:
         """Return whether the live tensors have the checksums `stored`, in all blocks or in each `part`-th."""

@@ -328,10 +328,12 @@ class Coordinator:
                 generation = new_generation(self._collective.world_id, self._number)
                 info = {**self._info, "layout": json.loads(facts.layout)}
                 catalog = build_catalog(plan.columns, reports, generation, info)
-            # Listed before the commit: files that appear later belong to a save that begins later.
-            stale = stale_files(storage, {f.name: f.size for f in catalog.files}, replaces)
+            encoded = encode_catalog(catalog)
             uploads = stale_uploads(storage)
-            data = encode_catalog(catalog)
+            # Listed right before the commit, so that it names no file that somebody has removed. Files that appear later
+            # belong to a save that begins later.
+            stale = stale_files(storage, {f.name: f.size for f in catalog.files}, replaces)
+            data = encoded
             with span("publish", len(data), CATALOG_NAME):
                 storage.publish(CATALOG_NAME, data, expected=replaces)
         except BaseException as error:  # noqa: BLE001  every rank gets it

@@ -12,7 +12,7 @@ from msgspec import structs
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.engine.pieces import SharedCopy
 from bytecheckpoint.engine.save_resources import SaveResources
-from bytecheckpoint.errors import IncompatibleCheckpointError
+from bytecheckpoint.errors import IncompatibleCheckpointError, StorageError
 from bytecheckpoint.frameworks.selection import select_states
 from bytecheckpoint.handles import SaveReport
 from bytecheckpoint.planning.local_table import LocalTable, factored
@@ -210,9 +210,20 @@ class Save:
         return StagedSave(agreed, checks, samples, files)
 
     def write(self, staged: StagedSave) -> WrittenSave:
-        """Write the staged bytes to durable files."""
+        """Write the staged bytes to durable files.
+
+        Raises:
+            StorageError: somebody has removed a file that this save shares with an earlier one.
+        """
         files = self._writer.write(staged.files, staged.agreed)
+        if self._live and self._writer.lost_files():
+            files = self._writer.write_anew(staged.agreed)
         self._pieces.write(self._writer.file_names)
+        if lost := self._writer.lost_files():
+            raise StorageError(
+                f"{self._request.storage.url}: {lost[0]}, which this save shares with an earlier one, was removed during "
+                "the save; nobody else may remove files there. Save again"
+            )
         return WrittenSave(staged.agreed, staged.checks, staged.samples, files)
 
     def commit(self, written: WrittenSave) -> SaveReport:

@@ -290,6 +290,10 @@ class RankWriter:
                 pool.release()
         return replace(written, records=[*written.records, *records], places={**written.places, **places})
 
+    def lost_files(self) -> list[str]:
+        """Return the names of adopted files that somebody has removed meanwhile."""
+        return self._adoption.lost()
+
     def remember(self, written: WrittenFiles) -> None:
         """Remember the committed files, for later saves."""
         self._adoption.remember([*written.adopted, *written.records])
