@@ -17,11 +17,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
+import bytecheckpoint
 from bytecheckpoint.errors import CheckpointError, UsageError
+from bytecheckpoint.handles import SaveHandle
+from bytecheckpoint.manager import saves
 from tests.support.damage import damage, storage_file
 from tests.support.faulty_storage import Faults
 from tests.support.memory import new_memory
@@ -88,6 +92,19 @@ def train(tool: str, folder: Path | str, training: Training) -> Losses:
     """Train; return the losses of the steps."""
     found: Losses = jobs_of(tool).conform(str(folder), training)
     return found
+
+
+def copies(tool: str, folder: Path, training: Training) -> list[str]:
+    """Train; return how each save has copied the state."""
+    handles = []
+
+    def save(*arguments: Any, **options: Any) -> SaveHandle:
+        handles.append(bytecheckpoint.save(*arguments, **options))
+        return handles[-1]
+
+    with patch.object(saves, "save", save):
+        train(tool, folder, training)
+    return [handle.result(60).staging for handle in handles]
 
 
 def die_in_second_commit(tool: str, folder: Path, training: Training) -> None:
@@ -196,6 +213,15 @@ class Conformance:
         assert steps_in(folder) == [4] and list((folder / "step_00000008").rglob("*.safetensors"))
         assert self.run(worlds, folder, training) == [after(4, losses) for losses in wanted]
         assert steps_in(folder) == [4, 8, 12]
+
+    @pytest.mark.parametrize("layout", ["one", "fsdp2"])
+    def test_saves_behind_the_training(self, worlds: Worlds, tmp_path: Path, layout: str) -> None:
+        """The first two saves find out that nothing changes before a step."""
+        wanted = self.run(worlds, tmp_path / "whole", replace(WHOLE, layout=layout))
+        training, ranks = Training(layout=layout, every=2), self.ranks[layout]
+        found = worlds.run(ranks, copies, self.tool, tmp_path / "run", replace(training, until=10))
+        assert [ways[:5] for ways in found] == [["blocking"] * 2 + ["background"] * 3] * ranks
+        assert self.run(worlds, tmp_path / "run", training) == [after(10, losses) for losses in wanted]
 
     def test_another_layout(self, worlds: Worlds, tmp_path: Path, layouts: tuple[str, str]) -> None:
         """In the middle of an epoch, with the same samples in each step."""
