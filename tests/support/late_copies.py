@@ -31,14 +31,14 @@ def late_copies(seconds: float = 0.3) -> Iterator[None]:
         yield
 
 
-def save_and_step(path: str, states: dict[str, Any], step: Callable[[], object]) -> None:
+def save_and_step(path: str, states: dict[str, Any], step: Callable[[], object], **options: Any) -> None:
     """Save in the call and in the background, step at once, and fail unless both checkpoints are equal.
 
     The first is at `path`/before, the second at `path`/behind.
     """
-    bytecheckpoint.save(f"{path}/before", states)
+    bytecheckpoint.save(f"{path}/before", states, **options)
     with late_copies():
-        handle = bytecheckpoint.save(f"{path}/behind", states, **MODES["background"])
+        handle = bytecheckpoint.save(f"{path}/behind", states, **MODES["background"], **options)
         step()
         assert handle.result(120).staging == "background"
     dist.barrier()

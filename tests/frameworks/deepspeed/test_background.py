@@ -132,3 +132,20 @@ def test_reasons_to_block() -> None:
     assert reason(states) == ""
     wrapper.optimizer.param_groups[0]["capturable"] = True
     assert reason(states) == "steps of AdamW may be replayed as a graph (capturable=True)"
+
+
+@pytest.mark.parametrize("name", ["b2x2", "b3x2"])
+@in_engine_world
+def test_parameters_that_are_frozen_for_a_while(name: str, path: str) -> None:
+    """The engine steps them again, in memory that its optimizer does not show: the step waits for their bytes, too."""
+    run = trained_run(name)
+    frozen = dict(run.engine.module.named_parameters())["blocks.0.mlp.up.weight"]
+    frozen.requires_grad = False
+    assert {s.key.fqn for s in DeepSpeedFramework().capture(run.states())[0].shards if s.frozen} <= {"temperature"}
+    save_and_step(f"{path}/1", run.states(), lambda: None, incremental=True)
+
+    def step() -> None:
+        frozen.requires_grad = True
+        run.train(1)
+
+    save_and_step(f"{path}/2", run.states(), step, incremental=True)

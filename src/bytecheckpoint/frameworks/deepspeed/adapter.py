@@ -157,7 +157,14 @@ class DeepSpeedFramework(NativeFramework):
         return scan_zero_modules(state_name, modules)
 
     def _capture_modules(self, state_name: str, scan: Scan) -> LiveState:
-        return capture_zero_modules(state_name, scan.modules[state_name])
+        assert isinstance(scan, _ZeroScan)
+        state = capture_zero_modules(state_name, scan.modules[state_name])
+        # A step changes what an engine was given to train, also if it is frozen since.
+        masters = (number for optimizer in scan.engine_optimizers.values() for number in optimizer.masters)
+        stepped = {scan.names.by_id[number][0] for number in masters}
+        for shard in state.shards:
+            shard.frozen = shard.frozen and shard.key.fqn not in stepped
+        return state
 
     def _capture_optimizers(self, state_name: str, optimizers: Sequence[Any], scan: Scan) -> LiveState:
         assert isinstance(scan, _ZeroScan)

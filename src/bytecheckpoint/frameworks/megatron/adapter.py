@@ -169,7 +169,7 @@ class MegatronFramework(NativeFramework):
         assert isinstance(scan, _MegatronScan)
         found = scan.modules[state_name]
         if isinstance(found, MegatronModuleScan):
-            return capture_megatron_modules(state_name, found)
+            return capture_megatron_modules(state_name, found, scan.with_masters)
         return super()._capture_modules(state_name, scan)
 
     def _capture_optimizers(self, state_name: str, optimizers: Sequence[Any], scan: Scan) -> LiveState:

@@ -30,8 +30,14 @@ _log = logging.getLogger("bytecheckpoint")
 _BYTES_IO = "__bytesio__"
 
 
-def capture_megatron_modules(state_name: str, scan: MegatronModuleScan) -> LiveState:
-    """Describe the shards and values of a scanned state."""
+def capture_megatron_modules(state_name: str, scan: MegatronModuleScan, with_masters: Collection[int]) -> LiveState:
+    """Describe the shards and values of a scanned state.
+
+    Args:
+        state_name: name of the state.
+        scan: the scan of its modules.
+        with_masters: ids of the parameters that have master weights: a step changes them, also if they are frozen since.
+    """
     state = LiveState(state_name, merged=True, entries=True)
     trained, frozen = ShardCollector(), ShardCollector()
     parameters: set[TensorKey] = set()
@@ -43,7 +49,7 @@ def capture_megatron_modules(state_name: str, scan: MegatronModuleScan) -> LiveS
         ranges = scan.current_ranges.get(id(tensor))
         for box in layout.boxes:
             key = box.key(state_name)
-            if isinstance(tensor, nn.Parameter):
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in with_masters:
                 parameters.add(key)
             if ranges is None:
                 collector.add(box, key, tensor)
