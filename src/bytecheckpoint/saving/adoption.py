@@ -72,11 +72,6 @@ class Adoption:
         """Indexes of the plan's tensors that `compare_rest` reads."""
         return [number for file, _, _ in self._rest for number in file.image.shards]
 
-    @property
-    def bytes_to_compare(self) -> int:
-        """Bytes that `compare_rest` reads."""
-        return sum(file.image.nbytes for file, _, _ in self._rest)
-
     def adopt(
         self, files: Sequence[PlannedFile], tensors: list[torch.Tensor | Runs], copies: DeviceCopies
     ) -> list[PlannedFile]:

@@ -203,7 +203,7 @@ class Save:
             if later:
                 assert shared is not None, "a save with a proof copies in the background"
                 shared.copied.set_result(proof.storages())
-                self._writer.compare_rest(len(agreed.captured.providers))
+                self._writer.compare_rest(agreed)
                 with span("prove"), copies.queued():
                     proof.check((), (), None)
         agreed.captured.release()

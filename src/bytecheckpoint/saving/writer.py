@@ -216,22 +216,19 @@ class RankWriter:
         self._operation.mark("stage")
         return StagedFiles(files, places, [*values.values()], pool, chunks, opened=opened, pool_bytes=nbytes)
 
-    def compare_rest(self, further: int) -> None:
+    def compare_rest(self, agreed: AgreedPlan) -> None:
         """Compare the frozen parameters that `copy` has only looked at with the files in their place.
 
         Of those that differ, the live tensors are written; they must not change until this returns.
-
-        Args:
-            further: number of files of this rank that are laid out nowhere, as far as it knows.
         """
-        with busy(self._settings.timeout + self._adoption.bytes_to_compare / _SLOWEST_COPY):
+        with busy(self._settings.timeout + agreed.plan.nbytes / _SLOWEST_COPY):
             different, image = self._adoption.compare_rest()
             if image is not None:
                 self._operation.planned_bytes += image.nbytes
                 self._check_target(self._operation.planned_bytes)
                 pool = StagingPool(shared=False)  # the other one holds the copy
                 try:
-                    further += len(different)
+                    further = len(different) + len(agreed.captured.providers)
                     self._adoption.written += self._stream_files(different, image, pool, further)
                 finally:
                     pool.release()
