@@ -50,3 +50,15 @@ def copied_share(framework: Framework, states: dict[str, Any]) -> float:
     captured = framework.capture(states)
     total = sum(shard.data.nbytes for state in captured for shard in state.shards)
     return copy_volatile(captured) / total
+
+
+def staging_under_a_manager(path: str, states: dict[str, Any], train: Callable[[], object], saves: int) -> list[str]:
+    """Train and save in turn under a manager with its own options; return how each save copied the state."""
+    handles = []
+    with bytecheckpoint.CheckpointManager(path, states, every=1) as manager:
+        for step in range(1, saves + 1):
+            train()
+            handle = manager.save(step)
+            assert handle is not None
+            handles.append(handle)
+    return [handle.result(60).staging for handle in handles]

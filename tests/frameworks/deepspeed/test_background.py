@@ -11,7 +11,7 @@ import bytecheckpoint
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.deepspeed.adapter import DeepSpeedFramework
 from tests.support.deepspeed_engines import build, full_state, in_engine_world, other, trained, trained_run
-from tests.support.late_copies import copied_share, save_and_step
+from tests.support.late_copies import copied_share, save_and_step, staging_under_a_manager
 from tests.support.modes import MODES
 from tests.support.real_frameworks import AFTER, assert_restored
 from tests.support.worlds import on_ranks
@@ -149,3 +149,10 @@ def test_parameters_that_are_frozen_for_a_while(name: str, path: str) -> None:
         run.train(1)
 
     save_and_step(f"{path}/2", run.states(), step, incremental=True)
+
+
+@pytest.mark.parametrize("name", ["b1x2-own", "h2x2", "b3x2"])
+@in_engine_world
+def test_a_manager_copies_behind_the_training(name: str, path: str) -> None:
+    run = trained_run(name)
+    assert staging_under_a_manager(path, run.states(), run.step, 4) == ["blocking"] * 2 + ["background"] * 2

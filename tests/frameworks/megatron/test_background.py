@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 import bytecheckpoint
 from bytecheckpoint.frameworks.megatron.adapter import MegatronFramework
 from bytecheckpoint.saving.background import copy_volatile
-from tests.support.late_copies import copied_share, save_and_step
+from tests.support.late_copies import copied_share, save_and_step, staging_under_a_manager
 from tests.support.megatron.models import (
     Layout,
     MegatronModel,
@@ -135,3 +136,11 @@ def test_reasons_to_block(path: str) -> None:
     bytecheckpoint.load(path, fresh.states())
     found = tensors(fresh)
     assert [name for name, value in before.items() if not torch.equal(value, found[name])] == []
+
+
+@pytest.mark.parametrize("layout", [DP2, OVERLAP], ids=str)
+@in_layout
+def test_a_manager_copies_behind_the_training(layout: Layout, path: str) -> None:
+    trainer = Trainer(layout)
+    train = partial(trainer.train, 1)
+    assert staging_under_a_manager(path, trainer.states(), train, 4) == ["blocking"] * 2 + ["background"] * 2
