@@ -237,7 +237,11 @@ def new_model(job: Job) -> None:
 
 
 def extra_states(job: Job) -> None:
-    job.more = {"step": 9, "queue": torch.arange(7), "new": [1, "b", torch.randn(2)]}
+    job.more = {
+        "step": 9,
+        "queue": torch.arange(7),
+        "new": [1, "b", torch.randn(2), torch.randn(2, dtype=torch.complex64).conj()],
+    }
 
 
 EDITS: list[Callable[[Job], object]] = [

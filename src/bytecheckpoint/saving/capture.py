@@ -159,6 +159,8 @@ class KnownCapture:
                 if state is None:
                     return None
                 states.append(state)
+            # Modules and optimizers have no such views, or they would be captured anew.
+            resolve_lazy_views(state for state in states if state.shards and state.shards[0].by_content)
         return states
 
 
