@@ -7,31 +7,25 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from bytecheckpoint.concurrency import call_with_timeout
-from bytecheckpoint.engine.catalogs import refuse_foreign
 from bytecheckpoint.engine.device_copies import DeviceCopies
 from bytecheckpoint.engine.image_writer import (
-    HelperWriter,
     ImageWriter,
-    WriteJob,
     slot_bytes,
     stage_image,
-    stream_image,
 )
 from bytecheckpoint.engine.pieces import SharedCopy
 from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.engine.runs import Runs
 from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.engine.staging import Image, KnownTargets
-from bytecheckpoint.engine.writing import FileTask, StagedChunk
+from bytecheckpoint.engine.writing import StagedChunk
 from bytecheckpoint.errors import CheckpointError, listed
 from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.liveness import busy
-from bytecheckpoint.representation.names import CATALOG_NAME, file_stem, unescape
+from bytecheckpoint.representation.names import file_stem, unescape
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 from bytecheckpoint.saving.adoption import Adoption
 from bytecheckpoint.saving.capture import Value, hash_all
@@ -43,16 +37,14 @@ from bytecheckpoint.saving.file_layout import (
     lay_out_values,
     moved_up,
     place_values,
-    record_of,
 )
+from bytecheckpoint.saving.file_output import FileOutput, Siblings, device_of
 from bytecheckpoint.saving.messages import FileRecord
 from bytecheckpoint.saving.rank_plan import AgreedPlan
-from bytecheckpoint.saving.request import SaveMode, SaveRequest
+from bytecheckpoint.saving.request import SaveRequest
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.base import call_timeout
-from bytecheckpoint.storage.optional import check_room
-from bytecheckpoint.tiers.storage import tier_of
 from bytecheckpoint.tracing.operation import Operation, span
 from bytecheckpoint.tuning import tuning
 
@@ -145,14 +137,13 @@ class RankWriter:
         self._cancel = cancel
         self._operation = operation
         self._adoption = Adoption(origin, request, resources.earlier, cancel)
+        self._output = FileOutput(origin, request, resources, cancel, operation)
         self._files: list[PlannedFile] = []
-        self._replaces: str | None = None
-        self._writers: list[ImageWriter] = []
 
     @property
     def file_names(self) -> list[str]:
         """Names of the files that are laid out."""
-        return [self._name(file) for file in self._files]
+        return [self._output.name(file) for file in self._files]
 
     def prewarm(self, agreed: AgreedPlan) -> None:
         """Touch the pages of the staging pool that `copy` needs; write nothing."""
@@ -162,7 +153,7 @@ class RankWriter:
         nbytes = max(image.nbytes, spare.nbytes)
         pools = self._resources.pools
         pools.note_need(nbytes)
-        pools.prewarm(nbytes, self._settings, touch=True, device=_device(image.copies))
+        pools.prewarm(nbytes, self._settings, touch=True, device=device_of(image.copies))
 
     def stage_live(self, agreed: AgreedPlan) -> StagedFiles:
         """Stage the planned files of a caller who waits until they are written."""
@@ -171,12 +162,12 @@ class RankWriter:
         values, pools, pool = agreed.captured.values, self._resources.pools, None
         if self._storage.capabilities.whole_files:
             # Such a storage gets the files from memory, if they fit there, else from a spool file.
-            pool = pools.acquire_whole(image.nbytes, self._settings, _device(image.copies))
+            pool = pools.acquire_whole(image.nbytes, self._settings, device_of(image.copies))
         if pool is None:
             pools.note_need(slot_bytes(image.files, self._settings))
             return StagedFiles(files, places, values, image=image)
         pools.note_need(image.nbytes)
-        opened = self._open(self._job(files), self._needs(agreed), pool, stable=True)
+        opened = self._output.open(files, self._needs(agreed), pool, stable=True)
         chunks = stage_image(image, pool, self._settings.storage.chunk_bytes)
         return StagedFiles(files, places, values, pool, chunks, opened=opened)
 
@@ -194,7 +185,7 @@ class RankWriter:
         spare = _spare_values(agreed.captured.values, places)
         spare_image = _spare_image(spare, image.nbytes, image.copies)
         nbytes = max(image.nbytes, spare_image.nbytes)
-        pools, device = self._resources.pools, _device(image.copies)
+        pools, device = self._resources.pools, device_of(image.copies)
         pools.note_need(nbytes)
         with span("reserve", nbytes):
             pool = pools.acquire_whole(nbytes, settings, device) or pools.acquire(image.nbytes, settings, device)
@@ -202,7 +193,7 @@ class RankWriter:
         opened = None
         fits = pool.capacity >= image.nbytes
         if not fits:
-            opened = self._open(self._job(files), self._needs(agreed), pool, by_helper=True)
+            opened = self._output.open(files, self._needs(agreed), pool, by_helper=True)
             # No copy stays that could be hashed later.
             for value in hash_all((values[key] for key in places), image.copies):
                 values[value.key] = value.without_data()
@@ -225,11 +216,11 @@ class RankWriter:
             different, image = self._adoption.compare_rest()
             if image is not None:
                 self._operation.planned_bytes += image.nbytes
-                self._check_target(self._operation.planned_bytes)
+                self._output.check_target(self._operation.planned_bytes)
                 pool = StagingPool(shared=False)  # the other one holds the copy
                 try:
-                    further = len(different) + len(agreed.captured.providers)
-                    self._adoption.written += self._stream_files(different, image, pool, further)
+                    siblings = self._siblings(agreed, len(different))
+                    self._adoption.written += self._output.stream(different, image, pool, siblings)
                 finally:
                     pool.release()
                 self._operation.phase = "stage"
@@ -243,14 +234,14 @@ class RankWriter:
         pool = staged.pool
         assert pool is not None
         with self._using(pool, agreed, staged.pool_bytes):
-            writer, replaces = staged.opened or self._open(
-                self._job(staged.files), self._needs(agreed), pool, stable=True, by_helper=True
+            writer, replaces = staged.opened or self._output.open(
+                staged.files, self._needs(agreed), pool, stable=True, by_helper=True
             )
             writer.write_staged(staged.chunks)
             values = hash_all(staged.values, agreed.captured.copies)
             # Other saves use the pool later; the values that this rank has not written are kept until the commit.
             values = [value.without_data() if value.key in staged.places else value for value in values]
-            records = self._finish(staged.files, writer, writer.sums(), len(agreed.captured.providers))
+            records = self._output.finish(staged.files, writer, writer.sums(), self._siblings(agreed))
         adoption = self._adoption
         return WrittenFiles(adoption.records, [*adoption.written, *records], staged.places, values, replaces)
 
@@ -281,7 +272,7 @@ class RankWriter:
         # Staged copies lie in the shared pool, which must not be written to.
         pool = self._resources.pools.shared if live else StagingPool(shared=False)
         try:
-            records = self._stream_files(files, image, pool)
+            records = self._output.stream(files, image, pool, self._siblings())
         finally:
             if not live:
                 pool.release()
@@ -297,14 +288,12 @@ class RankWriter:
 
     def abort(self) -> None:
         """End unfinished writes and remove their files."""
-        for writer in self._writers:
-            writer.abort()
-        self._writers = []
+        self._output.abort()
 
     def discard(self, further: Sequence[str] = ()) -> None:
         """Remove all files after a failure, `further` ones too; never raise for the storage, nor wait long for it."""
         self.abort()
-        names = [*self._adoption.linked, *((*self.file_names, *further) if self._replaces is not None else ())]
+        names = [*self._adoption.linked, *((*self.file_names, *further) if self._output.begun else ())]
         if not names:
             return  # nothing was written
         seconds = min(call_timeout(self._storage), tuning().stopped_calls)
@@ -337,9 +326,6 @@ class RankWriter:
         return self._request.settings
 
     # --- files and images -----------------------------------------------------------------------------------------
-
-    def _name(self, file: PlannedFile) -> str:
-        return self._origin.file_name(file.state, file.part, values=file.values)
 
     def _needs(self, agreed: AgreedPlan) -> int:
         """Return the bytes that the storage must be able to take, as far as this rank knows."""
@@ -378,7 +364,9 @@ class RankWriter:
     ) -> tuple[list[PlannedFile], Places, Image]:
         """Lay out planned files, and behind them files of values. Returns as `_lay_out_plan`."""
         adopted = self._adoption.files
-        siblings = [file_stem(name) for name in (*(r.name for r in adopted), *map(self._name, (*self._files, *files)))]
+        siblings = [
+            file_stem(name) for name in (*(r.name for r in adopted), *map(self._output.name, (*self._files, *files)))
+        ]
         value_files, found = lay_out_values(
             values,
             self._origin,
@@ -399,72 +387,20 @@ class RankWriter:
 
     # --- writing --------------------------------------------------------------------------------------------------
 
-    def _check_target(self, nbytes: int) -> str:
-        """On rank 0, check that the catalog may be replaced and that `nbytes` fit; return the catalog's version."""
-        if self._replaces is None:
-            replaces = ""
-            if self._origin.rank == 0:
-                replaces = self._storage.version(CATALOG_NAME)
-                if replaces and tier_of(self._storage) is None:  # a tier asks its durable storage
-                    refuse_foreign(self._storage)
-                self._storage.check_publish(CATALOG_NAME, replaces)
-                check_room(self._storage, nbytes)
-            self._replaces = replaces
-        return self._replaces
-
-    def _job(self, files: Sequence[PlannedFile]) -> WriteJob:
-        tasks = [
-            FileTask(self._name(f), f.header.data_offset, f.header.data_length, f.header.block_bytes) for f in files
-        ]
-        return WriteJob(tasks, self._storage, self._settings, self._cancel)
-
-    def _open(
-        self, job: WriteJob, nbytes: int, pool: StagingPool, *, stable: bool = False, by_helper: bool = False
-    ) -> tuple[ImageWriter, str]:
-        """Create the files, so that a full or read-only storage shows early.
-
-        Args:
-            job: files to write.
-            nbytes: bytes of the tensors that all ranks write.
-            pool: staging pool that is written from.
-            stable: True if the pool holds the whole image until the save ends.
-            by_helper: True if the helper process writes, where it can.
-
-        Returns:
-            The writer, and the version of the catalog that the commit replaces.
-        """
-        replaces = self._check_target(nbytes)
-        by_helper = by_helper and pool.shared and self._storage.capabilities.shared
-        writer: ImageWriter
-        if by_helper and self._resources.start_helper(self._settings):
-            writer = HelperWriter(job, self._resources.helper, pool, stable=stable)
-        else:
-            writer = job.on_threads(pool, stable=stable)
-        self._writers.append(writer)
-        writer.open()
-        return writer, replaces
+    def _siblings(self, agreed: AgreedPlan | None = None, further: int = 0) -> Siblings:
+        """Return the other files of this rank, as far as it knows: `further` ones are laid out nowhere."""
+        providers = () if agreed is None else agreed.captured.providers
+        count = len(self._adoption.files) + len(self._files) + len(providers) + further
+        return Siblings(count, [record.name for record in self._adoption.records])
 
     def _stream(self, staged: StagedFiles, image: Image, agreed: AgreedPlan) -> WrittenFiles:
         """Write planned files from the live tensors."""
-        replaces = self._check_target(self._needs(agreed))
-        further = len(agreed.captured.providers)
-        records = self._stream_files(staged.files, image, self._resources.pools.shared, further)
+        replaces = self._output.check_target(self._needs(agreed))
+        records = self._output.stream(staged.files, image, self._resources.pools.shared, self._siblings(agreed))
         self._resources.pools.resize()
         return WrittenFiles(
             self._adoption.records, records, staged.places, hash_all(staged.values, image.copies), replaces
         )
-
-    def _stream_files(
-        self, files: Sequence[PlannedFile], image: Image, pool: StagingPool, further: int = 0
-    ) -> list[FileRecord]:
-        """Write files through a few small buffers of `pool`."""
-        # The shared pool's pages are touched already; touching new ones would cost more than copying into them.
-        pool.reserve(slot_bytes(image.files, self._settings), touch=False, device=_device(image.copies))
-        writer = self._job(files).on_threads()
-        self._writers.append(writer)
-        writer.open()
-        still = self._request.mode is SaveMode.SYNCHRONOUS
-        return self._finish(files, writer, stream_image(image, pool, writer, self._settings, still=still), further)
 
     @contextlib.contextmanager
     def _using(self, pool: StagingPool, agreed: AgreedPlan, nbytes: int) -> Iterator[None]:
@@ -483,33 +419,6 @@ class RankWriter:
             if nbytes:
                 # Only now: with both pools touched the save would take twice the memory of the state.
                 self._resources.warm_up(nbytes, self._settings)
-
-    def _finish(
-        self, files: Sequence[PlannedFile], writer: ImageWriter, sums: Sequence[NDArray[np.uint64]], further: int
-    ) -> list[FileRecord]:
-        """Write the headers, make the files durable and describe them.
-
-        Args:
-            files: files whose data sections are written.
-            writer: writer of the files.
-            sums: block sums of each file.
-            further: number of files of this rank that are not written yet, as far as it knows.
-        """
-        self._operation.mark("write")
-        self._operation.phase = "finish"
-        adopted = [record.name for record in self._adoption.records]
-        count = len(self._adoption.files) + len(self._files) + further
-        headers = [
-            file.header.render(file_sums, self._origin.generation, count, adopted)
-            for file, file_sums in zip(files, sums, strict=True)
-        ]
-        writer.finish(headers)
-        records = [
-            record_of(self._name(file), file, header, file_sums)
-            for file, header, file_sums in zip(files, headers, sums, strict=True)
-        ]
-        self._operation.mark("finish")
-        return records
 
 
 def _source(shard: LiveShard, first: int, end: int) -> torch.Tensor | Runs:
@@ -546,8 +455,3 @@ def _copy_spare(spare: Sequence[Value], image: Image, pool: StagingPool) -> list
 def _staged(value: Value, place: int, pool: StagingPool) -> Value:
     """Return a value with its copy at byte `place` of the pool as data."""
     return replace(value, data=Image.staged(value.data, place, pool.tensor()))
-
-
-def _device(copies: DeviceCopies) -> torch.device | None:
-    """Return a device that copies into the pool."""
-    return copies.devices[0] if copies.devices else None
