@@ -17,7 +17,7 @@ from tests.support.layouts import bits
 def detached(states: list[LiveState]) -> list[LiveState]:
     """Copy the shards, so that later changes of the live objects do not change them, and let go of the objects."""
     for state in states:
-        state.layout = dict
+        state.layout, state.again = dict, None
         for shard in state.shards:
             shard.data = shard.data.clone(memory_format=torch.contiguous_format)
     return states
