@@ -33,6 +33,8 @@ class Rows:
         self.fault = fault
         self.ended: Counter[str] = Counter()
         self.handed_out = 0
+        self.tokens: dict[str, bytes] = {}
+        self.read: set[str] = set()
         self.threads: set[str] = set()
         self.release = threading.Event()
 
@@ -50,6 +52,7 @@ class Rows:
 
     def _piece(self, name: str, nbytes: int) -> Piece:
         def read(offset: int, buffer: memoryview) -> int | None:
+            self.read.add(name)
             self.threads.add(threading.current_thread().name)
             data = self.rows[name][offset : offset + len(buffer)]
             if self.fault == "raising" and offset >= 6 * MIB:
@@ -64,7 +67,7 @@ class Rows:
             if self.fault == "done":
                 raise RuntimeError("no end")
 
-        piece = Piece(name, nbytes, read, stable=self.stable, done=done)
+        piece = Piece(name, nbytes, read, stable=self.stable, token=self.tokens.get(name), done=done)
         self.handed_out += 1
         return piece
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +27,14 @@ _MOST = 256
 
 
 class EarlierFiles:
-    """The files of committed checkpoints whose bytes the next save may not have to write again."""
+    """The files of committed checkpoints whose bytes the next save may not have to write again.
+
+    Attributes:
+        pieces: files of pieces of providers in the last committed save, by state.
+    """
 
     def __init__(self) -> None:
+        self.pieces: dict[str, list[Any]] = {}
         self._saved: dict[tuple[str, bytes], tuple[str, str]] = {}
         self._loaded: tuple[str, dict[str, str]] = ("", {})
 

@@ -149,6 +149,7 @@ def load(
 
         try:
             filled = _fill_states(collective, number, storage, checked(check), settings, operation)
+            world.resources.earlier.pieces = {}  # providers go on from other pieces, and may count their tokens anew
             try:
                 report = filled.install(operation)
                 world.resources.earlier.note_loaded(address, filled.file_names)

@@ -222,16 +222,26 @@ def lay_out_values(
     return files, [places[i] for i in range(len(values))]
 
 
-def lay_out_names(state: str, origin: FileOrigin, siblings: Sequence[str]) -> PlannedFile:
-    """Lay out a file without tensors, for a rank that writes no other: its header names the files of earlier saves.
+def lay_out_names(
+    state: str,
+    origin: FileOrigin,
+    siblings: Sequence[str],
+    adoptable: Sequence[str],
+    *,
+    part: int = 0,
+    position: int = 0,
+) -> PlannedFile:
+    """Lay out a file without tensors, where no other is written: its header names the files of earlier saves.
 
     Args:
         state: name of a state of the rank.
         origin: origin of the file.
-        siblings: `names.file_stem` of the adopted files.
+        siblings: `names.file_stem` of all files of the rank.
+        adoptable: `names.file_stem` of the adopted ones.
+        part: part number of the file.
+        position: byte of the image where it lies.
     """
-    stems = [*siblings, file_stem(origin.file_name(state, 0, values=True))]
-    return PlannedFile(state, 0, True, _header([], state, origin, stems, siblings), _section(0, [], []))
+    return PlannedFile(state, part, True, _header([], state, origin, siblings, adoptable), _section(position, [], []))
 
 
 def moved_up(files: Sequence[PlannedFile]) -> list[PlannedFile]:

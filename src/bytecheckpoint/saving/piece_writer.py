@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -14,17 +13,25 @@ import torch
 import xxhash
 
 from bytecheckpoint.concurrency import Workers, storage_result
+from bytecheckpoint.engine.earlier_files import EarlierFiles
 from bytecheckpoint.engine.staging import Chunk, chunks_of
 from bytecheckpoint.engine.writing import FilesWriter, FileTask, StagedChunk, aligned_memory
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, StorageUnavailableError, UsageError
 from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.frameworks.providers.base import Piece
-from bytecheckpoint.frameworks.tensors.dtypes import dtype_name
 from bytecheckpoint.representation.names import file_stem
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.saving.capture import CapturedState, Value
-from bytecheckpoint.saving.file_layout import FileOrigin, PlannedFile, lay_out_values, record_of
-from bytecheckpoint.saving.messages import FileRecord, ValueRecord
+from bytecheckpoint.saving.file_layout import (
+    FileOrigin,
+    PlannedFile,
+    end_of,
+    lay_out_names,
+    lay_out_values,
+    record_of,
+)
+from bytecheckpoint.saving.messages import FileRecord, ValueRecord, unescaped
+from bytecheckpoint.saving.piece_files import PieceFiles, TakenPiece, failure_of_provider
 from bytecheckpoint.saving.request import SaveMode, SaveRequest
 from bytecheckpoint.tracing.operation import Operation, span
 
@@ -33,86 +40,52 @@ __all__ = ["PieceWriter"]
 _log = logging.getLogger("bytecheckpoint")
 
 
-class _TakenPiece:
-    """A piece that a provider has handed over, until the save needs it no more.
-
-    Args:
-        key: key of the tensor that it becomes.
-        piece: the piece.
-        provider: name of the provider's class.
-    """
-
-    def __init__(self, key: TensorKey, piece: Piece, provider: str) -> None:
-        self.key = key
-        self.piece = piece
-        self._provider = provider
-        self._ended = False
-
-    def __str__(self) -> str:
-        return f"piece {self.piece.name!r} of {self.key.state}, a {self._provider}"
-
-    def end(self) -> None:
-        """Tell the provider, once, that the save needs the piece no more."""
-        if not self._ended:
-            self._ended = True
-            try:
-                self.piece.done()
-            except Exception as error:  # any program, any exception
-                raise _failed(f"{self}: its done", error) from error
-
-    def read(self, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer, on the thread for pieces."""
-        try:
-            found = self.piece.read(offset, buffer)
-        except Exception as error:  # any program, any exception
-            raise _failed(f"{self}: its read at byte {offset}", error) from error
-        if found is not None and found != len(buffer):
-            raise CheckpointError(
-                f"{self}: its read at byte {offset} gave {found} of {len(buffer)} bytes: the piece is shorter than it says"
-            )
-
-    def value(self, data: torch.Tensor | None = None, digest: bytes = b"") -> Value:
-        """Describe the tensor that the piece becomes, with or without its content."""
-        if data is None:  # one element, shown in the piece's shape
-            data = torch.empty([1] * len(self.piece.shape), dtype=self.piece.dtype).expand(self.piece.shape)
-        return Value(self.key, data, dtype_name(self.piece.dtype), merged=False, digest=digest)
-
-
 class PieceWriter:
     """Takes the pieces of all providers of a save on one rank, and writes them.
 
     Args:
         origin: origin of the files.
         request: arguments of the save.
+        earlier: files that may be used again.
         cancel: token of the save.
         operation: measurements of the save.
     """
 
-    def __init__(self, origin: FileOrigin, request: SaveRequest, cancel: Cancellation, operation: Operation) -> None:
+    def __init__(
+        self,
+        origin: FileOrigin,
+        request: SaveRequest,
+        earlier: EarlierFiles,
+        cancel: Cancellation,
+        operation: Operation,
+    ) -> None:
         self._origin = origin
         self._request = request
         self._cancel = cancel
         self._operation = operation
-        self._taken: list[_TakenPiece] = []
+        self._taken: list[TakenPiece] = []
+        self._arranged = PieceFiles(request, earlier)
         self._files: list[PlannedFile] = []
         self._writer: FilesWriter | None = None
         self._written: tuple[list[FileRecord], list[ValueRecord]] = [], []
 
     @property
     def file_names(self) -> list[str]:
-        """Names of the files that may exist."""
-        return [self._name(file) for file in self._files]
+        """Names of the files that may exist because of this save."""
+        return [*self._arranged.linked, *map(self._name, self._files)]
 
     @property
     def nbytes(self) -> int:
         """Total length of the written files, headers included."""
         return sum(record.size for record in self._written[0])
 
-    def take(self, captured: CapturedState) -> CapturedState:
-        """Ask the providers for pieces, in the caller's thread. Read those that are not stable, unless the caller waits.
+    @property
+    def nbytes_adopted(self) -> int:
+        """Total length of the files that are used again."""
+        return sum(file.record.size for file in self._arranged.kept)
 
-        Returns:
-            The captured state with these values, and with the providers for whose pieces `write` will write a file each.
+    def take(self, captured: CapturedState) -> None:
+        """Ask the providers for pieces, in the caller's thread. Read those that are not stable, unless the caller waits.
 
         Raises:
             CheckpointError: a provider fails; the message names it.
@@ -123,7 +96,7 @@ class PieceWriter:
             for piece in _handed_out(provider, f"{state}: {name}"):
                 if not isinstance(piece, Piece):
                     raise UsageError(f"{state}: {name} gave a {type(piece).__name__} for a Piece")
-                self._taken.append(taken := _TakenPiece(TensorKey(state, piece.name), piece, name))
+                self._taken.append(taken := TakenPiece(TensorKey(state, piece.name), piece, name))
                 if piece.name in known:
                     raise UsageError(f"{taken}: the state has another piece or tensor of that name")
                 known.add(piece.name)
@@ -132,10 +105,13 @@ class PieceWriter:
             with self._reader() as read:
                 captured.values.extend(self._copied(taken, read) for taken in volatile)
             self._taken = [taken for taken in self._taken if taken.piece.stable]
-        streamed = {taken.key.state for taken in self._taken}
-        return replace(captured, providers={s: found for s, found in captured.providers.items() if s in streamed})
 
-    def _copied(self, taken: _TakenPiece, read: Any) -> Value:
+    def adopt(self) -> int:
+        """Use files of earlier saves again, and arrange the other pieces in files; return the number of both."""
+        self._arranged.arrange(self._taken)
+        return len(self._arranged.kept) + len(self._arranged.groups)
+
+    def _copied(self, taken: TakenPiece, read: Any) -> Value:
         """Return a piece that may change after the call with its bytes."""
         data = torch.empty(taken.piece.shape, dtype=taken.piece.dtype)
         memory = memoryview(data.reshape(-1).view(torch.uint8).numpy())
@@ -152,7 +128,7 @@ class PieceWriter:
         worker = Workers(1, "bytecheckpoint-pieces")
         seconds = self._request.settings.timeout
 
-        def read(taken: _TakenPiece, offset: int, buffer: memoryview) -> None:
+        def read(taken: TakenPiece, offset: int, buffer: memoryview) -> None:
             future = worker.submit(taken.read, offset, buffer)
             try:
                 with span("read piece", len(buffer), str(taken.key)):
@@ -172,21 +148,15 @@ class PieceWriter:
         Args:
             siblings: names of the rank's other files.
         """
-        if not self._taken:
+        if not self._arranged.groups:
             return
-        # Small ones first. A digest of its own each: ranks are not compared by pieces, which would have to be read before.
-        order = sorted(self._taken, key=lambda taken: taken.piece.nbytes)
-        marks = [f"{self._origin.rank} {self._origin.generation} {taken.key}".encode() for taken in order]
-        values = [t.value(digest=xxhash.xxh3_128_digest(mark)) for t, mark in zip(order, marks, strict=True)]
-        stems = [file_stem(name) for name in siblings]
-        self._files, places = lay_out_values(
-            values, self._origin, first=0, position=0, part=0, siblings=stems, pieces=True
-        )
+        adopted = [file.record.name for file in self._arranged.kept]
+        order, values, places = self._lay_out([*siblings, *adopted], adopted)
         storage, settings = self._request.storage, self._request.settings
         size = settings.storage.chunk_bytes
         memory = aligned_memory(2 * size)
         headers = [file.header for file in self._files]
-        names = self.file_names
+        names = list(map(self._name, self._files))
         tasks = [FileTask(n, h.data_offset, h.data_length, h.block_bytes) for n, h in zip(names, headers, strict=True)]
         direct = settings.storage.direct_io != "off"
         writer = FilesWriter(storage, tasks, direct=direct, threads=2, pool=memory, cancel=self._cancel)
@@ -204,14 +174,43 @@ class PieceWriter:
         sums = writer.sums()
         for taken in order:  # those without bytes
             taken.end()
-        count = len(siblings) + len(names)
-        rendered = [h.render(s, self._origin.generation, count) for h, s in zip(headers, sums, strict=True)]
+        number = len(siblings) + len(adopted) + len(names)
+        rendered = [h.render(s, self._origin.generation, number, adopted) for h, s in zip(headers, sums, strict=True)]
         writer.finish(rendered)
         records = [record_of(self._name(f), f, h, s) for f, h, s in zip(self._files, rendered, sums, strict=True)]
-        self._written = records, [v.record(place) for v, place in zip(values, places, strict=True)]
+        self._written = records, [value.record(place) for value, place in zip(values, places, strict=True)]
         self._operation.mark("pieces")
 
-    def _fill(self, chunk: Chunk, buffer: memoryview, order: Sequence[_TakenPiece], read: Any) -> None:
+    def _lay_out(
+        self, siblings: Sequence[str], adopted: Sequence[str]
+    ) -> tuple[list[TakenPiece], list[Value], list[tuple[int, int]]]:
+        """Lay out the files to write; return their pieces in order, the values that these become, and their places."""
+        names = (self._origin.file_name(group.state, group.part, values=False) for group in self._arranged.groups)
+        stems, reused = list(map(file_stem, (*siblings, *names))), list(map(file_stem, adopted))
+        order: list[TakenPiece] = []
+        values: list[Value] = []
+        places: list[tuple[int, int]] = []
+        for number, (state, part, pieces) in enumerate(self._arranged.groups):
+            position = end_of(self._files[-1].image) if self._files else 0
+            if not pieces:
+                self._files.append(lay_out_names(state, self._origin, stems, reused, part=part, position=position))
+                continue
+            found = [piece.value(digest=self._digest(piece.key)) for piece in pieces]
+            (file,), at = lay_out_values(
+                found, self._origin, first=len(order), position=position, part=part, siblings=stems, adoptable=reused,
+                pieces=True,
+            )  # fmt: skip
+            self._files.append(file)
+            places += [(number, offset) for _, offset in at]
+            order += pieces
+            values += found
+        return order, values, places
+
+    def _digest(self, key: object) -> bytes:
+        """Return a digest that no other piece has: ranks are not compared by pieces, which would have to be read before."""
+        return xxhash.xxh3_128_digest(f"{self._origin.rank} {self._origin.generation} {key}".encode())
+
+    def _fill(self, chunk: Chunk, buffer: memoryview, order: Sequence[TakenPiece], read: Any) -> None:
         """Fill a chunk with the bytes of the pieces that lie in it."""
         section = self._files[chunk.file].image
         first = int(np.searchsorted(section.starts, chunk.start, "right")) - 1
@@ -227,13 +226,24 @@ class PieceWriter:
                     taken.end()
 
     def records(self, first: int) -> tuple[list[FileRecord], list[ValueRecord]]:
-        """Return the records of the written files, and of the pieces in them.
+        """Return the records of all files, and of the pieces in them.
 
         Args:
             first: number of the first of these files among the rank's files.
         """
-        files, values = self._written
-        return files, [msgspec.structs.replace(value, file=value.file + first) for value in values]
+        kept = self._arranged.kept
+        values = [
+            msgspec.structs.replace(value, file=number, digest=self._digest(unescaped(value.key)))
+            for number, file in enumerate(kept, first)
+            for value in file.values
+        ]
+        written, own = self._written
+        values += [msgspec.structs.replace(value, file=value.file + first + len(kept)) for value in own]
+        return [*(file.record for file in kept), *written], values
+
+    def remember(self) -> None:
+        """Remember the committed files, for later saves."""
+        self._arranged.remember(*self._written)
 
     def end(self) -> None:
         """Stop an unfinished write after a failure, and tell the providers; never raise."""
@@ -253,8 +263,4 @@ def _handed_out(provider: Any, name: str) -> Iterator[object]:
     try:
         yield from provider.__bytecheckpoint_pieces__()
     except Exception as error:  # any program, any exception
-        raise _failed(f"{name}.__bytecheckpoint_pieces__", error) from error
-
-
-def _failed(what: str, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{what} failed ({type(error).__name__}: {error})")
+        raise failure_of_provider(f"{name}.__bytecheckpoint_pieces__", error) from error

@@ -173,7 +173,7 @@ class _SaveRun:
         # also one that knows of the failure before the others do.
         captured = self.capture()
         world.saves.raise_failure()
-        captured = self.save.take_pieces(captured)
+        self.save.take_pieces(captured)
         handle.path = operation.path = self.request.storage.url
         operation.mark("capture")
         if mode is SaveMode.BACKGROUND:

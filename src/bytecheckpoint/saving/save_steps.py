@@ -111,7 +111,7 @@ class Save:
         self._channel = channel
         self._operation = operation
         self._origin = FileOrigin(collective.rank, collective.world_size, generation)
-        self._pieces = PieceWriter(self._origin, request, channel.stop.cancel, operation)
+        self._pieces = PieceWriter(self._origin, request, resources.earlier, channel.stop.cancel, operation)
         self._writer = RankWriter(self._origin, request, resources, channel.stop.cancel, operation)
 
     # --- the steps ------------------------------------------------------------------------------------------------
@@ -145,9 +145,9 @@ class Save:
         )
         return replace(captured, incremental=bool(request.incremental))
 
-    def take_pieces(self, captured: CapturedState) -> CapturedState:
+    def take_pieces(self, captured: CapturedState) -> None:
         """Ask the providers among the caller's objects for their pieces. Run it in the caller's thread."""
-        return self._pieces.take(captured)
+        self._pieces.take(captured)
 
     def agree_plan(self, captured: CapturedState, *, dry: bool = False) -> AgreedPlan:
         """Take the plan from the cache, or ask the coordinator for one.
@@ -188,6 +188,7 @@ class Save:
             IncompatibleCheckpointError: replicas on this rank differ.
             StateChangedError: the program has changed the state during a copy in the background.
         """
+        self._writer.piece_files = self._pieces.adopt()
         if self._live:
             return StagedSave(agreed, *self._read_checks(agreed), self._writer.stage_live(agreed))
         files = self._writer.copy(agreed, shared)
@@ -249,11 +250,12 @@ class Save:
         self._operation.mark("commit")
         self._resources.plans.add(written.agreed.key, replace(written.agreed.plan, compared=True))
         self._writer.remember(written.files)
+        self._pieces.remember()
         total = self._operation.seconds()
         return SaveReport(
             path=self._request.storage.url,
             bytes_written=written.files.nbytes + self._pieces.nbytes,
-            bytes_adopted=written.files.nbytes_adopted,
+            bytes_adopted=written.files.nbytes_adopted + self._pieces.nbytes_adopted,
             blocking_seconds=total,
             total_seconds=total,
             phases=self._operation.seconds_by_phase(),

@@ -121,6 +121,9 @@ class RankWriter:
         resources: staging pools and helper process.
         cancel: token of the save.
         operation: measurements of the save.
+
+    Attributes:
+        piece_files: number of the rank's files of pieces of providers, which others write.
     """
 
     def __init__(
@@ -139,6 +142,7 @@ class RankWriter:
         self._adoption = Adoption(origin, request, resources.earlier, cancel)
         self._output = FileOutput(origin, request, resources, cancel, operation)
         self._files: list[PlannedFile] = []
+        self.piece_files = 0
 
     @property
     def file_names(self) -> list[str]:
@@ -219,7 +223,7 @@ class RankWriter:
                 self._output.check_target(self._operation.planned_bytes)
                 pool = StagingPool(shared=False)  # the other one holds the copy
                 try:
-                    siblings = self._siblings(agreed, len(different))
+                    siblings = self._siblings(len(different))
                     self._adoption.written += self._output.stream(different, image, pool, siblings)
                 finally:
                     pool.release()
@@ -241,7 +245,7 @@ class RankWriter:
             values = hash_all(staged.values, agreed.captured.copies)
             # Other saves use the pool later; the values that this rank has not written are kept until the commit.
             values = [value.without_data() if value.key in staged.places else value for value in values]
-            records = self._output.finish(staged.files, writer, writer.sums(), self._siblings(agreed))
+            records = self._output.finish(staged.files, writer, writer.sums(), self._siblings())
         adoption = self._adoption
         return WrittenFiles(adoption.records, [*adoption.written, *records], staged.places, values, replaces)
 
@@ -293,7 +297,7 @@ class RankWriter:
     def discard(self, further: Sequence[str] = ()) -> None:
         """Remove all files after a failure, `further` ones too; never raise for the storage, nor wait long for it."""
         self.abort()
-        names = [*self._adoption.linked, *((*self.file_names, *further) if self._output.begun else ())]
+        names = [*self._adoption.linked, *further, *(self.file_names if self._output.begun else ())]
         if not names:
             return  # nothing was written
         seconds = min(call_timeout(self._storage), tuning().stopped_calls)
@@ -380,23 +384,24 @@ class RankWriter:
         places = {v.key: (base + f, offset) for v, (f, offset) in zip(values, found, strict=True)}
         files = [*files, *value_files]
         if adopted and not files and not self._files:
-            files = [lay_out_names(unescape(adopted[0].state), self._origin, siblings)]
+            state = unescape(adopted[0].state)
+            stems = [*siblings, file_stem(self._origin.file_name(state, 0, values=True))]
+            files = [lay_out_names(state, self._origin, stems, siblings)]
         self._files += files
         image = Image([*tensors, *(v.data for v in values)], [f.image for f in files], copies, targets)
         return files, places, image
 
     # --- writing --------------------------------------------------------------------------------------------------
 
-    def _siblings(self, agreed: AgreedPlan | None = None, further: int = 0) -> Siblings:
-        """Return the other files of this rank, as far as it knows: `further` ones are laid out nowhere."""
-        providers = () if agreed is None else agreed.captured.providers
-        count = len(self._adoption.files) + len(self._files) + len(providers) + further
+    def _siblings(self, further: int = 0) -> Siblings:
+        """Return the other files of this rank: `further` ones are laid out nowhere."""
+        count = len(self._adoption.files) + len(self._files) + self.piece_files + further
         return Siblings(count, [record.name for record in self._adoption.records])
 
     def _stream(self, staged: StagedFiles, image: Image, agreed: AgreedPlan) -> WrittenFiles:
         """Write planned files from the live tensors."""
         replaces = self._output.check_target(self._needs(agreed))
-        records = self._output.stream(staged.files, image, self._resources.pools.shared, self._siblings(agreed))
+        records = self._output.stream(staged.files, image, self._resources.pools.shared, self._siblings())
         self._resources.pools.resize()
         return WrittenFiles(
             self._adoption.records, records, staged.places, hash_all(staged.values, image.copies), replaces

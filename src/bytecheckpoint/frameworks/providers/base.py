@@ -27,7 +27,9 @@ class Piece:
             number. A save calls it in the background, on one thread, with offsets in ascending order.
         stable: True if the bytes stay those of the call until `done`. The bytes of other pieces are read in the call, and
             kept in memory until they are written.
-        token: proof that a piece is unchanged, not used yet.
+        token: bytes that are equal in two saves only if those of the piece are. A save with `incremental=True` does not
+            read a piece that had an equal token in the last one: its file gets a further name, as those of frozen
+            parameters do, while all other pieces in it are unchanged too.
         done: function that the save calls exactly once, when it needs the piece no more, also if it fails.
     """
 
@@ -48,8 +50,8 @@ class Piece:
         dtype, shape = size if isinstance(size, tuple) and len(size) == 2 else (torch.uint8, (size,))
         if not isinstance(dtype, torch.dtype) or not all(type(n) is int and n >= 0 for n in shape):
             raise UsageError(f"Piece({name!r}): {size!r} is no number of bytes, and no dtype with a shape")
-        if not callable(read) or not callable(done):
-            raise UsageError(f"Piece({name!r}): read and done must be functions")
+        if not callable(read) or not callable(done) or not isinstance(token, bytes | None):
+            raise UsageError(f"Piece({name!r}): read and done must be functions, and token bytes or None")
         self.name = name
         self.dtype = dtype
         self.shape: tuple[int, ...] = tuple(shape)

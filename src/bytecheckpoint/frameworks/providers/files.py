@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from bytecheckpoint.errors import CheckpointError, IncompatibleCheckpointError
@@ -22,10 +24,13 @@ class FileProvider:
 
     Args:
         path: path of the file.
+        trust_times: True if a save with `incremental=True` need not read a file whose inode, size and times are those of
+            the last save. Writes through a mapping of the file may change it without its times for a while.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, trust_times: bool = False) -> None:
         self.path = Path(path)
+        self._trust_times = trust_times
 
     def __bytecheckpoint_pieces__(self) -> Iterator[Piece]:
         """Return the file as one piece, which keeps it open until the save has read it."""
@@ -41,7 +46,12 @@ class FileProvider:
                 raise CheckpointError(f"{self.path} has changed since the save was called")
 
         try:
-            piece = Piece("file", before.st_size, read, stable=True, done=lambda: os.close(descriptor))
+            seen = (before.st_dev, before.st_ino, before.st_size, before.st_mtime_ns, before.st_ctime_ns)
+            # A change within one tick of the clock of the file system would not show.
+            settled = self._trust_times and time.time_ns() - max(before.st_mtime_ns, before.st_ctime_ns) > 2 * 10**9
+            token = repr(seen).encode() if settled else None
+            done = partial(os.close, descriptor)
+            piece = Piece("file", before.st_size, read, stable=True, token=token, done=done)
         except BaseException:
             os.close(descriptor)
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -39,6 +40,7 @@ class ReplayBuffer:
         self._segment_rows = segment_rows
         self._segments: list[dict[str, NDArray[Any]]] = []
         self._rows = 0
+        self._identity = uuid.uuid4()
 
     def __len__(self) -> int:
         return self._rows
@@ -88,9 +90,10 @@ class ReplayBuffer:
 
     def __bytecheckpoint_pieces__(self) -> Iterator[Piece]:
         """Return a piece for each field, of the rows that there are now."""
+        token = f"{self._identity}/{self._rows}".encode()  # rows never change
         for name, (shape, dtype) in self._fields.items():
             read = partial(self._copy, name, to_buffer=True)
-            yield Piece(name, (_tensor_dtype(dtype), (self._rows, *shape)), read, stable=True)
+            yield Piece(name, (_tensor_dtype(dtype), (self._rows, *shape)), read, stable=True, token=token)
 
     def _copy(self, name: str, offset: int, buffer: memoryview, *, to_buffer: bool) -> None:
         """Copy bytes of a field, counted from its first row, to or from a buffer."""
@@ -123,7 +126,7 @@ class ReplayBuffer:
             for chunk in piece:
                 new._copy(name, offset, chunk, to_buffer=False)
                 offset += len(chunk)
-        self._segments, self._rows = new._segments, new._rows
+        self._segments, self._rows, self._identity = new._segments, new._rows, new._identity
 
 
 def _tensor_dtype(dtype: np.dtype[Any]) -> torch.dtype:
