@@ -19,6 +19,9 @@ from tests.support.tiny_model import source_values
 from tests.support.torch_layouts import LAYOUTS, WORLD_SIZE, build, in_layout
 from tests.support.worlds import Worlds
 
+#: Layouts in which a save differs from all others; the rest runs with `-m slow`.
+USUAL = ("one", "ddp2", "fsdp2", "hsdp2x2", "tp2-fsdp2", "pp2-fsdp2", "ep2-fsdp2")
+
 
 def data_files(path: Path) -> dict[str, bytes]:
     """Bytes of the tensors in each file of a checkpoint."""
@@ -30,7 +33,7 @@ def data_files(path: Path) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=() if n in USUAL else (pytest.mark.slow,)) for n in LAYOUTS])
 @in_layout
 def test_a_lazy_save_holds_what_a_blocking_one_holds(layout: str, path: str) -> None:
     trainer = build(layout, source_values)
