@@ -8,12 +8,13 @@ All trainings take twelve steps, six of an epoch, and save every four.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,7 +33,7 @@ from tests.support.memory import new_memory
 from tests.support.runs import die_in_commit, kill_demo, steps_in
 from tests.support.worlds import Worlds
 
-__all__ = ["CHANGES", "Conformance", "Losses", "Training", "after"]
+__all__ = ["CHANGES", "Conformance", "Losses", "Training", "after", "noted_saves"]
 
 Losses = dict[int, float]
 
@@ -94,15 +95,22 @@ def train(tool: str, folder: Path | str, training: Training) -> Losses:
     return found
 
 
-def copies(tool: str, folder: Path, training: Training) -> list[str]:
-    """Train; return how each save has copied the state."""
-    handles = []
+@contextlib.contextmanager
+def noted_saves() -> Iterator[list[SaveHandle]]:
+    """Note the handles of all saves in a `with` block."""
+    handles: list[SaveHandle] = []
 
     def save(*arguments: Any, **options: Any) -> SaveHandle:
         handles.append(bytecheckpoint.save(*arguments, **options))
         return handles[-1]
 
     with patch.object(saves, "save", save):
+        yield handles
+
+
+def copies(tool: str, folder: Path, training: Training) -> list[str]:
+    """Train; return how each save has copied the state."""
+    with noted_saves() as handles:
         train(tool, folder, training)
     return [handle.result(60).staging for handle in handles]
 

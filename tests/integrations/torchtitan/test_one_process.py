@@ -10,6 +10,7 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
+from tests.integrations.conformance import noted_saves
 from tests.integrations.torchtitan.jobs import (
     STEPS,
     after,
@@ -31,12 +32,17 @@ def weights(trainer: Any) -> list[torch.Tensor]:
     return [p.to_local().clone() if hasattr(p, "to_local") else p.clone() for p in trainer.model_parts[0].parameters()]
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+@pytest.mark.parametrize(
+    ("mode", "copies"),
+    [("disabled", "synchronous"), ("async", "blocking"), ("async_with_pinned_mem", "background")],
+)
 @on_ranks(1)
-def test_modes(tmp_path: Path, mode: str) -> None:
+def test_modes(tmp_path: Path, mode: str, copies: str) -> None:
     wanted = run(tmp_path / "whole", checkpoint={"enable": False})
     options = {"async_mode": mode, "interval": 2, **FULL}
-    assert run(tmp_path, checkpoint=options) == wanted
+    with noted_saves() as handles:
+        assert run(tmp_path, checkpoint=options) == wanted
+    assert [handle.result(60).staging for handle in handles[:5]] == [copies] * 5
     assert steps_in(tmp_path) == [2, 4, 6, 8, 10, 12]
     for step in (12, 10, 8):  # each as it was at its step, not as the next steps have left it
         assert run(tmp_path, checkpoint={**options, "load_step": step}) == after(step, wanted)
