@@ -54,6 +54,11 @@ class DeviceCopies:
             event.record(torch.accelerator.current_stream(device))
             self._caller_events.append(event)
 
+    @property
+    def any_device(self) -> torch.device | None:
+        """One of the accelerators, for which memory is registered; None without any."""
+        return self.devices[0] if self.devices else None
+
     def wait_for_caller(self) -> None:
         """Wait for the work that the caller had queued, if there is a time limit. Raises as `queued`."""
         if self._timeout is not None:

@@ -114,7 +114,7 @@ def holds_chunks(
     """
     pool, large = StagingPool(shared=False), image.large()
     size = slot_bytes(image.files, settings)
-    pool.reserve(size, touch=False, device=image.copies.devices[0] if image.copies.devices else None)
+    pool.reserve(size, touch=False, device=image.copies.any_device)
     slots = chunk_slots(pool, size, threads)
     differs = False
 

@@ -159,17 +159,17 @@ def again_with_modules(
     state: LiveState,
     tensors: Sequence[torch.Tensor],
     modules_of: Callable[[object], Sequence[nn.Module] | None],
-    value: object,
+    modules: Sequence[nn.Module],
 ) -> Again | None:
     """Return a function that describes a state of modules once more; None if it must be captured anew.
 
     Args:
         state: the state, as captured.
         tensors: its tensors, in the order of the shards.
-        modules_of: function that returns the modules of a value.
-        value: the caller's value of the state.
+        modules_of: function that returns the modules of a later value of the state.
+        modules: its modules.
     """
-    found = _of_modules(modules_of(value))
+    found = _of_modules(modules)
     shards = _one_each(tensors, state.shards)
     if state.tree is not None or found is None or shards is None:
         return None
@@ -198,22 +198,22 @@ def again_with_optimizers(
     state: LiveState,
     optimizers_of: Callable[[object], Sequence[Optimizer] | None],
     tree_of: Callable[[Sequence[Optimizer]], bytes | None],
-    value: object,
+    optimizers: Sequence[Optimizer],
 ) -> Again | None:
     """Return a function that describes a state of optimizers once more; None if it must be captured anew.
 
     Args:
         state: the state, as captured. Its shards are the tensors in the state of each parameter, in order.
-        optimizers_of: function that returns the optimizers of a value.
+        optimizers_of: function that returns the optimizers of a later value of the state.
         tree_of: function that encodes their plain values, which may differ each time; None if it cannot.
-        value: the caller's value of the state.
+        optimizers: its optimizers.
     """
-    found = _of_optimizers(optimizers_of(value))
+    found = _of_optimizers(optimizers)
     if found is None:
         return None
     tensors: list[Any] = [
         held
-        for optimizer in optimizers_of(value) or ()
+        for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
         for held in (optimizer.state.get(parameter) or {}).values()

@@ -28,6 +28,7 @@ from bytecheckpoint.representation.names import escape, file_stem, generation_of
 from bytecheckpoint.saving.file_layout import FileOrigin, PlannedFile, moved_up
 from bytecheckpoint.saving.messages import FileRecord
 from bytecheckpoint.saving.request import SaveMode, SaveRequest
+from bytecheckpoint.storage.base import file_size
 from bytecheckpoint.tracing.operation import span
 from bytecheckpoint.tuning import tuning
 
@@ -99,7 +100,7 @@ class Adoption:
         for file, image, stored in rest:
             name = self._name(file)
             (old,) = (record for record in self.records if file_stem(record.name) == file_stem(name))
-            if self._holds(file, image, stored) and self._is_there(old.name, old.size):
+            if self._holds(file, image, stored) and file_size(self._request.storage, old.name) == old.size:
                 continue
             self.records.remove(old)
             if old.name in self.linked:
@@ -114,7 +115,8 @@ class Adoption:
 
     def lost(self) -> list[str]:
         """Return the names of adopted files that somebody has removed meanwhile."""
-        return [record.name for record in self.records if not self._is_there(record.name, record.size)]
+        storage = self._request.storage
+        return [record.name for record in self.records if file_size(storage, record.name) != record.size]
 
     def remember(self, records: Sequence[FileRecord]) -> None:
         """Remember the committed files, for later saves.
@@ -170,7 +172,7 @@ class Adoption:
         part = 1
         if self._request.mode is SaveMode.BACKGROUND:
             part = max(1, -(-header.data_length // tuning().frozen_look_bytes))
-        if not self._holds(file, image, stored, part) or not self._is_there(name, size):
+        if not self._holds(file, image, stored, part) or file_size(storage, name) != size:  # it was removed meanwhile
             return None
         if part > 1:
             self._rest.append((file, image, stored))
@@ -185,13 +187,6 @@ class Adoption:
             block_bytes=header.block_bytes,
             sums=stored.tobytes(),
         )
-
-    def _is_there(self, name: str, size: int) -> bool:
-        """Return whether a file that was read still has its name."""
-        try:
-            return self._request.storage.stat(name).size == size
-        except FileNotFoundError:
-            return False
 
     def _holds(self, file: PlannedFile, image: Image, stored: NDArray[np.uint64], part: int = 1) -> bool:
         """Return whether the live tensors have the checksums `stored`, in all blocks or in each `part`-th."""

@@ -333,7 +333,7 @@ class Coordinator:
             # Listed right before the commit, so that it names no file that somebody has removed. Files that appear later
             # belong to a save that begins later.
             stale = stale_files(storage, {f.name: f.size for f in catalog.files}, replaces)
-            data = encoded
+            data = encoded  # from here on the commit may have happened
             with span("publish", len(data), CATALOG_NAME):
                 storage.publish(CATALOG_NAME, data, expected=replaces)
         except BaseException as error:  # noqa: BLE001  every rank gets it

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from bytecheckpoint.engine.catalogs import refuse_foreign
-from bytecheckpoint.engine.device_copies import DeviceCopies
 from bytecheckpoint.engine.image_writer import HelperWriter, ImageWriter, WriteJob, slot_bytes, stream_image
 from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.engine.save_resources import SaveResources
@@ -25,7 +23,7 @@ from bytecheckpoint.storage.optional import check_room
 from bytecheckpoint.tiers.storage import tier_of
 from bytecheckpoint.tracing.operation import Operation
 
-__all__ = ["FileOutput", "Siblings", "device_of"]
+__all__ = ["FileOutput", "Siblings"]
 
 
 class Siblings(NamedTuple):
@@ -134,7 +132,7 @@ class FileOutput:
             siblings: all files of the rank, for the headers.
         """
         settings = self._request.settings
-        pool.reserve(slot_bytes(image.files, settings), touch=False, device=device_of(image.copies))
+        pool.reserve(slot_bytes(image.files, settings), touch=False, device=image.copies.any_device)
         writer = self._job(files).on_threads()
         self._writers.append(writer)
         writer.open()
@@ -182,8 +180,3 @@ class FileOutput:
             for file in files
         ]
         return WriteJob(tasks, self._request.storage, self._request.settings, self._cancel)
-
-
-def device_of(copies: DeviceCopies) -> torch.device | None:
-    """Return a device that copies into the pool."""
-    return copies.devices[0] if copies.devices else None

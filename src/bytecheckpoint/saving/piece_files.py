@@ -22,6 +22,7 @@ from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.saving.capture import Value
 from bytecheckpoint.saving.messages import FileRecord, ValueRecord
 from bytecheckpoint.saving.request import SaveRequest
+from bytecheckpoint.storage.base import file_size
 
 __all__ = ["PieceFiles", "TakenPiece", "failure_of_provider"]
 
@@ -153,10 +154,7 @@ class PieceFiles:
             if not storage.adopt(name, file.url):
                 return False
             self.linked.add(name)
-        try:
-            return storage.stat(name).size == file.record.size
-        except FileNotFoundError:
-            return False
+        return file_size(storage, name) == file.record.size
 
     def remember(self, written: Sequence[FileRecord], values: Sequence[ValueRecord]) -> None:
         """Remember the committed files of pieces with tokens, for later saves.

@@ -38,7 +38,7 @@ from bytecheckpoint.saving.file_layout import (
     moved_up,
     place_values,
 )
-from bytecheckpoint.saving.file_output import FileOutput, Siblings, device_of
+from bytecheckpoint.saving.file_output import FileOutput, Siblings
 from bytecheckpoint.saving.messages import FileRecord
 from bytecheckpoint.saving.rank_plan import AgreedPlan
 from bytecheckpoint.saving.request import SaveRequest
@@ -137,7 +137,6 @@ class RankWriter:
         self._origin = origin
         self._request = request
         self._resources = resources
-        self._cancel = cancel
         self._operation = operation
         self._adoption = Adoption(origin, request, resources.earlier, cancel)
         self._output = FileOutput(origin, request, resources, cancel, operation)
@@ -157,7 +156,7 @@ class RankWriter:
         nbytes = max(image.nbytes, spare.nbytes)
         pools = self._resources.pools
         pools.note_need(nbytes)
-        pools.prewarm(nbytes, self._settings, touch=True, device=device_of(image.copies))
+        pools.prewarm(nbytes, self._settings, touch=True, device=image.copies.any_device)
 
     def stage_live(self, agreed: AgreedPlan) -> StagedFiles:
         """Stage the planned files of a caller who waits until they are written."""
@@ -166,7 +165,7 @@ class RankWriter:
         values, pools, pool = agreed.captured.values, self._resources.pools, None
         if self._storage.capabilities.whole_files:
             # Such a storage gets the files from memory, if they fit there, else from a spool file.
-            pool = pools.acquire_whole(image.nbytes, self._settings, device_of(image.copies))
+            pool = pools.acquire_whole(image.nbytes, self._settings, image.copies.any_device)
         if pool is None:
             pools.note_need(slot_bytes(image.files, self._settings))
             return StagedFiles(files, places, values, image=image)
@@ -189,7 +188,7 @@ class RankWriter:
         spare = _spare_values(agreed.captured.values, places)
         spare_image = _spare_image(spare, image.nbytes, image.copies)
         nbytes = max(image.nbytes, spare_image.nbytes)
-        pools, device = self._resources.pools, device_of(image.copies)
+        pools, device = self._resources.pools, image.copies.any_device
         pools.note_need(nbytes)
         with span("reserve", nbytes):
             pool = pools.acquire_whole(nbytes, settings, device) or pools.acquire(image.nbytes, settings, device)

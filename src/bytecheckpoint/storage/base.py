@@ -28,6 +28,7 @@ __all__ = [
     "call_timeout",
     "check_name",
     "conflict_error",
+    "file_size",
 ]
 
 #: Bytes per call that suit a POSIX file system: few enough to stay in the processor's cache between hashing and writing,
@@ -250,6 +251,14 @@ class Storage(ABC):
 
         The rank that commits calls this once, before a save writes anything.
         """
+
+
+def file_size(storage: Storage, name: str) -> int:
+    """Return the size of a file in bytes, -1 if there is none."""
+    try:
+        return storage.stat(name).size
+    except FileNotFoundError:
+        return -1
 
 
 def call_timeout(storage: Storage, nbytes: int = 0) -> float:

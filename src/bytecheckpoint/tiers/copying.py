@@ -21,7 +21,7 @@ from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.checksums import block_sum, block_sums
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, is_uri, natural_order
 from bytecheckpoint.storage import FileReader, NewFile, Storage, resolve
-from bytecheckpoint.storage.base import call_timeout
+from bytecheckpoint.storage.base import call_timeout, file_size
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.storage.uploading import UploadingStorage
 from bytecheckpoint.tracing.operation import span
@@ -252,7 +252,7 @@ def commit(target: Storage, catalog: Catalog, data: bytes, expected: str) -> Non
     present = dict(target.list())
     named = {catalog.files[number].name: catalog.files[number].size for number in own_files(catalog)}
     for name, size in named.items():
-        if present.get(name) != size and _size(target, name) != size:
+        if present.get(name) != size and file_size(target, name) != size:
             raise StorageError(f"{target.url}: {name} is not there with its {size} bytes, so nothing is committed")
     if not _has_catalog(target, data):
         try:
@@ -265,13 +265,6 @@ def commit(target: Storage, catalog: Catalog, data: bytes, expected: str) -> Non
         target.delete([name for name in present if generation_of(name) is not None and name not in named])
     except StorageError as error:  # the checkpoint is committed, so this is no failure
         _log.warning("%s: old files could not be removed: %s", target.url, error)
-
-
-def _size(storage: Storage, name: str) -> int:
-    try:
-        return storage.stat(name).size
-    except FileNotFoundError:
-        return -1
 
 
 def _has_catalog(storage: Storage, data: bytes) -> bool:
