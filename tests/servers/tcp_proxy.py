@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from bytecheckpoint.storage.testing.fault_rule import FaultRule
@@ -35,6 +35,7 @@ class Line:
         piece: number of bytes that travel together at most.
         cut: number of bytes after which a connection breaks; 0: never.
         swallow: True if the other end gets nothing.
+        carried: number of bytes that each connection has carried, by connection in the order of their beginnings.
     """
 
     rate: float = 0.0
@@ -42,6 +43,7 @@ class Line:
     piece: int = 64 << 10
     cut: int = 0
     swallow: bool = False
+    carried: dict[object, int] = field(default_factory=dict)
 
 
 class TcpProxy:
@@ -124,7 +126,7 @@ class _Connection:
             if line.cut and total + len(data) > line.cut:
                 target.sendall(data[: max(line.cut - total, 0)])
                 return False
-            total += len(data)
+            total = line.carried[self] = total + len(data)
             if line.swallow:
                 continue
             if any(rule.lose for rule in hit):
