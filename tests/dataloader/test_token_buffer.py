@@ -54,10 +54,8 @@ def test_rows_hold_all_tokens_in_order() -> None:
 
 def test_every_document_comes_once_in_an_epoch() -> None:
     fed = [t for batch in loader(epochs=2, context_length=1, shuffle_buffer=5) for row in tokens_of(batch) for t in row]
-    for index in range(50):
-        # The end of some streams is dropped with the rows that fill no batch.
-        assert fed.count(index) <= 2 * (index * 7 % 9 + 1)
-    assert len(fed) > 0.8 * 2 * sum(i * 7 % 9 + 1 for i in range(50))
+    assert all(fed.count(index) <= 2 * (index * 7 % 9 + 1) for index in range(50))
+    assert 0 <= 2 * sum(i * 7 % 9 + 1 for i in range(50)) - len(fed) < 6  # rows that fill no batch
 
 
 def test_ratios_hold_for_tokens() -> None:
@@ -280,7 +278,7 @@ def test_sound_changes_are_allowed(tmp_path: Path) -> None:
         ({"streams": 4}, "equally many from 4 streams"),
         ({"rank": 6, "ranks": 7}, "7 ranks cannot share 6 streams"),
         ({"context_length": 0}, "context_length must be an int of at least 1"),
-        ({"epochs": 1, "ranks": 2}, "pass agree="),
+        ({"epochs": 1, "ranks": 2}, "pass gather="),
         ({"allow": ("seed",)}, "does not know seed"),
         ({"seed": 2**70}, "seed must be"),
         ({"document_end": -1}, "document_end must be a token id"),
@@ -302,8 +300,8 @@ def test_documents_that_are_no_tokens() -> None:
     assert next(loader(sources=Text(), tokenizer=lambda text: {"input_ids": [*map(ord, text)]}))["tokens"].max() == ord(
         "x"
     )
-    with pytest.raises(UsageError, match="fewer documents than there are streams"):
-        next(loader(sources=Numbers(count=3)))
+    with pytest.raises(UsageError, match="document 41 of source 'numbers': the tokenizer raised KeyError: 'no'"):
+        next(loader(sources=Text(), tokenizer=lambda text: {}["no"]))
 
 
 # --- what users do besides ------------------------------------------------------------------------------------------------

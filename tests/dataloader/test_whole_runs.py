@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from bytecheckpoint.dataloader.sources.parquet import ParquetSource
 from bytecheckpoint.dataloader.sources.text import JsonLinesSource, TextSource
 from bytecheckpoint.dataloader.sources.tokens import TokenFileSource
 from tests.dataloader.segments import Part, Reference, Segment, play, segments
-from tests.dataloader.token_loaders import Numbers, loader, numbers_of_stream, rows_of
+from tests.dataloader.token_loaders import Numbers, gather_over, loader, numbers_of_stream, rows_of
 from tests.support.variants import quick
 
 
@@ -103,13 +102,8 @@ def play_tokens(options: dict[str, Any], run: list[Segment], folder: Path) -> in
         return loader(rank, ranks, **options | {"sources": sources(folder), "tokenizer": tokenizer} | others)
 
     def make(segment: Segment, data: int, other: int, collective: Collective) -> tuple[Any, Iterator[Part]]:
-        calls = count()
-
-        def agree(ended: bool) -> bool:
-            told = collective.all_gather(f"ended/{next(calls)}", bytes([ended]), timeout=60)
-            return any(map(any, told))
-
-        found = own(data, segment.ranks, saves=other == 0, workers=segment.workers, agree=agree)
+        gather = gather_over(collective)
+        found = own(data, segment.ranks, saves=other == 0, workers=segment.workers, gather=gather)
         return found, map(rows_of, found)
 
     return play(run, folder, make, Reference(map(rows_of, own(0, 1))))

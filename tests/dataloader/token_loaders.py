@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from inspect import signature
+from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
 
+from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.dataloader.loader import TokenBufferLoader, WorkerOptions
 from bytecheckpoint.dataloader.recipe import TokenRecipe
 from bytecheckpoint.dataloader.sources.base import MapSource
 
-__all__ = ["Numbers", "loader", "numbers_of_stream", "rows_of", "tokens_of", "workers_of"]
+__all__ = ["Numbers", "gather_over", "loader", "numbers_of_stream", "rows_of", "tokens_of", "workers_of"]
 
 
 class Numbers(MapSource):
@@ -46,6 +49,17 @@ def loader(rank: int = 0, ranks: int = 1, **options: Any) -> TokenBufferLoader:
     workers = WorkerOptions(given.pop("workers", 0), **of_workers)
     of_recipe = {name: given.pop(name) for name in given.keys() & signature(TokenRecipe).parameters.keys()}
     return TokenBufferLoader(TokenRecipe(**of_recipe), rank=rank, ranks=ranks, workers=workers, **given)
+
+
+def gather_over(collective: Collective, ranks: list[int] | None = None) -> Callable[[Any], list[Any]]:
+    """Return the `gather` of a loader: from a value to those of some ranks, all by default."""
+    calls = count()
+
+    def gather(value: Any) -> list[Any]:
+        told = collective.all_gather(f"gather/{next(calls)}", pickle.dumps(value), timeout=60)
+        return [pickle.loads(told[rank]) for rank in ranks or range(len(told))]
+
+    return gather
 
 
 def workers_of(one: TokenBufferLoader) -> list[Any]:

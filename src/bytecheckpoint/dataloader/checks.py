@@ -43,15 +43,16 @@ def share(count: int, rank: int, ranks: int) -> range:
     return range(first, first + least + (rank < more))
 
 
-def check_allow(allow: Collection[str], known: Collection[str]) -> None:
-    """Check the argument `allow` of a loader.
+def check_allow(allow: Collection[str], known: Collection[str]) -> set[str]:
+    """Check the argument `allow` of a loader, one name or several; return the names.
 
     Raises:
         UsageError: the loader does not know one of the names.
     """
-    unknown = sorted({*allow} - {*known})
-    if unknown:
+    names = {allow} if isinstance(allow, str) else {*allow}
+    if unknown := sorted(names - {*known}):
         raise UsageError(f"allow= does not know {', '.join(unknown)}; it takes {', '.join(known)}")
+    return names
 
 
 def check_in_order(loader: Any) -> None:

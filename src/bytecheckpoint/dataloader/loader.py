@@ -6,15 +6,16 @@ import copy
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Self
 
 import torch
 
 from bytecheckpoint.dataloader.checks import check_allow, check_rank, check_shared, share
-from bytecheckpoint.dataloader.recipe import ALLOWED, TokenRecipe, changed_sources
+from bytecheckpoint.dataloader.makers import LocalMaker, RestMaker
+from bytecheckpoint.dataloader.recipe import ALLOWED, TokenRecipe, changed_ratios, changed_sources
 from bytecheckpoint.dataloader.rows import PackedRows
-from bytecheckpoint.dataloader.workers import LocalMaker, Worker
+from bytecheckpoint.dataloader.workers import Worker
 from bytecheckpoint.errors import CheckpointError, UsageError
 from bytecheckpoint.representation.values.equality import equal
 
@@ -75,8 +76,11 @@ class TokenBufferLoader:
         saves: True if this rank saves its streams; False where the tensor or pipeline coordinate is not 0.
         workers: number of processes that make the rows, or `WorkerOptions`.
         pin_memory: True to put batches into pinned memory, if there is an accelerator.
-        agree: function that is needed for `epochs` with several ranks, which end at different batches. Every rank calls it
-            with True if it has ended, and it returns True if any rank has.
+        gather: function that is needed for `epochs` with several ranks: from a value to those of all these ranks, in their
+            order, such as one around `torch.distributed.all_gather_object`. When the first stream has ended, every rank
+            calls it with the states of its streams, to make rows of the documents that are left.
+        agree: function for `epochs` with several ranks, called for every batch until then, on every rank, with True if one
+            of its streams has ended; it returns True if any rank's has. None: by `gather`.
         allow: changes since the checkpoint that are accepted: "ratios", "sources", "global_batch", "context_length",
             "shuffle_buffer", "epochs".
 
@@ -96,6 +100,7 @@ class TokenBufferLoader:
         saves: bool = True,
         workers: int | WorkerOptions = 0,
         pin_memory: bool = False,
+        gather: Callable[[Any], Sequence[Any]] | None = None,
         agree: Callable[[bool], bool] | None = None,
         allow: Collection[str] = (),
     ) -> None:
@@ -104,21 +109,27 @@ class TokenBufferLoader:
         rank, ranks = check_rank(rank, ranks)
         if ranks > recipe.streams:
             raise UsageError(f"{ranks} ranks cannot share {recipe.streams} streams: choose more streams")
-        if recipe.epochs is not None and ranks > 1 and agree is None:
+        if recipe.epochs is not None and ranks > 1 and gather is None:
             raise UsageError(
-                "with epochs= and several ranks, some end a batch before the others: pass agree=, by which all ranks learn "
-                "of it (a MAX all-reduce), or leave epochs away and count steps"
+                f"with epochs={recipe.epochs}, {recipe.streams} streams end at different batches, and what is left then is "
+                f"dealt to all {ranks} ranks: pass gather=, a function from a value to those of all these ranks "
+                "(all_gather_object), or leave epochs away and count steps"
             )
-        check_allow(allow, ALLOWED)
+        if gather is not None and agree is None:
+
+            def agree(ended: bool) -> bool:
+                return any(gather(ended))
+
         self._recipe = recipe
+        self._described: dict[str, Any] | None = None
         self.batches = 0
         self._numbers = [*share(recipe.streams, rank, ranks)]
-        self._saves, self._agree, self._allow = saves, agree, {*allow}
+        self._saves, self._gather, self._agree, self._allow = saves, gather, agree, check_allow(allow, ALLOWED)
         self._workers = workers if isinstance(workers, WorkerOptions) else WorkerOptions(workers)
         self._pin = pin_memory and torch.accelerator.is_available()
         self._states: Mapping[int, Any] = {}
         self._makers: list[tuple[LocalMaker | Worker, int]] = []
-        self._ended = self._lost = False
+        self._ended, self._lost, self._rests = False, False, False
 
     # --- batches ------------------------------------------------------------------------------------------------
 
@@ -135,6 +146,20 @@ class TokenBufferLoader:
         if self._ended:
             raise StopIteration
         rows = PackedRows.empty(self._recipe.rows * len(self._numbers), self._recipe.context_length, pinned=self._pin)
+        made = self._make(rows)
+        if not made and not self._rests:
+            self._begin_rest()
+            made = self._make(rows)
+        self._ended = not made
+        if self._ended:
+            raise StopIteration
+        self.batches += 1
+        for maker, _ in self._makers:
+            maker.taken(self.batches)
+        return {"tokens": rows.tokens, "documents": rows.documents, "positions": rows.positions, "rows": rows.numbers}
+
+    def _make(self, rows: PackedRows) -> bool:
+        """Make the next batch; return False if a stream of any rank has ended, or all have in the rest of the run."""
         ended = False
         first = 0
         makers = self._start()
@@ -145,13 +170,22 @@ class TokenBufferLoader:
             made = maker.make(rows.part(first, first + count), self.batches)
             ended = ended or not made  # but all makers make it, so that they are at the same batch
             first += count
-        self._ended = ended if self._agree is None else self._agree(ended)
-        if self._ended:
-            raise StopIteration
-        self.batches += 1
-        for maker, _ in self._makers:
-            maker.taken(self.batches)
-        return {"tokens": rows.tokens, "documents": rows.documents, "positions": rows.positions, "rows": rows.numbers}
+        if self._agree is not None and not self._rests:  # in the rest, every rank makes all rows
+            ended = self._agree(ended)
+        return not ended
+
+    def _begin_rest(self) -> None:
+        """Make rows by the states of all streams from here on, because the first stream has ended."""
+        states = self._states_of(self._makers)
+        if len(states) < self._recipe.streams:
+            if self._gather is None:
+                raise UsageError("a stream has ended, and this loader cannot get the streams of others without gather=")
+            states = {number: state for of_rank in self._gather(states) for number, state in of_rank.items()}
+        self._end()
+        self._makers = [
+            (RestMaker(self._recipe, self._numbers, self.batches, states), self._recipe.rows * len(self._numbers))
+        ]
+        self._rests = True
 
     def _start(self) -> list[tuple[LocalMaker | Worker, int]]:
         """Return the makers in the order of the streams, each with its number of rows in a batch."""
@@ -181,6 +215,8 @@ class TokenBufferLoader:
 
         The position of a worker that has died or does not answer is lost; a load sets another one.
         """
+        if self._rests:  # without workers; the other ranks would not give their states again
+            return
         try:
             if not any(maker.late for maker, _ in self._makers):
                 self._states = self._states_of(self._makers) or self._states
@@ -196,7 +232,7 @@ class TokenBufferLoader:
     def _end(self) -> None:
         for maker, _ in self._makers:
             maker.close()
-        self._makers = []
+        self._makers, self._rests = [], False
 
     def __enter__(self) -> Self:
         return self
@@ -217,10 +253,10 @@ class TokenBufferLoader:
         other = copy.copy(self)
         sharing = min(ranks, self._recipe.streams)
         other._numbers = [*share(self._recipe.streams, rank % sharing, sharing)]
-        other._saves, other._agree = rank < sharing, None
+        other._saves, other._agree, other._gather = rank < sharing, None, None
         other._workers = replace(self._workers, count=0)
         other.batches, other._states, other._makers = 0, {}, []
-        other._ended = other._lost = False
+        other._ended = other._lost = other._rests = False
         return other
 
     # --- state ----------------------------------------------------------------------------------------------------
@@ -244,11 +280,9 @@ class TokenBufferLoader:
 
     def shared_state(self) -> dict[str, Any]:
         """Describe the data and its mixture, and the position; see `SupportsStreams`."""
+        if self._described is None:
+            self._described = self._recipe.shared()
         return {**self._described, "batches": self.batches}
-
-    @cached_property
-    def _described(self) -> dict[str, Any]:
-        return self._recipe.shared()
 
     def stream_states(self) -> dict[int, Any]:
         """Return the states of this rank's streams, after the batches that were taken; see `SupportsStreams`."""
@@ -266,7 +300,11 @@ class TokenBufferLoader:
     def choose_streams(self, shared: Any, saved: Sequence[int]) -> Sequence[int]:
         """Check that this loader feeds the data of a checkpoint; return its streams; see `SupportsStreams`."""
         own = {name: value for name, value in self.shared_state().items() if name != "batches"}
-        compare = {"sources": partial(changed_sources, allow="sources" in self._allow)}
+        own.pop("dealing")  # that of the checkpoint is taken over
+        compare: dict[str, Any] = {
+            "sources": partial(changed_sources, allow="sources" in self._allow),
+            "ratios": partial(changed_ratios, allow="ratios" in self._allow),
+        }
         check_shared(shared, own, allow=self._allow, allowed=ALLOWED, compare=compare)
         return self._numbers
 
@@ -274,7 +312,8 @@ class TokenBufferLoader:
         """Continue from the states of a checkpoint; see `SupportsStreams`."""
         self._end()
         self.batches = shared["batches"]
-        if not equal(shared["ratios"], self.shared_state()["ratios"]):
+        self._recipe, self._described = self._recipe.continued(shared), None
+        if not equal(shared["ratios"], self._recipe.shares):
             # The sources are owed nothing for what the old ratios gave them.
             states = {number: _without_debts(state) for number, state in states.items()}
         self._states, self._ended, self._lost = states, False, False

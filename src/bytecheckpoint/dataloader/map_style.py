@@ -65,10 +65,10 @@ class ResumableSampler(Sampler[list[int]]):
         allow: Collection[str] = (),
     ) -> None:
         self._rank, self._ranks = check_rank(rank, ranks)
-        check_allow(allow, _ALLOWED)
+        self._allow = check_allow(allow, _ALLOWED)
         self.length, self.global_batch = len(dataset), global_batch
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
-        self._fingerprint, self._allow = fingerprint, {*allow}
+        self._fingerprint = fingerprint
         self.epoch = self.taken = 0
         if type(global_batch) is not int or not self._ranks <= global_batch:
             raise UsageError(f"global_batch is {global_batch!r}, which is no sample for each of {self._ranks} ranks")

@@ -9,6 +9,7 @@ Saved checkpoints rely on these orders: nothing here may change, and nothing may
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Final
 
@@ -18,10 +19,13 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.errors import UsageError
 
-__all__ = ["MAX_LENGTH", "Permutation", "order_key"]
+__all__ = ["MAX_LENGTH", "Permutation", "order_key", "order_of"]
 
 #: Longest order. Above it, the multiplication that brings a hash below `rows` would prefer some numbers.
 MAX_LENGTH: Final = 1 << 40
+
+#: Longest order that is computed as a whole. Many streams read such a one, each of them a few of its places.
+_SHORT: Final = 1024
 
 _ROUNDS = 12  # with 8, orders of five or six numbers are measurably uneven
 # SplitMix64 (G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators").
@@ -35,6 +39,12 @@ def order_key(seed: int, epoch: int, name: str) -> int:
     return xxhash.xxh3_64_intdigest(f"{seed}\0{epoch}\0{name}".encode("utf-8", "surrogatepass"))
 
 
+@functools.lru_cache(256)
+def order_of(length: int, key: int) -> Permutation:
+    """Return the order of a length and a key, the one that was made before if it is not long ago."""
+    return Permutation(length, key)
+
+
 class Permutation:
     """A random order of `range(length)`, equal for equal keys in all versions.
 
@@ -46,7 +56,7 @@ class Permutation:
         UsageError: the length is negative or above 2**40.
     """
 
-    __slots__ = ("_columns", "_keys", "_length", "_rows")
+    __slots__ = ("_columns", "_keys", "_length", "_rows", "_whole")
 
     def __init__(self, length: int, key: int) -> None:
         if not 0 <= length <= MAX_LENGTH:
@@ -56,10 +66,18 @@ class Permutation:
         columns = -(-length // rows)
         columns += columns & 1  # if both were odd, every turn would be an even permutation
         self._rows, self._columns = np.uint64(rows), np.uint64(columns)
+        self._whole: NDArray[np.int64] | None = None
         self._keys = _mix(np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _GAMMA + np.uint64(key))
 
     def at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the numbers at `places` of the order, each below the length; int64 [places] both."""
+        if self._length > _SHORT:
+            return self._computed(places)
+        if self._whole is None:
+            self._whole = self._computed(np.arange(int(self._length)))
+        return self._whole[places]
+
+    def _computed(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         found = self._pass(places.astype(np.uint64))
         while (outside := np.flatnonzero(found >= self._length)).size:
             found[outside] = self._pass(found[outside])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final, Self
 
 import numpy as np
 import xxhash
@@ -16,7 +17,7 @@ from bytecheckpoint.dataloader.sources.base import Document, Source
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.representation.values.equality import equal
 
-__all__ = ["ALLOWED", "TokenRecipe", "Tokens", "changed_sources"]
+__all__ = ["ALLOWED", "DEALT_BY_PLACE", "FIXED_PARTS", "TokenRecipe", "Tokens", "changed_ratios", "changed_sources"]
 
 Tokens = NDArray[np.int32]
 
@@ -24,6 +25,11 @@ Tokens = NDArray[np.int32]
 _SAFE = frozenset(map(np.dtype, (np.uint8, np.uint16)))
 #: Text whose tokens are the fingerprint of a tokenizer.
 _PROBE = "The 3 quick brown foxes,\n\tjumped over 1234 lazy dogs; naïve – 日本語 🙂 <|endoftext|>"
+
+#: Rules by which documents are dealt to streams; see decision 0075. By the older one, a stream that has no document of a
+#: source in its first epoch gets none in any. Runs that began with it keep to it.
+FIXED_PARTS: Final = 1
+DEALT_BY_PLACE: Final = 2
 
 #: Names of changes between a save and a load that a caller may allow -> their effect.
 ALLOWED = {
@@ -58,6 +64,7 @@ class TokenRecipe:
         sources: sources in the order of the argument.
         ratios: share of each source in the tokens; positive, their sum is 1.
         rows: number of rows that a stream gives to each global batch.
+        dealing: number of the rule by which documents are dealt to streams.
 
     Raises:
         UsageError: an argument is out of its range; the message names it.
@@ -96,6 +103,30 @@ class TokenRecipe:
         self.context_length, self.streams, self.rows = context_length, streams, global_batch // streams
         self.tokenizer, self.document_end = tokenizer, document_end
         self.seed, self.shuffle_buffer, self.epochs = seed, shuffle_buffer, epochs
+        self.dealing = DEALT_BY_PLACE
+
+    def continued(self, shared: Mapping[str, Any]) -> Self:
+        """Return this recipe with what decides the batches of a run besides its arguments, as that run began.
+
+        That is the order in which a choice goes through the sources, the rounding of ratios, and the rule of dealing.
+
+        Args:
+            shared: description of the run's recipe, which fits this one but for allowed changes.
+        """
+        other = copy.copy(self)
+        order = {name: place for place, name in enumerate(shared["sources"])}
+        ratios = dict(zip(self.sources, self.ratios, strict=True))
+        if not changed_ratios(shared["ratios"], self.shares, allow=False):
+            ratios = {source: shared["ratios"][source.name] for source in ratios}
+        other.sources = tuple(sorted(ratios, key=lambda source: order.get(source.name, len(order))))
+        other.ratios = tuple(ratios[source] for source in other.sources)
+        other.dealing = shared.get("dealing", FIXED_PARTS)
+        return other
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Ratio of each source, by name."""
+        return {source.name: ratio for source, ratio in zip(self.sources, self.ratios, strict=True)}
 
     def tokens_of(self, document: Document) -> Tokens:
         """Return the tokens of a document, with the token that ends it.
@@ -130,7 +161,7 @@ class TokenRecipe:
         return {
             "loader": "TokenBufferLoader",
             "sources": {source.name: source.describe() for source in self.sources},
-            "ratios": {source.name: ratio for source, ratio in zip(self.sources, self.ratios, strict=True)},
+            "ratios": self.shares,
             "tokenizer": self._fingerprint(),
             "document_end": self.document_end,
             "context_length": self.context_length,
@@ -139,6 +170,7 @@ class TokenRecipe:
             "seed": self.seed,
             "shuffle_buffer": self.shuffle_buffer,
             "epochs": self.epochs,
+            "dealing": self.dealing,
         }
 
     def _fingerprint(self) -> str | None:
@@ -157,7 +189,7 @@ def _checked_sources(
     shares = dict(sources) if isinstance(sources, Mapping) else None
     given = [sources] if isinstance(sources, Source) else [*sources]
     if not given or not all(isinstance(source, Source) for source in given):
-        raise UsageError(f"sources must be one or more Sources, not {sources!r}; SequenceSource takes a list")
+        raise UsageError(f"sources must be one or more Sources, not {short(sources)}; SequenceSource takes a list")
     names = [source.name for source in given]
     if len({*names}) < len(names):
         raise UsageError(f"two sources have one name: {', '.join(sorted(names))}; pass name= to one of them")
@@ -200,6 +232,20 @@ def changed_sources(saved: Any, own: Any, *, allow: bool) -> list[str]:
             text = ", ".join(f"{key} was {short(was.get(key))} and is {short(now.get(key))}" for key in changed)
             found.append(f"the data of source {name} has changed ({text}): bring back the data that the run began with")
     return found
+
+
+def changed_ratios(saved: Any, own: Mapping[str, float], *, allow: bool) -> list[str]:
+    """Compare ratios of sources up to their rounding; return the difference in words.
+
+    Args:
+        saved: ratios in the checkpoint.
+        own: ratios of this run.
+        allow: True if they may differ.
+    """
+    same = isinstance(saved, dict) and saved.keys() == own.keys()
+    if allow or (same and all(math.isclose(saved[name], ratio, rel_tol=1e-9) for name, ratio in own.items())):
+        return []
+    return [f"ratios was {short(saved)} and is {short({**own})} here{remedy('ratios', ALLOWED)}"]
 
 
 def _sources(names: list[str]) -> str:

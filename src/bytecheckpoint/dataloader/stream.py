@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bytecheckpoint.dataloader.feed import Feed
 from bytecheckpoint.dataloader.recipe import TokenRecipe, Tokens
-from bytecheckpoint.dataloader.sources.base import Cursor
 from bytecheckpoint.errors import UsageError
 
 __all__ = ["BUFFERS", "Snapshot", "TokenStream"]
@@ -56,50 +56,6 @@ class Snapshot:
         return {**self.counters, "sources": self.sources, **dict(zip(BUFFERS, buffers, strict=True))}
 
 
-class _Feed:
-    """Reads one source for one stream, epoch by epoch."""
-
-    def __init__(self, recipe: TokenRecipe, index: int, stream: int, state: dict[str, Any] | None) -> None:
-        state = state or {}
-        self.source = recipe.sources[index]
-        self.epoch: int = state.get("epoch", 0)
-        self.tokens: int = state.get("tokens", 0)
-        self._empty: bool = state.get("empty", False)
-        self._recipe, self._stream = recipe, stream
-        self._cursor: Cursor | None = None
-        self._begin: Any = state.get("cursor")
-        self._taken = self._begin is not None
-
-    @property
-    def ended(self) -> bool:
-        """True if all epochs are fed, or the stream has no document of this source."""
-        return self._empty or (self._recipe.epochs is not None and self.epoch >= self._recipe.epochs)
-
-    def state(self) -> dict[str, Any]:
-        cursor = self._begin if self._cursor is None else self._cursor.state()
-        return {"epoch": self.epoch, "tokens": self.tokens, "empty": self._empty, "cursor": cursor}
-
-    def next(self) -> Tokens | None:
-        """Return the tokens of the next document, or None after the last epoch."""
-        recipe = self._recipe
-        while not self.ended:
-            if self._cursor is None:
-                self._cursor = self.source.cursor(self._stream, recipe.streams, self.epoch, recipe.seed, self._begin)
-            try:
-                document = next(self._cursor)
-            except StopIteration:
-                # A source of few documents has none for some streams, in any epoch.
-                self._empty = not self._taken
-                self._cursor, self._begin, self._taken = None, None, False
-                self.epoch += 1
-                continue
-            self._taken = True
-            tokens = recipe.tokens_of(document)
-            self.tokens += len(tokens)
-            return tokens
-        return None
-
-
 class TokenStream:
     """One stream. Its rows depend only on the recipe and on its number, not on the rank and worker that make them.
 
@@ -117,7 +73,7 @@ class TokenStream:
         self._draws: int = state["draws"]
         self._picks: int = state["picks"]
         self._feeds = [
-            _Feed(recipe, i, number, state["sources"].get(source.name)) for i, source in enumerate(recipe.sources)
+            Feed(recipe, i, number, state["sources"].get(source.name)) for i, source in enumerate(recipe.sources)
         ]
         self._shuffled = _split(state.get("shuffle_buffer"))
         self._pending = deque(_split(state.get("token_buffer")))
@@ -144,14 +100,19 @@ class TokenStream:
             tokens: receives the tokens of the rows, one row after the other.
             begins: receives True at the first token of each piece of a document; False elsewhere already.
         """
+        filled = self.fill_some(tokens, begins)
+        if filled:
+            self.count_batch()
+        return filled
+
+    def fill_some(self, tokens: NDArray[np.int64], begins: NDArray[np.bool_]) -> bool:
+        """Fill `tokens` as `fill` does, but count no rows."""
         wanted = len(tokens)
         while self._count < wanted:
             document = self._next_shuffled()
             if document is None:
                 return False
-            if size := len(document):
-                self._pending.append(document)
-                self._count += size
+            self._append(document)
         filled = 0
         while filled < wanted:
             piece = self._pending.popleft()
@@ -163,8 +124,23 @@ class TokenStream:
             begins[filled] = True
             filled = end
         self._count -= wanted
-        self._rows += self._recipe.rows
         return True
+
+    def count_batch(self) -> None:
+        """Count the rows of a global batch."""
+        self._rows += self._recipe.rows
+
+    def hand_rest_to(self, other: TokenStream) -> None:
+        """Give the tokens that fill no row to another stream."""
+        for piece in self._pending:
+            other._append(piece)
+        self._pending.clear()
+        self._count = 0
+
+    def _append(self, document: Tokens) -> None:
+        if size := len(document):
+            self._pending.append(document)
+            self._count += size
 
     def _next_shuffled(self) -> Tokens | None:
         size = self._recipe.shuffle_buffer

@@ -14,115 +14,22 @@ import signal
 import time
 import traceback
 import weakref
-from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import numpy as np
 import torch
 import torch.multiprocessing  # lets connections carry tensors in shared memory
 from msgspec import structs
 
-from bytecheckpoint.dataloader.handover import ALIGN, StateReceiver, States, StateSender, share_states
-from bytecheckpoint.dataloader.recipe import TokenRecipe
+from bytecheckpoint.dataloader.handover import StateReceiver, StateSender, share_states
+from bytecheckpoint.dataloader.makers import LocalMaker
 from bytecheckpoint.dataloader.rows import PackedRows, shared_tensor
-from bytecheckpoint.dataloader.stream import Snapshot, TokenStream
 from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError, UsageError
 from bytecheckpoint.failures import Failure
 
-__all__ = ["LocalMaker", "Worker"]
+__all__ = ["Worker"]
 
 _ORPHAN_SECONDS = 1.0  # between two looks whether the parent lives
-
-
-class LocalMaker:
-    """Makes the rows of some streams, and knows their states after each of the last batches.
-
-    Args:
-        recipe: data of the loader.
-        numbers: numbers of the streams.
-        begin: number of batches that were made before.
-        states: states of the streams at that moment. A stream without a state begins.
-
-    Attributes:
-        made: number of batches that were made so far.
-        late: False, because this object answers at once.
-    """
-
-    late = False
-
-    # An error in the middle of a batch, or in another maker of the same batch, must not let streams drift apart: until a
-    # batch is taken, it can be made again.
-
-    def __init__(self, recipe: TokenRecipe, numbers: Sequence[int], begin: int, states: States) -> None:
-        self.made = begin
-        self._recipe = recipe
-        self._ended = self._broken_off = False
-        self._streams = [TokenStream(recipe, number, states.get(number)) for number in numbers]
-        self._snapshots: dict[int, list[Snapshot]] = {begin: self._snapshot()}
-
-    def make(self, rows: PackedRows, batch: int) -> bool:
-        """Make the rows of a batch, ordered by stream; return False when a stream has ended.
-
-        Args:
-            rows: memory for the rows.
-            batch: number of the batch: the next one, or one that was made and is not taken yet.
-        """
-        if self._broken_off or batch != self.made:
-            before = self.states(batch)
-            self._streams = [TokenStream(self._recipe, number, state) for number, state in before.items()]
-            self.made = batch
-        self._broken_off = True
-        each = self._recipe.rows
-        begins = np.zeros(rows.tokens.shape, np.bool_)
-        for i, stream in enumerate(self._streams):
-            part = rows.part(i * each, (i + 1) * each)
-            part.numbers.numpy()[:] = (stream.row + np.arange(each)) * self._recipe.streams + stream.number
-            flags = begins[i * each : (i + 1) * each].reshape(-1)
-            if self._ended or not stream.fill(part.tokens.numpy().reshape(-1), flags):
-                self._ended = True
-                return False
-        rows.mark(begins)
-        self.made += 1
-        self._snapshots[self.made] = self._snapshot()
-        self._broken_off = False
-        return True
-
-    def taken(self, batches: int) -> None:
-        """Forget the states before that many batches."""
-        for old in [number for number in self._snapshots if number < batches]:
-            del self._snapshots[old]
-
-    def knows(self, batches: int) -> bool:
-        """Return True if `states` can answer."""
-        return batches in self._snapshots
-
-    def ask(self, batches: int) -> None:
-        """Do nothing: `states` needs no request in advance."""
-
-    def states(self, batches: int) -> dict[int, Any]:
-        """Return the states of the streams after that many batches."""
-        return {number: snapshot.to_state() for number, snapshot in self._after(batches).items()}
-
-    def send_states(self, batches: int, sender: StateSender) -> Any:
-        """Return a message with the states after that many batches, for a `StateReceiver`."""
-        found = self._after(batches).items()
-        nbytes = self.state_bytes(batches)
-        return sender.send(nbytes, lambda allocate: {number: kept.to_state(allocate) for number, kept in found})
-
-    def state_bytes(self, batches: int) -> int:
-        """Return the bytes that the tensors of the states after that many batches take."""
-        found = self._after(batches).values()
-        return sum(-(-size // ALIGN) * ALIGN for snapshot in found for size in snapshot.sizes)
-
-    def _after(self, batches: int) -> dict[int, Snapshot]:
-        return {stream.number: kept for stream, kept in zip(self._streams, self._snapshots[batches], strict=True)}
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to end."""
-
-    def _snapshot(self) -> list[Snapshot]:
-        return [stream.snapshot() for stream in self._streams]
 
 
 class Worker:

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from bytecheckpoint.dataloader.permutation import Permutation, order_key
+from bytecheckpoint.dataloader.permutation import Permutation, order_key, order_of
 from bytecheckpoint.errors import UsageError
 
 __all__ = ["Cursor", "Document", "MapSource", "OrderedCursor", "Source", "checked_taken"]
@@ -24,7 +24,10 @@ _BLOCK: Final = 1024
 
 
 class Cursor(Protocol):
-    """The documents of one stream in one epoch, in order."""
+    """The documents of one stream in one epoch, in order.
+
+    If it has a method `place`, that says in words which document was read last, for messages.
+    """
 
     def __next__(self) -> Document:
         """Return the next document; `StopIteration` is the end of the epoch."""
@@ -54,7 +57,9 @@ class Source(ABC):
     def cursor(self, stream: int, streams: int, epoch: int, seed: int, state: Any = None) -> Cursor:
         """Return the documents of one of `streams` streams in an epoch, from the start or from a cursor's state.
 
-        Each document of the source is in exactly one stream. A stream may have none: sources with few documents.
+        Each document of the source is in exactly one stream. Which one a stream of the loader reads changes with the epoch
+        if the source has a length (`__len__`); it is never asked for more streams than that. Without a length, the numbers
+        are those of the loader's streams, and every stream should have documents.
         """
 
     @property
@@ -80,10 +85,14 @@ class MapSource(Source):
     def __getitem__(self, index: int) -> Document:
         """Return the document of a number from 0 on."""
 
+    def place(self, index: int) -> str:
+        """Return where the document of a number is, in words, for messages."""
+        return f"document {index}"
+
     def cursor(self, stream: int, streams: int, epoch: int, seed: int, state: Any = None) -> Cursor:
         """Return a cursor; its state is the number of documents that were taken."""
         places = range(stream, len(self), streams)
-        order = Permutation(len(self), order_key(seed, epoch, self.name)) if self.shuffle else None
+        order = order_of(len(self), order_key(seed, epoch, self.name)) if self.shuffle and len(self) > 1 else None
         return OrderedCursor(self, places, order, checked_taken(self.name, state, len(places)))
 
 
@@ -105,6 +114,8 @@ def checked_taken(name: str, state: Any, most: int) -> int:
 class _Numbered(Protocol):
     def __getitem__(self, index: int, /) -> Document: ...
 
+    def place(self, index: int, /) -> str: ...
+
 
 class OrderedCursor:
     """The documents at some places of an order.
@@ -123,6 +134,7 @@ class OrderedCursor:
         self._taken = taken
         self._first = taken  # the place of the block's first number, counted in `places`
         self._block: list[int] = []
+        self._last = -1
 
     def __next__(self) -> Document:
         """Return the next document."""
@@ -134,10 +146,15 @@ class OrderedCursor:
             numbers = np.arange(places.start, places.stop, places.step, dtype=np.int64)
             self._block = (numbers if self._order is None else self._order.at(numbers)).tolist()
             self._first, inside = self._taken, 0
-        document = self._documents[self._block[inside]]
+        self._last = self._block[inside]
+        document = self._documents[self._last]
         self._taken += 1
         return document
 
     def state(self) -> int:
         """Return the number of taken places."""
         return self._taken
+
+    def place(self) -> str:
+        """Return which document was read last, in words."""
+        return self._documents.place(self._last)

@@ -180,6 +180,11 @@ class RangeSource(MapSource):
         start, stop = self._bounds[index + file : index + file + 2].tolist()
         return self._document(self._files.read(file, start, stop - start), file, start)
 
+    def place(self, index: int) -> str:
+        """Return where the document of a number is, in words, for messages."""
+        file = bisect.bisect_right(self._ends, index)
+        return f"document {index} (from byte {self._bounds[index + file]} of {self._files.paths[file]})"
+
     @abstractmethod
     def _document(self, data: bytes, file: int, start: int) -> Document:
         """Turn a range, which starts at byte `start` of a file, into a document."""

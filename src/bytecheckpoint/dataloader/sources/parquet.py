@@ -135,14 +135,16 @@ class ParquetSource(Source):
         """Return the value of a row of a row group."""
         value = column[row]
         if not value.is_valid:
-            file, _, first, _, _ = self._groups[group].tolist()
-            raise UsageError(
-                f"{self._files.paths[file]}: row {first + row} of column {self._column!r} is null: remove such rows"
-            )
+            raise UsageError(f"{self.place(group, row)} is null: remove such rows")
         is_list = isinstance(value, (pa.ListScalar, pa.LargeListScalar, pa.FixedSizeListScalar))
         if is_list and pa.types.is_integer(value.type.value_type):
             return value.values.to_numpy(zero_copy_only=False)
         return value.as_py()
+
+    def place(self, group: int, row: int) -> str:
+        """Return where a row of a row group is, in words, for messages."""
+        file, _, first, _, _ = self._groups[group].tolist()
+        return f"{self._files.paths[file]}: row {first + row} of column {self._column!r}"
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_shared"}
@@ -171,6 +173,10 @@ class _Window:
     def __getitem__(self, number: int) -> Document:
         group, column, shift = self._parts[bisect.bisect_right(self._ends, number)]
         return self._source.document(column, group, number + shift)
+
+    def place(self, number: int) -> str:
+        group, _, shift = self._parts[bisect.bisect_right(self._ends, number)]
+        return self._source.place(group, number + shift)
 
 
 class _ParquetCursor:
@@ -215,6 +221,9 @@ class _ParquetCursor:
 
     def state(self) -> int:
         return self._taken
+
+    def place(self) -> str:
+        return "a document of the next window" if self._current is None else self._current.place()
 
     def _open_window(self) -> OrderedCursor:
         """Read the next window.

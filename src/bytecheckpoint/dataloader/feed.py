@@ -1,0 +1,132 @@
+"""Read one source for one stream, epoch by epoch.
+
+The epochs of a source follow each other without end, and stream s of S has the places s, s + S, ... of this order. So every
+stream gets documents of every source, however few there are, and a source keeps its share of the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Any, Final
+
+from bytecheckpoint.dataloader.recipe import FIXED_PARTS, TokenRecipe, Tokens
+from bytecheckpoint.dataloader.sources.base import Cursor, Document
+from bytecheckpoint.errors import UsageError
+
+__all__ = ["Feed"]
+
+#: Epochs without a document, one after the other, after which a stream of an endless run waits no longer.
+_MOST_EMPTY_EPOCHS: Final = 100
+#: Documents without a token, one after the other, after which it waits no longer, if these are two epochs of it.
+_MOST_EMPTY_DOCUMENTS: Final = 10_000
+
+
+class Feed:
+    """Documents of one source for one stream.
+
+    Args:
+        recipe: data of the loader.
+        index: number of the source in it.
+        stream: number of the stream.
+        state: state to continue from, as `state` returns it.
+
+    Attributes:
+        source: the source.
+        epoch: number of the epoch.
+        tokens: number of tokens that were fed.
+    """
+
+    def __init__(self, recipe: TokenRecipe, index: int, stream: int, state: dict[str, Any] | None) -> None:
+        state = state or {}
+        self.source = recipe.sources[index]
+        self.epoch: int = state.get("epoch", 0)
+        self.tokens: int = state.get("tokens", 0)
+        self._empty: bool = state.get("empty", False)
+        self._recipe, self._stream = recipe, stream
+        self._documents = len(self.source) if isinstance(self.source, Sized) else None
+        self._cursor: Cursor | None = None
+        self._begin: Any = state.get("cursor")
+        self._taken = self._begin is not None
+        self._empty_epochs, self._empty_documents = 0, 0
+
+    @property
+    def ended(self) -> bool:
+        """True if all epochs are fed, or, by the old rule, if the stream has no document of this source."""
+        return self._empty or (self._recipe.epochs is not None and self.epoch >= self._recipe.epochs)
+
+    def state(self) -> dict[str, Any]:
+        """Return the position as plain values."""
+        cursor = self._begin if self._cursor is None else self._cursor.state()
+        return {"epoch": self.epoch, "tokens": self.tokens, "empty": self._empty, "cursor": cursor}
+
+    def next(self) -> Tokens | None:
+        """Return the tokens of the next document, or None after the last epoch.
+
+        Raises:
+            UsageError: the tokenizer failed, or a stream of an endless run finds no document, or no token.
+        """
+        while not self.ended:
+            if self._cursor is None:
+                if (part := self._part()) is None:
+                    return None
+                self._cursor = self.source.cursor(*part, self.epoch, self._recipe.seed, self._begin)
+            try:
+                document = next(self._cursor)
+            except StopIteration:
+                self._end_epoch()
+                continue
+            except Exception as error:
+                error.add_note(f"It was raised by the source {self.source.name!r}, {self._place()}.")
+                raise
+            self._taken = True
+            return self._tokens_of(document)
+        return None
+
+    def _part(self) -> tuple[int, int] | None:
+        """Pass over epochs without a part for this stream; return (number, number of parts) of the next, None: the end."""
+        stream, streams, count = self._stream, self._recipe.streams, self._documents
+        if not count or self._recipe.dealing == FIXED_PARTS:
+            return stream, streams
+        # The place in this epoch of the stream's first document from here on, which may lie in a later epoch.
+        epochs, place = divmod((stream - self.epoch * count) % streams, count)
+        self.epoch += epochs
+        return None if self.ended else (place, min(streams, count))
+
+    def _end_epoch(self) -> None:
+        if self._recipe.dealing == FIXED_PARTS:
+            self._empty = not self._taken
+        self._empty_epochs = 0 if self._taken else self._empty_epochs + 1
+        self._cursor, self._begin, self._taken = None, None, False
+        self.epoch += 1
+        if self._recipe.epochs is None and self._empty_epochs == _MOST_EMPTY_EPOCHS:
+            raise UsageError(
+                f"the source {self.source.name!r} had no document for stream {self._stream} of {self._recipe.streams} in "
+                f"{_MOST_EMPTY_EPOCHS} epochs, so it cannot have its share of the tokens: choose fewer streams than it has "
+                "documents, or a source with a length"
+            )
+
+    def _tokens_of(self, document: Document) -> Tokens:
+        try:
+            tokens = self._recipe.tokens_of(document)
+        except UsageError as error:
+            raise UsageError(f"{self._place()} of source {self.source.name!r}: {error}") from error
+        except Exception as error:
+            raise UsageError(
+                f"{self._place()} of source {self.source.name!r}: the tokenizer raised {type(error).__name__}: {error}"
+            ) from error
+        self.tokens += len(tokens)
+        self._empty_documents = 0 if len(tokens) else self._empty_documents + 1
+        if self._empty_documents and self._recipe.epochs is None:
+            most = max(_MOST_EMPTY_DOCUMENTS, 2 * (self._documents or 0) // self._recipe.streams)
+            if self._empty_documents >= most:
+                raise UsageError(
+                    f"{self._empty_documents} documents one after the other of source {self.source.name!r} have no tokens "
+                    f"in stream {self._stream} of {self._recipe.streams}, the last of them {self._place()}: look at the "
+                    "tokenizer, or leave such documents out"
+                )
+        return tokens
+
+    def _place(self) -> str:
+        """Return which document was read last, in words."""
+        place = getattr(self._cursor, "place", None)
+        return place() if place else f"a document of stream {self._stream} in epoch {self.epoch}"
