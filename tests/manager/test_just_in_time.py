@@ -98,6 +98,19 @@ def test_a_rank_lost_between_its_optimizer_and_the_boundary(tmp_path: Path, worl
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("where", ["top", "end"])
+def test_a_moving_average(tmp_path: Path, worlds: Worlds, where: str) -> None:
+    """At the top of a step it is another one than that of the boundary, and the save would be torn."""
+    _, logs = lose(worlds, tmp_path, 2, (1,), 8, save_options=SYNCHRONOUS, average=where)
+    assert steps_in(tmp_path / "run") == ([EVERY] if where == "top" else [EVERY, 7])
+    assert logs.count("average/embed.weight") == (3 if where == "top" else 0), (
+        logs
+    )  # each rank early, and the one that is left
+    for _, drawn in worlds.run(1, train, str(tmp_path / "run"), STOP, average=where):
+        assert drawn == STOP
+
+
+@pytest.mark.timeout(300)
 def test_a_save_in_flight(tmp_path: Path, worlds: Worlds) -> None:
     """It ends or it fails; the step before the loss is saved all the same."""
     lose(worlds, tmp_path, 3, (0,), EVERY + 1, keep=1)
@@ -136,3 +149,98 @@ def test_what_a_forward_pass_has_changed(tmp_path: Path) -> None:
             noted._boundary.restore()
             assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())
             assert torch.equal(torch.get_rng_state(), draws) and states["progress"] == {"seen": [1]}
+
+
+def move(model: torch.nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
+    """Change parameters or the optimizer's state outside of a step."""
+    weight = model.weight
+    moments = optimizer.state[weight]
+    with torch.no_grad():
+        if how == "operation":
+            weight.mul_(2)
+        elif how == "data":
+            weight.data.mul_(2)
+        elif how == "numpy":
+            weight.numpy()[:] = 7
+        elif how == "exchanged":
+            weight.data = weight.data.clone()
+        elif how == "replaced":
+            model.weight = torch.nn.Parameter(weight.clone())
+        elif how == "moment":
+            moments["exp_avg"].zero_()
+        elif how == "moments":
+            optimizer.state.clear()
+
+
+@pytest.mark.parametrize(
+    ("how", "names"),
+    [
+        ("nothing", []),
+        *((how, ["model/weight"]) for how in ("operation", "data", "numpy", "exchanged", "replaced")),
+        ("moment", ["optimizer/state/0/exp_avg"]),
+        ("moments", [f"optimizer/state/{n}/{slot}" for n in range(2) for slot in ("exp_avg", "exp_avg_sq", "step")]),
+    ],
+)
+def test_what_has_changed_since_a_boundary(
+    tmp_path: Path, how: str, names: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with CheckpointManager(tmp_path, {"model": model, "optimizer": optimizer}, every=100, just_in_time=True) as manager:
+        noted = manager._just_in_time
+        assert noted is not None
+        for step in (1, 2, 3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).sum().backward()
+            assert noted._boundary.changed() == []
+            optimizer.step()
+            manager.maybe_save(step)
+        model(torch.randn(4, 3)).sum().backward()
+        assert not caplog.records
+        move(model, optimizer, how)
+        assert noted._boundary.changed() == names
+        optimizer.param_groups[0]["lr"] = 5.0
+        noted._boundary.restore()
+        assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_program_that_changes_its_state_between_steps_is_told_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with CheckpointManager(tmp_path, {"model": model, "optimizer": optimizer}, every=100, just_in_time=True) as manager:
+        for step in (1, 2, 3):
+            model.weight.data.clamp_(-0.01, 0.01)
+            model(torch.randn(4, 3)).sum().backward()
+            optimizer.step()
+            manager.maybe_save(step)
+    (line,) = caplog.messages
+    assert line.startswith("model/weight changed between maybe_save and the step of an optimizer")
+
+
+class _Counted(torch.nn.Linear):
+    """A module whose forward pass changes extra state."""
+
+    passes = 0
+
+    def get_extra_state(self) -> Any:
+        return {"passes": self.passes}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.passes = state["passes"]
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return super().forward(values)
+
+
+def test_extra_state_of_modules(tmp_path: Path) -> None:
+    model = _Counted(3, 2)
+    with CheckpointManager(tmp_path, {"model": model}, every=100, just_in_time=True) as manager:
+        model(torch.randn(4, 3))
+        manager.maybe_save(1)
+        model(torch.randn(4, 3))
+        assert manager._just_in_time is not None and model.passes == 2
+        manager._just_in_time._boundary.restore()
+        assert model.passes == 1

@@ -70,6 +70,7 @@ def train(
     milestone: int = 0,
     keep: int | None = None,
     grace: float = 600.0,
+    average: str = "",
     **options: Any,
 ) -> tuple[dict[int, float], int]:
     """Train; return the loss of each step and the passes of the model, also after the loss of other ranks.
@@ -87,6 +88,7 @@ def train(
         milestone: keep the steps that this divides, too.
         keep: number of the newest steps to keep.
         grace: seconds between the two phases of a deletion.
+        average: "top" or "end" of a step to update a moving average of the parameters there; "" for none.
         **options: of the manager.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -103,6 +105,15 @@ def train(
         "model": model, "optimizer": optimizer, "dataloader": loader, "rng": bytecheckpoint.rng_state(),
         "progress": progress,
     }  # fmt: skip
+    averaged = Net().double()
+    if average:
+        states["average"] = averaged
+
+    def update(where: str) -> None:
+        if average == where:
+            with torch.no_grad():
+                for mine, trained in zip(averaged.parameters(), model.parameters(), strict=True):
+                    mine.data.lerp_(trained, 0.1)
 
     def die(where: str, step: int) -> None:
         if rank in victims and at == (where, step):
@@ -125,6 +136,7 @@ def train(
                 time.sleep(0.0 if rank else slow)
                 if rank in victims and at == ("commit", step):
                     faults.add("write" if rank else "publish", before=lambda: os.kill(os.getpid(), signal.SIGKILL))
+                update("top")
                 tokens = next(loader)["tokens"]
                 progress["drawn"] += 1
                 torch.rand(1)
@@ -137,6 +149,7 @@ def train(
                 (loss * (len(tokens) * ranks / ROWS)).backward()
                 optimizer.step()
                 losses[step] = shown.item()
+                update("end")
                 die("boundary", step)
                 manager.maybe_save(step, {"loss": shown.item()})
     except (RuntimeError, CheckpointError):

@@ -8,27 +8,25 @@ newest checkpoint, and feeds again the batches that were fed since.
 
 from __future__ import annotations
 
-import copy
-import json
 import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from bytecheckpoint.collectives import Collective, use
 from bytecheckpoint.collectives.base import names_of_ranks
-from bytecheckpoint.errors import CheckpointError, PeerLostError, UsageError
+from bytecheckpoint.errors import CheckpointError, PeerLostError, UsageError, listed
 from bytecheckpoint.frameworks.base import SupportsStreams
-from bytecheckpoint.loading import load
-from bytecheckpoint.manager.run_folder import by_age, step_folder
+from bytecheckpoint.manager.last_boundary import LastBoundary, SupportsReplay, all_of, has_state
+from bytecheckpoint.manager.run_folder import step_folder
 from bytecheckpoint.manager.saves import RunSaves
 from bytecheckpoint.manager.survivors import Survivors
 from bytecheckpoint.saving import save
@@ -41,23 +39,6 @@ _log = logging.getLogger("bytecheckpoint")
 _POLL_SECONDS = 0.1
 #: Seconds at one place of the program after which a training counts as waiting for the lost rank.
 _STANDS_STILL = 2.0
-
-
-@runtime_checkable
-class SupportsReplay(Protocol):
-    """Data loader (`SupportsStreams`) that can feed its batches again.
-
-    Attributes:
-        batches: number of global batches that were taken so far.
-    """
-
-    batches: int
-
-    def for_ranks(self, rank: int, ranks: int) -> Self:
-        """Return a loader of the same data at its beginning, for one rank of another number of ranks."""
-
-    def __next__(self) -> Any:
-        """Feed the next batch."""
 
 
 class JustInTime:
@@ -78,15 +59,15 @@ class JustInTime:
             _check(state, value)
         self._run, self._collective = run, collective
         self._survivors = Survivors(collective, tag, handles_sigterm=handles_sigterm)
-        self._boundary = _Boundary(run)
-        self._steps = _OptimizerSteps(self._survivors)
+        self._boundary = LastBoundary(run)
+        self._steps = _OptimizerSteps(self._survivors, self._boundary.look)
         self._stack = ExitStack()
         self._training_thread = threading.get_ident()
         self._stopped, self._over, self._ended = threading.Event(), threading.Event(), threading.Event()
 
     def __enter__(self) -> Self:
         self._stack.enter_context(self._survivors)
-        for optimizer in _all(self._run.states, torch.optim.Optimizer):
+        for optimizer in all_of(self._run.states, torch.optim.Optimizer):
             self._stack.callback(optimizer.register_step_pre_hook(self._steps.begin).remove)
             self._stack.callback(optimizer.register_step_post_hook(self._steps.end).remove)
         start(threading.Thread(target=self._watch, name="bytecheckpoint-just-in-time", daemon=True))
@@ -149,6 +130,12 @@ class JustInTime:
         intact = self._steps.stop()
         if not intact:
             _log.warning("rank %d has changed its parameters since step %d: others must save it", rank, step)
+        elif changed := self._boundary.changed():
+            intact = False
+            _log.warning(
+                "rank %d: %s changed since step %d, and not by a step of an optimizer: others must save it",
+                rank, listed(changed), step,
+            )  # fmt: skip
         committed = self._run.wait_after_loss()
         # A rank that holds a step reports its number, a rank that holds none the negative number of the committed step.
         held = self._survivors.agree(step if intact and step > committed else -committed)
@@ -191,10 +178,11 @@ class _OptimizerSteps:
 
     Args:
         survivors: ranks that are left, for the error of a step during the save.
+        before: function to call before the first step behind a boundary.
     """
 
-    def __init__(self, survivors: Survivors) -> None:
-        self._survivors = survivors
+    def __init__(self, survivors: Survivors, before: Callable[[], object]) -> None:
+        self._survivors, self._before = survivors, before
         self._begun = self._done = self._done_at_boundary = 0
         self._stopped = False
 
@@ -207,6 +195,8 @@ class _OptimizerSteps:
         if self._stopped:
             lost = names_of_ranks(self._survivors.lost)
             raise PeerLostError(f"{lost} is lost, and the step before is being saved")
+        if self._begun == self._done_at_boundary:
+            self._before()
         self._begun += 1
 
     def end(self, *_: Any) -> None:
@@ -223,132 +213,15 @@ class _OptimizerSteps:
         return self._begun == self._done == self._done_at_boundary
 
 
-class _Boundary:
-    """The state of a run at its last step boundary.
-
-    Args:
-        run: saves of the run whose states are noted.
-
-    Attributes:
-        step: number of steps that were done.
-        metadata: function that returns facts for the checkpoint.
-    """
-
-    def __init__(self, run: RunSaves) -> None:
-        self._run = run
-        self.step = 0
-        self.metadata: Callable[[], Mapping[str, Any]] = dict
-        self._held: dict[str, Any] = {}  # copies of small states
-        self._buffers: list[_HeldBuffer] | None = None
-        self._batches: dict[str, int] = {}  # taken from the data loaders
-
-    def note(self, step: int, metadata: Callable[[], Mapping[str, Any]]) -> None:
-        """Copy everything that a forward pass may change."""
-        self.step, self.metadata = step, metadata
-        for state, value in self._run.states.items():
-            if isinstance(value, SupportsReplay):
-                self._batches[state] = value.batches
-            elif _is_small(value):
-                self._held[state] = copy.deepcopy(value.state_dict() if _has_state(value) else value)
-        if self._buffers is None:
-            modules = _all(self._run.states, nn.Module)
-            self._buffers = [buffer for module in modules for buffer in _buffers_of(module)]
-        with torch.no_grad():
-            for buffer in self._buffers:
-                buffer.update()
-
-    def restore(self) -> None:
-        """Set everything that the training has changed since the boundary back."""
-        states = self._run.states
-        for state, held in self._held.items():
-            if _has_state(states[state]):
-                states[state].load_state_dict(held)
-            else:
-                states[state] = held
-        for buffer in self._buffers or ():
-            buffer.restore()
-
-    def states(self, step: int, collective: Collective) -> dict[str, Any]:
-        """Return the states as the surviving ranks save them: the streams of all ranks are divided among them."""
-        return {state: self._for_survivors(state, step, collective) for state in self._run.states}
-
-    def _for_survivors(self, state: str, step: int, collective: Collective) -> Any:
-        value = self._run.states[state]
-        if not hasattr(value, "for_ranks"):
-            return value
-        loader = value.for_ranks(collective.rank, collective.world_size)
-        if state not in self._batches:
-            return loader
-        folder, timeout = self._run.keeper.folder, settings().timeout
-        older = [info.step for info in by_age(folder.steps()) if info.step <= step]
-        newest = json.dumps(older[-1:]).encode() if collective.rank == 0 else None
-        for number in json.loads(collective.broadcast(f"just in time/{state}", newest, timeout=timeout)):
-            load(step_folder(folder.url, number), {state: loader})
-        batches = self._batches[state]
-        if loader.batches > batches:
-            raise UsageError(f"the loader had taken {batches} batches, and {loader.batches} at the save before")
-        while loader.batches < batches:
-            next(loader)
-        return loader
-
-
-class _HeldBuffer:
-    """A buffer of a module, with a copy of its last value.
-
-    Args:
-        buffers: buffers of the module.
-        name: name of the buffer.
-    """
-
-    def __init__(self, buffers: MutableMapping[str, Any], name: str) -> None:
-        self._buffers, self._name = buffers, name
-        self._tensor: torch.Tensor = buffers[name]
-        self._copy = self._tensor.detach().clone()
-
-    def update(self) -> None:
-        """Copy the buffer again. Always: kernels such as batch norm's change buffers without counting their version up."""
-        tensor = self._buffers[self._name]
-        if tensor is self._tensor:
-            self._copy.copy_(tensor)
-        else:
-            self._tensor, self._copy = tensor, tensor.detach().clone()
-
-    def restore(self) -> None:
-        """Put a clone of the copy in the place of the buffer."""
-        self._buffers[self._name] = self._copy.clone()
-
-
-def _all(states: Mapping[str, Any], kind: type[Any]) -> list[Any]:
-    values = (value if isinstance(value, list | tuple) else [value] for value in states.values())
-    return [value for several in values for value in several if isinstance(value, kind)]
-
-
-def _buffers_of(module: nn.Module) -> Iterator[_HeldBuffer]:
-    for part in module.modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                yield _HeldBuffer(part._buffers, name)
-
-
 def _place_of(thread: int) -> object:
     """Return the place of a thread in the program."""
     frame = sys._current_frames().get(thread)
     return None if frame is None else (id(frame), frame.f_lasti)
 
 
-def _has_state(value: Any) -> bool:
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-
-
-def _is_small(value: Any) -> bool:
-    """Return whether a state holds others than modules and optimizers, whose tensors stay until an optimizer steps."""
-    several = value if isinstance(value, list | tuple) and value else [value]
-    return not all(isinstance(each, nn.Module | torch.optim.Optimizer) for each in several)
-
-
 def _feeds_data(state: str, value: Any) -> bool:
     """Return whether a state is a data loader, whose state is a part of the data of all ranks."""
-    iterates = _has_state(value) and hasattr(value, "__iter__") and not isinstance(value, nn.Module | Mapping)
+    iterates = has_state(value) and hasattr(value, "__iter__") and not isinstance(value, nn.Module | Mapping)
     return state == "dataloader" or isinstance(value, SupportsStreams) or iterates
 
 

@@ -22,7 +22,7 @@ from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.shards import LiveShard, LiveState
 from bytecheckpoint.step_fence import storage_identity, watch
 
-__all__ = ["StateProof", "SteadyShards", "StillnessTrial", "copy_volatile", "current_trial"]
+__all__ = ["StateProof", "SteadyShards", "StillnessTrial", "copy_volatile", "current_trial", "versions_of"]
 
 #: Names of changed tensors that an error carries to other ranks.
 _MOST_NAMES = 10
@@ -103,7 +103,7 @@ class StateProof:
         self._full = full
         self._steady = steady
         self._tensors = [shards[number].data for number in steady.numbers.tolist()]
-        self._versions = _versions(self._tensors)
+        self._versions = versions_of(self._tensors)
         self._open = np.ones(len(self._tensors), bool)  # those whose bytes are still read
         with torch.no_grad():
             self._samples = self._read_samples()
@@ -115,7 +115,7 @@ class StateProof:
     def error_of_versions(self) -> StateChangedError | None:
         """Return an error if an operation of torch has changed a tensor since the call; None otherwise."""
         tensors = self._tensors
-        return self._error(np.flatnonzero(_versions(tensors) != self._versions)) if tensors else None
+        return self._error(np.flatnonzero(versions_of(tensors) != self._versions)) if tensors else None
 
     def check(
         self,
@@ -240,7 +240,7 @@ def current_trial() -> StillnessTrial | None:
 _version_of = attrgetter("_version")
 
 
-def _versions(tensors: Sequence[torch.Tensor]) -> Int64s:
+def versions_of(tensors: Sequence[torch.Tensor]) -> Int64s:
     """Return torch's counts of the changes of tensors. Tensors of the inference mode have none."""
     try:
         return np.fromiter(map(_version_of, tensors), np.int64, len(tensors))
