@@ -243,7 +243,7 @@ def differences() -> Iterator[tuple[str, dict[str, Any], str]]:
     yield "streams", {"streams": 3}, "streams was 6 and is 3 here: set it as the run began"
     yield "seed", {"seed": 3}, "seed was 0 and is 3"
     yield "data", {"sources": Numbers(count=49)}, r"data of source numbers has changed \(count was 50 and is 49\)"
-    yield "lost", {"sources": Numbers("other")}, "lacks the source numbers .*does not know the source other"
+    yield "lost", {"sources": Numbers("other", 49)}, "lacks the source numbers .*does not know the source other"
     yield "new", {"sources": [Numbers(), Numbers("other")]}, "does not know the source other .*ratios was"
 
 

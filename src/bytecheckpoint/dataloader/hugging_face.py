@@ -9,6 +9,7 @@ import xxhash
 
 from bytecheckpoint.dataloader.checks import check_rank, check_shared, share
 from bytecheckpoint.dataloader.hugging_face_steps import part_of, passes_all_rows, steps_of
+from bytecheckpoint.dataloader.sources.facts import changed_facts, data_facts
 from bytecheckpoint.errors import UsageError
 
 __all__ = ["HuggingFaceLoader", "check_exact"]
@@ -41,7 +42,8 @@ class HuggingFaceLoader:
         collate: function list of examples -> batch; by default, the list itself.
         replay: True to read each stream again from the start of its epoch after a load, and to skip the fed examples. That
             is exact for every data set whose order is fixed, and takes as long as feeding it did.
-        fingerprint: version or hash that identifies the data set; None: it is not compared.
+        fingerprint: version or hash that identifies the data set; None: what is known of it without reading it is compared
+            (rows, features, names and sizes of files).
 
     Raises:
         UsageError: an argument is out of its range, or the data set needs `replay`.
@@ -78,6 +80,7 @@ class HuggingFaceLoader:
         self._global_batch, self._count, self._fingerprint = global_batch, streams, fingerprint
         self._collate, self._replay = collate, replay
         self._seeds = _seeds(dataset)
+        self._facts = data_facts(dataset) if fingerprint is None else {}
         self._between_batches = True
         self._streams = {
             n: _ExampleStream(dataset, n, streams, replay) for n in share(streams, self._rank, self._ranks)
@@ -134,6 +137,7 @@ class HuggingFaceLoader:
             "replay": self._replay,
             "shuffle_seeds": self._seeds,
             "dataset_fingerprint": self._fingerprint,
+            "data": self._facts,
         }
 
     def stream_states(self) -> Mapping[int, Any]:
@@ -151,7 +155,7 @@ class HuggingFaceLoader:
         Raises:
             IncompatibleCheckpointError: the checkpoint is of other data, or has other streams.
         """
-        check_shared(shared, self.shared_state())
+        check_shared(shared, self.shared_state(), compare={"data": changed_facts})
         return [*self._streams]
 
     def load_streams(self, shared: Any, states: Mapping[int, Any]) -> None:

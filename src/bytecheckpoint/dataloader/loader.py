@@ -302,7 +302,7 @@ class TokenBufferLoader:
         own = {name: value for name, value in self.shared_state().items() if name != "batches"}
         own.pop("dealing")  # that of the checkpoint is taken over
         compare: dict[str, Any] = {
-            "sources": partial(changed_sources, allow="sources" in self._allow),
+            "sources": partial(changed_sources, allow="sources" in self._allow, sources=self._recipe.sources),
             "ratios": partial(changed_ratios, allow="ratios" in self._allow),
         }
         check_shared(shared, own, allow=self._allow, allowed=ALLOWED, compare=compare)

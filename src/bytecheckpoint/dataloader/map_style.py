@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import Sampler
 
 from bytecheckpoint.dataloader.checks import check_allow, check_in_order, check_rank, check_shared, share
+from bytecheckpoint.dataloader.sources.facts import changed_facts, data_facts
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 
 __all__ = ["ResumableLoader", "ResumableSampler"]
@@ -31,7 +32,7 @@ class ResumableSampler(Sampler[list[int]]):
     for indices long before that.
 
     Args:
-        dataset: data set, of which only the length is used.
+        dataset: data set, of which the length is used, and some items if they are plain values.
         global_batch: number of samples that all ranks together feed in a step. If the number of ranks does not divide it,
             the first ranks feed a sample more: weigh their losses by the samples.
         rank: number of this rank among those that feed different data (the data-parallel rank).
@@ -40,7 +41,8 @@ class ResumableSampler(Sampler[list[int]]):
         seed: seed of all orders.
         drop_last: True to drop the samples of an epoch that do not fill a global batch; False to feed them as a smaller
             one. Nothing is fed twice in an epoch.
-        fingerprint: version or hash that identifies the data set among those of its length; None: it is not compared.
+        fingerprint: version or hash that identifies the data set among those of its length; None: some items are compared,
+            of lists, tensors and data sets of Hugging Face, and file names of torchvision's folders.
         allow: changes since the checkpoint that are accepted: "global_batch", "drop_last".
 
     Attributes:
@@ -68,7 +70,7 @@ class ResumableSampler(Sampler[list[int]]):
         self._allow = check_allow(allow, _ALLOWED)
         self.length, self.global_batch = len(dataset), global_batch
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
-        self._fingerprint = fingerprint
+        self._fingerprint, self._facts = fingerprint, data_facts(dataset) if fingerprint is None else {}
         self.epoch = self.taken = 0
         if type(global_batch) is not int or not self._ranks <= global_batch:
             raise UsageError(f"global_batch is {global_batch!r}, which is no sample for each of {self._ranks} ranks")
@@ -111,6 +113,8 @@ class ResumableSampler(Sampler[list[int]]):
             raise UsageError(
                 f"there is no position behind {taken} samples of epoch {epoch}; an epoch has {self.length}"
             )
+        if rest := self._too_few(taken):
+            raise UsageError(f"{rest}: pass drop_last=True, or another global_batch")
         self.epoch, self.taken = epoch, taken
         if not self._count(taken):
             self.epoch, self.taken = epoch + 1, 0
@@ -120,6 +124,7 @@ class ResumableSampler(Sampler[list[int]]):
         return {
             "dataset_length": self.length,
             "dataset_fingerprint": self._fingerprint,
+            "data": self._facts,
             "global_batch": self.global_batch,
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -132,9 +137,8 @@ class ResumableSampler(Sampler[list[int]]):
         Raises:
             IncompatibleCheckpointError: the order or the data set is another one.
         """
-        check_shared(saved, own, allow=self._allow, allowed=_ALLOWED)
-        rest = self._too_few(saved["taken"]) if saved["global_batch"] != self.global_batch else ""
-        if rest:
+        check_shared(saved, own, allow=self._allow, allowed=_ALLOWED, compare={"data": changed_facts})
+        if rest := self._too_few(saved["taken"]):
             raise IncompatibleCheckpointError(f"{rest}: pass drop_last=True, or another global_batch")
 
     def _count(self, taken: int) -> int:

@@ -35,6 +35,7 @@ class PerRankLoader:
         ranks: number of these ranks.
         merge: function states of all ranks, in their order -> one state.
         split: function (that state, rank, ranks) -> state of this rank.
+        fingerprint: version or hash that identifies the data; None: it is not compared.
 
     Attributes:
         loader: the wrapped loader.
@@ -51,6 +52,7 @@ class PerRankLoader:
         ranks: int | None = None,
         merge: Callable[[list[Any]], Any] | None = None,
         split: Callable[[Any, int, int], Any] | None = None,
+        fingerprint: str | int | None = None,
     ) -> None:
         for name in ("state_dict", "load_state_dict"):
             if not callable(getattr(loader, name, None)):
@@ -60,6 +62,7 @@ class PerRankLoader:
         for dataset in (loader, getattr(loader, "dataset", None)):
             check_exact(dataset, "use HuggingFaceLoader(replay=True)")
         self.loader = loader
+        self._fingerprint = fingerprint
         self._rank, self._ranks = check_rank(rank, ranks)
         if merge is None and split is None and callable(getattr(loader, "merge", None)):
             merge, split = getattr(loader, "merge", None), getattr(loader, "split", None)
@@ -87,7 +90,11 @@ class PerRankLoader:
         return self._identity() | {"ranks": self._ranks}
 
     def _identity(self) -> dict[str, Any]:
-        return {"loader": type(self).__name__, "wraps": type(self.loader).__name__}
+        return {
+            "loader": type(self).__name__,
+            "wraps": type(self.loader).__name__,
+            "dataset_fingerprint": self._fingerprint,
+        }
 
     def stream_states(self) -> Mapping[int, Any]:
         """Return the state of this rank's loader."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.dataloader.checks import remedy, short
 from bytecheckpoint.dataloader.sources.base import Document, Source
+from bytecheckpoint.dataloader.sources.facts import changed_facts
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.representation.values.equality import equal
 
@@ -209,29 +210,43 @@ def _are_ids(array: NDArray[Any]) -> bool:
     return array.dtype.kind in "iu" and int(array.max()) < 2**31 and int(array.min()) >= 0
 
 
-def changed_sources(saved: Any, own: Any, *, allow: bool) -> list[str]:
+def changed_sources(saved: Any, own: Any, *, allow: bool, sources: Sequence[Source]) -> list[str]:
     """Compare descriptions of sources by name; return the differences in words.
 
     Args:
         saved: descriptions in the checkpoint.
         own: descriptions of this run.
         allow: True if sources may be new or gone.
+        sources: sources of this run.
     """
     saved = saved if isinstance(saved, dict) else {}
     found = []
     if not allow:
         lost, new = sorted(saved.keys() - own.keys()), sorted(own.keys() - saved.keys())
+        for before in [*lost]:
+            if now := [name for name in new if not _changes(saved[before], own[name])]:
+                found.append(f"the source {before} of the checkpoint is {now[0]} here: pass name={before!r} to it")
+                lost.remove(before)
+                new.remove(now[0])
         if lost:
             found.append(f"it lacks the {_sources(lost)}{remedy('sources', ALLOWED)}")
         if new:
             found.append(f"the checkpoint does not know the {_sources(new)}{remedy('sources', ALLOWED)}")
     for name in sorted(saved.keys() & own.keys()):
-        was, now = saved[name], own[name]
-        changed = [key for key in sorted({*was, *now}) if not equal(was.get(key), now.get(key))]
-        if changed:
-            text = ", ".join(f"{key} was {short(was.get(key))} and is {short(now.get(key))}" for key in changed)
+        if changes := _changes(saved[name], own[name]):
+            source = next(source for source in sources if source.name == name)
+            files: dict[str, str] = getattr(source, "sampled_files", dict)()
+            pairs = zip(saved[name].get("files", ()), files.items(), strict=False)
+            text = ", ".join(changes + [f"{path} differs" for was, (path, now) in pairs if was != now][:3])
             found.append(f"the data of source {name} has changed ({text}): bring back the data that the run began with")
     return found
+
+
+def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Compare two descriptions of a source; return the differences in words."""
+    keys = [key for key in sorted({*was, *now} - {"data", "files"}) if not equal(was.get(key), now.get(key))]
+    changes = [f"{key} was {short(was.get(key))} and is {short(now.get(key))}" for key in keys]
+    return changes + changed_facts(was.get("data"), now.get("data", {}))
 
 
 def changed_ratios(saved: Any, own: Mapping[str, float], *, allow: bool) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from bytecheckpoint.dataloader.checks import check_in_order, check_shared, share
 from bytecheckpoint.dataloader.per_rank import PerRankLoader
+from bytecheckpoint.dataloader.sources.facts import changed_facts, data_facts
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 
 __all__ = ["TorchdataLoader"]
@@ -30,6 +31,7 @@ class TorchdataLoader(PerRankLoader):
     def __init__(self, loader: Any, **options: Any) -> None:
         super().__init__(loader, **options)
         self._sampler = self._divisible_sampler()
+        self._facts = data_facts(loader.dataset) if self._fingerprint is None else {}
         sampler = self._sampler
         if sampler and (sampler.rank, sampler.num_replicas) != (self._rank, self._ranks):
             raise UsageError(
@@ -53,7 +55,8 @@ class TorchdataLoader(PerRankLoader):
 
     def shared_state(self) -> Any:
         """Return the kind of the loader, the numbers of ranks and workers, and the position of all ranks together."""
-        shared = super().shared_state() | {"workers": self.loader.num_workers, "order": None}  # type: ignore[attr-defined]
+        own = {"workers": self.loader.num_workers, "order": None, "data": self._facts}  # type: ignore[attr-defined]
+        shared = super().shared_state() | own
         if self._sampler:
             taken = _taken(self.loader.state_dict(), self.loader.batch_size)  # type: ignore[attr-defined]
             # With the samples that fill up the last batch, whose number depends on the number of ranks.
@@ -84,7 +87,8 @@ class TorchdataLoader(PerRankLoader):
             IncompatibleCheckpointError: another number of ranks or workers saved it, and its positions cannot be divided
                 anew; or it has other data.
         """
-        check_shared(shared, self._identity())
+        own = self._identity() | {"data": self._facts}
+        check_shared(shared, own, compare={"data": changed_facts})
         order = self._order()
         if order is not None and shared["order"] is not None:
             check_shared(shared["order"], order)

@@ -99,20 +99,33 @@ class SourceFiles:
         if size < self.sizes[file]:
             raise self._cut_short(file, size)
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
         """Hash of all sizes, and of samples from up to 64 files."""
+        return self._sampled[0]
+
+    @property
+    def sampled(self) -> dict[str, str]:
+        """Hash of the size and samples of each file with samples, by path, to say which one has changed."""
+        return self._sampled[1]
+
+    @functools.cached_property
+    def _sampled(self) -> tuple[str, dict[str, str]]:
         running = xxhash.xxh3_64(self.sizes.astype("<i8").tobytes())
+        files: dict[str, str] = {}
         count = len(self.paths)
         sampled = min(count, _SAMPLED_FILES)
         for file in sorted({i * (count - 1) // max(sampled - 1, 1) for i in range(sampled)}):
             size = int(self.sizes[file])
             if size <= _SAMPLES * _SAMPLE_BYTES:
-                running.update(self.read(file, 0, size))
+                samples = [self.read(file, 0, size)]
             else:
-                for i in range(_SAMPLES):
-                    running.update(self.read(file, i * (size - _SAMPLE_BYTES) // (_SAMPLES - 1), _SAMPLE_BYTES))
-        return running.hexdigest()
+                places = [i * (size - _SAMPLE_BYTES) // (_SAMPLES - 1) for i in range(_SAMPLES)]
+                samples = [self.read(file, place, _SAMPLE_BYTES) for place in places]
+            for sample in samples:
+                running.update(sample)
+            files[self.paths[file]] = xxhash.xxh3_64_hexdigest(b"".join([b"%d " % size, *samples]))
+        return running.hexdigest(), files
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": {}}
@@ -185,6 +198,10 @@ class RangeSource(MapSource):
         file = bisect.bisect_right(self._ends, index)
         return f"document {index} (from byte {self._bounds[index + file]} of {self._files.paths[file]})"
 
+    def sampled_files(self) -> dict[str, str]:
+        """Return the hash of each file in "files" of the description, by path."""
+        return self._files.sampled
+
     @abstractmethod
     def _document(self, data: bytes, file: int, start: int) -> Document:
         """Turn a range, which starts at byte `start` of a file, into a document."""
@@ -196,11 +213,16 @@ class RangeSource(MapSource):
             "bytes": int(self._files.sizes.sum()),
             "shuffle": self.shuffle,
             "fingerprint": self._files.fingerprint,
+            "files": [*self._files.sampled.values()],
         }
 
 
 def _found(path: str) -> list[str]:
     """Return the absolute paths of a path or pattern."""
+    if "://" in path:
+        raise UsageError(
+            f"{path} is no local file: sources read local files, so copy it to a disk, or mount its storage"
+        )
     if glob.has_magic(path) and not os.path.exists(path):
         found = sorted(os.path.abspath(one) for one in glob.iglob(path, recursive=True) if os.path.isfile(one))
         if not found:

@@ -10,6 +10,7 @@ import torch.utils.data
 
 from bytecheckpoint.dataloader.hugging_face_steps import part_of, passes_all_rows, steps_of
 from bytecheckpoint.dataloader.sources.base import Cursor, Document, Source
+from bytecheckpoint.dataloader.sources.facts import data_facts
 from bytecheckpoint.dataloader.sources.fingerprint import value_fingerprint
 from bytecheckpoint.dataloader.sources.sequence import SequenceSource
 from bytecheckpoint.errors import UsageError
@@ -29,6 +30,7 @@ class IterableSource(Source):
         name: name of the source.
         column: column of an item that is the document; None for the whole item.
         fingerprint: version of the data and its order, which `describe` cannot find.
+        facts: plain values about the data, compared where a checkpoint has them too.
     """
 
     def __init__(
@@ -38,20 +40,23 @@ class IterableSource(Source):
         *,
         column: str | None = None,
         fingerprint: str | None = None,
+        facts: dict[str, Any] | None = None,
     ) -> None:
         self.name = name
         self._make = make
         self._column = column
         self._fingerprint = fingerprint
+        self._facts = facts or {}
 
     def describe(self) -> dict[str, Any]:
-        """Return the given fingerprint and the column."""
+        """Return the given fingerprint and facts, and the column."""
         return {
             "kind": "iterable",
             "documents": None,
             "bytes": None,
             "column": self._column,
             "fingerprint": self._fingerprint,
+            "data": self._facts,
         }
 
     def cursor(self, stream: int, streams: int, epoch: int, seed: int, state: Any = None) -> Cursor:
@@ -130,10 +135,12 @@ def from_hugging_face(
     if column is not None and columns is not None and column not in columns:
         raise UsageError(f"the source {name!r} has no column {column!r}, but {', '.join(columns)}")
     generators = _shuffle_generators(dataset)
+    facts = data_facts(dataset) if fingerprint is None else {}
     if fingerprint is None:
         fingerprint = value_fingerprint([getattr(dataset, "num_shards", None), columns, generators])
     exact = generators == [] and getattr(dataset, "_formatting", None) is None and passes_all_rows()
-    return IterableSource(_HuggingFaceStreams(dataset, exact), name, column=column, fingerprint=fingerprint)
+    streams = _HuggingFaceStreams(dataset, exact)
+    return IterableSource(streams, name, column=column, fingerprint=fingerprint, facts=facts)
 
 
 class _HuggingFaceStreams:

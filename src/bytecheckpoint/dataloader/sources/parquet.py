@@ -77,7 +77,12 @@ class ParquetSource(Source):
             "shuffle": self.shuffle,
             "window_bytes": self._window_bytes,
             "fingerprint": self._files.fingerprint,
+            "files": [*self._files.sampled.values()],
         }
+
+    def sampled_files(self) -> dict[str, str]:
+        """Return the hash of each file in "files" of the description, by path."""
+        return self._files.sampled
 
     def cursor(self, stream: int, streams: int, epoch: int, seed: int, state: Any = None) -> Cursor:
         """Return a cursor; its state is the number of documents that were taken."""
