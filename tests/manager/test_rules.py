@@ -6,16 +6,18 @@ from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.manager.rules import (
+from bytecheckpoint.manager import (
     AtSteps,
     Best,
     Cadence,
     Every,
     EverySeconds,
     EverySteps,
+    Interval,
     Latest,
     Retention,
     StepInfo,
@@ -35,6 +37,7 @@ def test_when_to_save() -> None:
     assert due(lambda step: step in (2, 4), range(9)) == [2, 4]
     assert due(None, range(9)) == []
     assert Cadence([EverySteps(2), timedelta(minutes=1)]).rules == (EverySteps(2), EverySeconds(60.0))
+    assert Cadence(np.int64(5)).rules == (EverySteps(5),) and type(EverySteps(np.int32(5)).steps) is int  # type: ignore[arg-type]
 
 
 def info(step: int, age: float = 0.0, **metrics: float) -> StepInfo:
@@ -54,23 +57,41 @@ def test_what_to_keep() -> None:
     assert Younger(timedelta(seconds=2.5)).keep([*steps, unflushed]) == {80, 90, 100, 110}
     assert Retention().rules is None
     assert Retention(2).rules == (Latest(2),) and Retention([3, Every(5)]).rules == (Latest(3), Every(5))
+    assert Retention(np.int64(2)).rules == (Latest(2),)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("keep", [[], 0, -1, True, "all", [Latest], [None], ()])
+@pytest.mark.parametrize(
+    "keep", [[], 0, -1, True, "all", [Latest], [None], (), 2.0, [2, 0], lambda steps: steps, object()]
+)
 def test_rules_that_would_delete_everything(keep: Any) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match=r"keep=.*give a number of steps, at least 1, or rules"):
         Retention(keep)
 
 
-@pytest.mark.parametrize("every", [0, -3, True, 2.5, "10", timedelta(0), [None, "x"], object()])
+@pytest.mark.parametrize("every", [True, 2.5, "10", [None, "x"], object(), [], [None], EverySteps])
 def test_rules_that_are_none(every: Any) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match=r"every=.*give a number of steps, a timedelta, a rule"):
         Cadence(every)
 
 
 def test_bad_rules() -> None:
     with pytest.raises(UsageError, match="'min' or 'max'"):
         Best("loss", mode="lowest")
+    wrong: dict[str, Any] = {
+        r"Best\(5\): give the name": lambda: Best(5),  # type: ignore[arg-type]
+        r"AtSteps\(\[\]\): give a list of step numbers": lambda: AtSteps([]),
+        r"AtSteps\(5\): give a list": lambda: AtSteps(5),  # type: ignore[arg-type]
+        r"EverySeconds\('5'\): give a number": lambda: EverySeconds("5"),  # type: ignore[arg-type]
+        r"EverySeconds\(0.0\): give a number": lambda: Cadence(timedelta(0)),
+        r"EverySteps: -3 is no number of steps": lambda: Cadence(-3),
+        r"Younger\(5\): give a timedelta": lambda: Younger(5),  # type: ignore[arg-type]
+        r"Interval\(5\): give a timedelta": lambda: Interval(5),  # type: ignore[arg-type]
+        "the function must take one argument": lambda: Cadence(lambda: True),  # type: ignore[arg-type]
+        "grace='5': give a number of seconds": lambda: Retention(grace="5"),  # type: ignore[arg-type]
+    }
+    for says, make in wrong.items():
+        with pytest.raises(UsageError, match=says):
+            make()
     for make in (lambda: Best("loss", 0), lambda: Every(0), lambda: Latest(0)):
         with pytest.raises(UsageError, match="at least 1"):
             make()

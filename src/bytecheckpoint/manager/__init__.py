@@ -7,22 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from bytecheckpoint.manager.cadence import AtSteps, Cadence, EverySeconds, EverySteps, SaveRule
 from bytecheckpoint.manager.interval import Interval, IntervalPlan, plan_interval
 from bytecheckpoint.manager.preemption import Preemption
-from bytecheckpoint.manager.rules import (
-    AtSteps,
-    Best,
-    Cadence,
-    Every,
-    EverySeconds,
-    EverySteps,
-    KeepRule,
-    Latest,
-    Retention,
-    SaveRule,
-    StepInfo,
-    Younger,
-)
+from bytecheckpoint.manager.rules import Best, Every, KeepRule, Latest, Retention, StepInfo, Younger
 from bytecheckpoint.options import LoadOptions, SaveOptions
 
 if TYPE_CHECKING:

@@ -106,6 +106,9 @@ class Interval:
         most_stall: float | None = None,
         first: timedelta = timedelta(minutes=10),
     ) -> None:
+        for given in (mtbf, restart, first):
+            if not isinstance(given, timedelta):
+                raise UsageError(f"Interval({given!r}): give a timedelta")
         self._mtbf, self._restart, self._most_stall = mtbf.total_seconds(), restart.total_seconds(), most_stall
         self.seconds = first.total_seconds()
         plan_interval(0.0, 0.0, self._mtbf, restart=self._restart, most_stall=most_stall)  # refuses bad arguments

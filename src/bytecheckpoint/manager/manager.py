@@ -23,10 +23,11 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.handles import LoadReport, SaveHandle
 from bytecheckpoint.manager.boundary import Act, Boundaries, SaveDue, StopJob, Usurped
+from bytecheckpoint.manager.cadence import Cadence, When
 from bytecheckpoint.manager.folder_keeper import FolderKeeper
 from bytecheckpoint.manager.preemption import Preemption, PreemptionWatch
 from bytecheckpoint.manager.restores import Conversations, Restored, Restores
-from bytecheckpoint.manager.rules import Best, Cadence, Keep, Retention, StepInfo, When
+from bytecheckpoint.manager.rules import Best, Keep, Retention, StepInfo
 from bytecheckpoint.manager.run_folder import RunFolder, by_age, step_folder, step_metadata, step_number
 from bytecheckpoint.manager.saves import RunSaves
 from bytecheckpoint.options import LoadOptions, SaveOptions

@@ -1,36 +1,34 @@
-"""Rules of a run: when to save, and which steps to keep."""
+"""Steps of a run, and rules for those to keep."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from numbers import Real
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from bytecheckpoint.errors import UsageError
 
 __all__ = [
-    "AtSteps",
     "Best",
-    "Cadence",
     "Every",
-    "EverySeconds",
-    "EverySteps",
     "Keep",
     "KeepRule",
     "Latest",
     "Retention",
-    "SaveRule",
     "StepInfo",
-    "When",
     "Younger",
     "finite_metrics",
+    "integer_of",
+    "is_real",
+    "take_number",
 ]
 
 _log = logging.getLogger("bytecheckpoint")
-_OVERLAPS = ("wait", "skip", "fail")
 
 
 @dataclass(frozen=True)
@@ -59,149 +57,6 @@ class StepInfo:
     since_full: int = 0
 
 
-# --- when to save -----------------------------------------------------------------------------------------------------
-
-
-class SaveRule(Protocol):
-    """Rule that decides at a step boundary, on every rank alike, whether a save is due."""
-
-    def due(self, step: int, before: int) -> bool:
-        """Return whether to save now.
-
-        Args:
-            step: number of steps that are done.
-            before: number of steps that were done at the boundary before.
-        """
-
-
-@dataclass(frozen=True)
-class EverySteps:
-    """Save when the number of steps passes a multiple of `steps`.
-
-    Attributes:
-        steps: number of steps between two saves.
-    """
-
-    steps: int
-
-    def __post_init__(self) -> None:
-        _check_number(self, self.steps)
-
-    def due(self, step: int, before: int) -> bool:
-        """See `SaveRule`."""
-        return step // self.steps > before // self.steps
-
-
-@dataclass(frozen=True)
-class AtSteps:
-    """Save at given steps, or at the first boundary after one.
-
-    Attributes:
-        steps: step numbers.
-    """
-
-    steps: Collection[int]
-
-    def due(self, step: int, before: int) -> bool:
-        """See `SaveRule`."""
-        return any(before < wanted <= step for wanted in self.steps)
-
-
-@dataclass(frozen=True)
-class EverySeconds:
-    """Save when some seconds have passed since the last save, by the clock of rank 0.
-
-    Attributes:
-        seconds: time between the beginnings of two saves.
-    """
-
-    seconds: float
-
-    def __post_init__(self) -> None:
-        if not self.seconds > 0:
-            raise UsageError(f"EverySeconds({self.seconds!r}): give a number of seconds above 0")
-
-    def due(self, step: int, before: int) -> bool:
-        """Return False: the manager asks rank 0's clock, and the ranks agree on a boundary."""
-        return False
-
-
-@dataclass(frozen=True)
-class _Predicate:
-    """Save where a function of the number of steps returns true."""
-
-    function: Callable[[int], Any]
-
-    def due(self, step: int, before: int) -> bool:
-        return bool(self.function(step))
-
-
-#: Rules, and short forms of them, for `every=`.
-When: TypeAlias = SaveRule | int | timedelta | Callable[[int], Any] | Iterable[Any] | None
-
-
-@dataclass(frozen=True, init=False)
-class Cadence:
-    """Rules for the times of saves.
-
-    Args:
-        every: a number of steps, a `timedelta`, a rule (`EverySteps`, `EverySeconds`, `AtSteps`, or `Interval`, which finds
-            the interval itself), a function of the number of steps that returns the same on all ranks, or a list of
-            these. None: only when `save` is called.
-        at_end: True to save the last step at the end of the `with` block, unless an exception ends it.
-        overlap: reaction to a save that is due during the save before: "wait" for that one, "skip" the new one, or "fail".
-
-    Attributes:
-        rules: rules of which one suffices for a save.
-        at_end: True to save the last step.
-        overlap: reaction to a save that is due during the save before.
-
-    Raises:
-        UsageError: an argument is out of its range.
-
-    Examples:
-        >>> Cadence(10, at_end=True).rules
-        (EverySteps(steps=10),)
-    """
-
-    rules: tuple[SaveRule, ...]
-    at_end: bool
-    overlap: str
-
-    def __init__(self, every: When = None, *, at_end: bool = False, overlap: str = "wait") -> None:
-        if overlap not in _OVERLAPS:
-            raise UsageError(f"overlap={overlap!r}: use one of {', '.join(_OVERLAPS)}")
-        object.__setattr__(self, "rules", tuple(_save_rules(every)))
-        object.__setattr__(self, "at_end", at_end)
-        object.__setattr__(self, "overlap", overlap)
-
-    def due(self, step: int, before: int) -> bool:
-        """Return whether a rule wants a save; see `SaveRule`."""
-        return any(rule.due(step, before) for rule in self.rules)
-
-
-def _save_rules(every: Any) -> list[SaveRule]:
-    wrong = f"every={every!r}: give a number of steps, a timedelta, a rule, a function, or a list of these"
-    if every is None:
-        return []
-    if isinstance(every, bool | type):
-        raise UsageError(wrong)
-    if isinstance(every, int):
-        return [EverySteps(every)]
-    if isinstance(every, timedelta):
-        return [EverySeconds(every.total_seconds())]
-    if callable(getattr(every, "due", None)):
-        return [every]
-    if callable(every):
-        return [_Predicate(every)]
-    if isinstance(every, Iterable) and not isinstance(every, str):
-        return [rule for one in every for rule in _save_rules(one)]
-    raise UsageError(wrong)
-
-
-# --- what to keep -----------------------------------------------------------------------------------------------------
-
-
 @runtime_checkable
 class KeepRule(Protocol):
     """Rule that chooses steps to keep. A step stays if one rule wants it."""
@@ -225,7 +80,7 @@ class Latest:
     count: int = 1
 
     def __post_init__(self) -> None:
-        _check_number(self, self.count)
+        take_number(self, "count")
 
     def keep(self, steps: Sequence[StepInfo]) -> Collection[int]:
         """See `KeepRule`."""
@@ -247,7 +102,9 @@ class Best:
     mode: str = "min"
 
     def __post_init__(self) -> None:
-        _check_number(self, self.count)
+        take_number(self, "count")
+        if not isinstance(self.metric, str):
+            raise UsageError(f"Best({self.metric!r}): give the name of a metric")
         if self.mode not in ("min", "max"):
             raise UsageError(f"Best({self.metric!r}, mode={self.mode!r}): use 'min' or 'max'")
 
@@ -273,7 +130,7 @@ class Every:
     steps: int
 
     def __post_init__(self) -> None:
-        _check_number(self, self.steps)
+        take_number(self, "steps")
 
     def keep(self, steps: Sequence[StepInfo]) -> Collection[int]:
         """See `KeepRule`."""
@@ -291,6 +148,10 @@ class Younger:
     """
 
     age: timedelta
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.age, timedelta):
+            raise UsageError(f"Younger({self.age!r}): give a timedelta")
 
     def keep(self, steps: Sequence[StepInfo]) -> Collection[int]:
         """See `KeepRule`."""
@@ -329,7 +190,7 @@ class Retention:
     grace: float
 
     def __init__(self, keep: Keep = None, *, grace: float = 600.0) -> None:
-        if not grace >= 0:
+        if not is_real(grace) or not grace >= 0:
             raise UsageError(f"grace={grace!r}: give a number of seconds, at least 0")
         object.__setattr__(self, "rules", _keep_rules(keep))
         object.__setattr__(self, "grace", grace)
@@ -338,20 +199,43 @@ class Retention:
 def _keep_rules(keep: Any) -> tuple[KeepRule, ...] | None:
     if keep is None:
         return None
-    given = [keep] if isinstance(keep, int | KeepRule) else [*keep]
-    rules: tuple[Any, ...] = tuple(Latest(r) if isinstance(r, int) and r is not True else r for r in given)
-    if not rules or not all(isinstance(rule, KeepRule) and not isinstance(rule, type) for rule in rules):
+    several = isinstance(keep, Iterable) and not isinstance(keep, KeepRule | str)
+    rules = [_keep_rule(one) for one in (keep if several else [keep])]
+    found = tuple(rule for rule in rules if rule is not None)
+    if not found or len(found) < len(rules):
         raise UsageError(
-            f"keep={keep!r}: give a number of steps or rules, such as [Latest(3), Best('loss')]; an empty list would "
-            "delete everything, and None keeps everything"
+            f"keep={keep!r}: give a number of steps, at least 1, or rules, such as [Latest(3), Best('loss')]; an empty "
+            "list would delete everything, and None keeps everything"
         )
-    return rules
+    return found
 
 
-def _check_number(rule: object, number: object) -> None:
-    """Check a number of steps of a rule."""
-    if type(number) is not int or number < 1:
-        raise UsageError(f"{type(rule).__name__}: {number!r} is no number of steps: give an integer of at least 1")
+def _keep_rule(one: Any) -> KeepRule | None:
+    if (number := integer_of(one)) is not None:
+        return Latest(number) if number > 0 else None
+    return one if isinstance(one, KeepRule) and not isinstance(one, type) else None
+
+
+def integer_of(value: object) -> int | None:
+    """Return an integer of Python, numpy or torch; None for anything else, True and 2.0 among it."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def is_real(value: object) -> bool:
+    """Return whether a value is a number, of Python or numpy."""
+    return isinstance(value, Real)
+
+
+def take_number(rule: object, name: str) -> None:
+    """Check a number of steps of a rule, and keep it as an integer of Python."""
+    given = getattr(rule, name)
+    number = integer_of(given)
+    if number is None or number < 1:
+        raise UsageError(f"{type(rule).__name__}: {given!r} is no number of steps: give an integer of at least 1")
+    object.__setattr__(rule, name, number)
 
 
 def finite_metrics(metrics: Mapping[str, Any], step: int) -> dict[str, float]:

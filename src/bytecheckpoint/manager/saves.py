@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from bytecheckpoint.errors import CheckpointError, StateChangedError
 from bytecheckpoint.handles import SaveHandle
+from bytecheckpoint.manager.cadence import Cadence, EverySeconds
 from bytecheckpoint.manager.folder_keeper import FolderKeeper
 from bytecheckpoint.manager.interval import Interval
-from bytecheckpoint.manager.rules import Cadence, EverySeconds
 from bytecheckpoint.manager.run_folder import step_metadata
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.saving import prepare, save
