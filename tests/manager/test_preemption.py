@@ -5,11 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -18,7 +20,10 @@ from bytecheckpoint.errors import UsageError
 from bytecheckpoint.manager import Preemption, SaveOptions
 from bytecheckpoint.manager.boundary import SaveDue
 from bytecheckpoint.manager.preemption import PreemptionWatch
-from tests.support.processes import wait_until
+from tests.support.processes import ROOT, environment, python, wait_until
+from tests.support.runs import steps_in
+
+CLUSTER_JOB = ROOT / "tests" / "support" / "cluster_job.py"
 
 
 def manager_of(root: Path, signals: tuple[int, ...] = (signal.SIGUSR1,), **options: Any) -> CheckpointManager:
@@ -42,10 +47,69 @@ def test_ctrl_c_ends_no_training_in_the_middle_of_a_step(tmp_path: Path) -> None
             os.kill(os.getpid(), signal.SIGINT)
             step = train(manager)
             assert manager.preempted and [info.step for info in manager.steps()] == [step]
-            with pytest.raises(KeyboardInterrupt):  # the second one
+            signal.raise_signal(signal.SIGINT)  # the same notice
+            with pytest.raises(KeyboardInterrupt):  # the third one
                 signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class _Usual(Exception):
+    """The usual effect of a signal."""
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_launchers_pass_on_a_signal_that_ranks_have_already(late: bool) -> None:
+    """The second one is the same notice within the grace period; a third one, or one after that, has its usual effect."""
+    notices: list[float] = []
+    heard: list[int] = []
+
+    def usual(number: int, _: Any) -> None:
+        heard.append(number)
+        if len(heard) > 1:
+            raise _Usual
+
+    before = signal.signal(signal.SIGUSR1, usual)
+    try:
+        grace = 0.2 if late else 30.0
+        with PreemptionWatch(Preemption((signal.SIGUSR1,), grace=grace), lambda: notices.append(0)) as watch:
+            signal.raise_signal(signal.SIGUSR1)
+            deadline = watch.deadline()
+            if late:
+                time.sleep(2 * grace)
+            else:
+                signal.raise_signal(signal.SIGUSR1)
+            assert len(heard) == 1 and watch.deadline() == deadline
+            with pytest.raises(_Usual):
+                signal.raise_signal(signal.SIGUSR1)
+        assert len(notices) == 1
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.timeout(200)
+def test_sigterm_to_every_process_of_a_torchrun_job(tmp_path: Path) -> None:
+    """As Slurm and Kubernetes send it: the ranks get it from torchrun once more."""
+    run, log = tmp_path / "run", tmp_path / "run.log"
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, CLUSTER_JOB]
+    job: subprocess.Popen[Any] = subprocess.Popen(
+        python(*launch, run, 100_000, "--pace", 0.2, "--preemption"), env=environment(), stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        assert wait_until(lambda: bool(steps_in(run)), 120)
+        processes = [psutil.Process(job.pid), *psutil.Process(job.pid).children()]
+        for process in processes:
+            process.terminate()
+        job.wait(60)
+    finally:
+        if job.poll() is None:
+            for process in psutil.Process(job.pid).children(recursive=True):
+                process.kill()
+            job.kill()
+            job.wait()
+    ends = sorted(line for line in log.read_text().splitlines() if "ends at" in line)
+    assert ends == [f"rank {rank} of 2 ends at {steps_in(run)[-1]}" for rank in range(2)]
 
 
 def test_a_forked_child_ends_when_it_is_told_to(tmp_path: Path) -> None:
@@ -115,9 +179,10 @@ def test_the_last_save_may_fail_with_a_warning(tmp_path: Path, caplog: pytest.Lo
     assert manager.preempted and f"the save of step {step} failed" in caplog.text
 
 
-def test_a_file_is_noticed_once_each_time_that_it_appears(tmp_path: Path) -> None:
+def test_a_file_is_noticed_once_each_time_that_it_appears(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     notices: list[float] = []
     file = tmp_path / "stop"
+    caplog.clear()
     with PreemptionWatch(Preemption((), file=file), lambda: notices.append(time.monotonic())):
         for count in (1, 2):
             file.touch()
@@ -126,6 +191,7 @@ def test_a_file_is_noticed_once_each_time_that_it_appears(tmp_path: Path) -> Non
             assert len(notices) == count
             file.unlink()
             time.sleep(1.2)
+    assert caplog.text.count(f"{file} exists, so the job is to stop: remove it, or each later job stops too") == 2
 
 
 def test_a_function_that_hangs_keeps_no_save_back(tmp_path: Path) -> None:

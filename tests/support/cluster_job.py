@@ -1,6 +1,6 @@
 """A rank of a job that a launcher starts: it saves step after step, and continues where the job before has ended.
 
-    python cluster_job.py FOLDER STEPS [--pace SECONDS]
+    python cluster_job.py FOLDER STEPS [--pace SECONDS] [--preemption]
 
 The launcher may be torchrun, Slurm's srun or MPI's mpirun: it sets the variables with the rank.
 """
@@ -32,6 +32,7 @@ def main(arguments: argparse.Namespace) -> None:
 
     import bytecheckpoint
     from bytecheckpoint.collectives import current
+    from bytecheckpoint.manager import Preemption
 
     told = logging.StreamHandler(sys.stdout)
     told.setFormatter(logging.Formatter(f"rank {variables['RANK']}: %(name)s: %(message)s"))
@@ -50,7 +51,8 @@ def main(arguments: argparse.Namespace) -> None:
         with (arguments.folder.parent / f"{arguments.folder.name}.log").open("a") as log:
             log.write(text + "\n")  # one call, so that lines of ranks do not mix
 
-    with bytecheckpoint.CheckpointManager(arguments.folder, states, every=1, keep=3) as manager:
+    preemption = Preemption() if arguments.preemption else None
+    with bytecheckpoint.CheckpointManager(arguments.folder, states, every=1, keep=3, preemption=preemption) as manager:
         manager.restore_latest()
         begun = manager.step
         assert torch.equal(states["model"]["w"].full_tensor(), filled(begun)) and count.item() == begun
@@ -59,6 +61,8 @@ def main(arguments: argparse.Namespace) -> None:
             states["model"]["w"].copy_(distribute_tensor(filled(step), mesh, [Shard(0)]))
             count.fill_(step)
             manager.maybe_save(step)
+            if manager.preempted:
+                break
             time.sleep(arguments.pace)
     note(f"rank {rank} of {size} ends at {count.item()}")
     dist.destroy_process_group()
@@ -69,4 +73,5 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("steps", type=int)
     parser.add_argument("--pace", type=float, default=0.0)
+    parser.add_argument("--preemption", action="store_true", help="save and end on SIGTERM")
     main(parser.parse_args())
