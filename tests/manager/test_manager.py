@@ -267,6 +267,22 @@ def test_what_a_link_leads_to_stays(tmp_path: Path) -> None:
     assert files(tmp_path / "other") == before
 
 
+def test_a_step_of_the_run_that_a_link_leads_to_stays(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3, 4)
+    (tmp_path / "best").symlink_to("step_00000001")
+    (tmp_path / "step_00000009").symlink_to(tmp_path / "best")
+    (tmp_path / "weights").symlink_to(tmp_path / "step_00000003" / "model")
+    (tmp_path / "nowhere").symlink_to("gone")
+    for step in (5, 6):
+        save_steps(tmp_path, step, keep=1)
+    (tmp_path / "step_00000009").unlink()
+    assert [info.step for info in RunFolder(tmp_path).steps()] == [1, 3, 6]
+    bytecheckpoint.load(tmp_path / "best", Run().states())
+    (tmp_path / "best").unlink()
+    save_steps(tmp_path, 7, keep=1)
+    assert [info.step for info in RunFolder(tmp_path).steps()] == [3, 7]
+
+
 # --- two managers ---------------------------------------------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ from bytecheckpoint.tiers.cooldown import file_uri
 from bytecheckpoint.tiers.flush.lock import flush_lock
 from bytecheckpoint.tiers.storage import TierStorage
 from bytecheckpoint.tools.removal import collect_garbage
-from bytecheckpoint.tools.retirement import finish_retirement, is_link, retire, tombstones, users_in
+from bytecheckpoint.tools.retirement import finish_retirement, is_link, links_in, retire, tombstones, users_in
 
 __all__ = ["RunFolder", "by_age", "step_folder", "step_metadata", "step_number"]
 
@@ -260,6 +260,8 @@ class RunFolder:
             _log.warning("no step of %s that would stay is whole: none is deleted", self.url)
             return []
         users = users_in(self._folder, self._other_folders_of) if doomed else {}
+        for name, link in links_in(_durable(self.url)).items() if doomed else ():
+            users[_uri(_durable(f"{self.url}/{name}"))] = link
         gone = []
         for info in doomed:
             self.check_owner()  # a deletion takes a while, and the new owner may save these steps anew
@@ -304,7 +306,7 @@ class RunFolder:
     def _retire(self, info: StepInfo, users: dict[str, str]) -> bool:
         place = _durable(info.path)
         try:
-            user = users.get(file_uri(place, "").removesuffix("/"))
+            user = users.get(_uri(place))
             why = f"{user} uses its files" if user else retire(place, info.created)
             if not why:
                 _remove_hot_copy(info.path)
@@ -337,6 +339,10 @@ def _durable(path: str) -> Storage:
     """Return the storage at a path, without the tier in front of it."""
     storage = resolve(path)
     return with_time_limits(storage.durable if isinstance(storage, TierStorage) else storage)
+
+
+def _uri(storage: Storage) -> str:
+    return file_uri(storage, "").removesuffix("/")
 
 
 def _remove_hot_copy(path: str, *, flushed: bool = False) -> None:

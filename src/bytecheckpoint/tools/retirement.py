@@ -21,7 +21,16 @@ from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.storage.posix.storage import PosixStorage
 
-__all__ = ["TOMBSTONE", "finish_retirement", "is_link", "remove_if_empty", "retire", "tombstones", "users_in"]
+__all__ = [
+    "TOMBSTONE",
+    "finish_retirement",
+    "is_link",
+    "links_in",
+    "remove_if_empty",
+    "retire",
+    "tombstones",
+    "users_in",
+]
 
 #: Names of tombstones.
 TOMBSTONE = re.compile(r"\.bytecheckpoint-retired-[0-9a-f]{16}\.json")
@@ -62,6 +71,28 @@ def is_link(storage: Storage) -> bool:
     if not isinstance(folder, PosixStorage):
         return False
     return call_with_timeout(call_timeout(folder), lambda: os.path.islink(folder.root))
+
+
+def links_in(run: Storage) -> dict[str, str]:
+    """Find the symbolic links in a run's folder that lead to its own checkpoints, or into them.
+
+    Returns:
+        The address of one of these links by the name of the checkpoint's folder.
+    """
+    folder = resolve(run.url)
+    if not isinstance(folder, PosixStorage):
+        return {}
+
+    def look() -> dict[str, str]:
+        root = os.path.realpath(folder.root)
+        links = {entry.name: os.path.realpath(entry.path) for entry in os.scandir(root) if entry.is_symlink()}
+        return {
+            os.path.relpath(target, root).split(os.sep)[0]: f"{run.url}/{name}"
+            for name, target in links.items()
+            if target.startswith(os.path.join(root, ""))
+        }
+
+    return call_with_timeout(call_timeout(folder), look)
 
 
 def tombstones(storage: Storage) -> list[str]:
