@@ -16,7 +16,7 @@ from bytecheckpoint import CheckpointManager
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.engine import catalogs
-from bytecheckpoint.errors import CheckpointNotFoundError, StorageConflictError
+from bytecheckpoint.errors import CheckpointNotFoundError, StorageConflictError, UsageError
 from bytecheckpoint.frameworks.rng import rng_state
 from bytecheckpoint.manager import Best, Cadence, Every, Latest, Retention, StepInfo, Younger, run_folder
 from bytecheckpoint.manager.run_folder import RunFolder, by_age, step_folder
@@ -123,6 +123,31 @@ def test_going_back_within_a_job(tmp_path: Path) -> None:
         eventually(manager, [15, 16])
 
 
+def test_steps_that_go_backwards(tmp_path: Path) -> None:
+    """A counter that begins again in each epoch would lose its steps at once, and a resume would find the old ones."""
+    run = Run()
+    with CheckpointManager(tmp_path, run.states(), every=10, keep=Retention(2, grace=0)) as manager:
+        for step in (10, 20):
+            assert manager.maybe_save(step) is not None
+        for call in (manager.maybe_save, manager.save):
+            with pytest.raises(
+                UsageError, match=r"step 7 comes after step 20.* or call restore\(...\) or go_back\(7\)"
+            ):
+                call(7)
+        assert manager.step == 20 and manager.maybe_save(20) is None
+        with pytest.raises(UsageError, match=r"go_back\(21\): the run is at step 20"):
+            manager.go_back(21)
+        manager.go_back(7)
+        for step in (10, 20, 30):
+            assert manager.maybe_save(step) is not None
+        eventually(manager, [20, 30])
+        assert not [info for info in manager.steps() if info.superseded]
+    with CheckpointManager(tmp_path, run.states()) as manager:
+        manager.restore_latest()
+        with pytest.raises(UsageError, match="step 1 comes after step 30"):
+            manager.maybe_save(1)
+
+
 def test_damaged_steps_do_not_push_out_what_follows(tmp_path: Path) -> None:
     """Their sizes are right, so nothing but a load notices."""
     save_steps(tmp_path, 50, 60, 70)
@@ -145,6 +170,8 @@ def test_ranks_that_go_back(tmp_path: Path) -> None:
         with CheckpointManager(tmp_path, run.states(), keep=Retention(2, grace=0)) as manager:
             manager.restore_latest() if restore is None else manager.restore(restore)
             found = [manager.step]
+            if steps and steps[0] < manager.step:
+                manager.go_back(steps[0] - 1)
             for step in steps:
                 manager.save(step).result(60)
         return found

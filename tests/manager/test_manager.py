@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -453,6 +454,34 @@ def test_bad_arguments(tmp_path: Path) -> None:
         for step in (None, -1, 1.5, "3"):
             with pytest.raises(UsageError):
                 manager.maybe_save(step)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"metrics=0.5: give names with numbers, such as {'loss': 0.5}"):
+            manager.maybe_save(1, 0.5)  # type: ignore[arg-type]
+        for call in (manager.pin, manager.unpin, manager.restore):
+            with pytest.raises(UsageError, match="step='6': give an integer"):
+                call("6")  # type: ignore[operator]
+        for number in (np.int32(1), torch.tensor(2)):
+            manager.maybe_save(number)  # type: ignore[arg-type]
+        assert manager.step == 2 and type(manager.step) is int
+
+
+def test_a_manager_that_would_save_nothing_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with CheckpointManager(tmp_path, Run().states()) as manager:
+        manager.maybe_save(1)
+        manager.maybe_save(2)
+    with CheckpointManager(tmp_path, Run().states(), every=Cadence(at_end=True)) as manager:
+        manager.maybe_save(1)
+    (line,) = caplog.messages
+    assert "maybe_save has no every= by which a save is due" in line
+
+
+def test_a_metric_that_no_step_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("val_loss", "eval_loss"):
+        with CheckpointManager(tmp_path, Run().states(), keep=[Latest(2), Best(name)]) as manager:
+            for step in (manager.step + 1, manager.step + 2):
+                manager.save(step, {"eval_loss": 1.0, "seen": 2})
+    (line,) = caplog.messages[:1]
+    assert "step 1 is saved without the metric 'val_loss', by which keep=Best('val_loss')" in line
+    assert "it has eval_loss, seen" in line and caplog.text.count("is saved without the metric") == 1
 
 
 # --- preemption -----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from bytecheckpoint.errors import CheckpointError, StorageConflictError, StorageError
 from bytecheckpoint.manager.rules import Retention
@@ -39,6 +40,7 @@ class FolderKeeper:
         self._owns = False
         self._restored: int | None = None  # the step that was loaded, until a save follows
         self._restored_any = False
+        self._unnamed = set(retention.metrics)  # metrics of rules that no step has had yet
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="bytecheckpoint-retention", daemon=True)
         start(self._thread)
@@ -49,12 +51,23 @@ class FolderKeeper:
         """Note that the run continues from a step. The next save marks the steps behind it as superseded."""
         self._restored, self._restored_any = step, True
 
-    def begin_save(self, step: int) -> None:
-        """Claim the folder for a step that is about to be saved, on rank 0."""
-        if self._writes:
-            self.claim(step)
-        else:
+    def begin_save(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Claim the folder for a step that is about to be saved, on rank 0.
+
+        Args:
+            step: step number.
+            metrics: numbers for the rules.
+        """
+        if not self._writes:
             self._restored = None
+            return
+        for name in sorted(self._unnamed - metrics.keys()):
+            _log.warning(
+                "step %d is saved without the metric %r, by which keep=Best(%r) chooses (it has %s): only other rules keep "
+                "such a step", step, name, name, ", ".join(sorted(map(str, metrics))) or "none",
+            )  # fmt: skip
+        self._unnamed.clear()
+        self.claim(step)
 
     def claim(self, step: int) -> None:
         """Take over the folder, and note from which step the run continues.

@@ -9,7 +9,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, MutableMapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from bytecheckpoint.collectives import Collective, current
@@ -26,7 +25,7 @@ from bytecheckpoint.manager.boundary import Act, Boundaries, SaveDue, StopJob, U
 from bytecheckpoint.manager.cadence import Cadence, When
 from bytecheckpoint.manager.folder_keeper import FolderKeeper
 from bytecheckpoint.manager.preemption import Preemption, PreemptionWatch
-from bytecheckpoint.manager.restores import Conversations, Restored, Restores
+from bytecheckpoint.manager.restores import Conversations, Progress, Restored, Restores
 from bytecheckpoint.manager.rules import Best, Keep, Retention, StepInfo
 from bytecheckpoint.manager.run_folder import RunFolder, by_age, step_folder, step_metadata, step_number
 from bytecheckpoint.manager.saves import RunSaves
@@ -95,7 +94,7 @@ class CheckpointManager:
         tag = f"manager/{number}"
         folder = RunFolder(root, f"{collective.world_id}/{number}")
         self._conversations = Conversations(collective, tag)
-        self._progress = _Progress()
+        self._progress = Progress()
         self._keeper = FolderKeeper(
             folder, retention, writes=collective.rank == 0,
             on_usurped=lambda reason: self._boundaries.request(Usurped(reason)),
@@ -154,11 +153,11 @@ class CheckpointManager:
 
     def pin(self, step: int) -> None:
         """Keep a step in spite of all rules, in this job and later ones. One rank calls it."""
-        self._keeper.folder.pin(step, pinned=True)
+        self._keeper.folder.pin(check_step(step), pinned=True)
 
     def unpin(self, step: int) -> None:
         """Let the rules delete a step again. One rank calls it."""
-        self._keeper.folder.pin(step, pinned=False)
+        self._keeper.folder.pin(check_step(step), pinned=False)
 
     # --- restore --------------------------------------------------------------------------------------------------
 
@@ -182,8 +181,9 @@ class CheckpointManager:
             CheckpointNotFoundError: the step is not committed.
             CheckpointError: the load failed, as for `load`.
         """
+        number = check_step(step)
         self._await_saves()
-        restored = self._restores.load_step(step)
+        restored = self._restores.load_step(number)
         self._begin(restored)
         return restored
 
@@ -205,6 +205,26 @@ class CheckpointManager:
             return self.restore(step).report
         self._await_saves()
         return self._restores.load(url, only, **arguments)
+
+    def go_back(self, step: int) -> None:
+        """Continue from an older step whose state the program has set itself, without a restore. All ranks call it.
+
+        The steps behind it count as superseded from the next save on.
+
+        Args:
+            step: number of steps that are done now.
+
+        Raises:
+            UsageError: the run has not come so far.
+        """
+        number = check_step(step)
+        if number > self.step:
+            raise UsageError(f"go_back({number}): the run is at step {self.step}")
+        self._await_saves()
+        self._restores.count += 1
+        self._keeper.note_restore(number)
+        self._progress.step = number
+        self._saves.begin_at(number)
 
     def _await_saves(self) -> None:
         """Wait for the save in flight, also one of an earlier manager, so that its step is found."""
@@ -243,16 +263,18 @@ class CheckpointManager:
         """Save if a save is due. Call it on all ranks at every step, or at every n-th.
 
         Args:
-            step: number of steps that are done, ascending.
+            step: number of steps that are done, ascending over the whole run.
             metrics: numbers for `Best` and for readers of the step. Those of rank 0 count.
 
         Returns:
             The handle of the save, or None.
 
         Raises:
+            UsageError: the step is behind the last one; call `restore` or `go_back` first.
             StorageConflictError: another manager has taken over the folder.
             CheckpointError: this save failed, or the one before.
         """
+        self._saves.check_cadence(self._collective.rank)
         before, acts = self.step, self._reach(step, metrics)
         if StopJob() in acts:
             return self._save_before_the_end() if not self._boundaries.left else None
@@ -273,6 +295,7 @@ class CheckpointManager:
             The handle, or None after a failure that is only a warning.
 
         Raises:
+            UsageError: the step is behind the last one; call `restore` or `go_back` first.
             CheckpointError: this save failed, or the one before.
         """
         self._reach(step, metrics)
@@ -288,8 +311,7 @@ class CheckpointManager:
 
     def _reach(self, step: int, metrics: Mapping[str, Any] | None) -> set[Act]:
         """Reach a boundary, and return the acts of all ranks there."""
-        number = check_step(step)
-        self._progress.step, self._progress.metrics = number, metrics or {}
+        step = self._progress.advance(step, metrics)
         if self._just_in_time is not None:
             shared = self._saves.since_full + 1 if self._saves.options.incremental else 0
             self._just_in_time.note(step, functools.partial(step_metadata, step, self._progress.metrics, shared))
@@ -378,23 +400,6 @@ class CheckpointManager:
             self._progress.closed = True
             self._stack.close()
             self._keeper.close(settings().timeout)
-
-
-@dataclass
-class _Progress:
-    """Progress of a run.
-
-    Attributes:
-        step: number of steps that are done.
-        metrics: metrics of that step.
-        preempted: True once the job is to stop.
-        closed: True once the manager is closed.
-    """
-
-    step: int = 0
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    preempted: bool = False
-    closed: bool = False
 
 
 def _check_options(save_options: object, load_options: object) -> None:

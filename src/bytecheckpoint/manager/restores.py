@@ -9,20 +9,56 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.agreement import Agreement
-from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
+from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.loading import load
 from bytecheckpoint.manager.run_folder import RunFolder, step_folder
 from bytecheckpoint.options import LoadOptions
+from bytecheckpoint.saving.steps import check_step
 from bytecheckpoint.settings import settings
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Conversations", "Restored", "Restores"]
+__all__ = ["Conversations", "Progress", "Restored", "Restores"]
 
 _log = logging.getLogger("bytecheckpoint")
 _T = TypeVar("_T")
+
+
+@dataclass
+class Progress:
+    """Progress of a run.
+
+    Attributes:
+        step: number of steps that are done.
+        metrics: metrics of that step.
+        preempted: True once the job is to stop.
+        closed: True once the manager is closed.
+    """
+
+    step: int = 0
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    preempted: bool = False
+    closed: bool = False
+
+    def advance(self, step: object, metrics: object) -> int:
+        """Reach a step with its metrics; return its number.
+
+        Raises:
+            UsageError: the step is none, or behind the last one, or the metrics have no names.
+        """
+        number = check_step(step)
+        if number < self.step:
+            raise UsageError(
+                f"step {number} comes after step {self.step}: the steps of a run ascend, because the highest counts as the "
+                f"newest and the rules delete the others; count on over epochs, or call restore(...) or go_back({number}) "
+                "before if the run went back"
+            )
+        if not isinstance(metrics, Mapping | None):
+            raise UsageError(f"metrics={metrics!r}: give names with numbers, such as {{'loss': 0.5}}")
+        self.step, self.metrics = number, metrics or {}
+        return number
 
 
 @dataclass(frozen=True)

@@ -195,6 +195,11 @@ class Retention:
         object.__setattr__(self, "rules", _keep_rules(keep))
         object.__setattr__(self, "grace", grace)
 
+    @property
+    def metrics(self) -> frozenset[str]:
+        """Names of the metrics by which rules choose."""
+        return frozenset(rule.metric for rule in self.rules or () if isinstance(rule, Best))
+
 
 def _keep_rules(keep: Any) -> tuple[KeepRule, ...] | None:
     if keep is None:

@@ -111,12 +111,20 @@ class RunSaves:
         self.states, self.options, self.cadence, self._group, self.keeper = states, options, cadence, group, keeper
         self._handle: SaveHandle | None = None
         self._after_commit = threading.Event()  # set when all work after the last commit is done
-        self._began, self._clock_asked = time.monotonic(), False
+        self._began, self._clock_asked, self._cadence_checked = time.monotonic(), False, False
         self.step = self.committed = 0
         self.longest = 0.0
         self.prepared = self.repeat = False
         self._staging = _Staging(options)
         self.since_full = 0
+
+    def check_cadence(self, rank: int) -> None:
+        """Warn once, on rank 0, if no rule can make a save due."""
+        if not (self._cadence_checked or rank or self.cadence.rules or self.cadence.at_end):
+            _log.warning(
+                "maybe_save has no every= by which a save is due: only `save` saves, and the notice that the job is to stop"
+            )
+        self._cadence_checked = True
 
     def asks_by_clock(self) -> bool:
         """Return True once when a save is due by the clock, or is to be repeated. Rank 0 calls it."""
@@ -152,7 +160,7 @@ class RunSaves:
         if self.options.on_error == "warn" and self._handle is not None:
             Future.exception(self._handle.restorable)  # a save in the background would fail in place of this one
             self.raise_failure()
-        self.keeper.begin_save(step)
+        self.keeper.begin_save(step, metrics)
         self.restart_clock()
         begun = time.monotonic()
         arguments = self.options.arguments()
