@@ -14,10 +14,11 @@ from torch import nn
 
 import bytecheckpoint
 from bytecheckpoint import CheckpointError, StateChangedError
-from bytecheckpoint.collectives import Collective, ThreadWorld
+from bytecheckpoint.collectives import Collective, ThreadWorld, current
 from bytecheckpoint.engine.pieces import PIECE_BYTES, SharedCopy
 from bytecheckpoint.engine.staging import Image
 from bytecheckpoint.saving.background import StateProof
+from bytecheckpoint.world import world_of
 from tests.support.ranks import outcomes
 from tests.support.settings import using
 
@@ -114,6 +115,7 @@ def test_a_change_during_the_copy_fails_the_save(
         save_and_change(tmp_path / "s", net, (VERSIONED | RAW | RAW_SMALL)[kind], Gate(monkeypatch, number=piece))
     assert caught.value.tensors and caught.value.tensors[0].startswith("model/")
     assert not (tmp_path / "s").exists()
+    assert world_of(current()).resources.pools.private == [], "the memory of a failed copy"
     monkeypatch.undo()
     bytecheckpoint.save(tmp_path / "s", {"model": net}, **BACKGROUND).result(60)
 

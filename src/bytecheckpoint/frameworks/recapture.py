@@ -29,10 +29,17 @@ _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
 
 class _Objects:
-    """The objects of a state in a fixed order, and marks between them: names, types, counts."""
+    """The objects of a state in a fixed order, and marks between them: names, types, counts.
+
+    Attributes:
+        objects: the objects.
+        slots: those that are the state of a parameter in an optimizer.
+        marks: the marks.
+    """
 
     def __init__(self) -> None:
         self.objects: list[Any] = []
+        self.slots: list[Any] = []
         self.marks: list[object] = []
 
     def add_module(self, module: nn.Module) -> bool:
@@ -70,6 +77,7 @@ class _Objects:
                 own = state.get(parameter)
                 if own:
                     self.objects += own.values()
+                    self.slots += own.values()
                     self.marks += own
                 self.marks.append(None)
 
@@ -211,13 +219,7 @@ def again_with_optimizers(
     found = _of_optimizers(optimizers)
     if found is None:
         return None
-    tensors: list[Any] = [
-        held
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        for held in (optimizer.state.get(parameter) or {}).values()
-    ]
+    tensors = found.slots
     if not all(isinstance(held, torch.Tensor) for held in tensors):
         return None
     shards = _one_each(tensors, state.shards)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import xxhash
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from bytecheckpoint.engine.device_copies import DeviceCopies
@@ -24,8 +24,8 @@ from bytecheckpoint.engine.staging import Image, chunks_of
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.representation.header_reader import content_of_header
-from bytecheckpoint.representation.names import escape, file_stem, generation_of
-from bytecheckpoint.saving.file_layout import FileOrigin, PlannedFile, moved_up
+from bytecheckpoint.representation.names import file_stem, generation_of
+from bytecheckpoint.saving.file_layout import FileOrigin, PlannedFile, moved_up, record_of
 from bytecheckpoint.saving.messages import FileRecord
 from bytecheckpoint.saving.request import SaveMode, SaveRequest
 from bytecheckpoint.storage.base import file_size
@@ -176,17 +176,8 @@ class Adoption:
             return None
         if part > 1:
             self._rest.append((file, image, stored))
-        return FileRecord(
-            name=name,
-            state=escape(file.state),
-            part=file.part,
-            values=False,
-            size=size,
-            data_offset=len(text),
-            header_sum=xxhash.xxh3_64_intdigest(text),
-            block_bytes=header.block_bytes,
-            sums=stored.tobytes(),
-        )
+        # Its header may have another length than the planned one: it names the files of its own save.
+        return replace(record_of(name, file, text, stored), data_offset=len(text), size=size)
 
     def _holds(self, file: PlannedFile, image: Image, stored: NDArray[np.uint64], part: int = 1) -> bool:
         """Return whether the live tensors have the checksums `stored`, in all blocks or in each `part`-th."""

@@ -141,6 +141,7 @@ class RankWriter:
         self._adoption = Adoption(origin, request, resources.earlier, cancel)
         self._output = FileOutput(origin, request, resources, cancel, operation)
         self._files: list[PlannedFile] = []
+        self._pool: StagingPool | None = None
         self.piece_files = 0
 
     @property
@@ -165,7 +166,7 @@ class RankWriter:
         values, pools, pool = agreed.captured.values, self._resources.pools, None
         if self._storage.capabilities.whole_files:
             # Such a storage gets the files from memory, if they fit there, else from a spool file.
-            pool = pools.acquire_whole(image.nbytes, self._settings, image.copies.any_device)
+            pool = self._pool = pools.acquire_whole(image.nbytes, self._settings, image.copies.any_device)
         if pool is None:
             pools.note_need(slot_bytes(image.files, self._settings))
             return StagedFiles(files, places, values, image=image)
@@ -192,6 +193,7 @@ class RankWriter:
         pools.note_need(nbytes)
         with span("reserve", nbytes):
             pool = pools.acquire_whole(nbytes, settings, device) or pools.acquire(image.nbytes, settings, device)
+        self._pool = pool
         self._operation.count("staging pool", nbytes=pool.capacity)
         opened = None
         fits = pool.capacity >= image.nbytes
@@ -290,8 +292,10 @@ class RankWriter:
         self._adoption.remember([*written.adopted, *written.records])
 
     def abort(self) -> None:
-        """End unfinished writes and remove their files."""
+        """End unfinished writes, remove their files, and free the memory that this save alone uses."""
         self._output.abort()
+        if self._pool is not None:
+            self._resources.pools.release(self._pool)
 
     def discard(self, further: Sequence[str] = ()) -> None:
         """Remove all files after a failure, `further` ones too; never raise for the storage, nor wait long for it."""
