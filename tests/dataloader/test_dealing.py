@@ -18,7 +18,7 @@ from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.dataloader import IterableSource, SequenceSource
 from bytecheckpoint.errors import CheckpointError, IncompatibleCheckpointError, UsageError
 from tests.dataloader.old_rule import FED, FOLDER, old_loader
-from tests.dataloader.token_loaders import Numbers, gather_over, loader, tokens_of
+from tests.dataloader.token_loaders import Long, Numbers, gather_over, loader, tokens_of
 
 
 def fed(batches: int, **options: Any) -> torch.Tensor:
@@ -143,13 +143,6 @@ def test_some_documents_without_tokens_are_passed_over() -> None:
 
 
 # --- whole epochs ------------------------------------------------------------------------------------------------------
-
-
-class Long(Numbers):
-    """Documents of which some are as long as many global batches."""
-
-    def __getitem__(self, index: int) -> Any:
-        return np.full(700 if index in (3, 30) else index % 5, self.first + index)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from bytecheckpoint.dataloader.loader import TokenBufferLoader, WorkerOptions
 from bytecheckpoint.dataloader.recipe import TokenRecipe
 from bytecheckpoint.dataloader.sources.base import MapSource
 
-__all__ = ["Numbers", "gather_over", "loader", "numbers_of_stream", "rows_of", "tokens_of", "workers_of"]
+__all__ = ["Long", "Numbers", "gather_over", "loader", "numbers_of_stream", "rows_of", "tokens_of", "workers_of"]
 
 
 class Numbers(MapSource):
@@ -34,6 +34,13 @@ class Numbers(MapSource):
 
     def describe(self) -> dict[str, Any]:
         return {"count": self.count}
+
+
+class Long(Numbers):
+    """Documents of which some are as long as many global batches, and others are empty."""
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(700 if index in (3, 30) else index % 5, self.first + index)
 
 
 def numbers_of_stream(stream: int, streams: int, epoch: int) -> Iterator[list[int]]:

@@ -15,6 +15,7 @@ from bytecheckpoint.dataloader.checks import check_allow, check_rank, check_shar
 from bytecheckpoint.dataloader.makers import LocalMaker, RestMaker
 from bytecheckpoint.dataloader.recipe import ALLOWED, TokenRecipe, changed_ratios, changed_sources
 from bytecheckpoint.dataloader.rows import PackedRows
+from bytecheckpoint.dataloader.trained import TrainedBatches
 from bytecheckpoint.dataloader.workers import Worker
 from bytecheckpoint.errors import CheckpointError, UsageError
 from bytecheckpoint.representation.values.equality import equal
@@ -36,6 +37,7 @@ class WorkerOptions:
         start_method: start method of `multiprocessing`. "forkserver" and "spawn" pickle the sources and the tokenizer;
             "fork" does not, but may hang, since a training process has threads.
         timeout: seconds to wait for a worker.
+        kept: number of batches before the last one behind which `TokenBufferLoader.trained` can still set the position.
     """
 
     count: int = 0
@@ -43,6 +45,7 @@ class WorkerOptions:
     state_every: int | None = None
     start_method: str = "forkserver"
     timeout: float = 600.0
+    kept: int = 4
 
     def __post_init__(self) -> None:
         bad_state = self.state_every is not None and self.state_every < 1
@@ -84,9 +87,6 @@ class TokenBufferLoader:
         allow: changes since the checkpoint that are accepted: "ratios", "sources", "global_batch", "context_length",
             "shuffle_buffer", "epochs".
 
-    Attributes:
-        batches: number of global batches that were taken so far.
-
     Raises:
         UsageError: an argument is out of its range; the message names it.
     """
@@ -122,16 +122,35 @@ class TokenBufferLoader:
 
         self._recipe = recipe
         self._described: dict[str, Any] | None = None
-        self.batches = 0
         self._numbers = [*share(recipe.streams, rank, ranks)]
         self._saves, self._gather, self._agree, self._allow = saves, gather, agree, check_allow(allow, ALLOWED)
         self._workers = workers if isinstance(workers, WorkerOptions) else WorkerOptions(workers)
         self._pin = pin_memory and torch.accelerator.is_available()
-        self._states: Mapping[int, Any] = {}
+        self._counts = TrainedBatches(self._workers.kept)
+        self._held: dict[int, Mapping[int, Any]] = {}  # by number of batches: states that no maker has
         self._makers: list[tuple[LocalMaker | Worker, int]] = []
         self._ended, self._lost, self._rests = False, False, False
 
     # --- batches ------------------------------------------------------------------------------------------------
+
+    @property
+    def batches(self) -> int:
+        """Number of global batches that were taken so far."""
+        return self._counts.taken
+
+    def trained(self, batches: int) -> None:
+        """Set how many batches of the run were trained, if something takes batches before they are trained.
+
+        That may be a wrapper that takes the next batch ahead, or `zip(loader, range(n))`. A save holds the position behind
+        the trained batches then. Call this after every step.
+
+        Args:
+            batches: number of global batches since the run began.
+
+        Raises:
+            UsageError: so many were not taken, or the position behind them is not kept any more (`WorkerOptions.kept`).
+        """
+        self._counts.train(batches)
 
     def __iter__(self) -> Self:
         return self
@@ -140,11 +159,13 @@ class TokenBufferLoader:
         """Return this rank's part of the next global batch.
 
         Raises:
+            UsageError: more batches were taken than `trained` can keep positions of.
             PeerLostError: a worker died; the message names it.
             CheckpointTimeoutError: a worker does not answer.
         """
         if self._ended:
             raise StopIteration
+        self._counts.check_next()
         rows = PackedRows.empty(self._recipe.rows * len(self._numbers), self._recipe.context_length, pinned=self._pin)
         made = self._make(rows)
         if not made and not self._rests:
@@ -153,9 +174,11 @@ class TokenBufferLoader:
         self._ended = not made
         if self._ended:
             raise StopIteration
-        self.batches += 1
+        self._counts.taken += 1
+        oldest = self._counts.oldest
         for maker, _ in self._makers:
-            maker.taken(self.batches)
+            maker.taken(self.batches, oldest)
+        self._held = {batches: states for batches, states in self._held.items() if batches >= oldest}
         return {"tokens": rows.tokens, "documents": rows.documents, "positions": rows.positions, "rows": rows.numbers}
 
     def _make(self, rows: PackedRows) -> bool:
@@ -176,7 +199,8 @@ class TokenBufferLoader:
 
     def _begin_rest(self) -> None:
         """Make rows by the states of all streams from here on, because the first stream has ended."""
-        states = self._states_of(self._makers)
+        self._hold()
+        states = self._held[self.batches]
         if len(states) < self._recipe.streams:
             if self._gather is None:
                 raise UsageError("a stream has ended, and this loader cannot get the streams of others without gather=")
@@ -195,7 +219,7 @@ class TokenBufferLoader:
             )
         if not self._makers:
             options, count = self._workers, min(self._workers.count, len(self._numbers))
-            states, self._states = self._states, {}
+            states = self._held.get(self.batches, {})
             for i in range(max(count, 1)):
                 part = share(len(self._numbers), i, max(count, 1))
                 numbers = self._numbers[part.start : part.stop]
@@ -218,8 +242,8 @@ class TokenBufferLoader:
         if self._rests:  # without workers; the other ranks would not give their states again
             return
         try:
-            if not any(maker.late for maker, _ in self._makers):
-                self._states = self._states_of(self._makers) or self._states
+            if self._makers and not any(maker.late for maker, _ in self._makers):
+                self._hold()
                 self._end()
         except CheckpointError as error:
             _log.warning("the position of a data loader is lost: %s", error)
@@ -255,7 +279,7 @@ class TokenBufferLoader:
         other._numbers = [*share(self._recipe.streams, rank % sharing, sharing)]
         other._saves, other._agree, other._gather = rank < sharing, None, None
         other._workers = replace(self._workers, count=0)
-        other.batches, other._states, other._makers = 0, {}, []
+        other._counts, other._held, other._makers = TrainedBatches(self._workers.kept), {}, []
         other._ended = other._lost = other._rests = False
         return other
 
@@ -282,20 +306,25 @@ class TokenBufferLoader:
         """Describe the data and its mixture, and the position; see `SupportsStreams`."""
         if self._described is None:
             self._described = self._recipe.shared()
-        return {**self._described, "batches": self.batches}
+        return {**self._described, "batches": self._counts.position}
 
     def stream_states(self) -> dict[int, Any]:
         """Return the states of this rank's streams, after the batches that were taken; see `SupportsStreams`."""
         if not self._saves:
             return {}
-        if self._states:  # loaded, and no batch was made since
-            return dict(self._states)
-        return self._states_of(self._start())
+        return self._states_after(self._counts.position)
 
-    def _states_of(self, makers: Sequence[tuple[LocalMaker | Worker, int]]) -> dict[int, Any]:
+    def _states_after(self, batches: int) -> dict[int, Any]:
+        if batches in self._held:
+            return {**self._held[batches]}
+        makers = self._start()
         for maker, _ in makers:
-            maker.ask(self.batches)
-        return {number: state for maker, _ in makers for number, state in maker.states(self.batches).items()}
+            maker.ask(batches)
+        return {number: state for maker, _ in makers for number, state in maker.states(batches).items()}
+
+    def _hold(self) -> None:
+        """Hold the states that may still be wanted when the makers have ended."""
+        self._held = {n: self._states_after(n) for n in range(self._counts.position, self.batches + 1)}
 
     def choose_streams(self, shared: Any, saved: Sequence[int]) -> Sequence[int]:
         """Check that this loader feeds the data of a checkpoint; return its streams; see `SupportsStreams`."""
@@ -311,12 +340,12 @@ class TokenBufferLoader:
     def load_streams(self, shared: Any, states: Mapping[int, Any]) -> None:
         """Continue from the states of a checkpoint; see `SupportsStreams`."""
         self._end()
-        self.batches = shared["batches"]
+        self._counts.begin(shared["batches"])
         self._recipe, self._described = self._recipe.continued(shared), None
         if not equal(shared["ratios"], self._recipe.shares):
             # The sources are owed nothing for what the old ratios gave them.
             states = {number: _without_debts(state) for number, state in states.items()}
-        self._states, self._ended, self._lost = states, False, False
+        self._held, self._ended, self._lost = {self.batches: states}, False, False
 
 
 def _without_debts(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -85,9 +85,9 @@ class LocalMaker:
         """Write the numbers of the next rows of a stream."""
         part.numbers.numpy()[:] = (stream.row + np.arange(len(part.numbers))) * self._recipe.streams + stream.number
 
-    def taken(self, batches: int) -> None:
-        """Forget the states before that many batches."""
-        for old in [number for number in self._snapshots if number < batches]:
+    def taken(self, batches: int, oldest: int) -> None:
+        """Forget the states before `oldest` batches, when `batches` were taken."""
+        for old in [number for number in self._snapshots if number < oldest]:
             del self._snapshots[old]
 
     def knows(self, batches: int) -> bool:

@@ -10,6 +10,7 @@ from torch.utils.data import Sampler
 
 from bytecheckpoint.dataloader.checks import check_allow, check_in_order, check_rank, check_shared, share
 from bytecheckpoint.dataloader.sources.facts import changed_facts, data_facts
+from bytecheckpoint.dataloader.trained import TrainedBatches
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 
 __all__ = ["ResumableLoader", "ResumableSampler"]
@@ -171,6 +172,7 @@ class ResumableLoader:
 
     Args:
         loader: DataLoader whose `batch_sampler` is a `ResumableSampler`.
+        kept: number of batches before the last one behind which `trained` can still set the position.
 
     Attributes:
         loader: the DataLoader.
@@ -182,7 +184,7 @@ class ResumableLoader:
 
     stream_count = 1  # all ranks have one position
 
-    def __init__(self, loader: Iterable[Any]) -> None:
+    def __init__(self, loader: Iterable[Any], *, kept: int = 4) -> None:
         sampler = getattr(loader, "batch_sampler", None)
         if not isinstance(sampler, ResumableSampler):
             raise UsageError(
@@ -198,6 +200,24 @@ class ResumableLoader:
         self.loader, self.sampler = loader, sampler
         self._iteration = 0
         self._loaded = False
+        self._counts = TrainedBatches(kept)
+        self._positions = {0: (0, 0)}  # by number of batches: epoch, samples that were taken
+
+    @property
+    def batches(self) -> int:
+        """Number of global batches of the run that were taken so far."""
+        return self._counts.taken
+
+    def trained(self, batches: int) -> None:
+        """Set how many batches of the run were trained, if something takes batches before they are trained.
+
+        That may be a wrapper that takes the next batch ahead, or `zip(loader, range(n))`. A save holds the position behind
+        the trained batches then. Call this after every step.
+
+        Raises:
+            UsageError: so many were not taken, or the position behind them is not kept any more.
+        """
+        self._counts.train(batches)
 
     @property
     def epoch(self) -> int:
@@ -222,7 +242,11 @@ class ResumableLoader:
         for batch in batches:
             if iteration != self._iteration:
                 raise UsageError("the position of this loader has moved since this iteration began: begin another one")
+            self._counts.check_next()
+            self._positions[self.batches] = (self.sampler.epoch, self.sampler.taken)
             self.sampler.advance()
+            self._counts.taken += 1
+            self._positions = {n: place for n, place in self._positions.items() if n >= self._counts.oldest}
             yield batch
 
     def set_epoch(self, epoch: int) -> None:
@@ -245,8 +269,15 @@ class ResumableLoader:
 
     def shared_state(self) -> Any:
         """Return the position, and the facts that decide the order."""
-        own = self.sampler.settings() | {"epoch": self.sampler.epoch, "taken": self.sampler.taken}
-        return {"loader": "ResumableLoader"} | own
+        batches, place = self._counts.position, (self.sampler.epoch, self.sampler.taken)
+        epoch, taken = place if batches == self.batches else self._positions[batches]
+        return {
+            "loader": "ResumableLoader",
+            **self.sampler.settings(),
+            "epoch": epoch,
+            "taken": taken,
+            "batches": batches,
+        }
 
     def stream_states(self) -> Mapping[int, Any]:
         """Return the one stream. It is empty, since the position is shared."""
@@ -264,5 +295,7 @@ class ResumableLoader:
     def load_streams(self, shared: Any, states: Mapping[int, Any]) -> None:
         """Continue from the position of a checkpoint. An iteration that has begun ends with an error."""
         self.sampler.seek(shared["epoch"], shared["taken"])
+        before = shared["epoch"] * len(self) + -(-shared["taken"] // self.sampler.global_batch)  # where nothing counted
+        self._counts.begin(shared.get("batches", before))
         self._loaded = True
         self._iteration += 1

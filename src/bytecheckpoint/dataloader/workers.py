@@ -91,13 +91,12 @@ class Worker:
             rows.copy_from(self._slots[batch % len(self._slots)])
         return self._made[batch]
 
-    def taken(self, batches: int) -> None:
-        """Report to the worker how many batches the training has taken."""
-        for known in (self._states, self._made):
-            for old in [number for number in known if number < batches]:
-                del known[old]
-        self._asked = {number for number in self._asked if number >= batches}
-        self._send(("taken", batches))
+    def taken(self, batches: int, oldest: int) -> None:
+        """Report to the worker how many batches were taken, and behind how many the oldest state may be wanted."""
+        self._made = {number: made for number, made in self._made.items() if number >= batches}
+        self._states = {number: states for number, states in self._states.items() if number >= oldest}
+        self._asked = {number for number in self._asked if number >= oldest}
+        self._send(("taken", (batches, oldest)))
         for released in self._receiver.released():
             self._send(("released", released))
 
@@ -205,8 +204,8 @@ def _serve(link: Connection, parent: int, slots: list[PackedRows], maker: LocalM
         while idle or _polls(link):
             kind, value = _receive(link, parent)
             if kind == "taken":
-                taken = value
-                maker.taken(taken)
+                taken, oldest = value
+                maker.taken(taken, oldest)
             elif kind == "released":
                 sender.release(*value)
             else:
