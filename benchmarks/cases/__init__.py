@@ -18,6 +18,7 @@ from benchmarks.cases.loader_speed import loader_speed
 from benchmarks.cases.loader_state import loader_state
 from benchmarks.cases.loader_upload import loader_upload
 from benchmarks.cases.megatron import megatron
+from benchmarks.cases.pieces import pieces
 from benchmarks.cases.planning_scale import planning
 from benchmarks.cases.reshard import reshard
 from benchmarks.cases.roundtrip import roundtrip
@@ -51,6 +52,7 @@ CASES: dict[str, Case] = {
     "interference": Case(interference),
     "lazy": Case(lazy),
     "frozen": Case(frozen, places=("tmpfs", "disk")),
+    "pieces": Case(pieces, places=("tmpfs", "disk")),
     "slice": Case(slices),
     "reshard": Case(reshard, (1, 2, 4)),
     "cuts": Case(cuts, (1, 2, 4), ("tmpfs", "disk")),
