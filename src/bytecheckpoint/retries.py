@@ -19,6 +19,7 @@ _log = logging.getLogger("bytecheckpoint")
 _WARN_AFTER = 3
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 3.0
+_DICE = random.SystemRandom()  # the global generator is the program's
 
 
 class RetryBudget:
@@ -43,7 +44,7 @@ class RetryBudget:
         if left <= 0:
             self.exhausted = True
             return False
-        pause(min(left, self._pause * random.uniform(0.5, 1.0)))
+        pause(min(left, self._pause * _DICE.uniform(0.5, 1.0)))
         self._pause = min(self._pause * 2, _LONGEST_PAUSE)
         return True
 

@@ -35,6 +35,8 @@ def draw(generators: dict[str, Any]) -> list[Any]:
         else:
             normal = generator.gauss if isinstance(generator, random.Random) else generator.normal
             found += [generator.random(), normal(0, 1)]
+        if isinstance(generator, np.random.Generator):
+            found.append(generator.spawn(1)[0].random())
     return found
 
 

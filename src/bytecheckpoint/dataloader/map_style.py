@@ -236,7 +236,18 @@ class ResumableLoader:
         """
         self._loaded = False
         self._iteration += 1
-        return self._counted(iter(self.loader), self._iteration)
+        return self._counted(self._batches(), self._iteration)
+
+    def _batches(self) -> Iterator[Any]:
+        """Begin an iteration. The rest of an epoch draws no random number: its beginning has drawn that of the epoch."""
+        if not self.sampler.taken:
+            return iter(self.loader)
+        generator: torch.Generator = getattr(self.loader, "generator", None) or torch.default_generator
+        before = generator.get_state()
+        try:
+            return iter(self.loader)
+        finally:
+            generator.set_state(before)
 
     def _counted(self, batches: Iterator[Any], iteration: int) -> Iterator[Any]:
         for batch in batches:

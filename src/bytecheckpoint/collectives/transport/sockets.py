@@ -87,7 +87,8 @@ def listen(backlog: int) -> socket.socket:
     """
     address = settings().transport.listen_address
     first, last = settings().transport.port_range
-    for port in random.sample(range(first, last + 1), last + 1 - first):
+    # The global generator is the program's.
+    for port in random.SystemRandom().sample(range(first, last + 1), last + 1 - first):
         try:
             listener = _listen_at(address, port, backlog)
         except OSError as error:

@@ -88,9 +88,7 @@ def own_source(name: str, generator: object) -> RandomSource:
     if isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
         return RandomSource(
-            lambda: _to_bytes(bits.state),
-            lambda state: setattr(bits, "state", _from_bytes(state)),
-            lambda seed: _to_bytes(type(bits)(seed).state),
+            lambda: _of_bits(bits), lambda state: _set_bits(bits, state), lambda seed: _of_bits(type(bits)(seed))
         )
     raise UsageError(
         f"generators[{name!r}] is a {type(generator).__name__}, not a torch.Generator, random.Random or "
@@ -106,6 +104,26 @@ def _of_python(generator: Any) -> RandomSource:
     return RandomSource(
         lambda: _to_bytes(generator.getstate()), set_state, lambda seed: _to_bytes(random.Random(seed).getstate())
     )
+
+
+#: What numpy's seed sequences are made of. The last one counts the children that `Generator.spawn` has made.
+_SEEDS = ("entropy", "spawn_key", "pool_size", "n_children_spawned")
+
+
+def _of_bits(bits: np.random.BitGenerator) -> torch.Tensor:
+    state, seeds = dict(bits.state), bits.seed_seq
+    if isinstance(seeds, np.random.SeedSequence):
+        state["seed_seq"] = {name: getattr(seeds, name) for name in _SEEDS}
+    return _to_bytes(state)
+
+
+def _set_bits(bits: Any, data: torch.Tensor) -> None:
+    state = _from_bytes(data)
+    seeds = state.pop("seed_seq", None)  # earlier versions kept none
+    if seeds is None or np.__version__.startswith("1."):  # numpy 1 cannot exchange the sequence
+        bits.state = state
+    else:
+        bits.__setstate__((state, np.random.SeedSequence(**seeds)))
 
 
 def _of_numpy() -> RandomSource:
