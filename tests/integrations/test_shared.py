@@ -26,8 +26,8 @@ from bytecheckpoint.manager import Latest, Retention
 
 
 def test_retention_of_a_tool() -> None:
-    assert retention_of_tool(None) == Retention(grace=0)
-    assert retention_of_tool(None, Latest(2)) == retention_of_tool(2, Latest(3)) == Retention(2, grace=0)
+    assert retention_of_tool(None) == Retention()
+    assert retention_of_tool(None, Latest(2)) == retention_of_tool(2, Latest(3)) == Retention(2)
     assert retention_of_tool(Retention(grace=5), Latest(2)) == Retention(grace=5)
 
 

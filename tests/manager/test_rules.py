@@ -89,6 +89,7 @@ def test_bad_rules() -> None:
         r"Interval\(5\): give a timedelta": lambda: Interval(5),  # type: ignore[arg-type]
         "the function must take one argument": lambda: Cadence(lambda: True),  # type: ignore[arg-type]
         "grace='5': give a number of seconds": lambda: Retention(grace="5"),  # type: ignore[arg-type]
+        "most_retired=-1: give a number of steps": lambda: Retention(most_retired=-1),
         r"Preemption\(15\): give a list of signals": lambda: Preemption(15),  # type: ignore[arg-type]
         r"Preemption\(check=True\): give a function": lambda: Preemption(check=True),  # type: ignore[arg-type]
         r"Preemption\(grace='5'\)": lambda: Preemption(grace="5"),  # type: ignore[arg-type]

@@ -61,7 +61,7 @@ def check_has(thing: Any, names: Collection[str], package: str, remedy: str) -> 
 
 
 def retention_of_tool(keep: Any, default: Any = None) -> Retention:
-    """Return the steps to keep for a tool, which deletes old steps at once.
+    """Return the steps to keep for a tool.
 
     Args:
         keep: the user's `Retention`, or its first argument; None for the default.
@@ -69,7 +69,7 @@ def retention_of_tool(keep: Any, default: Any = None) -> Retention:
     """
     if isinstance(keep, Retention):
         return keep
-    return Retention(default if keep is None else keep, grace=0.0)
+    return Retention(default if keep is None else keep)
 
 
 def subclass_in_place(thing: Any, mixin: type) -> None:

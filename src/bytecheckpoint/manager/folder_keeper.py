@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,7 +42,11 @@ class FolderKeeper:
         self._owns = False
         self._restored: int | None = None  # the step that was loaded, until a save follows
         self._restored_any = False
+        self._saving = 0  # the step that is being saved, or was saved last
+        self._looked, self._next_look = False, math.inf  # for what earlier jobs have left, by `time.monotonic`
         self._unnamed = set(retention.metrics)  # metrics of rules that no step has had yet
+        self._room_made = threading.Event()
+        self._room_made.set()
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="bytecheckpoint-retention", daemon=True)
         start(self._thread)
@@ -61,6 +67,10 @@ class FolderKeeper:
         if not self._writes:
             self._restored = None
             return
+        if lack := self.folder.lacking_room():
+            _log.info("%s: another step does not fit, because %s: retired steps go now", self.folder.url, lack)
+            self.make_room()
+        self._room_made.wait(settings().timeout / 2)  # the other ranks wait as long as the time-out
         for name in sorted(self._unnamed - metrics.keys()):
             _log.warning(
                 "step %d is saved without the metric %r, by which keep=Best(%r) chooses (it has %s): only other rules keep "
@@ -75,6 +85,7 @@ class FolderKeeper:
         Args:
             step: step that is about to be saved.
         """
+        self._saving = step
         try:
             if self._restored is not None:
                 self.folder.continue_from(min(self._restored, step))
@@ -94,9 +105,6 @@ class FolderKeeper:
             )  # fmt: skip
         self.folder.take_over()
         self._owns = True
-        # Younger files may be of a save that the job before has in flight: none lasts longer without an answer.
-        age = max(self._retention.grace, settings().timeout)
-        self._work.put(lambda: self.folder.collect_leftovers(age, but=step))
 
     def resolve_conflict(self, error: CheckpointError) -> CheckpointError | None:
         """Return the error to raise for a failed save, or None if the competing job has to stop instead.
@@ -118,16 +126,50 @@ class FolderKeeper:
 
     # --- retention ------------------------------------------------------------------------------------------------
 
+    def begin_step(self, step: int) -> None:
+        """Remove in the background what earlier jobs have left, at the first step of a training."""
+        if self._writes and not self._looked:
+            # A second look comes when what is there now is old enough.
+            self._looked, self._saving, self._next_look = True, step, time.monotonic() + self._leftover_age
+            self._work.put(self._collect_leftovers)
+
+    @property
+    def _leftover_age(self) -> float:
+        """Seconds after which files are no save in flight of an earlier job: none lasts longer without an answer."""
+        return max(self._retention.grace, settings().timeout)
+
+    def _collect_leftovers(self) -> None:
+        self.folder.collect_leftovers(self._leftover_age, but=lambda: self._saving)
+
     def clean_up(self) -> None:
         """Delete in the background the steps that no rule keeps. Return at once."""
         if self._writes:
             self._work.put(self._retain)
 
     def _retain(self) -> None:
-        if self._retention.rules is None:
+        rules, grace, most = self._retention.rules, self._retention.grace, self._retention.most_retired
+        if rules is None:
             self.folder.check_owner()
+            self.folder.finish_removals(grace, most)
         else:
-            self.folder.clean(self._retention.rules, self._retention.grace)
+            self.folder.clean(rules, grace, most)
+        if time.monotonic() > self._next_look:
+            self._next_look = math.inf
+            self._collect_leftovers()
+
+    def make_room(self) -> None:
+        """End all deletions that have begun, in the background. The next save waits for that."""
+        if self._writes and self._thread.is_alive():
+            self._room_made.clear()
+            self._work.put(self._free_room)
+
+    def _free_room(self) -> None:
+        try:
+            if self._owns:
+                self.folder.check_owner()
+            self.folder.free_room()
+        finally:
+            self._room_made.set()
 
     def close(self, timeout: float) -> None:
         """End the background thread after its work.
@@ -137,6 +179,7 @@ class FolderKeeper:
         """
         self._work.put(None)
         self._thread.join(timeout)
+        self._room_made.set()  # nobody frees any after this
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:

@@ -312,6 +312,7 @@ class CheckpointManager:
     def _reach(self, step: int, metrics: Mapping[str, Any] | None) -> set[Act]:
         """Reach a boundary, and return the acts of all ranks there."""
         step = self._progress.advance(step, metrics)
+        self._keeper.begin_step(step)
         if self._just_in_time is not None:
             shared = self._saves.since_full + 1 if self._saves.options.incremental else 0
             self._just_in_time.note(step, functools.partial(step_metadata, step, self._progress.metrics, shared))
@@ -364,9 +365,19 @@ class CheckpointManager:
         if late:
             _log.warning("a save takes %.0f s, too long for the grace period: none is begun", self._saves.longest)
             return None
-        handle = self._save()
-        if handle is not None and not self._saves.wait(max(deadline - time.monotonic(), 0.0)):
+        handle = self._save_and_wait(deadline)
+        if handle is not None and not handle.done():
             _log.warning("step %d was not committed within the grace period: the step before stays the newest", step)
+        return handle
+
+    def _save_and_wait(self, deadline: float | None = None) -> SaveHandle | None:
+        """Save and wait until a time of `time.monotonic`; save once more after a failure that may pass."""
+        for final in (False, True):
+            handle = self._save()
+            if handle is not None:
+                self._saves.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0), final=final)
+            if not self._saves.unsaved:
+                break
         return handle
 
     def __enter__(self) -> Self:
@@ -394,7 +405,7 @@ class CheckpointManager:
             self._just_in_time.close()  # from now on the other ranks may end
         try:
             if save_last and not self.preempted and self.step > self._saves.step:
-                self._save()
+                self._save_and_wait()
             self.wait()
         finally:
             self._progress.closed = True

@@ -173,10 +173,12 @@ class Retention:
     Args:
         keep: a number of the newest steps, or rules (`Latest`, `Best`, `Every`, `Younger`). None: all steps.
         grace: seconds between the two phases of a deletion, for jobs that are reading.
+        most_retired: most steps between the two phases; the files of older ones go at once.
 
     Attributes:
         rules: rules of which one suffices to keep a step; None to keep all.
         grace: seconds between the two phases of a deletion.
+        most_retired: most steps between the two phases.
 
     Raises:
         UsageError: an argument is out of its range, or would delete everything.
@@ -188,12 +190,16 @@ class Retention:
 
     rules: tuple[KeepRule, ...] | None
     grace: float
+    most_retired: int
 
-    def __init__(self, keep: Keep = None, *, grace: float = 600.0) -> None:
+    def __init__(self, keep: Keep = None, *, grace: float = 600.0, most_retired: int = 2) -> None:
         if not is_real(grace) or not grace >= 0:
             raise UsageError(f"grace={grace!r}: give a number of seconds, at least 0")
+        if (most := integer_of(most_retired)) is None or most < 0:
+            raise UsageError(f"most_retired={most_retired!r}: give a number of steps, at least 0")
         object.__setattr__(self, "rules", _keep_rules(keep))
         object.__setattr__(self, "grace", grace)
+        object.__setattr__(self, "most_retired", most)
 
     @property
     def metrics(self) -> frozenset[str]:

@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,8 @@ from bytecheckpoint.errors import (
     StorageUnavailableError,
 )
 from bytecheckpoint.manager.rules import KeepRule, StepInfo, finite_metrics
-from bytecheckpoint.representation.names import CATALOG_NAME, STEP_FOLDER
+from bytecheckpoint.monitoring.alerts.evaluation import lacking_room
+from bytecheckpoint.representation.names import CATALOG_NAME, STEP_FOLDER, is_uri
 from bytecheckpoint.storage import Storage, open_named, resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tiers.cooldown import file_uri
@@ -82,8 +83,9 @@ class RunFolder:
         self.url = resolve(root).url
         self._folder = with_time_limits(resolve(root))
         self.machine_only = self._folder.capabilities.machine_only
-        # folder -> version of its catalog, its step, and the other folders that hold files of it
-        self._known: dict[str, tuple[str, StepInfo, set[str]]] = {}
+        # folder -> version of its catalog, its step, the other folders that hold files of it, and bytes of its own files
+        self._known: dict[str, tuple[str, StepInfo, set[str], int]] = {}
+        self._step_bytes = 0  # of the newest step
         self._foreign: set[int] = set()  # steps of another run, which stay
         self._retired: dict[tuple[str, str], float] = {}  # folder and tombstone -> time of the retirement
         self._me = {
@@ -158,7 +160,8 @@ class RunFolder:
                 committed=committed,
                 since_full=own.get("since_full", 0),
             )
-            known = self._known[name] = version, info, other_folders(catalog)
+            own_bytes = sum(file.size for file in catalog.files if not is_uri(file.name))
+            known = self._known[name] = version, info, other_folders(catalog), own_bytes
         return known[1]
 
     # --- a run that goes back ---------------------------------------------------------------------------------------
@@ -235,7 +238,7 @@ class RunFolder:
 
     # --- removal --------------------------------------------------------------------------------------------------
 
-    def clean(self, rules: Sequence[KeepRule], grace: float) -> list[int]:
+    def clean(self, rules: Sequence[KeepRule], grace: float, most: int = 2) -> list[int]:
         """Begin the removal of steps that no rule keeps, and end removals that began `grace` seconds ago.
 
         The newest step always stays. Nothing is removed unless a step that stays is whole.
@@ -243,6 +246,7 @@ class RunFolder:
         Args:
             rules: rules of which one suffices to keep a step.
             grace: seconds for which readers may still read.
+            most: most removals that wait for readers.
 
         Returns:
             The steps whose removal began.
@@ -252,7 +256,7 @@ class RunFolder:
             StorageError: the storage fails.
         """
         self.check_owner()
-        self.finish_removals(grace)
+        self.finish_removals(grace, most)
         steps = by_age(info for info in self.steps() if info.step not in self._foreign)
         kept = {step for rule in rules for step in rule.keep(steps)} | {s.step for s in steps[-1:]}
         doomed = [info for info in steps if info.step not in kept and not info.pinned]
@@ -267,22 +271,51 @@ class RunFolder:
             self.check_owner()  # a deletion takes a while, and the new owner may save these steps anew
             if self._retire(info, users):
                 gone.append(info.step)
-        self.finish_removals(grace)
+        self.finish_removals(grace, most)
+        self._step_bytes = max((self._known[info.path.rpartition("/")[2]][3] for info in steps[-1:]), default=0)
         return gone
 
-    def collect_leftovers(self, older_than: float, *, but: int) -> None:
+    def collect_leftovers(self, older_than: float, *, but: Callable[[], int]) -> None:
         """Remove files that killed saves and unfinished deletions have left in the folders of steps.
+
+        Younger deletions are ended later, as those of this process.
 
         Args:
             older_than: least age of the files, in seconds.
-            but: step that is being saved.
+            but: function that returns the step that is being saved.
         """
+        for name, place in self._own_folders():
+            if _number(name) == but():
+                continue
+            for removal in collect_garbage(f"{self.url}/{name}", older_than=older_than):
+                _log.info("%s: %s, %d files, %s", removal.path, removal.what, removal.files, removal.kept or "removed")
+                if removal.what == "retired" and removal.kept:
+                    self._note_removals(name, place)
+
+    def lacking_room(self) -> str:
+        """Return why another step like the newest one does not fit; "" if it does, or if the storage does not know."""
+        return lacking_room(self.url, self._step_bytes) if self._step_bytes else ""
+
+    def free_room(self) -> None:
+        """End all removals that were begun, by this job or earlier ones, because free space counts more than readers.
+
+        Raises:
+            StorageError: the storage fails.
+        """
+        for name, place in self._own_folders():
+            self._note_removals(name, place)
+        self.finish_removals(0.0)
+
+    def _own_folders(self) -> Iterator[tuple[str, Storage]]:
+        """Yield the folders of steps that are no symbolic links, with their names."""
         for name in self._names():
-            if _number(name) != but and not is_link(_durable(f"{self.url}/{name}")):
-                for removal in collect_garbage(f"{self.url}/{name}", older_than=older_than):
-                    _log.info(
-                        "%s: %s, %d files, %s", removal.path, removal.what, removal.files, removal.kept or "removed"
-                    )
+            if not is_link(place := _durable(f"{self.url}/{name}")):
+                yield name, place
+
+    def _note_removals(self, name: str, place: Storage) -> None:
+        """Note the removals that were begun in a folder."""
+        for stone in tombstones(place):
+            self._retired.setdefault((name, stone), time.monotonic())
 
     def _is_whole(self, info: StepInfo) -> bool:
         """Return whether all files of a step exist with their sizes."""
@@ -318,14 +351,14 @@ class RunFolder:
         if why:
             _log.info("%s stays: %s", info.path, why)
             return False
-        name = info.path.rpartition("/")[2]
-        self._retired |= {(name, stone): time.monotonic() for stone in tombstones(place)}
+        self._note_removals(info.path.rpartition("/")[2], place)
         return True
 
-    def finish_removals(self, grace: float) -> None:
-        """End removals that this process began at least `grace` seconds ago."""
-        for (name, stone), begun in list(self._retired.items()):
-            if time.monotonic() - begun >= grace:
+    def finish_removals(self, grace: float, most: int = 2) -> None:
+        """End removals that this process noted at least `grace` seconds ago, and the oldest ones beyond `most`."""
+        noted = sorted(self._retired.items(), key=lambda item: item[1])
+        for number, ((name, stone), begun) in enumerate(noted, 1):
+            if time.monotonic() - begun >= grace or number <= len(noted) - most:
                 finish_retirement(_durable(f"{self.url}/{name}"), stone)
                 del self._retired[name, stone]
 

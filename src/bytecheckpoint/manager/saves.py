@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal
 
-from bytecheckpoint.errors import CheckpointError, StateChangedError
+from bytecheckpoint.errors import CheckpointError, StateChangedError, StorageFullError
 from bytecheckpoint.handles import SaveHandle
 from bytecheckpoint.manager.cadence import Cadence, EverySeconds
 from bytecheckpoint.manager.folder_keeper import FolderKeeper
@@ -97,7 +97,7 @@ class RunSaves:
         longest: seconds of the longest save so far.
         prepared: True once a save or a load has planned the next save.
         since_full: number of incremental saves since the last one that shares no file with earlier steps.
-        repeat: True if the state of the last step changed while it was copied, so a step is to be saved soon.
+        repeat: True if the last save failed for a reason that the next one may not meet, so a step is to be saved soon.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class RunSaves:
         self.step = self.committed = 0
         self.longest = 0.0
         self.prepared = self.repeat = False
-        self._staging = _Staging(options)
+        self._staging, self._second_try = _Staging(options), False  # the save before the last one met a full storage
         self.since_full = 0
 
     def check_cadence(self, rank: int) -> None:
@@ -168,16 +168,24 @@ class RunSaves:
         if self.options.incremental and not since_full:
             arguments["incremental"] = "full"
         arguments["metadata"] = {**(self.options.metadata or {}), **step_metadata(step, metrics, since_full)}
-        handle = None
+        handle, before, full = None, self._handle, False
         while handle is None:
             try:
                 with self._staging.around_save():
                     arguments["staging"] = self._staging.mode
                     handle = save(path, self.states, step=step, process_group=self._group, **arguments)
             except CheckpointError as error:
-                self._report(error, self.step if error.repeats else step)
-                if not error.repeats:
+                if error.repeats:
+                    self._report(error, self.step)
+                elif isinstance(error, StorageFullError) and not full and not self._is_full(before):
+                    full = True
+                    _log.warning("step %d is tried once more, without the files of retired steps: %s", step, error)
+                    self.keeper.make_room()
+                    self.keeper.begin_save(step, metrics)
+                else:
+                    self._report(error, step, final=isinstance(error, StorageFullError))
                     return None
+        second = self._second_try = full or self._is_full(before)
         stall, after_commit = time.monotonic() - begun, threading.Event()
 
         def note_commit(done: Future[Any]) -> None:
@@ -185,7 +193,9 @@ class RunSaves:
                 error = Future.exception(done)  # `SaveFuture.exception` would note a retrieved failure
                 if isinstance(error, StateChangedError) and self.options.staging == "auto":
                     self._staging.block(str(error))
-                    self.repeat = True
+                if isinstance(error, StorageFullError):
+                    self.keeper.make_room()
+                self.repeat = self._may_pass(error, second)
                 if error is not None and not since_full:
                     self.since_full = self.options.full_every or 0  # so the next one is
                 if error is None:
@@ -198,12 +208,28 @@ class RunSaves:
             finally:
                 after_commit.set()
 
-        self.since_full = since_full
+        self.since_full, self.repeat = since_full, False
         handle.committed.add_done_callback(note_commit)
         # Only now: `wait` must not wait for a callback that an interrupt has prevented.
         self._after_commit = after_commit
-        self._handle, self.step, self.prepared, self.repeat = handle, step, True, False
+        self._handle, self.step, self.prepared = handle, step, True
         return handle
+
+    def _is_full(self, handle: SaveHandle | None) -> bool:
+        return handle is not None and handle.done() and isinstance(Future.exception(handle.committed), StorageFullError)
+
+    def _may_pass(self, error: BaseException | None, second: bool) -> bool:
+        """Return whether the next save may succeed where one failed, perhaps a second one on a full storage."""
+        if isinstance(error, StorageFullError):
+            return not second
+        return isinstance(error, StateChangedError) and self.options.staging == "auto"
+
+    @property
+    def unsaved(self) -> bool:
+        """True if the last save failed for a reason that the next one may not meet."""
+        if self._handle is None or not self._handle.done():
+            return False
+        return self._may_pass(Future.exception(self._handle.committed), self._second_try)
 
     @property
     def next_since_full(self) -> int:
@@ -226,8 +252,12 @@ class RunSaves:
                 names=options.names, incremental=options.incremental, process_group=self._group,
             )  # fmt: skip
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout: float | None = None, *, final: bool = True) -> bool:
         """Wait for the commit of the save in flight; return False if it takes longer than `timeout` seconds.
+
+        Args:
+            timeout: seconds to wait; None for all.
+            final: False if another save follows where this one failed for a reason that may pass.
 
         Raises:
             CheckpointError: the save failed, and its failure was not raised before.
@@ -238,7 +268,7 @@ class RunSaves:
             except TimeoutError:
                 return False
             self._after_commit.wait(timeout)  # the thread that ends the save wakes this one first
-            self.raise_failure()
+            self.raise_failure(final=final)
         return True
 
     def wait_after_loss(self) -> int:
@@ -247,19 +277,19 @@ class RunSaves:
             self.wait(_RESCUE_SECONDS)
         return self.committed
 
-    def raise_failure(self) -> None:
-        """Report the failure of the last save, once."""
+    def raise_failure(self, *, final: bool = False) -> None:
+        """Report the failure of the last save, once; with `final`, also one that the next save may not meet."""
         handle = self._handle
         if handle is None or not handle.done() or handle.failure_retrieved:
             return
         try:
             handle.result()
         except CheckpointError as error:
-            self._report(error, self.step)
+            self._report(error, self.step, final=final)
 
-    def _report(self, error: CheckpointError, step: int) -> None:
+    def _report(self, error: CheckpointError, step: int, *, final: bool = False) -> None:
         """Raise the failure of a step, or log it."""
-        if isinstance(error, StateChangedError) and self.options.staging == "auto":
+        if not final and self._may_pass(error, self._second_try):
             _log.warning("step %d is not saved, the next one is: %s", step, error)
             return
         found = self.keeper.resolve_conflict(error)

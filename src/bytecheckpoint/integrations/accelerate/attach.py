@@ -53,8 +53,8 @@ def attach(
     Args:
         accelerator: an `accelerate.Accelerator`, before its training loop.
         root: folder or URL of the run; by default `project_dir/checkpoints`, with automatic_checkpoint_naming.
-        keep: steps to keep, as for `CheckpointManager`; by default `total_limit` steps. Unless it is a `Retention` that
-            says otherwise, old steps are deleted at once.
+        keep: steps to keep, as for `CheckpointManager`; by default `total_limit` steps. With `Retention(..., grace=0)`
+            the files of old steps go at once.
         save_options: options of all saves.
         load_options: options of all loads.
 

@@ -45,8 +45,8 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         *arguments: further arguments of Lightning's own class, in its order.
         preemption: notice that the job is about to stop. All ranks then save at the same step, and `fit` ends with
             Lightning's SIGTERMException. Lightning's own handling of these signals is switched off.
-        keep: steps to keep, as for `CheckpointManager`; by default those of `save_top_k`. Unless it is a `Retention` that
-            says otherwise, old steps are deleted at once.
+        keep: steps to keep, as for `CheckpointManager`; by default those of `save_top_k`. With `Retention(..., grace=0)`
+            the files of old steps go at once.
         skip_batches: True to continue behind the done batches in the middle of an epoch, and to refuse other data; False to
             begin with the first samples of the epoch, as Lightning does.
         overlap: reaction to a save that is due during the save before: "wait" for that one, "skip" the new one, or "fail".

@@ -79,8 +79,8 @@ class TorchtitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         on_error: Literal["raise", "warn"] = "raise"
         """Reaction to the failure of a save: end the training, or log it."""
 
-        grace: float = 0.0
-        """Seconds before the files of old steps are deleted, for jobs that read them."""
+        grace: float = 600.0
+        """Seconds before the files of old steps are deleted, for jobs that read them, as in `Retention`."""
 
         preemption_grace: float = 0.0
         """Seconds between SIGTERM and the end of the job, in which all ranks save. 0: SIGTERM is not handled."""

@@ -55,8 +55,8 @@ def attach(
         preemption: notice that the job is about to stop. All ranks then save at the same step, and `train` returns. With
             `args.enable_jit_checkpoint`, SIGTERM is this notice by default.
         every: further times of saves, as for `CheckpointManager`, beside those of `args.save_strategy`.
-        keep: steps to keep, as for `CheckpointManager`; by default those of `args.save_total_limit`. Unless it is a
-            `Retention` that says otherwise, old steps are deleted at once, as Trainer does.
+        keep: steps to keep, as for `CheckpointManager`; by default those of `args.save_total_limit`. With
+            `Retention(..., grace=0)` the files of old steps go at once, as Trainer does it.
         save_options: options of all saves.
         load_options: options of all loads.
 

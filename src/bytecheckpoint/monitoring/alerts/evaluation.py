@@ -23,7 +23,7 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.optional import check_room
 from bytecheckpoint.storage.posix.storage import PosixStorage
 
-__all__ = ["AlertWatcher", "Evaluation"]
+__all__ = ["AlertWatcher", "Evaluation", "lacking_room"]
 
 
 _log = logging.getLogger("bytecheckpoint")
@@ -152,7 +152,7 @@ class AlertWatcher:
         return self._evaluation[1]
 
     def _after(self, summary: OperationSummary) -> None:
-        self._raise(self._current().after(summary, _lacking))
+        self._raise(self._current().after(summary, lacking_room))
         self._schedule_clock()
 
     def _schedule_clock(self) -> None:
@@ -186,7 +186,7 @@ def _rules(path: str) -> list[Rule]:
         return load_rules()
 
 
-def _lacking(path: str, nbytes: int) -> str:
+def lacking_room(path: str, nbytes: int) -> str:
     """Return why the storage of `path` cannot take `nbytes`, "" if it can or nothing is known."""
 
     def ask() -> str:
