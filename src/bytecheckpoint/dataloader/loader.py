@@ -175,10 +175,9 @@ class TokenBufferLoader:
         if self._ended:
             raise StopIteration
         self._counts.taken += 1
-        oldest = self._counts.oldest
         for maker, _ in self._makers:
-            maker.taken(self.batches, oldest)
-        self._held = {batches: states for batches, states in self._held.items() if batches >= oldest}
+            maker.taken(self._counts)
+        self._held = {n: states for n, states in self._held.items() if n >= self._counts.position}
         return {"tokens": rows.tokens, "documents": rows.documents, "positions": rows.positions, "rows": rows.numbers}
 
     def _make(self, rows: PackedRows) -> bool:

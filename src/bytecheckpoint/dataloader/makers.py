@@ -12,6 +12,7 @@ from bytecheckpoint.dataloader.handover import ALIGN, States, StateSender
 from bytecheckpoint.dataloader.recipe import TokenRecipe
 from bytecheckpoint.dataloader.rows import PackedRows
 from bytecheckpoint.dataloader.stream import Snapshot, TokenStream
+from bytecheckpoint.dataloader.trained import TrainedBatches
 
 __all__ = ["LocalMaker", "RestMaker"]
 
@@ -85,8 +86,12 @@ class LocalMaker:
         """Write the numbers of the next rows of a stream."""
         part.numbers.numpy()[:] = (stream.row + np.arange(len(part.numbers))) * self._recipe.streams + stream.number
 
-    def taken(self, batches: int, oldest: int) -> None:
-        """Forget the states before `oldest` batches, when `batches` were taken."""
+    def taken(self, counts: TrainedBatches) -> None:
+        """Forget the positions that are not kept any more."""
+        self.forget(counts.oldest)
+
+    def forget(self, oldest: int) -> None:
+        """Forget the states before that many batches. They share the tokens, so some more cost little."""
         for old in [number for number in self._snapshots if number < oldest]:
             del self._snapshots[old]
 

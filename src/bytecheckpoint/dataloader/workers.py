@@ -24,6 +24,7 @@ from msgspec import structs
 from bytecheckpoint.dataloader.handover import StateReceiver, StateSender, share_states
 from bytecheckpoint.dataloader.makers import LocalMaker
 from bytecheckpoint.dataloader.rows import PackedRows, shared_tensor
+from bytecheckpoint.dataloader.trained import TrainedBatches
 from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError, UsageError
 from bytecheckpoint.failures import Failure
 
@@ -91,12 +92,13 @@ class Worker:
             rows.copy_from(self._slots[batch % len(self._slots)])
         return self._made[batch]
 
-    def taken(self, batches: int, oldest: int) -> None:
-        """Report to the worker how many batches were taken, and behind how many the oldest state may be wanted."""
-        self._made = {number: made for number, made in self._made.items() if number >= batches}
-        self._states = {number: states for number, states in self._states.items() if number >= oldest}
-        self._asked = {number for number in self._asked if number >= oldest}
-        self._send(("taken", (batches, oldest)))
+    def taken(self, counts: TrainedBatches) -> None:
+        """Report to the worker how many batches were taken, and which positions are kept."""
+        self._made = {number: made for number, made in self._made.items() if number >= counts.taken}
+        # Not those that are kept besides: their memory is needed for the next state, and the worker can make them again.
+        self._states = {number: states for number, states in self._states.items() if number >= counts.position}
+        self._asked = {number for number in self._asked if number >= counts.position}
+        self._send(("taken", (counts.taken, counts.oldest)))
         for released in self._receiver.released():
             self._send(("released", released))
 
@@ -205,7 +207,7 @@ def _serve(link: Connection, parent: int, slots: list[PackedRows], maker: LocalM
             kind, value = _receive(link, parent)
             if kind == "taken":
                 taken, oldest = value
-                maker.taken(taken, oldest)
+                maker.forget(oldest)
             elif kind == "released":
                 sender.release(*value)
             else:
