@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import bytecheckpoint
+from bytecheckpoint.dataloader import HuggingFaceLoader
 from bytecheckpoint.errors import UsageError
 from tests.dataloader.map_loaders import loader_of
 from tests.dataloader.token_loaders import Long, loader, rows_of
@@ -38,11 +39,18 @@ def numbers(**_: Any) -> tuple[Any, Any]:
     return loader_of(20, 6, allow=()), list
 
 
+def examples(**_: Any) -> tuple[Any, Any]:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"n": range(40)}).to_iterable_dataset(num_shards=4)
+    return HuggingFaceLoader(rows, 4, streams=2, kept=4), list
+
+
 KINDS = {
     "tokens": (tokens, {}),
     "workers": (tokens, {"workers": 2, "state_every": 3}),
     "rest": (tokens, {"epochs": 1, "sources": Long()}),
     "numbers": (numbers, {}),
+    "examples": (examples, {}),
 }
 
 
@@ -86,7 +94,7 @@ def test_zip_loses_no_batch(tmp_path: Path, make: Any, options: dict[str, Any]) 
         getattr(each, "close", list)()
 
 
-@pytest.mark.parametrize("make", [tokens, numbers])
+@pytest.mark.parametrize("make", [tokens, numbers, examples])
 def test_gaps_are_named(make: Any) -> None:
     one, _ = make()
     batches = endless(one)
@@ -105,6 +113,14 @@ def test_gaps_are_named(make: Any) -> None:
     with pytest.raises(UsageError, match=r"8 batches were taken, and trained\(\) was called for 4 of them"):
         next(batches)
     assert one.shared_state()["batches"] == 4 and one.batches == 8
+
+
+def test_a_loader_that_keeps_no_positions_says_so() -> None:
+    one, _ = examples()
+    one = HuggingFaceLoader(next(iter(one._streams.values()))._dataset, 4, streams=2)
+    next(iter(one))
+    with pytest.raises(UsageError, match="pass kept= to the loader"):
+        one.trained(1)
 
 
 def test_states_without_a_number_of_batches_are_taken() -> None:

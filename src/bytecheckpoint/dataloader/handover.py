@@ -16,7 +16,7 @@ import torch
 from bytecheckpoint.dataloader.rows import shared_tensor
 from bytecheckpoint.dataloader.stream import BUFFERS
 
-__all__ = ["ALIGN", "StateReceiver", "StateSender", "States", "share_states"]
+__all__ = ["ALIGN", "StateReceiver", "StateSender", "States", "on_tensors", "share_states"]
 
 #: Alignment of tensors in bytes.
 ALIGN: Final = 64
@@ -73,7 +73,7 @@ class StateSender:
         memory = self._memory[number]
         shown = memory if number in self._unknown else None
         self._unknown.discard(number)
-        return number, shown, _on_tensors(states(_carve(memory)), _place)
+        return number, shown, on_tensors(states(_carve(memory)), _place)
 
     def release(self, number: int, keep: bool) -> None:
         """Use the memory of a state again if `keep`, or free it."""
@@ -88,7 +88,7 @@ def share_states(states: States) -> Any:
     sizes = [tensor.nbytes for state in states.values() for name in BUFFERS for tensor in state[name].values()]
 
     def copies(allocate: Callable[[int, torch.dtype], torch.Tensor]) -> States:
-        return _on_tensors(states, lambda tensor: allocate(tensor.numel(), tensor.dtype).copy_(tensor))
+        return on_tensors(states, lambda tensor: allocate(tensor.numel(), tensor.dtype).copy_(tensor))
 
     return StateSender().send(sum(-(-size // ALIGN) * ALIGN for size in sizes), copies)
 
@@ -114,7 +114,7 @@ class StateReceiver:
             start, count, dtype = place
             return whole[start : start + count * dtype.itemsize].view(dtype)
 
-        return _on_tensors(states, named)
+        return on_tensors(states, named)
 
     def released(self) -> list[tuple[int, bool]]:
         """Return the arguments of `StateSender.release` for each state whose tensors are gone."""
@@ -132,7 +132,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, int, torch.dtype]:
     return int(tensor.storage_offset()) * tensor.element_size(), tensor.numel(), tensor.dtype
 
 
-def _on_tensors(states: States, change: Callable[[Any], Any]) -> dict[int, Any]:
+def on_tensors(states: States, change: Callable[[Any], Any]) -> dict[int, Any]:
     """Return states in which the tensors of buffers are changed."""
     return {
         number: state | {name: {part: change(value) for part, value in state[name].items()} for name in BUFFERS}

@@ -10,6 +10,7 @@ import xxhash
 from bytecheckpoint.dataloader.checks import check_rank, check_shared, share
 from bytecheckpoint.dataloader.hugging_face_steps import part_of, passes_all_rows, steps_of
 from bytecheckpoint.dataloader.sources.facts import changed_facts, data_facts
+from bytecheckpoint.dataloader.trained import TrainedBatches
 from bytecheckpoint.errors import UsageError
 
 __all__ = ["HuggingFaceLoader", "check_exact"]
@@ -44,6 +45,8 @@ class HuggingFaceLoader:
             is exact for every data set whose order is fixed, and takes as long as feeding it did.
         fingerprint: version or hash that identifies the data set; None: what is known of it without reading it is compared
             (rows, features, names and sizes of files).
+        kept: number of batches before the last one behind which `trained` can set the position. None is kept by default,
+            because that takes the state of the data set at every batch.
 
     Raises:
         UsageError: an argument is out of its range, or the data set needs `replay`.
@@ -60,6 +63,7 @@ class HuggingFaceLoader:
         collate: Callable[[list[Any]], Any] | None = None,
         replay: bool = False,
         fingerprint: str | int | None = None,
+        kept: int = 0,
     ) -> None:
         from datasets import IterableDataset
 
@@ -81,7 +85,8 @@ class HuggingFaceLoader:
         self._collate, self._replay = collate, replay
         self._seeds = _seeds(dataset)
         self._facts = data_facts(dataset) if fingerprint is None else {}
-        self._between_batches = True
+        self._between_batches, self._counts = True, TrainedBatches(kept)
+        self._past: dict[int, Mapping[int, Any]] = {}  # states by number of batches
         self._streams = {
             n: _ExampleStream(dataset, n, streams, replay) for n in share(streams, self._rank, self._ranks)
         }
@@ -93,11 +98,25 @@ class HuggingFaceLoader:
 
     def _next(self) -> Any:
         self._check_between_batches()
+        self._counts.check_next()
+        if self._counts.kept:
+            self._past[self.batches] = self._states_now()
         each = self._global_batch // self._count
         self._between_batches = False
         examples = [stream.next() for stream in self._streams.values() for _ in range(each)]
         self._between_batches = True
+        self._counts.taken += 1
+        self._past = {n: states for n, states in self._past.items() if n >= self._counts.oldest}
         return examples if self._collate is None else self._collate(examples)
+
+    @property
+    def batches(self) -> int:
+        """Number of global batches of the run that were taken so far."""
+        return self._counts.taken
+
+    def trained(self, batches: int) -> None:
+        """Set how many batches of the run were trained, as `TokenBufferLoader.trained` does. It needs `kept`."""
+        self._counts.train(batches)
 
     def close(self) -> None:
         """End the threads and files with which the data set reads. The next batch opens them again, at the position.
@@ -129,7 +148,10 @@ class HuggingFaceLoader:
         return self._count
 
     def shared_state(self) -> Any:
-        """Return the facts that decide the global batches."""
+        """Return the facts that decide the global batches, and the number of those before the position."""
+        return self._settings() | {"batches": self._counts.position}
+
+    def _settings(self) -> dict[str, Any]:
         return {
             "loader": type(self).__name__,
             "streams": self._count,
@@ -140,6 +162,9 @@ class HuggingFaceLoader:
             "data": self._facts,
         }
 
+    def _states_now(self) -> dict[int, Any]:
+        return {number: stream.state() for number, stream in self._streams.items()}
+
     def stream_states(self) -> Mapping[int, Any]:
         """Return the positions of this rank's streams.
 
@@ -147,7 +172,8 @@ class HuggingFaceLoader:
             UsageError: an error or a signal has broken off the reading of a batch.
         """
         self._check_between_batches()
-        return {number: stream.state() for number, stream in self._streams.items()}
+        position = self._counts.position
+        return self._states_now() if position == self.batches else self._past[position]
 
     def choose_streams(self, shared: Any, saved: Sequence[int]) -> Sequence[int]:
         """Return the streams of this rank.
@@ -155,7 +181,7 @@ class HuggingFaceLoader:
         Raises:
             IncompatibleCheckpointError: the checkpoint is of other data, or has other streams.
         """
-        check_shared(shared, self.shared_state(), compare={"data": changed_facts})
+        check_shared(shared, self._settings(), compare={"data": changed_facts})
         return [*self._streams]
 
     def load_streams(self, shared: Any, states: Mapping[int, Any]) -> None:
@@ -163,6 +189,7 @@ class HuggingFaceLoader:
         for number, stream in self._streams.items():
             stream.resume(states[number])
         self._between_batches = True
+        self._counts.begin(shared.get("batches", 0))
 
 
 class _ExampleStream:

@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 
 from bytecheckpoint.dataloader.checks import check_allow, check_rank, check_shared, share
+from bytecheckpoint.dataloader.handover import on_tensors
 from bytecheckpoint.dataloader.makers import LocalMaker, RestMaker
 from bytecheckpoint.dataloader.recipe import ALLOWED, TokenRecipe, changed_ratios, changed_sources
 from bytecheckpoint.dataloader.rows import PackedRows
@@ -203,7 +204,8 @@ class TokenBufferLoader:
         if len(states) < self._recipe.streams:
             if self._gather is None:
                 raise UsageError("a stream has ended, and this loader cannot get the streams of others without gather=")
-            states = {number: state for of_rank in self._gather(states) for number, state in of_rank.items()}
+            own = on_tensors(states, torch.clone)  # a tensor is sent with all the memory of which it is a part
+            states = {number: state for of_rank in self._gather(own) for number, state in of_rank.items()}
         self._end()
         self._makers = [
             (RestMaker(self._recipe, self._numbers, self.batches, states), self._recipe.rows * len(self._numbers))

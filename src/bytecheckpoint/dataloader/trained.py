@@ -19,8 +19,8 @@ class TrainedBatches:
     """
 
     def __init__(self, kept: int) -> None:
-        if type(kept) is not int or kept < 1:
-            raise UsageError(f"kept must be an int of at least 1, not {kept!r}")
+        if type(kept) is not int or kept < 0:
+            raise UsageError(f"kept must be an int of at least 0, not {kept!r}")
         self.taken, self.kept = 0, kept
         self._first = 0  # of this loader, which knows no position before it
         self._trained: int | None = None
@@ -46,6 +46,8 @@ class TrainedBatches:
         Raises:
             UsageError: so many were not taken, or their position is not kept any more.
         """
+        if not self.kept:
+            raise UsageError("trained() needs positions that are kept: pass kept= to the loader")
         least = max(self.oldest, self._trained or 0)
         if type(batches) is not int or not least <= batches <= self.taken:
             raise UsageError(
