@@ -191,8 +191,14 @@ class _HeldOptions:
 
     def update(self) -> None:
         """Copy the options again."""
-        groups = self._optimizer.param_groups
-        self._copies = [copy.deepcopy({key: group[key] for key in group if key != "params"}) for group in groups]
+        self._copies = [
+            {
+                key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+                for key, value in group.items()
+                if isinstance(value, torch.Tensor | int | float | str | tuple | None)
+            }
+            for group in self._optimizer.param_groups
+        ]
 
     def restore(self) -> None:
         """Set the options back."""
