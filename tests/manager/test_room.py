@@ -40,16 +40,15 @@ def test_only_the_newest_retired_steps_wait_for_their_readers(tmp_path: Path) ->
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_retired_steps_make_room(tmp_path: Path, asynchronous: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Each step takes 1 MiB of the 6 that there are."""
-    with small_tmpfs(tmp_path / "small", "6m"):
+    """Each step takes 1 MiB of the 4 that there are, and begins while the one before is written."""
+    with small_tmpfs(tmp_path / "small", "4m"):
         root, weights = tmp_path / "small" / "run", torch.zeros(1 << 18)
         options = SaveOptions(async_checkpoint=asynchronous)
         with CheckpointManager(root, {"w": weights}, every=1, keep=IN_GRACE, save_options=options) as manager:
             for step in range(1, 31):
                 weights.fill_(step)
                 assert manager.maybe_save(step) is not None
-                manager.wait()
-        assert numbers(manager) == [29, 30] and len(folders(root)) > 2
+        assert numbers(manager) == [29, 30]
         assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 

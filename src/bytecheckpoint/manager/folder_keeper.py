@@ -67,9 +67,6 @@ class FolderKeeper:
         if not self._writes:
             self._restored = None
             return
-        if lack := self.folder.lacking_room():
-            _log.info("%s: another step does not fit, because %s: retired steps go now", self.folder.url, lack)
-            self.make_room()
         self._room_made.wait(settings().timeout / 2)  # the other ranks wait as long as the time-out
         for name in sorted(self._unnamed - metrics.keys()):
             _log.warning(
@@ -156,6 +153,13 @@ class FolderKeeper:
         if time.monotonic() > self._next_look:
             self._next_look = math.inf
             self._collect_leftovers()
+
+    @property
+    def lacks_room(self) -> bool:
+        """True on rank 0 if it is known that a step may not fit."""
+        if lack := self.folder.lacking_room() if self._writes else "":
+            _log.info("%s: another step may not fit, because %s: retired steps go now", self.folder.url, lack)
+        return bool(lack)
 
     def make_room(self) -> None:
         """End all deletions that have begun, in the background. The next save waits for that."""

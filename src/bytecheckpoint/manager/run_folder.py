@@ -293,8 +293,8 @@ class RunFolder:
                     self._note_removals(name, place)
 
     def lacking_room(self) -> str:
-        """Return why another step like the newest one does not fit; "" if it does, or if the storage does not know."""
-        return lacking_room(self.url, self._step_bytes) if self._step_bytes else ""
+        """Return why two steps like the newest one, of which one is being written, do not fit; "" if they do or may."""
+        return lacking_room(self.url, 2 * self._step_bytes) if self._step_bytes else ""
 
     def free_room(self) -> None:
         """End all removals that were begun, by this job or earlier ones, because free space counts more than readers.

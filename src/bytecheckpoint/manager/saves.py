@@ -19,6 +19,7 @@ from bytecheckpoint.manager.run_folder import step_metadata
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.saving import prepare, save
 from bytecheckpoint.saving.background import StillnessTrial
+from bytecheckpoint.settings import settings
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -160,6 +161,9 @@ class RunSaves:
         if self.options.on_error == "warn" and self._handle is not None:
             Future.exception(self._handle.restorable)  # a save in the background would fail in place of this one
             self.raise_failure()
+        if self.keeper.lacks_room:
+            self._await_cleanup()
+            self.keeper.make_room()
         self.keeper.begin_save(step, metrics)
         self.restart_clock()
         begun = time.monotonic()
@@ -214,6 +218,13 @@ class RunSaves:
         self._after_commit = after_commit
         self._handle, self.step, self.prepared = handle, step, True
         return handle
+
+    def _await_cleanup(self) -> None:
+        """Wait until the save in flight has ended, and the deletion of steps behind it is in the queue."""
+        if self._handle is not None:
+            with contextlib.suppress(TimeoutError):
+                Future.exception(self._handle.committed, settings().timeout / 2)
+                self._after_commit.wait(settings().timeout / 2)
 
     def _is_full(self, handle: SaveHandle | None) -> bool:
         return handle is not None and handle.done() and isinstance(Future.exception(handle.committed), StorageFullError)
