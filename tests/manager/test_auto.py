@@ -17,6 +17,7 @@ import bytecheckpoint
 from bytecheckpoint import CheckpointManager
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.engine.staging import Image
+from bytecheckpoint.errors import StateChangedError
 from bytecheckpoint.manager.run_folder import step_folder
 
 _Between = Callable[[int, "Job"], object]
@@ -132,6 +133,34 @@ def test_a_change_later_saves_the_next_step_again(
     assert done == ["blocking"] * 2 + ["background"] + ["blocking"] * (len(steps) - 4)
     assert "step 12 is not saved, the next one is: " in caplog.text
     assert not Path(step_folder(str(tmp_path), 12), "metadata.parquet").exists()
+
+
+def test_a_change_behind_the_last_save_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No later save makes up for it."""
+    gate = threading.Event()
+    stage = Image.stage
+    monkeypatch.setattr(Image, "stage", lambda self, *arguments: (gate.wait(20), stage(self, *arguments))[1])
+
+    class Slow(Job):
+        """A job whose fourth save is copied late."""
+
+        steps = 0
+
+        def step(self) -> None:
+            super().step()
+            self.steps += 1
+            if self.steps == 8:
+                gate.clear()
+
+    def change(number: int, job: Job) -> None:
+        if number == 4:
+            with torch.no_grad():
+                job.model.weight.add_(1)
+            gate.set()
+
+    gate.set()
+    with pytest.raises(StateChangedError, match=r"model/.*weight"):
+        train(tmp_path, Slow(), 4, change)
 
 
 def test_a_program_without_optimizer_steps_stays_blocking(tmp_path: Path) -> None:

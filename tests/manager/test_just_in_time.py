@@ -31,13 +31,14 @@ def lose(
     victims: tuple[int, ...],
     step: int,
     at: str = "forward",
+    stop: int = STOP,
     **options: object,
 ) -> tuple[dict[int, float], str]:
     """Train on ranks of which some die in a step; return the losses until then, and what was logged."""
     world = worlds.fresh(size)
     try:
         world.start(
-            train, str(folder / "run"), STOP, victims=victims, at=(at, step), log=str(folder / "log"),
+            train, str(folder / "run"), stop, victims=victims, at=(at, step), log=str(folder / "log"),
             just_in_time=True, **options,
         )  # fmt: skip
         for process in world.processes:
@@ -108,6 +109,14 @@ def test_a_moving_average(tmp_path: Path, worlds: Worlds, where: str) -> None:
     )  # each rank early, and the one that is left
     for _, drawn in worlds.run(1, train, str(tmp_path / "run"), STOP, average=where):
         assert drawn == STOP
+
+
+@pytest.mark.timeout(300)
+def test_a_full_storage(tmp_path: Path, worlds: Worlds) -> None:
+    """The files of retired steps go first."""
+    lose(worlds, tmp_path, 2, (1,), 14, save_options=SYNCHRONOUS, stop=20, keep=1, full=True)
+    assert steps_in(tmp_path / "run") == [10, 13]
+    assert not (tmp_path / "run" / "step_00000005").exists()
 
 
 @pytest.mark.timeout(300)

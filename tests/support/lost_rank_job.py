@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bytecheckpoint
 from bytecheckpoint import CheckpointManager
 from bytecheckpoint.dataloader import SequenceSource, TokenBufferLoader, TokenRecipe
-from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.errors import CheckpointError, StorageFullError
 from bytecheckpoint.manager import Every, Latest, Retention
 from tests.support.faulty_storage import Faults
 
@@ -71,6 +71,7 @@ def train(
     keep: int | None = None,
     grace: float = 600.0,
     average: str = "",
+    full: bool = False,
     **options: Any,
 ) -> tuple[dict[int, float], int]:
     """Train; return the loss of each step and the passes of the model, also after the loss of other ranks.
@@ -89,6 +90,7 @@ def train(
         keep: number of the newest steps to keep.
         grace: seconds between the two phases of a deletion.
         average: "top" or "end" of a step to update a moving average of the parameters there; "" for none.
+        full: True if the storage is full when ranks die, and refuses a write of each rank.
         **options: of the manager.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -120,7 +122,7 @@ def train(
             os.kill(os.getpid(), signal.SIGKILL)
 
     faults = Faults()
-    if errors or at[0] == "commit":
+    if full or errors or at[0] == "commit":
         bytecheckpoint.configure(writer="thread")  # in reach of the faults
         faults.install(pytest.MonkeyPatch())
     if errors and rank == 0:
@@ -136,6 +138,8 @@ def train(
                 time.sleep(0.0 if rank else slow)
                 if rank in victims and at == ("commit", step):
                     faults.add("write" if rank else "publish", before=lambda: os.kill(os.getpid(), signal.SIGKILL))
+                if full and at[1] == step:
+                    faults.add("write", StorageFullError("no room"))
                 update("top")
                 tokens = next(loader)["tokens"]
                 progress["drawn"] += 1

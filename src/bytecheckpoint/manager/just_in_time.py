@@ -23,7 +23,7 @@ from torch import nn
 
 from bytecheckpoint.collectives import Collective, use
 from bytecheckpoint.collectives.base import names_of_ranks
-from bytecheckpoint.errors import CheckpointError, PeerLostError, UsageError, listed
+from bytecheckpoint.errors import CheckpointError, PeerLostError, StorageFullError, UsageError, listed
 from bytecheckpoint.frameworks.base import SupportsStreams
 from bytecheckpoint.manager.last_boundary import LastBoundary, SupportsReplay, all_of, has_state
 from bytecheckpoint.manager.run_folder import step_folder
@@ -166,8 +166,17 @@ class JustInTime:
                 states = self._boundary.states(step, collective)
                 metadata = {**(self._run.options.metadata or {}), **self._boundary.metadata()}
                 options = replace(self._run.options, async_checkpoint=False, staging="blocking", metadata=metadata)
-                handle = save(step_folder(self._run.keeper.folder.url, step), states, step=step, **options.arguments())
-                handle.result()  # of a tier: also in the durable storage
+                folder = self._run.keeper.folder
+                for again in (False, True):
+                    try:
+                        handle = save(step_folder(folder.url, step), states, step=step, **options.arguments())
+                        handle.result()  # of a tier: also in the durable storage
+                        break
+                    except StorageFullError:  # on all of these ranks
+                        if again:
+                            raise
+                        if self._collective.rank == members[0]:
+                            folder.free_room()
         except Exception as error:  # noqa: BLE001  an older boundary may do
             return str(error) or repr(error)
         return ""
