@@ -183,4 +183,4 @@ def _ends(options: dict[str, Any], batches: int) -> bool:
     one = loader(**options)
     for _ in range(batches):
         next(one)
-    return one._rests
+    return one._rest is not None

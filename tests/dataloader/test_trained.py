@@ -115,6 +115,34 @@ def test_gaps_are_named(make: Any) -> None:
     assert one.shared_state()["batches"] == 4 and one.batches == 8
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("closed", [False, True])
+def test_the_first_step_may_be_trained_in_the_rest_of_a_run(tmp_path: Path, workers: int, closed: bool) -> None:
+    plain = loader(epochs=1, sources=Long(count=12))
+    wanted = [rows_of(batch) for batch in plain]
+    for lag in (0, 1, 2, 3):
+        one = loader(epochs=1, sources=Long(count=12), workers=workers)
+        assert [rows_of(next(one)) for _ in range(4)] == wanted[:4]
+        assert one._rest is not None
+        one.trained(4 - lag)
+        if closed:
+            one.close()
+        bytecheckpoint.save(tmp_path / str(lag), {"dataloader": one})
+        two = loader(epochs=1, sources=Long(count=12))
+        bytecheckpoint.load(tmp_path / str(lag), {"dataloader": two})
+        assert rows_of(next(one)) == wanted[4]
+        assert [rows_of(batch) for batch in two] == wanted[4 - lag :]
+        one.close()
+
+
+def test_a_closed_loader_keeps_one_position() -> None:
+    one = loader(workers=1)
+    [next(one) for _ in range(3)]
+    one.close()
+    with pytest.raises(UsageError, match="positions behind 3 and more are kept"):
+        one.trained(2)
+
+
 def test_a_loader_that_keeps_no_positions_says_so() -> None:
     one, _ = examples()
     one = HuggingFaceLoader(next(iter(one._streams.values()))._dataset, 4, streams=2)

@@ -24,6 +24,8 @@ from bytecheckpoint.representation.values.equality import equal
 __all__ = ["TokenBufferLoader", "WorkerOptions"]
 
 _log = logging.getLogger("bytecheckpoint")
+#: A maker, and its number of rows in a batch.
+_Share = tuple[LocalMaker | Worker, int]
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,9 @@ class TokenBufferLoader:
         self._pin = pin_memory and torch.accelerator.is_available()
         self._counts = TrainedBatches(self._workers.kept)
         self._held: dict[int, Mapping[int, Any]] = {}  # by number of batches: states that no maker has
-        self._makers: list[tuple[LocalMaker | Worker, int]] = []
-        self._ended, self._lost, self._rests = False, False, False
+        self._makers, self._before_rest = list[_Share](), list[_Share]()
+        self._ended, self._lost = False, False
+        self._rest: int | None = None  # number of batches before the rest of the run
 
     # --- batches ------------------------------------------------------------------------------------------------
 
@@ -169,7 +172,7 @@ class TokenBufferLoader:
         self._counts.check_next()
         rows = PackedRows.empty(self._recipe.rows * len(self._numbers), self._recipe.context_length, pinned=self._pin)
         made = self._make(rows)
-        if not made and not self._rests:
+        if not made and self._rest is None:
             self._begin_rest()
             made = self._make(rows)
         self._ended = not made
@@ -178,6 +181,8 @@ class TokenBufferLoader:
         self._counts.taken += 1
         for maker, _ in self._makers:
             maker.taken(self._counts)
+        if self._rest is not None and self._counts.oldest >= self._rest:
+            self._end_before_rest()
         self._held = {n: states for n, states in self._held.items() if n >= self._counts.position}
         return {"tokens": rows.tokens, "documents": rows.documents, "positions": rows.positions, "rows": rows.numbers}
 
@@ -193,26 +198,29 @@ class TokenBufferLoader:
             made = maker.make(rows.part(first, first + count), self.batches)
             ended = ended or not made  # but all makers make it, so that they are at the same batch
             first += count
-        if self._agree is not None and not self._rests:  # in the rest, every rank makes all rows
+        if self._agree is not None and self._rest is None:  # in the rest, every rank makes all rows
             ended = self._agree(ended)
         return not ended
 
     def _begin_rest(self) -> None:
         """Make rows by the states of all streams from here on, because the first stream has ended."""
-        self._hold()
-        states = self._held[self.batches]
+        states = self._states_after(self.batches)
         if len(states) < self._recipe.streams:
             if self._gather is None:
                 raise UsageError("a stream has ended, and this loader cannot get the streams of others without gather=")
             own = on_tensors(states, torch.clone)  # a tensor is sent with all the memory of which it is a part
             states = {number: state for of_rank in self._gather(own) for number, state in of_rank.items()}
-        self._end()
-        self._makers = [
-            (RestMaker(self._recipe, self._numbers, self.batches, states), self._recipe.rows * len(self._numbers))
-        ]
-        self._rests = True
+        rest = RestMaker(self._recipe, self._numbers, self.batches, states)
+        self._before_rest, self._makers = self._makers, [(rest, self._recipe.rows * len(self._numbers))]
+        self._rest = self.batches
 
-    def _start(self) -> list[tuple[LocalMaker | Worker, int]]:
+    def _end_before_rest(self) -> None:
+        """End the makers that knew the positions before the rest of the run."""
+        for maker, _ in self._before_rest:
+            maker.close()
+        self._before_rest = []
+
+    def _start(self) -> list[_Share]:
         """Return the makers in the order of the streams, each with its number of rows in a batch."""
         if self._lost:
             raise UsageError(
@@ -240,11 +248,13 @@ class TokenBufferLoader:
 
         The position of a worker that has died or does not answer is lost; a load sets another one.
         """
-        if self._rests:  # without workers; the other ranks would not give their states again
-            return
         try:
+            if self._rest is not None:  # its maker stays: it has no process, and the other ranks would not gather again
+                self._hold(self._rest)
+                self._end_before_rest()
+                return
             if self._makers and not any(maker.late for maker, _ in self._makers):
-                self._hold()
+                self._hold(self.batches + 1)
                 self._end()
         except CheckpointError as error:
             _log.warning("the position of a data loader is lost: %s", error)
@@ -255,9 +265,9 @@ class TokenBufferLoader:
         self._end()
 
     def _end(self) -> None:
-        for maker, _ in self._makers:
+        for maker, _ in [*self._makers, *self._before_rest]:
             maker.close()
-        self._makers, self._rests = [], False
+        self._makers, self._before_rest, self._rest = [], [], None
 
     def __enter__(self) -> Self:
         return self
@@ -281,7 +291,8 @@ class TokenBufferLoader:
         other._saves, other._agree, other._gather = rank < sharing, None, None
         other._workers = replace(self._workers, count=0)
         other._counts, other._held, other._makers = TrainedBatches(self._workers.kept), {}, []
-        other._ended = other._lost = other._rests = False
+        other._before_rest, other._rest = [], None
+        other._ended = other._lost = False
         return other
 
     # --- state ----------------------------------------------------------------------------------------------------
@@ -319,13 +330,16 @@ class TokenBufferLoader:
         if batches in self._held:
             return {**self._held[batches]}
         makers = self._start()
+        if self._rest is not None and batches < self._rest:
+            makers = self._before_rest
         for maker, _ in makers:
             maker.ask(batches)
         return {number: state for maker, _ in makers for number, state in maker.states(batches).items()}
 
-    def _hold(self) -> None:
-        """Hold the states that may still be wanted when the makers have ended."""
-        self._held = {n: self._states_after(n) for n in range(self._counts.position, self.batches + 1)}
+    def _hold(self, stop: int) -> None:
+        """Hold the states from the position on, before that of `stop` batches, whose makers end."""
+        self._held |= {n: self._states_after(n) for n in range(self._counts.position, stop)}
+        self._counts.forget()
 
     def choose_streams(self, shared: Any, saved: Sequence[int]) -> Sequence[int]:
         """Check that this loader feeds the data of a checkpoint; return its streams; see `SupportsStreams`."""

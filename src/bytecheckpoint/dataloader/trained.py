@@ -30,6 +30,10 @@ class TrainedBatches:
         self.taken = self._first = batches
         self._trained = None
 
+    def forget(self) -> None:
+        """Keep no position before that of a save any more."""
+        self._first = max(self._first, self.position)
+
     @property
     def position(self) -> int:
         """Number of batches before the position that a save holds."""
