@@ -124,9 +124,12 @@ def swapped(net: Net) -> None:
             parameter.zero_()
 
 
+@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("change", [changes_in_forward, exchanged, swapped])
-def test_changes_without_a_step(tmp_path: Path, change: Callable[[Net], None]) -> None:
+def test_changes_without_a_step(tmp_path: Path, change: Callable[[Net], None], captured: bool) -> None:
     net, _ = trained(torch.optim.SGD, lr=0.1)
+    if captured:  # the same objects are not captured anew
+        bytecheckpoint.save(tmp_path / "step", {"model": net}, **BACKGROUND).result(60)
     before = flat(net)
     handle = bytecheckpoint.save(tmp_path / "step", {"model": net}, **BACKGROUND)
     change(net)

@@ -12,13 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint
 from bytecheckpoint.collectives import current
 from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.world import world_of
 from tests.support.modes import MODES
+from tests.support.worlds import Worlds
 
 
 class Job:
@@ -298,3 +302,36 @@ def test_a_selection_is_captured_each_time(tmp_path: Path, captures: list[int]) 
         bytecheckpoint.save(tmp_path / str(number), job.states(), include=["model/norm.*"])
         assert "model/a.bias" not in content(tmp_path / str(number))
     assert len(captures) == 3
+
+
+class Deciding(nn.Linear):
+    """Decides by itself what its state_dict holds."""
+
+    slim = False
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.slim:
+            del destination[f"{prefix}bias"]
+
+
+def test_a_class_with_methods_of_its_own_is_captured_each_time(tmp_path: Path) -> None:
+    job = Job()
+    job.model.inner.append(Deciding(6, 6))
+    for number, slim in enumerate([False, False, True]):
+        job.model.inner[2].slim = slim
+        save(tmp_path / str(number), job)
+        assert ("model/inner.2.bias" in content(tmp_path / str(number))) is not slim
+
+
+def freeze_a_distributed_parameter(path: Path) -> None:
+    model: Any = nn.Linear(6, 6)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    for trained in (True, False):
+        model.weight.requires_grad_(trained)
+        bytecheckpoint.save(path, {"model": model}, **MODES["background"]).result(60)
+        assert content(path)["model/weight"][2] is trained
+
+
+def test_a_distributed_parameter_that_is_frozen(worlds: Worlds, tmp_path: Path) -> None:
+    worlds.get(2).run(freeze_a_distributed_parameter, tmp_path / "s")
