@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections import deque
 from itertools import chain, pairwise
 from pathlib import Path
@@ -177,6 +178,21 @@ def test_ranks_and_resumes_feed_the_same_rest(tmp_path: Path) -> None:
         assert begin is not None
         parts = ThreadWorld(ranks).run(feed, begin, end, workers, timeout=100)
         assert [[*chain(*rows)] for rows in zip(*parts, strict=True)] == wanted[begin:end]
+
+
+def test_states_of_workers_are_sent_without_the_memory_around_them() -> None:
+    def gather(value: Any) -> Any:
+        if isinstance(value, dict):
+            sizes.append(len(pickle.dumps(value)))
+            raise LookupError
+        return [value, False]
+
+    sizes: list[int] = []
+    for workers in (0, 1):
+        options = {"epochs": 1, "sources": Long(), "shuffle_buffer": 9, "workers": workers, "gather": gather}
+        with loader(0, 2, **options) as one, pytest.raises(LookupError):
+            deque(one, 0)
+    assert sizes[1] <= sizes[0]
 
 
 def _ends(options: dict[str, Any], batches: int) -> bool:
