@@ -36,13 +36,16 @@ class Net(nn.Module):
         return result
 
 
+_IMPLEMENTATIONS: tuple[dict[str, Any], ...] = ({}, {"foreach": False}, {"foreach": True}, {"fused": True})
+
+
 def optimizers() -> Iterator[tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]]:
     """All of torch.optim that take dense gradients, each plain, by foreach and fused, as far as it has these."""
     found: list[Any] = [made for made in vars(torch.optim).values() if isinstance(made, type)]
     for made in found:
         if not issubclass(made, torch.optim.Optimizer) or made in (torch.optim.Optimizer, torch.optim.SparseAdam):
             continue
-        for options in ({}, {"foreach": False}, {"foreach": True}, {"fused": True}):
+        for options in _IMPLEMENTATIONS if made is not torch.optim.LBFGS else ({"history_size": 2},):
             try:
                 made([nn.Parameter(torch.ones(2, 2))], lr=0.01, **options)
             except (TypeError, ValueError, RuntimeError):
