@@ -82,8 +82,8 @@ def test_values_that_change_after_staged_are_not_saved(path: Path, staging: str,
         handle = bytecheckpoint.save(path, live, async_checkpoint=True, staging=staging)
         handle.staged.result(30)
         for tensor in (live["model"]["w"].data, live["model"]["v"].data, live["model"]["bias"]):
-            tensor.fill_(-7.0)
-        live["optimizer"]["momentum"].data.fill_(-7.0)
+            tensor.detach().fill_(-7.0)
+        live["optimizer"]["momentum"].data.detach().fill_(-7.0)
         live["extra_states"]["own"].fill_(-7.0)
         live["extra_states"]["step"] = -7
         handle.result(60)

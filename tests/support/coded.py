@@ -29,10 +29,10 @@ class Rows:
         self.shape = (rows, COLUMNS)
         self.offset = bounds[rank]
         count = bounds[rank + 1] - bounds[rank]
-        if step is None:
-            self.data = torch.full((count, COLUMNS), -1.0, dtype=torch.float64)
-        else:
-            self.data = whole(step, tensor, rows)[self.offset : self.offset + count].clone()
+        data = torch.full((count, COLUMNS), -1.0, dtype=torch.float64)
+        if step is not None:
+            data = whole(step, tensor, rows)[self.offset : self.offset + count].clone()
+        self.data = torch.nn.Parameter(data)  # which a save in the background copies behind the call
 
     def __bytecheckpoint_shards__(self) -> Iterable[tuple[Sequence[int], Sequence[int], torch.Tensor]]:
         yield self.shape, (self.offset, 0), self.data
