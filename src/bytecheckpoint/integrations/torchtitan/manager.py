@@ -231,6 +231,8 @@ class TorchtitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         elif step < 0:
             manager.restore_latest()
         if manager.restored is not None:
+            if "train_state" in self._config.exclude_from_loading:
+                manager.go_back(0)  # the counters begin again
             return manager.restored.path
         if step == 0 or seed:
             return manager.restore_from(f"{manager.root}/{_SEED}", only=["model"], exclude=[]).path
