@@ -62,6 +62,7 @@ MANY_FIELDS: dict[str, str] = {
     "bytecheckpoint.representation.header_writer.build_header": "the fields of a header",
     "bytecheckpoint.handles.LoadReport": "a flat report for users",
     "bytecheckpoint.handles.SaveReport": "a flat report for users",
+    "bytecheckpoint.saving.capture.CapturedState": "the parts of a capture, most with a default",
     "bytecheckpoint.representation.shards.LiveState": "the parts of a state that adapters capture, each with a default",
     "bytecheckpoint.frameworks.base.Destination": "the parts of a load plan that adapters add to, each with a default",
     "bytecheckpoint.planning.planned_rows.SavePlan": "the columns of one table",

@@ -179,6 +179,7 @@ class CapturedState:
         incremental: True if files of earlier saves may be used again.
         providers: objects that hand over pieces, by the name of their state.
         facts: facts that do not depend on the content of the shards.
+        streams: number of streams of each state of which this rank has none.
     """
 
     shards: list[LiveShard]
@@ -190,6 +191,7 @@ class CapturedState:
     incremental: bool = False
     providers: Mapping[str, Any] = field(default_factory=dict)
     facts: ShardFacts = field(default_factory=ShardFacts)
+    streams: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -230,8 +232,9 @@ class CapturedState:
         copies = DeviceCopies(devices, to_host=True, timeout=timeout)
         layouts = {state.name: state.layout for state in states}
         providers = {state.name: state.provider for state in states if state.provider is not None}
+        streams = {state.name: state.stream_count for state in states if state.stream_count and not state.streams}
         selection = selection or SelectionReport()
-        return cls(shards, values, copies, layouts, selection, proven, providers=providers, facts=facts)
+        return cls(shards, values, copies, layouts, selection, proven, False, providers, facts, streams)
 
     def describe(self) -> tuple[LocalTable, bytes]:
         """Return the table of the shards, and its signature, which is the key of the plan cache."""

@@ -172,6 +172,7 @@ class RankChecks(msgspec.Struct, frozen=True):
         rows: int64 numbers of the rank's boxes that are compared with copies on other ranks, as bytes.
         digests: uint64 digest of each of these boxes as bytes (`copies`).
         drift: relative difference between copies on this rank by escaped name of the tensor.
+        streams: number of streams of each state of which the rank has none, by escaped name.
     """
 
     steps: dict[str, int] = {}
@@ -180,6 +181,7 @@ class RankChecks(msgspec.Struct, frozen=True):
     rows: bytes = b""
     digests: bytes = b""
     drift: dict[str, float] = {}
+    streams: dict[str, int] = {}
 
 
 class CommitFacts(msgspec.Struct, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,7 +120,7 @@ def check_reports(reports: Mapping[int, WriteReport], plan: GlobalPlan) -> Diffe
     # Where the optimizers show one step, other counters that differ are meant to.
     if not check_optimizer_steps(optimizer_steps, plan.tables):
         check_steps({r: {unescape(name): step for name, step in found.steps.items()} for r, found in checks.items()})
-    check_parts({rank: report.values for rank, report in reports.items()})
+    check_parts({rank: report.values for rank, report in reports.items()}, [found.streams for found in checks.values()])
     # After the steps, which may be the reason.
     return differing_copies(checks, plan.tables) if plan.columns.has_copies() else None
 
@@ -147,16 +147,20 @@ def assign_values(values: RankValues, *, whole_world: bool) -> dict[int, set[Key
     return chosen
 
 
-def check_parts(values: RankValues) -> None:
+def check_parts(values: RankValues, counts: Iterable[Mapping[str, int]] = ()) -> None:
     """Check that ranks that hold one part of a state hold the same, and that together they hold all parts.
+
+    Args:
+        values: values of all ranks.
+        counts: numbers of parts by state, of ranks that hold none.
 
     Raises:
         IncompatibleCheckpointError: they do not; the message names the part and two ranks, or how many parts there are.
     """
-    if not any(record.parts for records in values.values() for record in records):
+    totals = {state: total for of_rank in counts for state, total in of_rank.items()}
+    if not totals and not any(record.parts for records in values.values() for record in records):
         return  # as in most saves
     found: dict[str, set[str]] = {}
-    totals: dict[str, int] = {}
     for (state, name, slot), by_rank in _by_key(values).items():
         (first, record), *others = by_rank.items()
         if not record.parts and not any(other.parts for _, other in others):

@@ -330,7 +330,8 @@ class Save:
                 digests = samples.digests()[rows]
         steps = {escape(name): step for name, step in self._request.steps.items()}
         drift = {} if agreed.plan.compared else {escape(name): part for name, part in drift.items()}
-        return RankChecks(steps, optimizer_steps, extent, rows.tobytes(), digests.tobytes(), drift), samples
+        streams = {escape(name): count for name, count in captured.streams.items()}
+        return RankChecks(steps, optimizer_steps, extent, rows.tobytes(), digests.tobytes(), drift, streams), samples
 
     def _report(self, written: WrittenSave) -> Reply:
         """Report the written files to the coordinator."""
