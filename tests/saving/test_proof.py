@@ -146,6 +146,12 @@ def test_the_fence_names_a_change_that_came_before_it(tmp_path: Path, monkeypatc
         handle.result(60)
 
 
+def test_an_operation_that_is_at_work_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it wrote first is copied already. Its counter rises at its end, and the copy may hold what it wrote last."""
+    with pytest.raises(StateChangedError, match="model/large"):
+        save_and_change(tmp_path / "s", Net(), lambda net: net.large.data[:1000].fill_(7), Gate(monkeypatch, number=1))
+
+
 def test_a_pool_smaller_than_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes pass through the pool, so the state itself is sampled again."""
     net = Net()

@@ -122,7 +122,6 @@ class StateProof:
         sources: Sequence[tuple[int, int, int]],
         files: Sequence[ImageFile],
         pool: StagingPool | None,
-        live: bool = False,
         later: Collection[int] = (),
     ) -> None:
         """Check a copy, and release the tensors if nothing is left to check.
@@ -130,8 +129,7 @@ class StateProof:
         Args:
             sources: shard, first and end box of each tensor of the image, as in `RankImage`.
             files: files of the image.
-            pool: pool that holds the image. None if it was too small: then the tensors themselves must not have changed.
-            live: True if they must not have changed in any case, because some were read that are not in the pool.
+            pool: pool that holds the image; None if it was too small.
             later: shards of which bytes are still to be read: only they are looked at when this is called again.
 
         Raises:
@@ -140,9 +138,9 @@ class StateProof:
         left = np.zeros(len(self._open), bool)
         try:
             with torch.no_grad():
-                differing = np.zeros(0, np.int64)
-                if live or pool is None:
-                    differing = self._samples.differing_from(self._read_samples())
+                # The tensors too: of an operation that is at work now, the copy may have a part without samples, and the
+                # counter rises at its end.
+                differing = self._samples.differing_from(self._read_samples())
                 if pool is not None:
                     # A rank that writes nothing has no memory in the pool.
                     memory = pool.tensor().numpy() if pool.capacity else np.zeros(0, np.uint8)

@@ -200,7 +200,7 @@ class Save:
             sources = agreed.plan.image.sources
             later = frozenset(sources[number][0] for number in self._writer.to_compare)
             with span("prove"), copies.queued():
-                proof.check(sources, images, copied, self._writer.has_adopted, later)
+                proof.check(sources, images, copied, later)
             if later:
                 assert shared is not None, "a save with a proof copies in the background"
                 shared.copied.set_result(proof.storages())

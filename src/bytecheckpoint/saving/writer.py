@@ -315,11 +315,6 @@ class RankWriter:
             )
 
     @property
-    def has_adopted(self) -> bool:
-        """True if files of earlier checkpoints take the place of some that would be written."""
-        return bool(self._adoption.records)
-
-    @property
     def to_compare(self) -> list[int]:
         """Indexes of the plan's tensors that `compare_rest` still reads."""
         return self._adoption.to_compare
