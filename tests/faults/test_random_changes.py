@@ -1,6 +1,6 @@
 """Changes of the state at random moments behind a save in the background: the checkpoint is right, or the save fails.
 
-What may be silent is what decision 0066 and docs/how-to/slow-saves.md name: a few elements, written past torch.
+What may be silent is what decision 0066 and docs/tutorial.md name: a few elements, written past torch.
 """
 
 from __future__ import annotations

@@ -209,14 +209,7 @@ class ResumableLoader:
         return self._counts.taken
 
     def trained(self, batches: int) -> None:
-        """Set how many batches of the run were trained, if something takes batches before they are trained.
-
-        That may be a wrapper that takes the next batch ahead, or `zip(loader, range(n))`. A save holds the position behind
-        the trained batches then. Call this after every step.
-
-        Raises:
-            UsageError: so many were not taken, or the position behind them is not kept any more.
-        """
+        """Set how many batches of the run were trained, as `TokenBufferLoader.trained` does."""
         self._counts.train(batches)
 
     @property

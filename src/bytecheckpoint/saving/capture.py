@@ -234,7 +234,9 @@ class CapturedState:
         providers = {state.name: state.provider for state in states if state.provider is not None}
         streams = {state.name: state.stream_count for state in states if state.stream_count and not state.streams}
         selection = selection or SelectionReport()
-        return cls(shards, values, copies, layouts, selection, proven, False, providers, facts, streams)
+        return cls(
+            shards, values, copies, layouts, selection, proven, providers=providers, facts=facts, streams=streams
+        )
 
     def describe(self) -> tuple[LocalTable, bytes]:
         """Return the table of the shards, and its signature, which is the key of the plan cache."""
