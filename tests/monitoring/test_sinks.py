@@ -455,21 +455,28 @@ def test_two_sinks_at_once_and_a_change_in_the_middle(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_has_sinks_of_its_own(tmp_path: Path) -> None:
-    with collecting():
-        bytecheckpoint.save(tmp_path / "parent" / "step_1", STATES)
-        wait_for_operations(tmp_path / "parent", 1)
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                bytecheckpoint.save(tmp_path / "child" / "step_1", STATES)
-                wait_for_operations(tmp_path / "child", 1)
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitpid(child, 0)[1] == 0
-        bytecheckpoint.save(tmp_path / "parent" / "step_2", STATES)
-        wait_for_operations(tmp_path / "parent", 2)
+    """In a program of its own: a process that runs tests has threads of many libraries, and a child of one has crashed."""
+    program = """if True:
+        import faulthandler, os, sys
+        import bytecheckpoint
+        from tests.support.metrics import STATES, collecting, wait_for_operations
+
+        faulthandler.enable()
+        with collecting():
+            def save(name, operations):
+                bytecheckpoint.save(f"{sys.argv[1]}/{name}/step_{operations}", STATES)
+                wait_for_operations(f"{sys.argv[1]}/{name}", operations)
+
+            save("parent", 1)
+            if (child := os.fork()) == 0:
+                save("child", 1)
+                sys.exit()
+            status = os.waitpid(child, 0)[1]
+            save("parent", 2)
+        print(status)
+    """
+    done = run_program(program, tmp_path)
+    assert done.stdout == "0\n", done.stderr
 
 
 def test_metrics_of_a_save_that_ends_with_the_program_are_delivered(tmp_path: Path) -> None:
