@@ -16,6 +16,7 @@ from bytecheckpoint.errors import UsageError
 from bytecheckpoint.integrations.attaching import (
     check_has,
     differences,
+    refuse_checkpoints_of_tool,
     refuse_newer,
     retention_of_tool,
     subclass_in_place,
@@ -42,14 +43,39 @@ def test_a_subclass_in_place() -> None:
         def work(self) -> str:
             return "tool"
 
+    class Users(Tool):
+        def work(self) -> str:
+            return "user's on " + super().work()
+
     class Front:
         def work(self) -> str:
             return "front of " + super().work()  # type: ignore[misc]
 
     one: Any = Tool()
-    subclass_in_place(one, Front)
+    subclass_in_place(one, Front, Tool)
     assert one.work() == "front of tool" and isinstance(one, Tool) and type(one).__name__ == "Tool"
     assert Tool().work() == "tool"
+    one = Users()
+    subclass_in_place(one, Front, Tool)
+    assert one.work() == "user's on front of tool" and isinstance(one, Users) and type(one).__name__ == "Users"
+
+
+def test_checkpoints_of_a_tool_are_refused(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, {"progress": {"step": 0}}) as manager:
+
+        def check(*found: Any) -> None:
+            refuse_checkpoints_of_tool(manager, "Tool", lambda: found or None, "go on with {path}")
+
+        check()
+        with pytest.raises(
+            UsageError, match=r"Tool itself has saved /x/7, and the run in .* has no step: go on with '/x/7'"
+        ):
+            check(7, "/x/7")
+        manager.save(4)
+        manager.wait()
+        check(4, "/x/4")
+        with pytest.raises(UsageError, match="ends with step 4"):
+            check(5, "/x/5")
 
 
 def test_newer_steps_are_refused(tmp_path: Path) -> None:

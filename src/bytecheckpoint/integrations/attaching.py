@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.manager import Cadence, CheckpointManager, LoadOptions, Preemption, Retention, SaveOptions
 
-__all__ = ["ManagerArguments", "check_has", "differences", "refuse_newer", "retention_of_tool", "subclass_in_place"]
+__all__ = [
+    "ManagerArguments", "check_has", "differences", "refuse_checkpoints_of_tool", "refuse_newer", "retention_of_tool",
+    "subclass_in_place",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,18 +75,22 @@ def retention_of_tool(keep: Any, default: Any = None) -> Retention:
     return Retention(default if keep is None else keep)
 
 
-def subclass_in_place(thing: Any, mixin: type) -> None:
-    """Monkey-patch an object: give it a subclass of its own class, which overrides methods.
+def subclass_in_place(thing: Any, mixin: type, of_tool: type) -> None:
+    """Monkey-patch an object: give it a subclass of its own class, with other methods in the place of the tool's.
 
-    The object keeps its identity and is still an instance of its class, which may be the user's subclass of the tool's.
-    Other objects of that class do not change. Callbacks and hooks of the tools come too late or know too little for this.
+    The object keeps its identity and is still an instance of its class. If that is a subclass of the tool's, its overrides
+    come first, and their calls of `super()` reach the new methods. Other objects of that class do not change. Callbacks and
+    hooks of the tools come too late or know too little for this.
 
     Args:
         thing: object of the tool.
-        mixin: class whose methods come before those of the object's class.
+        mixin: class with the new methods, whose own calls of `super()` reach those of the tool.
+        of_tool: class of the tool.
     """
     own = type(thing)
-    thing.__class__ = type(own.__name__, (mixin, own), {"__module__": own.__module__})
+    changed = type(of_tool.__name__, (mixin, of_tool), {"__module__": of_tool.__module__})
+    bases = (changed,) if own is of_tool else (own, changed)
+    thing.__class__ = type(own.__name__, bases, {"__module__": own.__module__})
 
 
 def refuse_newer(manager: CheckpointManager, step: int, remedy: str) -> None:
@@ -105,6 +112,35 @@ def refuse_newer(manager: CheckpointManager, step: int, remedy: str) -> None:
     newest = manager.ask_rank_0(newest_step)
     if newest > step:
         raise UsageError(f"{manager.root} holds a run up to step {newest}: {remedy}")
+
+
+def refuse_checkpoints_of_tool(
+    manager: CheckpointManager, tool: str, find: Callable[[], tuple[int, str] | None], remedy: str
+) -> None:
+    """Refuse to continue behind checkpoints that the tool itself has saved: a run would train its last steps again.
+
+    Args:
+        manager: manager of the run.
+        tool: name of the tool, for the error.
+        find: function that returns the step and the path of the tool's newest checkpoint, or None. Rank 0 calls it.
+        remedy: advice for the error, with {path} for that path.
+
+    Raises:
+        UsageError: the tool has saved a newer step than the newest one of the run; raised on all ranks.
+    """
+
+    def look() -> str:
+        found = find()
+        latest = manager.latest() if found else None
+        own = -1 if latest is None else latest.step
+        if found is None or found[0] <= own:
+            return ""
+        ends = "has no step" if own < 0 else f"ends with step {own}"
+        advice = remedy.format(path=repr(found[1]))
+        return f"{tool} itself has saved {found[1]}, and the run in {manager.root} {ends}: {advice}"
+
+    if message := manager.ask_rank_0(look, str):
+        raise UsageError(message)
 
 
 def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +16,7 @@ from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, Inco
 from bytecheckpoint.integrations.transformers import attach
 from bytecheckpoint.manager import Latest
 from tests.integrations.conformance import after, notify
-from tests.integrations.transformers.jobs import STEPS_PER_EPOCH, make, run, samples
+from tests.integrations.transformers.jobs import STEPS_PER_EPOCH, collected_warnings, make, run, samples
 from tests.support.runs import steps_in
 from tests.support.worlds import on_ranks
 
@@ -62,6 +63,51 @@ def test_a_checkpoint_of_trainer_itself(tmp_path: Path) -> None:
     assert run(tmp_path, resume, attached={"root": root}, dropout=0.2) == after(4, wanted)
     assert steps_in(root) == [8, 12]
     assert (tmp_path / "checkpoint-8").is_dir()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@on_ranks(1)
+def test_a_job_that_runs_is_switched(tmp_path: Path, elsewhere: bool) -> None:
+    """It must not begin again at step 0, whichever folder holds the steps of this package; nor go back to an older one."""
+    options: dict[str, Any] = {"lr_scheduler_type": "constant"}
+    wanted = run(tmp_path, attached=False, **options)
+    options["attached"] = {"root": tmp_path / "steps"} if elsewhere else True
+    (tmp_path / "checkpoint-16").mkdir()  # of a killed save
+    told = r"Trainer itself has saved (.*), and the run in .* has no step: resume_from_checkpoint='\1' continues"
+    for resume in ("auto", True):
+        with pytest.raises(UsageError, match=told) as failure:
+            run(tmp_path, resume, **options)
+    assert str(tmp_path / "checkpoint-12") in str(failure.value)
+    shutil.rmtree(tmp_path / "checkpoint-12")
+    old = str(tmp_path / "checkpoint-8")
+    assert run(tmp_path, old, max_steps=11, **options) == {step: wanted[step] for step in (9, 10, 11)}
+    assert run(tmp_path, "auto", max_steps=12, **options).keys() == {12}
+    for path in tmp_path.glob("step*/step*") if elsewhere else tmp_path.glob("step_*"):
+        shutil.rmtree(path)
+    with collected_warnings() as said:
+        run(tmp_path, **options)
+    assert any(f"a new run begins, although Trainer itself has saved {old}" in line for line in said)
+
+
+@on_ranks(1)
+def test_a_job_is_switched_back_and_forth(tmp_path: Path) -> None:
+    constant = {"lr_scheduler_type": "constant"}
+    run(tmp_path, "auto", max_steps=4, **constant)
+    wanted = run(tmp_path, attached=False, **constant)
+    with pytest.raises(UsageError, match=r"has saved .*checkpoint-12, and the run in .* ends with step 4"):
+        run(tmp_path, "auto", num_train_epochs=3, **constant)
+    assert run(tmp_path, str(tmp_path / "step_00000004"), **constant) == after(4, wanted)
+    assert steps_in(tmp_path) == [4, 8, 12]
+    assert run(tmp_path, "auto", **constant) == {}
+
+
+@on_ranks(1)
+def test_a_checkpoint_of_trainer_behind_the_newest_step(tmp_path: Path) -> None:
+    constant = {"lr_scheduler_type": "constant"}
+    run(tmp_path, "auto", max_steps=4, **constant)
+    wanted = run(tmp_path, attached=False, **constant)
+    assert run(tmp_path, str(tmp_path / "checkpoint-8"), **constant) == after(8, wanted)
+    assert steps_in(tmp_path) == [4, 12]
 
 
 @on_ranks(1)
@@ -223,6 +269,74 @@ def test_further_times_and_rules(tmp_path: Path) -> None:
 def test_saves_by_the_clock(tmp_path: Path, interval: timedelta, saves: bool) -> None:
     run(tmp_path, attached={"every": interval}, save_strategy="no")
     assert bool(steps_in(tmp_path)) == saves
+
+
+# --- subclasses and callbacks -----------------------------------------------------------------------------------------
+
+
+@on_ranks(1)
+def test_overrides_of_a_subclass_run(tmp_path: Path) -> None:
+    called: list[str] = []
+    trainer, _ = make(tmp_path, load_best_model_at_end=True, eval_strategy="steps", eval_steps=4, max_steps=8)
+    stock: Any = type(trainer)
+
+    class Own(stock):  # type: ignore[misc]
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            called.append(f"save {self.state.global_step}")
+            super()._save_checkpoint(model, trial)
+
+        def _load_best_model(self) -> None:
+            super()._load_best_model()
+            called.append(f"best {self.state.best_model_checkpoint}")
+
+        def _save_rng_state(self, output_dir: str) -> None:
+            raise AssertionError
+
+    trainer.__class__ = Own
+    with collected_warnings() as said:
+        attach(trainer)
+    assert ["Own._save_rng_state is not called for steps" in line for line in said] == [True]
+    trainer.train()
+    assert steps_in(tmp_path) == [4, 8]
+    assert called == ["save 4", "save 8", f"best {trainer.state.best_model_checkpoint}"]
+
+
+@on_ranks(1)
+def test_an_override_that_saves_nothing(tmp_path: Path) -> None:
+    trainer, _ = make(tmp_path)
+    stock: Any = type(trainer)
+    trainer.__class__ = type("Own", (stock,), {"_save_checkpoint": lambda *_: None})
+    attach(trainer)
+    with pytest.raises(UsageError, match=r"nothing is saved at step 4: Own\._save_checkpoint does not call super"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute", "value"),
+    [("WandbCallback", "_log_model", "checkpoint"), ("MLflowCallback", "_log_artifacts", True)],
+)
+@on_ranks(1)
+def test_callbacks_that_upload_folders_of_trainer(tmp_path: Path, name: str, attribute: str, value: Any) -> None:
+    from transformers import integrations
+    from transformers.integrations.integration_utils import WandbLogModel
+
+    own: Any = type(
+        "Mine", (getattr(integrations, name),), {"__init__": lambda self: None, "on_train_begin": lambda *_, **__: None}
+    )
+    for on in (True, False):
+        callback = own()
+        callback._initialized = False
+        switch = (WandbLogModel(value) if on else WandbLogModel.END) if isinstance(value, str) else on
+        setattr(callback, attribute, switch)
+        callback.on_train_end = callback.on_log = callback.on_save = callback.on_step_end = lambda *_, **__: None
+        trainer, _ = make(tmp_path, callbacks=[callback], max_steps=4)
+        attach(trainer)
+        if on:
+            with pytest.raises(UsageError, match=f"{name} would upload folders checkpoint-N"):
+                trainer.train()
+        else:
+            trainer.train()
+    assert steps_in(tmp_path) == [4]
 
 
 # --- the end of a job -------------------------------------------------------------------------------------------------

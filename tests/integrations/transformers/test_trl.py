@@ -19,10 +19,29 @@ from tests.support.worlds import Worlds, on_ranks
 
 def lora(dropout: float = 0.2) -> Any:
     """Return the tiny model with adapters whose weights are always the same."""
+    return with_adapters(model(), dropout)
+
+
+def with_adapters(net: Any, dropout: float = 0.2) -> Any:
+    """Return a model with adapters."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=2, lora_dropout=dropout, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    return get_peft_model(model(), config)
+    return get_peft_model(net, config)
+
+
+@on_ranks(1)
+def test_tied_embeddings_are_not_saved(tmp_path: Path) -> None:
+    """They have two names, and are frozen under both."""
+    base = model()
+    base.config.tie_word_embeddings = True
+    base.tie_weights()
+    net = with_adapters(base)
+    assert len(list(net.named_parameters())) < len(list(net.named_parameters(remove_duplicate=False)))
+    wanted = run(tmp_path, "auto", net=net)
+    with bytecheckpoint.open(tmp_path / "step_00000008") as checkpoint:
+        assert all("lora_" in key for key in checkpoint if key.startswith("model/"))
+    assert wanted
 
 
 def run_lora(folder: Path, resume: Any = None, **options: Any) -> dict[int, float]:

@@ -5,6 +5,7 @@ Hooks of accelerate cannot save and load: they run after models of FSDP are writ
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,7 @@ def attach(
     )
     checkpoints = AcceleratorCheckpoints(accelerator, arguments)
     refuse_copies(accelerator.gradient_state)
-    subclass_in_place(accelerator, _AttachedAccelerator)
+    subclass_in_place(accelerator, _AttachedAccelerator, importlib.import_module("accelerate").Accelerator)
     accelerator.bytecheckpoint = checkpoints
     return checkpoints
 

@@ -5,6 +5,7 @@ A callback cannot save and load, because Trainer calls callbacks when its own fi
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import tempfile
@@ -23,10 +24,18 @@ else:
 
 __all__ = ["attach"]
 
+_log = logging.getLogger("bytecheckpoint")
+
 #: Methods of Trainer that are overridden. Versions before 5.10 lack some of them.
 _OVERRIDDEN = (
     "set_initial_training_values", "_init_training_state", "_prepare_for_training", "_run_epoch", "_load_rng_state",
     "_maybe_log_save_evaluate", "_save_checkpoint", "_load_best_model", "_finalize_training",
+)  # fmt: skip
+
+#: Methods by which Trainer writes and reads its own files.
+_NOT_CALLED = (
+    "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state", "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler", "_load_scaler",
 )  # fmt: skip
 
 
@@ -75,9 +84,13 @@ def attach(
         save_options or SaveOptions(),
         load_options or LoadOptions(),
     )
+    from transformers import Trainer
+
     checkpoints = TrainerCheckpoints(trainer, arguments, final_weights=hf_weights == "last")
-    subclass_in_place(trainer, _CheckpointedTrainer)
+    _warn_of_overrides(type(trainer), Trainer)
+    subclass_in_place(trainer, _CheckpointedTrainer, Trainer)
     trainer.bytecheckpoint = checkpoints
+    trainer.add_callback(_watching(checkpoints))
     return checkpoints
 
 
@@ -102,6 +115,30 @@ def _remove_jit_checkpoints(trainer: Any) -> None:
     callback = trainer.pop_callback(JITCheckpointCallback)
     if callback is not None and callback.jit_manager is not None:
         signal.signal(signal.SIGTERM, callback.jit_manager._original_sigterm_handler or signal.SIG_DFL)
+
+
+def _warn_of_overrides(own: type, of_tool: type) -> None:
+    """Say which methods of a subclass of Trainer are not called any more, because no files of Trainer are written."""
+    for kind in own.__mro__[: own.__mro__.index(of_tool)]:
+        if names := [name for name in _NOT_CALLED if name in vars(kind)]:
+            _log.warning(
+                "%s.%s is not called for steps, which hold the model and the optimizer as they are: %s", kind.__name__,
+                names[0], "change what is saved by save_options and load_options of attach",
+            )  # fmt: skip
+
+
+def _watching(checkpoints: TrainerCheckpoints) -> Any:
+    """Return a callback that refuses other callbacks and subclasses which need folders of Trainer."""
+    from transformers import TrainerCallback
+
+    class Watching(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            checkpoints.refuse_uploads()
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            checkpoints.check_save()
+
+    return Watching()
 
 
 class _CheckpointedTrainer(Trainer):  # type: ignore[misc]

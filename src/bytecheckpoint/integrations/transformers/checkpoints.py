@@ -11,8 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
-from bytecheckpoint.integrations.attaching import ManagerArguments, differences, refuse_newer
+from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
+from bytecheckpoint.integrations.attaching import (
+    ManagerArguments,
+    differences,
+    refuse_checkpoints_of_tool,
+    refuse_newer,
+)
 from bytecheckpoint.integrations.generators import DelayedGenerators
 from bytecheckpoint.integrations.transformers.rules import best_rule
 from bytecheckpoint.manager import Cadence, CheckpointManager, StepInfo
@@ -22,6 +27,18 @@ from bytecheckpoint.storage import resolve
 __all__ = ["TrainerCheckpoints"]
 
 _log = logging.getLogger("bytecheckpoint")
+
+#: Last file of each checkpoint of Trainer itself.
+_STATE_OF_TRAINER = "trainer_state.json"
+#: Callbacks of transformers that upload Trainer's folders: the attribute that decides, its value that does, and a remedy.
+_UPLOADS = {
+    "WandbCallback": ("_log_model", "checkpoint", "set WANDB_LOG_MODEL to 'end' or 'false'"),
+    "MLflowCallback": ("_log_artifacts", "true", "set HF_MLFLOW_LOG_ARTIFACTS to false"),
+    "ClearMLCallback": ("_log_model", "true", "set CLEARML_LOG_MODEL to false"),
+    "DVCLiveCallback": ("_log_model", "all", "set HF_DVCLIVE_LOG_MODEL to true, for the end of the training, or false"),
+    "FlyteCallback": ("sync_checkpoints", "true", "pass sync_checkpoints=False"),
+    "NeptuneCallback": ("_should_upload_checkpoint", "true", "pass log_checkpoints=None"),
+}
 
 
 class TrainerCheckpoints:
@@ -65,7 +82,7 @@ class TrainerCheckpoints:
             The folder from which Trainer itself resumes, or None.
         """
         wanted = None if resume is False else resume
-        of_trainer = wanted not in (None, True, "auto") and os.path.isfile(os.path.join(wanted, "trainer_state.json"))
+        of_trainer = wanted not in (None, True, "auto") and os.path.isfile(os.path.join(wanted, _STATE_OF_TRAINER))
         self._resume, self.manager = None if of_trainer else wanted, None
         with contextlib.ExitStack() as self._stack:
             yield wanted if of_trainer else None
@@ -89,7 +106,9 @@ class TrainerCheckpoints:
                 self._states["scaler"] = trainer.accelerator.scaler
         if self.manager is None:
             self.manager = self._stack.enter_context(self._new_manager())
-            if self._resume not in ("auto", True):
+            if self._resume in ("auto", True):
+                self._refuse_checkpoints_of_trainer(self.manager)
+            else:
                 self._refuse_newer(self.manager)
         self._boundary = -1
         if not self._restore(self.manager):
@@ -118,12 +137,37 @@ class TrainerCheckpoints:
         model = self._trainer.model
         if not getattr(model, "peft_config", None):
             return []
-        return [f"model/{glob.escape(name)}" for name, one in model.named_parameters() if not one.requires_grad]
+        parameters = model.named_parameters(remove_duplicate=False)  # with both names of tied embeddings
+        return [f"model/{glob.escape(name)}" for name, one in parameters if not one.requires_grad]
 
     def _refuse_newer(self, manager: CheckpointManager) -> None:
-        step = None if self._resume is None else step_number(resolve(self._resume).url, manager.root)
+        trainer = self._trainer
+        step = trainer.state.global_step  # 0, or where a checkpoint of Trainer itself ends
+        if self._resume is not None:
+            step = step_number(resolve(self._resume).url, manager.root) or 0
+        elif not step and trainer.is_world_process_zero() and (found := self._newest_of_trainer(manager)):
+            _log.warning(
+                "a new run begins, although Trainer itself has saved %s, from which it could continue", found[1]
+            )
         remedy = "pass resume_from_checkpoint='auto' to continue it, attach the trainer with another root"
-        refuse_newer(manager, step or 0, f"{remedy}, or remove the steps")
+        refuse_newer(manager, step, f"{remedy}, or remove the steps")
+
+    def _refuse_checkpoints_of_trainer(self, manager: CheckpointManager) -> None:
+        remedy = (
+            "resume_from_checkpoint={path} continues from there. To continue from a step, pass its path; to begin a new "
+            "run, pass None, or take Trainer's folders away"
+        )
+        refuse_checkpoints_of_tool(manager, "Trainer", lambda: self._newest_of_trainer(manager), remedy)
+
+    def _newest_of_trainer(self, manager: CheckpointManager) -> tuple[int, str] | None:
+        """Return the step and the path of the newest checkpoint that Trainer itself has saved, or None."""
+        found = [
+            path
+            for folder in {os.path.abspath(self._trainer.args.output_dir), manager.root}
+            for path in glob.glob(os.path.join(glob.escape(folder), "checkpoint-*"))
+            if path.rpartition("-")[2].isdecimal() and os.path.isfile(os.path.join(path, _STATE_OF_TRAINER))
+        ]
+        return max(((int(path.rpartition("-")[2]), path) for path in found), default=None)
 
     def _restore(self, manager: CheckpointManager) -> bool:
         """Restore the step that `resume_from_checkpoint` names; return False in a new run."""
@@ -139,6 +183,26 @@ class TrainerCheckpoints:
             return False
         return True
 
+    def refuse_uploads(self) -> None:
+        """Refuse callbacks that would upload folders of Trainer, which are not written.
+
+        Raises:
+            UsageError: there is one; raised on all ranks, although some of them learn on rank 0 alone what to do.
+        """
+        assert self.manager is not None
+        callbacks = self._trainer.callback_handler.callbacks
+
+        def look() -> str:
+            for kind, callback in ((kind.__name__, one) for one in callbacks for kind in type(one).__mro__):
+                attribute, asked, remedy = _UPLOADS.get(kind, ("", "", ""))
+                value = getattr(callback, attribute, None)
+                if attribute and str(getattr(value, "value", value)).lower() == asked:
+                    return f"{kind} would upload folders checkpoint-N of Trainer, which are not written: {remedy}"
+            return ""
+
+        if message := self.manager.ask_rank_0(look, str):
+            raise UsageError(message)
+
     def restore_generators(self) -> None:
         """Restore the random number generators. Trainer calls it when it has skipped batches."""
         self._generators.restore()
@@ -151,6 +215,19 @@ class TrainerCheckpoints:
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = step_folder(self.manager.root, state.global_step)
         self._reach(asked=True)
+
+    def check_save(self) -> None:
+        """Check that the save of this step, which the trainer believes to be made, was one of this package.
+
+        Raises:
+            UsageError: a subclass of Trainer saves in another way.
+        """
+        step, name = self._trainer.state.global_step, type(self._trainer).__name__
+        if step != self._boundary:
+            raise UsageError(
+                f"nothing is saved at step {step}: {name}._save_checkpoint does not "
+                "call super()._save_checkpoint(model, trial), which saves; let it do so, or remove it"
+            )
 
     def reach_boundary(self) -> None:
         """Save if a rule or the end of the job wants it. Called after every step."""
