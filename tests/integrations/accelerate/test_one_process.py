@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
 import weakref
 from itertools import chain, islice
@@ -135,15 +136,48 @@ def test_checkpoints_of_accelerate_itself(tmp_path: Path) -> None:
     stock.counter.step = 7
     stock.accelerator.save_state()
     job = Run("", project=project, attached={"root": None})
-    with pytest.raises(
-        UsageError, match=r"holds checkpoints of accelerate itself: continue .*checkpoints/checkpoint_0"
-    ):
+    with pytest.raises(UsageError, match=r"accelerate itself has saved .*checkpoints/checkpoint_0, and the run"):
         job.accelerator.load_state()
     assert job.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_0") is None
     assert job.counter.step == 7
     job.accelerator.save_state()
     job.end()
-    assert Run("", project=project, attached={"root": None}).accelerator.load_state() == 0
+    assert Run("", project=project, attached={"root": None}).accelerator.load_state() == 1
+
+
+@on_ranks(1)
+def test_the_newest_checkpoint_of_accelerate_is_proposed(tmp_path: Path) -> None:
+    """By its number, not by its text; without numbers by its time."""
+    stock = Run(tmp_path, attached=False)
+    for name in ("first", "last"):
+        stock.accelerator.save_state(tmp_path / name)
+    os.utime(tmp_path / "first", (2e9, 2e9))
+    with pytest.raises(UsageError, match=r"has no step: load_state\('.*/first'\) continues"):
+        Run(tmp_path).accelerator.load_state()
+    for name in ("step_12", "step_8"):
+        stock.accelerator.save_state(tmp_path / name)
+    with pytest.raises(UsageError, match=r"has no step: load_state\('.*/step_12'\) continues"):
+        Run(tmp_path).accelerator.load_state()
+
+
+@on_ranks(1)
+def test_a_job_is_switched_back_and_forth(tmp_path: Path) -> None:
+    job = Run(tmp_path)
+    job.accelerator.save_state(step=8)
+    job.end()
+    stock = Run(tmp_path, attached=False)
+    stock.counter.step = 12
+    stock.accelerator.save_state(tmp_path / "step_12")
+    job = Run(tmp_path)
+    with pytest.raises(UsageError, match=r"ends with step 8: load_state\('.*/step_12'\) continues from there. To"):
+        job.accelerator.load_state()
+    assert job.accelerator.load_state(tmp_path / "step_00000008") == 8
+    assert job.accelerator.load_state(tmp_path / "step_12") is None
+    job.accelerator.save_state()
+    job.end()
+    again = Run(tmp_path)
+    assert again.accelerator.load_state() == 13
+    assert again.counter.step == 12
 
 
 # --- what is saved ----------------------------------------------------------------------------------------------------

@@ -102,6 +102,7 @@ class _AttachedAccelerator(Accelerator):  # type: ignore[misc]
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> int | None:
         if self.bytecheckpoint.is_of_accelerate(input_dir):
             super().load_state(input_dir, load_kwargs, **kwargs)
+            self.bytecheckpoint.begin_behind(input_dir)
             return None
         return self.bytecheckpoint.load_state(input_dir, **kwargs)
 

@@ -16,7 +16,12 @@ from bytecheckpoint.frameworks.rng import rng_state
 from bytecheckpoint.handles import SaveHandle
 from bytecheckpoint.integrations.accelerate.loaders import track
 from bytecheckpoint.integrations.accelerate.position import LoaderPosition
-from bytecheckpoint.integrations.attaching import ManagerArguments, differences, refuse_newer
+from bytecheckpoint.integrations.attaching import (
+    ManagerArguments,
+    differences,
+    refuse_checkpoints_of_tool,
+    refuse_newer,
+)
 from bytecheckpoint.manager.run_folder import step_folder
 from bytecheckpoint.saving import save
 from bytecheckpoint.storage import resolve
@@ -26,6 +31,10 @@ __all__ = ["AcceleratorCheckpoints"]
 _NUMBERED = re.compile(r".*?([0-9]+)")
 #: A file in each checkpoint of accelerate itself.
 _OF_ACCELERATE = "random_states_*.pkl"
+_OTHER_WAYS = (
+    "load_state({path}) continues from there. To continue from a step, pass its path; to begin a new run, attach the "
+    "accelerator with another root, or take accelerate's folders away"
+)
 
 
 class AcceleratorCheckpoints:
@@ -90,6 +99,12 @@ class AcceleratorCheckpoints:
         parent, _, name = folder.rpartition("/")
         found = _NUMBERED.fullmatch(name)
         return int(found[1]) if found and parent == self.manager.root else None
+
+    def begin_behind(self, folder: str | os.PathLike[str]) -> None:
+        """Count on from a checkpoint that accelerate itself has loaded."""
+        number = self._number_of(self._folder(folder) or "")
+        if number is not None:
+            self._accelerator.project_configuration.iteration = number + 1
 
     def _begin_at(self, number: int) -> None:
         self._last = number
@@ -183,7 +198,7 @@ class AcceleratorCheckpoints:
             The number of the step, or None if the run has no step yet or the checkpoint is not one of the run.
 
         Raises:
-            UsageError: the run has no step, but checkpoints of accelerate itself.
+            UsageError: accelerate itself has saved a newer checkpoint in the folder of the run.
             CheckpointError: as `CheckpointManager.restore_latest` and `load`.
         """
         if others := unknown.keys() - {"map_location"}:
@@ -193,9 +208,9 @@ class AcceleratorCheckpoints:
         folder = self._folder(input_dir)
         number = None if folder is None else self._number_of(folder)
         if folder is None:
+            refuse_checkpoints_of_tool(self.manager, "accelerate", self._newest_of_accelerate, _OTHER_WAYS)
             restored = self.manager.restore_latest()
             if restored is None:
-                self._refuse_lost_beginning()
                 return None
             number = restored.step
         elif number is not None:
@@ -208,14 +223,13 @@ class AcceleratorCheckpoints:
             self._begin_at(number)
         return number
 
-    def _refuse_lost_beginning(self) -> None:
-        """Refuse to begin a run where accelerate itself has saved one."""
+    def _newest_of_accelerate(self) -> tuple[int, str] | None:
+        """Return the number (0 for none) and the path of the newest checkpoint of accelerate itself, or None."""
         pattern = os.path.join(glob.escape(self.manager.root), "*", _OF_ACCELERATE)
-        if found := self.manager.ask_rank_0(lambda: sorted(glob.glob(pattern))):
-            raise UsageError(
-                f"{self.manager.root} holds checkpoints of accelerate itself: continue from one by load_state("
-                f"{os.path.dirname(found[-1])!r}), or attach the accelerator with another root"
-            )
+        found = {os.path.dirname(path) for path in glob.glob(pattern)}
+        numbers = {path: int(match[1]) for path in found if (match := _NUMBERED.fullmatch(path))}
+        newest = max(found, key=lambda path: (numbers.get(path, 0), os.path.getmtime(path)), default=None)
+        return None if newest is None else (numbers.get(newest, 0), newest)
 
     # --- the end --------------------------------------------------------------------------------------------------
 
