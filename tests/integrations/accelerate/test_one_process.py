@@ -541,3 +541,28 @@ def test_frameworks(tmp_path: Path, name: str) -> None:
     job.accelerator.state.__dict__["distributed_type"] = DistributedType[name]
     with pytest.raises(UsageError, match="an Accelerator is not supported with"):
         attach(job.accelerator, tmp_path)
+
+
+@on_ranks(1)
+def test_a_subclass_of_the_program(tmp_path: Path) -> None:
+    """Its overrides run, and their calls of `super()` save and load with this package."""
+    from accelerate import Accelerator
+
+    called = []
+
+    class Own(Accelerator):  # type: ignore[misc]
+        def save_state(self, *args: Any, **kwargs: Any) -> Any:
+            called.append("save")
+            return super().save_state(*args, **kwargs)
+
+        def load_state(self, *args: Any, **kwargs: Any) -> Any:
+            called.append("load")
+            return super().load_state(*args, **kwargs)
+
+    job = Run(tmp_path, attached=False)
+    job.accelerator.__class__ = Own
+    attach(job.accelerator, tmp_path)
+    job.accelerator.save_state(step=3)
+    assert job.accelerator.load_state() == 3
+    job.end()
+    assert called == ["save", "load"] and isinstance(job.accelerator, Own)
