@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging.handlers
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -172,6 +174,49 @@ def test_files_of_lightning(tmp_path: Path) -> None:
     trainer.fit(net, loader(False))
     trainer.save_checkpoint(tmp_path / "own.ckpt")
     assert torch.load(tmp_path / "own.ckpt", weights_only=False).keys() >= {"optimizer_states", "state_dict"}
+
+
+@pytest.mark.parametrize("name", ["epoch=0-step=6.ckpt", "last.ckpt"])
+@on_ranks(1)
+def test_a_job_that_changes_over_from_lightning(tmp_path: Path, name: str) -> None:
+    """Lightning's own callback wrote into the same folder: "last" does not begin at step 0 without a word."""
+    stock = pl.callbacks.ModelCheckpoint(tmp_path, every_n_epochs=1, save_top_k=-1, save_last=True)
+    trainer, net = make(stock), Net()
+    trainer.fit(net, loader(False))
+    for number, file in enumerate(["last.ckpt", "epoch=2-step=18.ckpt", "epoch=1-step=12.ckpt", "epoch=0-step=6.ckpt"]):
+        os.utime(tmp_path / file, (10 * number, 10 * number))
+    os.utime(tmp_path / name, (1e9, 1e9))
+    with pytest.raises(
+        UsageError, match=rf"Lightning itself .*/{name}, .* has no step: ckpt_path='.*{name}' continues"
+    ):
+        run(tmp_path)
+    assert not steps_in(tmp_path)
+    file = str(tmp_path / "epoch=0-step=6.ckpt")
+    assert run(tmp_path, net=Net(), shuffle=False, ckpt_path=file) == after(6, net.losses)
+    assert steps_in(tmp_path) == [8, 12, 16]
+    # epoch=2-step=18.ckpt is older than step 16
+    assert run(tmp_path, net=Net(), shuffle=False) == after(16, net.losses)
+
+
+@on_ranks(1)
+def test_a_job_that_changes_back_and_forth(tmp_path: Path) -> None:
+    """A file of Lightning's that was written after the newest step, and says a later one, is not passed over."""
+    (tmp_path / "step=3.ckpt").touch()
+    told = logging.handlers.BufferingHandler(100)
+    logging.getLogger("bytecheckpoint").addHandler(told)
+    run(tmp_path, ckpt_path=None, max_epochs=1)
+    logging.getLogger("bytecheckpoint").removeHandler(told)
+    lines = [record.getMessage() for record in told.buffer if "a new run begins" in record.getMessage()]
+    assert len(lines) == 1 and "/step=3.ckpt, from which it could continue" in lines[0]
+    assert steps_in(tmp_path) == [4]
+    for name in ("timestep=99.ckpt", "last.ckpt", "epoch=0-step=4.ckpt"):
+        (tmp_path / name).touch()
+    assert run(tmp_path, max_epochs=1).keys() == {5, 6}
+    (tmp_path / "epoch=1-step=9.ckpt").mkdir()  # sharded
+    (tmp_path / "epoch=1-step=9.ckpt" / "meta.pt").touch()
+    with pytest.raises(UsageError, match=r"step=9.ckpt, .* ends with step 4: ckpt_path='.*step=9.ckpt' continues"):
+        run(tmp_path)
+    assert min(run(tmp_path, ckpt_path=step(tmp_path, 4))) == 5
 
 
 @on_ranks(1)

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from bytecheckpoint.errors import UsageError
 from tests.integrations.lightning.jobs import (
     ModelCheckpoint,
     Net,
@@ -15,6 +16,7 @@ from tests.integrations.lightning.jobs import (
     export_ckpt,
     loader,
     make,
+    run,
 )
 from tests.support.runs import steps_in
 from tests.support.worlds import on_ranks
@@ -36,3 +38,12 @@ def test_the_best_step_on_all_ranks(tmp_path: Path) -> None:
         loaded = Net.load_from_checkpoint(tmp_path / "best.ckpt")
         assert all((a == b).all() for a, b in zip(loaded.parameters(), net.parameters(), strict=True))
     assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(float(callback.best_model_score or 0), rel=1e-5)
+
+
+@on_ranks(2)
+def test_a_file_of_lightning_stops_all_ranks(tmp_path: Path) -> None:
+    if dist.get_rank() == 0:
+        (tmp_path / "epoch=0-step=6.ckpt").touch()
+    dist.barrier()
+    with pytest.raises(UsageError, match=r"step=6.ckpt' continues from there"):
+        run(tmp_path)

@@ -189,6 +189,8 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         manager = self.steps.manager
         if manager.restored is None:
             refuse_newer(manager, trainer.global_step, "pass ckpt_path='last' to continue it, or another dirpath")
+            if trainer.ckpt_path is None:
+                self.steps.begin_anew()
         steps = manager.ask_rank_0(manager.steps, list[StepInfo])
         # Without the steps behind the one that was restored.
         self._learn_best([info for info in steps if info.step <= trainer.global_step])

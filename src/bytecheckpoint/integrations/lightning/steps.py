@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +14,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from bytecheckpoint.errors import CheckpointNotFoundError, UsageError
 from bytecheckpoint.handles import LoadReport
-from bytecheckpoint.integrations.attaching import ManagerArguments
+from bytecheckpoint.integrations.attaching import ManagerArguments, refuse_checkpoints_of_tool
 from bytecheckpoint.integrations.generators import DelayedGenerators
 from bytecheckpoint.integrations.lightning.package import pl
 from bytecheckpoint.integrations.lightning.position import TrainingPosition
@@ -20,12 +22,21 @@ from bytecheckpoint.integrations.lightning.strategy import states_of_model
 from bytecheckpoint.manager import Cadence, CheckpointManager
 from bytecheckpoint.manager.run_folder import step_number
 from bytecheckpoint.representation.names import CATALOG_NAME
-from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.storage.time_limits import with_time_limits
 
 __all__ = ["POSITION", "LightningState", "Newest", "TrainerSteps"]
 
 #: Name of the `TrainingPosition` in the state that Lightning dumps.
 POSITION = "bytecheckpoint"
+#: Step in the name of a file of Lightning's.
+_STEP_IN_NAME = re.compile(r"(?<![a-z])step=(\d+)")
+_REMEDY = (
+    "ckpt_path={path} continues from there. To continue from a step, pass its path; to begin a new run, pass None or "
+    "another dirpath"
+)
+
+_log = logging.getLogger("bytecheckpoint")
 
 
 class Newest(os.PathLike[str]):
@@ -149,6 +160,12 @@ class TrainerSteps:
             self._states |= self.position.streams
         self.manager.maybe_save(self._trainer.global_step, metrics)
 
+    def begin_anew(self) -> None:
+        """Warn if the folder of a new run holds files of Lightning's."""
+        _, file = self.manager.ask_rank_0(lambda: _newest_file(self.manager)) or (0, "")
+        if file and self._trainer.is_global_zero:
+            _log.warning("a new run begins, although Lightning itself has saved %s, from which it could continue", file)
+
     def _new_manager(self, states: dict[str, Any], **changes: Any) -> CheckpointManager:
         load_options = self._arguments.load_options
         if load_options.strict is True and not self._trainer.lightning_module.strict_loading:
@@ -198,6 +215,8 @@ class TrainerSteps:
         """
         trainer = self._trainer
         if self.running:
+            if isinstance(path, Newest):
+                refuse_checkpoints_of_tool(self.manager, "Lightning", lambda: _newest_file(self.manager), _REMEDY)
             report = _load(self.manager, path)
         else:
             with self._new_manager(self._model_states(), preemption=None) as manager:
@@ -221,6 +240,28 @@ def _load(manager: CheckpointManager, path: Any) -> LoadReport | None:
         return manager.restore_from(path)
     restored = manager.restore_latest()
     return None if restored is None else restored.report
+
+
+def _newest_file(manager: CheckpointManager) -> tuple[int, str] | None:
+    """Return the step, 0 if its name has none, and the address of the newest file of Lightning's in the run's folder.
+
+    Beside steps only files count that say a later step, and are not known to be older.
+    """
+    folder, latest = with_time_limits(resolve(manager.root)), manager.latest()
+    found = []
+    for name, _ in folder.list():
+        file = name.partition("/")[0]  # sharded ones are folders
+        if file.endswith(".ckpt"):
+            step, modified = int(([0, *_STEP_IN_NAME.findall(file)])[-1]), _modified(folder, name)
+            if latest is None or (step > latest.step and not 0 < modified < latest.committed):
+                found.append((modified, step, f"{manager.root}/{file}"))
+    return max(found)[1:] if found else None
+
+
+def _modified(folder: Storage, name: str) -> float:
+    with contextlib.suppress(FileNotFoundError, UsageError):  # removed meanwhile; a name with a colon
+        return folder.stat(name).modified
+    return 0.0
 
 
 def _checked(state: dict[str, Any]) -> dict[str, Any]:
