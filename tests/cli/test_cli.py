@@ -235,7 +235,17 @@ def test_export(cli: Cli, copied: Path) -> None:
     target = copied / "hf"
     done = cli("export", copied / "step_9", target, "--dtype", "bfloat16", "--max-shard-size", "40B", "--json")
     assert done.code == 0 and (target / "model.safetensors.index.json").is_file()
-    assert done.json.keys() == {"path", "files", "tensors", "nbytes", "cast", "overflowed", "skipped"}
+    assert done.json.keys() == {
+        "path",
+        "files",
+        "tensors",
+        "nbytes",
+        "cast",
+        "overflowed",
+        "skipped",
+        "left_out",
+        "others",
+    }
     done = cli("export", copied / "step_9", target)
     assert done.code == 2 and "not empty" in done.err and one_line(done.err)
     done = cli("export", copied / "step_9", target, "--force")

@@ -111,13 +111,20 @@ def export(
     state: Annotated[str, typer.Option(help="Name of the state to export.")] = "model",
     dtype: Annotated[str | None, typer.Option(help="Convert floating tensors, e.g. to bfloat16.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Bytes per file, e.g. 5GB or 2GiB.")] = "5GB",
+    adapter: Annotated[str | None, typer.Option(help="Name of the adapter (PEFT) to export alone.")] = None,
+    files_from: Annotated[
+        str | None, typer.Option(help="Local folder of a model, whose files beside the weights are copied.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace weights that are there.")] = False,
     json: Json = False,
 ) -> Job:
     """Write consolidated Hugging Face safetensors, sharded with an index, in bounded memory."""
     from bytecheckpoint.cli.tools import export
 
-    return partial(export, src, dst, state=state, dtype=dtype, max_shard_size=max_shard_size, force=force, json=json)
+    return partial(
+        export, src, dst, state=state, dtype=dtype, max_shard_size=max_shard_size, adapter=adapter,
+        files_from=files_from, force=force, json=json,
+    )  # fmt: skip
 
 
 @app.command()

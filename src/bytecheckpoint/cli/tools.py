@@ -74,18 +74,21 @@ def _print_messages(found: Iterable[Any], notes: Iterable[str]) -> None:
     print_notes(notes)
 
 
-def export(src: str, dst: str, *, state: str, dtype: str | None, max_shard_size: str, force: bool, json: bool) -> int:
+def export(src: str, dst: str, *, max_shard_size: str, json: bool, **options: Any) -> int:
     """Export a checkpoint. Return 1 if the conversion made finite values infinite."""
     from bytecheckpoint.tools import export
 
     limit = parse_size(max_shard_size)
     with progress_bar("exporting") as progress:
-        report = export(src, dst, state=state, dtype=dtype, max_shard_bytes=limit, force=force, progress=progress)
+        report = export(src, dst, max_shard_bytes=limit, progress=progress, **options)
     if json:
         print_json(asdict(report))
         return int(bool(report.overflowed))
     print_notes(f"{key} is a plain value and was not exported" for key in report.skipped)
-    print_notes(f"{name} holds values too large for {dtype}: they became infinite" for name in report.overflowed)
+    print_notes(f"{key} does not belong to the adapter and was not exported" for key in report.left_out)
+    print_notes(
+        f"{name} holds values too large for {options['dtype']}: they became infinite" for name in report.overflowed
+    )
     content = f"{plural(report.tensors, 'tensor')}, {size_text(report.nbytes)} in {plural(len(report.files), 'file')}"
     print(f"{printable(report.path)}: {content}")
     return int(bool(report.overflowed))

@@ -9,9 +9,11 @@ import os
 import re
 import secrets
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -27,7 +29,9 @@ from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.storage.time_limits import TimeLimitedStorage, with_time_limits
 from bytecheckpoint.storage.wrappers import Call
 from bytecheckpoint.tiers.storage import tier_of
+from bytecheckpoint.tools.huggingface_description import ModelDescription, files_beside
 from bytecheckpoint.tools.huggingface_layout import (
+    ADAPTER_FILE,
     SINGLE_FILE,
     OutputFile,
     OutputTensor,
@@ -42,7 +46,9 @@ __all__ = ["ExportReport", "export"]
 
 _CHUNK_BYTES = 16 << 20
 _INDEX = "model.safetensors.index.json"
-_WEIGHTS = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors(\.index\.json)?")
+_WEIGHTS = re.compile(
+    r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors(\.index\.json)?|adapter_(model\.safetensors|config\.json)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,8 @@ class ExportReport:
         cast: number of converted tensors.
         overflowed: names of tensors in which the conversion made finite elements infinite.
         skipped: keys of plain values, which the format cannot hold.
+        left_out: keys of tensors that do not belong to the adapter.
+        others: names of further files that were written: configuration and tokenizer.
     """
 
     path: str
@@ -66,6 +74,8 @@ class ExportReport:
     cast: int
     overflowed: tuple[str, ...]
     skipped: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
 
 
 Progress = Callable[[int, int], None]
@@ -78,10 +88,16 @@ def export(
     state: str = "model",
     dtype: torch.dtype | str | None = None,
     max_shard_bytes: int = 5_000_000_000,
+    adapter: str | None = None,
+    files_from: str | os.PathLike[str] | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> ExportReport:
     """Write all tensors of one state as consolidated safetensors that Hugging Face tools read.
+
+    Steps of a Trainer, and others with a state `describe_pretrained(model)` under the name "huggingface", hold the model's
+    configuration too: then the folder is complete for `from_pretrained`, or, for a model with adapters, for
+    `PeftModel.from_pretrained`. A tokenizer is in no step.
 
     One `model.safetensors`, or `model-00001-of-0000N.safetensors` with an index. Tied tensors are written once, under
     the name under which the checkpoint stores them. Tensors are streamed, so the memory needed depends neither on the
@@ -94,6 +110,9 @@ def export(
         state: name of the state to export.
         dtype: convert floating tensors to this dtype ("bfloat16", torch.bfloat16); None leaves all as they are.
         max_shard_bytes: bytes of tensors per file; a larger tensor has a file of its own.
+        adapter: name of the adapter of PEFT to export, under the names that PEFT reads; None for the one in training
+            that the checkpoint describes, and for all tensors if it describes none.
+        files_from: local folder of a model, from which all files but the weights are copied: configuration, tokenizer.
         force: replace weights at the target. Other files of the folder stay. On storages other than local folders the
             old weights are removed first.
         progress: function of (bytes read, bytes in all).
@@ -105,9 +124,10 @@ def export(
         StorageError: the files cannot be written.
     """
     storage = resolve(target)
-    old = call_with_timeout(
+    present = call_with_timeout(
         call_timeout(storage), lambda: _check_target(storage, force), f"cannot look into {storage.url}"
     )
+    copied = {} if files_from is None else dict(files_beside(files_from))
     wanted = export_dtype(dtype)
     if max_shard_bytes < 1:
         raise UsageError(f"max_shard_bytes is {max_shard_bytes}: give a positive number of bytes")
@@ -115,13 +135,26 @@ def export(
         if state not in source.states:
             raise UsageError(f"{source.path} has no {state!r}; it holds {', '.join(source.states)}")
         view = CheckpointView.of(source)
-        tensors, skipped = tensors_to_export(view, state, wanted)
-        running = _Export(view, distribute(tensors, max_shard_bytes), progress)
+        description = ModelDescription.of(view)
+        adapter, described = description.adapter(adapter)
+        if described is None:
+            tensors, skipped, left_out = tensors_to_export(view, state, wanted)
+            files = distribute(tensors, max_shard_bytes)
+        else:
+            rename = partial(described.name, adapter)
+            tensors, skipped, left_out = tensors_to_export(view, state, wanted, rename)
+            if not tensors:
+                raise UsageError(f"{source.path} has no tensors of an adapter {adapter!r} in {state!r}")
+            files = distribute(tensors, sys.maxsize)
+            files[0].name = ADAPTER_FILE
+        others = copied | (described or description).contents(wanted)
+        others = {name: data for name, data in others.items() if name not in present or _WEIGHTS.fullmatch(name)}
+        running = _Export(view, files, others, progress)
         with _translated(f"export to {storage.url}"):
             if isinstance(storage, LocalStorage):
                 _export_to_folder(running, storage.url)
             else:
-                _export_to_storage(running, storage, old)
+                _export_to_storage(running, storage, filter(_WEIGHTS.fullmatch, present))
     return ExportReport(
         storage.url,
         tuple(running.names),
@@ -130,6 +163,8 @@ def export(
         sum(tensor.cast for tensor in tensors),
         tuple(running.overflowed),
         tuple(skipped),
+        tuple(left_out),
+        tuple(others),
     )
 
 
@@ -139,7 +174,7 @@ def _export_to_folder(export: _Export, folder: str) -> None:
     storage = TimeLimitedStorage(LocalStorage(temporary))
     try:
         export.write_all(storage)
-        storage.around(Call("install"), lambda: _install(temporary, folder, export.names))
+        storage.around(Call("install"), lambda: _install(temporary, folder, [*export.others, *export.names]))
     finally:
         storage.around_close(lambda: shutil.rmtree(temporary, ignore_errors=True))
 
@@ -151,12 +186,12 @@ def _export_to_storage(export: _Export, storage: Storage, old: Iterable[str]) ->
         export.write_all(with_time_limits(storage))
     except BaseException:
         with contextlib.suppress(CheckpointError):
-            storage.delete([*export.names, _INDEX])
+            storage.delete([*export.names, *export.others, _INDEX])
         raise
 
 
 def _check_target(storage: Storage, force: bool) -> list[str]:
-    """Check that the target can take an export. Return the names of the weight files that it holds.
+    """Check that the target can take an export. Return the names in it.
 
     Raises:
         UsageError: the target cannot take an export.
@@ -177,13 +212,20 @@ def _check_target(storage: Storage, force: bool) -> list[str]:
         raise UsageError(
             f"{storage.url} is not empty (it holds {present[0]!r}): give a new folder, or force the export"
         )
-    return [name for name in present if _WEIGHTS.fullmatch(name)]
+    return present
 
 
 class _Export:
     """One export: its files, the tensors that overflowed, and the progress."""
 
-    def __init__(self, source: CheckpointView, files: Sequence[OutputFile], progress: Progress | None) -> None:
+    def __init__(
+        self,
+        source: CheckpointView,
+        files: Sequence[OutputFile],
+        others: Mapping[str, bytes],
+        progress: Progress | None,
+    ) -> None:
+        self.others = others
         self.nbytes = sum(file.nbytes for file in files)
         self.names = [file.name for file in files] + ([_INDEX] if len(files) > 1 else [])
         self.overflowed: dict[str, None] = {}
@@ -197,11 +239,13 @@ class _Export:
         """Write the files, and an index if there are several."""
         for file in self._files:
             self._write(storage, file)
+        for name, data in self.others.items():
+            storage.publish(name, data)
         if _INDEX in self.names:
             weights = {tensor.name: file.name for file in self._files for tensor in file.tensors}
             index = {"metadata": {"total_size": self.nbytes}, "weight_map": dict(sorted(weights.items()))}
             storage.publish(_INDEX, json.dumps(index, indent=2).encode() + b"\n")
-        storage.sync(self.names)
+        storage.sync([*self.others, *self.names])
 
     def _write(self, storage: Storage, file: OutputFile) -> None:
         """Write one file. The next batch is read while one is written. The header goes last, as storages want it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +16,7 @@ from bytecheckpoint.representation.dtypes import safetensors_code
 from bytecheckpoint.representation.storage_file import MAX_HEADER_BYTES
 
 __all__ = [
+    "ADAPTER_FILE",
     "SINGLE_FILE",
     "OutputFile",
     "OutputTensor",
@@ -27,6 +28,8 @@ __all__ = [
 
 #: Name of the only file of an export.
 SINGLE_FILE = "model.safetensors"
+#: The same for an adapter of PEFT.
+ADAPTER_FILE = "adapter_model.safetensors"
 
 
 @dataclass(slots=True)
@@ -86,27 +89,37 @@ def export_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def tensors_to_export(
-    source: CheckpointView, state: str, wanted: torch.dtype | None
-) -> tuple[list[OutputTensor], list[str]]:
-    """Return the tensors of a state, tied tensors once, and the keys of the plain values, which an export skips.
+    source: CheckpointView, state: str, wanted: torch.dtype | None, renamed: Callable[[str], str | None] = str
+) -> tuple[list[OutputTensor], list[str], list[str]]:
+    """Return the tensors to write, tied tensors once, the keys of plain values, and those of tensors to leave out.
+
+    Args:
+        source: open checkpoint.
+        state: name of the state.
+        wanted: dtype of floating tensors, or None.
+        renamed: function that returns the exported name of a tensor, or None to leave it out.
 
     Raises:
         IncompatibleCheckpointError: a dtype or name that safetensors cannot hold.
     """
     tensors: list[OutputTensor] = []
     skipped: list[str] = []
+    left_out: list[str] = []
     seen: set[object] = set()
     for key in source.keys_of(state):
         stored = source.stored_under(key)
         if stored is None:
             skipped.append(key)
             continue
+        name = renamed(key.removeprefix(f"{state}/"))
+        if name is None:
+            left_out.append(key)
+            continue
         if stored in seen:
             continue  # another name of a tied tensor
         seen.add(stored)
         entry = source[key]
         assert isinstance(entry, Entry)
-        name = key.removeprefix(f"{state}/")
         own = str(entry.dtype).removeprefix("torch.")
         # Packed and scale formats are not numbers to convert one by one.
         cast = wanted is not None and entry.dtype.is_floating_point and safetensors_code(own) is not None
@@ -114,7 +127,7 @@ def tensors_to_export(
         _check_fits_format(key, name, own, dtype)
         nbytes = entry.shape.numel() * dtype.itemsize
         tensors.append(OutputTensor(name, key, tuple(entry.shape), dtype, nbytes, entry.nbytes, dtype != entry.dtype))
-    return tensors, skipped
+    return tensors, skipped, left_out
 
 
 def _check_fits_format(key: str, name: str, stored_dtype: str, dtype: torch.dtype) -> None:

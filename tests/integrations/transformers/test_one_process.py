@@ -148,7 +148,7 @@ def test_a_checkpoint_holds_everything(tmp_path: Path) -> None:
 def test_only_the_model(tmp_path: Path) -> None:
     run(tmp_path, save_only_model=True)
     with bytecheckpoint.open(tmp_path / "step_00000008") as checkpoint:
-        assert {key.partition("/")[0] for key in checkpoint} == {"model", "trainer"}
+        assert {key.partition("/")[0] for key in checkpoint} == {"model", "trainer", "huggingface"}
     with pytest.raises(CheckpointError, match="optimizer"):
         run(tmp_path, "auto")
 

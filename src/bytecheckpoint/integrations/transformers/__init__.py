@@ -2,5 +2,6 @@
 
 from bytecheckpoint.integrations.transformers.attach import attach
 from bytecheckpoint.integrations.transformers.checkpoints import TrainerCheckpoints
+from bytecheckpoint.integrations.transformers.pretrained import describe_pretrained
 
-__all__ = ["TrainerCheckpoints", "attach"]
+__all__ = ["TrainerCheckpoints", "attach", "describe_pretrained"]

@@ -19,6 +19,7 @@ from bytecheckpoint.integrations.attaching import (
     refuse_newer,
 )
 from bytecheckpoint.integrations.generators import DelayedGenerators
+from bytecheckpoint.integrations.transformers.pretrained import adapter_names, describe_pretrained
 from bytecheckpoint.integrations.transformers.rules import best_rule
 from bytecheckpoint.manager import Cadence, CheckpointManager, StepInfo
 from bytecheckpoint.manager.run_folder import step_folder, step_number
@@ -99,7 +100,7 @@ class TrainerCheckpoints:
         trainer = self._trainer
         state, self._generators = TrainerState(trainer, steps_per_epoch), DelayedGenerators()
         self._states.clear()  # filled anew where Trainer begins again with smaller batches
-        self._states |= {"model": trainer.model, "trainer": state}
+        self._states |= {"model": trainer.model, "trainer": state, "huggingface": describe_pretrained(trainer.model)}
         if not trainer.args.save_only_model:
             self._states |= {"optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler, "rng": self._generators}
             if getattr(trainer.accelerator, "scaler", None) is not None:
@@ -122,23 +123,25 @@ class TrainerCheckpoints:
     def _new_manager(self) -> CheckpointManager:
         arguments, cadence = self._arguments, self._arguments.cadence
         save_options, load_options = arguments.save_options, arguments.load_options
-        frozen = self._frozen() or None
+        frozen = self._frozen()
         if save_options.exclude is None:
-            save_options = replace(save_options, exclude=frozen)
-        if load_options.exclude is None:
-            load_options = replace(load_options, exclude=frozen)
+            save_options = replace(save_options, exclude=frozen or None)
+        excluded = frozen if load_options.exclude is None else load_options.exclude
+        load_options = replace(load_options, exclude=[*excluded, "huggingface"])  # which no run reads
         every = [lambda _: self._asked, *cadence.rules]
         cadence = Cadence(every, at_end=cadence.at_end, overlap=cadence.overlap)
         arguments = replace(arguments, cadence=cadence, save_options=save_options, load_options=load_options)
         return arguments.manager(self._states)
 
     def _frozen(self) -> list[str]:
-        """Return patterns of the parameters that a model with adapters does not train: the base model has them."""
+        """Return patterns of the parameters that the base model of adapters has: those that are not trained."""
         model = self._trainer.model
         if not getattr(model, "peft_config", None):
             return []
         parameters = model.named_parameters(remove_duplicate=False)  # with both names of tied embeddings
-        return [f"model/{glob.escape(name)}" for name, one in parameters if not one.requires_grad]
+        # A frozen part of an adapter is in no base model, and may have been drawn by chance.
+        own = set().union(*(adapter_names(model, name) or () for name in model.peft_config))
+        return [f"model/{glob.escape(name)}" for name, one in parameters if not (one.requires_grad or name in own)]
 
     def _refuse_newer(self, manager: CheckpointManager) -> None:
         trainer = self._trainer

@@ -1,0 +1,88 @@
+"""Describe a model of Hugging Face in its checkpoints, so that an export of a step needs nothing else."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from bytecheckpoint.tools.huggingface_description import AdapterDescription, ModelDescription
+
+__all__ = ["adapter_names", "describe_pretrained"]
+
+
+def describe_pretrained(model: Any) -> dict[str, str]:
+    """Return a state that lets `tools.export` write a complete folder, to be saved under the name "huggingface".
+
+    `attach` does so by itself. Leave the state out of loads: `load(..., include=["model/*", ...])`, or another dict.
+
+    Args:
+        model: a `PreTrainedModel`, or a `PeftModel` with adapters of any kind but prompts. Other models have an empty
+            description.
+    """
+    if getattr(model, "peft_config", None) and hasattr(model, "base_model"):
+        found = {name: _adapter(model, name) for name in model.peft_config}
+        adapters = {name: one for name, one in found.items() if one is not None}
+        active = next((name for name in model.active_adapters if name in adapters), "")
+        return ModelDescription(adapters=adapters if active else {}, active=active).state()
+    return ModelDescription(files=_written(lambda folder: _save_configuration(model, folder))).state()
+
+
+def _save_configuration(model: Any, folder: str) -> None:
+    config: Any = copy.deepcopy(getattr(model, "config", None))
+    generation = getattr(model, "generation_config", None)
+    if not hasattr(config, "save_pretrained"):
+        return
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard prepends that to the class's name
+    config.save_pretrained(folder)
+    if generation is not None and model.can_generate():
+        generation.save_pretrained(folder)
+
+
+def _adapter(model: Any, name: str) -> AdapterDescription | None:
+    names = adapter_names(model, name)
+    if names is None:
+        return None
+    config = copy.deepcopy(model.peft_config[name])
+    config.inference_mode = True  # as PEFT writes it
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = model.get_base_model().__dict__.get("name_or_path") or None
+    base = type(model.get_base_model())
+    mapping = (
+        {"base_model_class": base.__name__, "parent_library": base.__module__} if config.task_type is None else None
+    )
+    description = AdapterDescription(_written(partial(config.save_pretrained, auto_mapping_dict=mapping)))
+    for key in model.state_dict():
+        if description.name(name, key) != names.get(key):
+            description.exceptions[key] = names.get(key)
+    return description
+
+
+def _written(save: Callable[[str], object]) -> dict[str, str]:
+    """Return the texts that a function writes into a folder, by the names of the files."""
+    with tempfile.TemporaryDirectory() as folder:
+        save(folder)
+        texts = {}
+        for name in sorted(os.listdir(folder)):
+            with open(os.path.join(folder, name), encoding="utf-8") as file:
+                texts[name] = file.read()
+    return texts
+
+
+def adapter_names(model: Any, adapter: str) -> dict[str, str] | None:
+    """Return the tensors of an adapter: names in PEFT's file by names in the model; None if PEFT computes its tensors."""
+    from peft import get_peft_model_state_dict
+
+    config = model.peft_config[adapter]
+    if config.is_prompt_learning or getattr(model, "_tp_size", None):
+        return None
+    state = model.state_dict()
+    keys = {id(value): key for key, value in state.items()}
+    written = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter, save_embedding_layers=False)
+    if any(id(value) not in keys for value in written.values()):
+        return None
+    return {keys[id(value)]: name for name, value in written.items()}

@@ -1,0 +1,113 @@
+"""Description of a Hugging Face model in its checkpoint, which an export turns into configuration files and names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import torch
+
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.opening.view import CheckpointView
+
+__all__ = ["AdapterDescription", "ModelDescription", "files_beside"]
+
+_STATE = "huggingface"
+_KEY = f"{_STATE}/description"
+#: Endings of files that hold weights.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+
+
+class AdapterDescription(msgspec.Struct, omit_defaults=True):
+    """One adapter of PEFT.
+
+    PEFT writes a tensor without the name of the adapter: `q_proj.lora_A.default.weight` as `q_proj.lora_A.weight`.
+
+    Attributes:
+        files: texts of its configuration files, by name.
+        exceptions: names in PEFT's file of tensors for which this rule does not hold, by their names in the checkpoint;
+            None for those that PEFT does not write.
+    """
+
+    files: dict[str, str] = {}
+    exceptions: dict[str, str | None] = {}
+
+    def contents(self, _: torch.dtype | None) -> dict[str, bytes]:
+        """Return the configuration files."""
+        return {name: text.encode() for name, text in self.files.items()}
+
+    def name(self, adapter: str, key: str) -> str | None:
+        """Return the name of a tensor in PEFT's file, or None for one that does not belong to the adapter."""
+        if key in self.exceptions:
+            return self.exceptions[key]
+        head, found, tail = key.partition(f".{adapter}.")
+        if found:
+            return f"{head}.{tail}"
+        return key.removesuffix(f".{adapter}") if key.endswith(f".{adapter}") else None
+
+
+class ModelDescription(msgspec.Struct, omit_defaults=True):
+    """A model of Hugging Face beside its tensors.
+
+    Attributes:
+        files: texts of the configuration files of a model without adapters, by name.
+        adapters: adapters of PEFT, by name.
+        active: name of the adapter in training; "" for a model without adapters.
+    """
+
+    files: dict[str, str] = {}
+    adapters: dict[str, AdapterDescription] = {}
+    active: str = ""
+
+    def state(self) -> dict[str, str]:
+        """Return the state to save under the name "huggingface"."""
+        return {"description": msgspec.json.encode(self).decode()}
+
+    def contents(self, dtype: torch.dtype | None) -> dict[str, bytes]:
+        """Return the configuration files for weights that are converted to a dtype, or are not, for None."""
+        files = {name: text.encode() for name, text in self.files.items()}
+        if dtype is not None and "config.json" in files:
+            config = msgspec.json.decode(files["config.json"])
+            config |= {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in config}
+            files["config.json"] = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
+        return files
+
+    @classmethod
+    def of(cls, source: CheckpointView) -> ModelDescription:
+        """Return the description in a checkpoint, an empty one if there is none."""
+        text: Any = source[_KEY] if _KEY in source.keys_of(_STATE) else None
+        try:
+            return msgspec.json.decode(text, type=cls) if isinstance(text, str) else cls()
+        except msgspec.MsgspecError:  # a state of the user's that has this name
+            return cls()
+
+    def adapter(self, wanted: str | None) -> tuple[str, AdapterDescription | None]:
+        """Return the name and description of the adapter to export; ("", None) for a model without adapters.
+
+        Args:
+            wanted: name that the user gives; None for the active one.
+
+        Raises:
+            UsageError: there are other adapters.
+        """
+        name = self.active if wanted is None else wanted
+        if self.adapters and name not in self.adapters:
+            raise UsageError(f"there is no adapter {name!r}: the checkpoint has {', '.join(sorted(self.adapters))}")
+        return name, (self.adapters.get(name, AdapterDescription()) if name else None)
+
+
+def files_beside(folder: str | os.PathLike[str]) -> Iterator[tuple[str, bytes]]:
+    """Yield the names and contents of the files of a local folder that hold no weights: configuration and tokenizer.
+
+    Raises:
+        UsageError: there is no such folder, or no such file in it.
+    """
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    names = [one for one in names if os.path.isfile(os.path.join(folder, one)) and not one.endswith(_WEIGHTS)]
+    if not names:
+        raise UsageError(f"{os.fspath(folder)} holds no files to copy: give the local folder of a Hugging Face model")
+    for name in names:
+        with open(os.path.join(folder, name), "rb") as file:
+            yield name, file.read()
