@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import bytecheckpoint
 from bytecheckpoint.dataloader import ResumableLoader, ResumableSampler
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
+from bytecheckpoint.manager import SaveOptions
 from tests.integrations.conformance import after, notify
 from tests.integrations.lightning.jobs import (
     ModelCheckpoint,
@@ -366,6 +367,150 @@ def test_one_file_of_lightning(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError):
         export_ckpt(tmp_path / "step_00000007", tmp_path / "y.ckpt")
     assert not list(tmp_path.glob("y*"))
+
+
+# --- averaged weights -------------------------------------------------------------------------------------------------
+
+
+def average(**options: Any) -> Any:
+    return pl.callbacks.EMAWeightAveraging(**{"decay": 0.7, **options})
+
+
+class Normalized(Net):
+    """Has buffers, of which one is an integer."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"dropout": 0.2, **options})
+        self.layers.insert(1, torch.nn.BatchNorm1d(8))
+
+
+@pytest.mark.parametrize(
+    ("options", "averaging"),
+    [
+        ({"validate": True}, {"update_every_n_steps": 2}),
+        ({"validate": True, **EPOCHS}, {"update_every_n_steps": 0, "update_starting_at_epoch": 0}),
+        ({"validate": True, "checkpoint": {"every_n_train_steps": 6}, **STEPS_ONLY}, {"use_buffers": False}),
+        ({"validate": True, "val_check_interval": 5, "accumulate_grad_batches": 3, **EPOCHS}, {}),
+        ({"checkpoint": {"save_options": SaveOptions(staging="background")}}, {"update_starting_at_step": 5}),
+    ],
+)
+@on_ranks(1)
+def test_averaged_weights(tmp_path: Path, options: dict[str, Any], averaging: dict[str, Any]) -> None:
+    """Losses, and the averages at the end, are those of a run without a stop."""
+
+    def train(folder: Path | None, **more: Any) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
+        net = Normalized()
+        losses = run(folder, net=net, callbacks=[average(**averaging)], **{**options, **more})
+        return losses, net.state_dict()
+
+    wanted, averages = train(None)
+    losses, weights = train(tmp_path)
+    assert losses == wanted and all(map(torch.equal, averages.values(), weights.values()))
+    assert len(steps_in(tmp_path)) > 2
+    for number in steps_in(tmp_path):
+        got, weights = train(tmp_path / f"from-{number}", ckpt_path=step(tmp_path, number))
+        assert [*got.items()] == [*wanted.items()][len(wanted) - len(got) :]
+        assert len(got) < len(wanted)
+        if got:
+            assert all(map(torch.equal, averages.values(), weights.values()))
+
+
+@on_ranks(1)
+def test_what_a_step_holds_of_averaged_weights(tmp_path: Path) -> None:
+    """The averages are the model for evaluations, "best" and exports."""
+    held = DataLoader(data(8, seed=4), batch_size=4)
+    callback = average()
+    checkpoints = ModelCheckpoint(tmp_path, monitor="val_loss", every_n_epochs=1, save_top_k=-1)
+    trainer, net = make(checkpoints, callbacks=[callback], limit_val_batches=1.0), Normalized()
+    trainer.fit(net, loader(), held)
+    best = float(checkpoints.best_model_score)
+    plain = make(ModelCheckpoint(tmp_path, monitor="val_loss"), limit_val_batches=1.0)
+    for one in (trainer, plain, make(ModelCheckpoint(tmp_path, monitor="val_loss"), callbacks=[average()])):
+        for evaluate in (one.test, one.validate):
+            got = evaluate(Normalized(), held, ckpt_path=checkpoints.best_model_path, verbose=False)
+            assert not got or got == [{"val_loss": pytest.approx(best)}]
+    last = step(tmp_path, 18)
+    with bytecheckpoint.open(last) as checkpoint:
+        names = {key for key in checkpoint if key.startswith("model/")}
+        assert {key.replace("model/", "current_model/") for key in names} <= {*checkpoint} and len(names) == 9
+        assert all(torch.equal(checkpoint[f"model/{name}"][...], one) for name, one in net.state_dict().items())
+        assert not torch.equal(checkpoint["current_model/layers.0.weight"][...], net.layers[0].weight)
+    export_ckpt(last, tmp_path / "x.ckpt")
+    assert torch.equal(Normalized.load_from_checkpoint(tmp_path / "x.ckpt").layers[0].weight, net.layers[0].weight)
+    assert not {"_swap_models", "_copy_average_to_current"} & vars(callback).keys()
+
+
+@on_ranks(1)
+def test_averages_begin_and_end(tmp_path: Path) -> None:
+    """With a step of a run that averaged nothing, both begin with its weights; without the callback, the averages do."""
+    nets: dict[str, Normalized] = {}
+
+    def train(name: str, callbacks: Any, **options: Any) -> dict[int, float]:
+        nets[name] = Normalized()
+        return run(tmp_path / name, net=nets[name], callbacks=callbacks, **options)
+
+    wanted = train("plain", [])
+    assert train("on", [average()], ckpt_path=step(tmp_path / "plain", 8)) == after(8, wanted)
+    again = train("again", [average()], ckpt_path=step(tmp_path / "on", 12))
+    assert again == after(12, wanted)
+    assert torch.equal(nets["again"].layers[0].weight, nets["on"].layers[0].weight)
+    assert not torch.equal(nets["again"].layers[0].weight, nets["plain"].layers[0].weight)
+    off = train("off", [], ckpt_path=step(tmp_path / "on", 12))
+    assert off.keys() == again.keys() and off != again
+
+
+@on_ranks(1)
+def test_the_only_save_of_averaged_weights_is_at_the_end(tmp_path: Path) -> None:
+    """save_last saves before the averages take the place of the weights in training."""
+    wanted = run(None, net=Normalized(), callbacks=[average()])
+    options: dict[str, Any] = {"checkpoint": {"every_n_train_steps": 100, "save_last": True}, "callbacks": [average()]}
+    run(tmp_path, net=Normalized(), max_epochs=1, **options)
+    assert run(tmp_path, net=Normalized(), **options) == after(6, wanted)
+
+
+@on_ranks(1)
+def test_averages_that_a_step_lacks(tmp_path: Path) -> None:
+    left_out = SaveOptions(exclude=["current_model/layers.0.*"])
+    run(tmp_path, max_epochs=1, callbacks=[average()], checkpoint={"save_options": left_out})
+    with pytest.raises(IncompatibleCheckpointError, match=r"lacks current_model/layers.0.(weight|bias) \(2 names"):
+        run(tmp_path, callbacks=[average()])
+
+
+@on_ranks(1)
+def test_hooks_that_change_averaged_weights(tmp_path: Path) -> None:
+    class Editing(Extended):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            if self.edit == "load":
+                checkpoint["state_dict"]["layers.0.weight"] = torch.zeros(8, 6)
+
+    run(tmp_path, net=Editing(), callbacks=[average()], max_epochs=1)
+    for edit in ("save", "load"):
+        with pytest.raises(CheckpointError, match=rf"on_{edit}_checkpoint .* has changed 'layers.0.weight'"):
+            run(tmp_path, net=Editing(edit), callbacks=[average()])
+
+
+@on_ranks(1)
+def test_averages_of_lightning(tmp_path: Path) -> None:
+    """A file of Lightning's with averages continues; steps of nothing but weights hold the averages."""
+    stock = pl.callbacks.ModelCheckpoint(tmp_path, every_n_epochs=1, save_top_k=-1)
+    trainer, net = make(stock, callbacks=[average()]), Normalized()
+    trainer.fit(net, loader(False))
+    options: dict[str, Any] = {"callbacks": [average()], "shuffle": False, "checkpoint": {"save_weights_only": True}}
+    again = Normalized(dropout=0.0)
+    run(tmp_path, net=again, ckpt_path=str(tmp_path / "epoch=0-step=6.ckpt"), **options)
+    with bytecheckpoint.open(tmp_path / "step_00000016") as checkpoint:
+        assert {key.partition("/")[0] for key in checkpoint} == {"model", "lightning"}
+        assert not torch.equal(checkpoint["model/layers.0.weight"][...], again.layers[0].weight)
+
+
+@on_ranks(1)
+def test_averages_that_are_refused(tmp_path: Path) -> None:
+    for callbacks, strategy, message in [
+        ([average(), pl.callbacks.WeightAveraging()], "auto", "EMAWeightAveraging and WeightAveraging both average"),
+        ([average()], "fsdp2", "averages whole weights, and ModelParallelStrategy shards them"),
+    ]:
+        with pytest.raises(UsageError, match=message):
+            make(ModelCheckpoint(tmp_path), strategy, callbacks=callbacks).fit(Net(), loader())
 
 
 @on_ranks(1)

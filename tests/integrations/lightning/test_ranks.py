@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from bytecheckpoint.errors import UsageError
+from tests.integrations.conformance import after
 from tests.integrations.lightning.jobs import (
     ModelCheckpoint,
     Net,
@@ -16,6 +19,7 @@ from tests.integrations.lightning.jobs import (
     export_ckpt,
     loader,
     make,
+    pl,
     run,
 )
 from tests.support.runs import steps_in
@@ -47,3 +51,28 @@ def test_a_file_of_lightning_stops_all_ranks(tmp_path: Path) -> None:
     dist.barrier()
     with pytest.raises(UsageError, match=r"step=6.ckpt' continues from there"):
         run(tmp_path)
+
+
+@on_ranks(2)
+def test_averaged_weights_on_all_ranks(tmp_path: Path) -> None:
+    """Losses, and the averages at the end, are those of a run without a stop, although the ranks begin differently."""
+
+    class Different(Net):
+        def __init__(self) -> None:
+            super().__init__(dropout=0.2)
+            self.layers[0].weight.data += dist.get_rank()
+
+    def train(folder: Path | None, **options: Any) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
+        net = Different()
+        callback = pl.callbacks.EMAWeightAveraging(decay=0.7, update_starting_at_step=5)
+        losses = run(
+            folder, net=net, callbacks=[callback], validate=True, checkpoint={"every_n_train_steps": 3}, **options
+        )
+        return losses, net.state_dict()
+
+    wanted, averages = train(None)
+    assert train(tmp_path / "run")[0] == wanted
+    for number in (3, 12):
+        got, weights = train(tmp_path / f"from-{number}", ckpt_path=tmp_path / "run" / f"step_{number:08d}")
+        assert got == after(number, wanted)
+        assert all(map(torch.equal, averages.values(), weights.values()))

@@ -17,6 +17,7 @@ import torch
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.integrations.attaching import ManagerArguments, refuse_newer, retention_of_tool
+from bytecheckpoint.integrations.lightning.averaging import averaging_callback
 from bytecheckpoint.integrations.lightning.package import pl
 from bytecheckpoint.integrations.lightning.steps import Newest, TrainerSteps
 from bytecheckpoint.integrations.lightning.strategy import checkpointed
@@ -168,10 +169,12 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
             raise UsageError(
                 f"{uploads[0]}(log_model=...) uploads files of Lightning's, which are not written: leave it away"
             )
+        if stage == "fit":
+            averaging_callback(trainer)
         self._trainer = trainer
         trainer.strategy.__class__ = checkpointed(type(trainer.strategy))
         trainer.strategy.bytecheckpoint = self.steps = TrainerSteps(
-            trainer, self._arguments, self._reach,
+            trainer, self._arguments, self._reach, self._save_at_end,
             weights_only=self.save_weights_only, skip_batches=self._skip_batches,
         )  # fmt: skip
 
@@ -227,9 +230,12 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait for the save in flight."""
         assert self.steps is not None
-        super().on_train_end(trainer, pl_module)
-        self._reach()
+        self._save_at_end()
         self.steps.manager.wait()
+
+    def _save_at_end(self) -> None:
+        super().on_train_end(self._trainer, self._trainer.lightning_module)
+        self._reach()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Wait for the save in flight; the newest committed step stands."""

@@ -12,13 +12,15 @@ from typing import Any
 
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from bytecheckpoint.errors import CheckpointNotFoundError, UsageError
+from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
+from bytecheckpoint.frameworks.base import is_strict
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.integrations.attaching import ManagerArguments, refuse_checkpoints_of_tool
 from bytecheckpoint.integrations.generators import DelayedGenerators
+from bytecheckpoint.integrations.lightning.averaging import AveragedWeights, averaging_callback
 from bytecheckpoint.integrations.lightning.package import pl
 from bytecheckpoint.integrations.lightning.position import TrainingPosition
-from bytecheckpoint.integrations.lightning.strategy import states_of_model
+from bytecheckpoint.integrations.lightning.strategy import refuse_edits, states_of_model
 from bytecheckpoint.manager import Cadence, CheckpointManager
 from bytecheckpoint.manager.run_folder import step_number
 from bytecheckpoint.representation.names import CATALOG_NAME
@@ -31,6 +33,10 @@ __all__ = ["POSITION", "LightningState", "Newest", "TrainerSteps"]
 POSITION = "bytecheckpoint"
 #: Step in the name of a file of Lightning's.
 _STEP_IN_NAME = re.compile(r"(?<![a-z])step=(\d+)")
+#: State of the weights in training, where a callback averages them and "model" holds the averages.
+_IN_TRAINING = "current_model"
+#: Entry in which `WeightAveraging` saves the number of averaged steps.
+_OF_AVERAGES = "averaging_state"
 _REMEDY = (
     "ckpt_path={path} continues from there. To continue from a step, pass its path; to begin a new run, pass None or "
     "another dirpath"
@@ -96,6 +102,7 @@ class TrainerSteps:
         trainer: trainer of the run.
         arguments: arguments of the manager.
         reach: function to call at each place where the state is complete.
+        before_end: function to call at the end of the training, before a callback changes the weights.
         weights_only: True to save neither optimizers nor random number generators.
         skip_batches: True to continue behind the done batches of an epoch.
 
@@ -114,17 +121,19 @@ class TrainerSteps:
         trainer: Any,
         arguments: ManagerArguments,
         reach: Callable[[], object],
+        before_end: Callable[[], object],
         *,
         weights_only: bool,
         skip_batches: bool,
     ) -> None:
-        self._trainer, self._arguments, self._reach = trainer, arguments, reach
+        self._trainer, self._arguments, self._reach, self._before_end = trainer, arguments, reach, before_end
         self._weights_only, self._skip_batches = weights_only, skip_batches
         self._states: dict[str, Any] = {}
         self._state = LightningState(self._dump)
         self._stack = contextlib.ExitStack()
         self._asked = False
         self._loaded_path = ""
+        self._averaged: AveragedWeights | None = None
         self.running = self.dumping = False
 
     # --- a fit ----------------------------------------------------------------------------------------------------
@@ -132,6 +141,9 @@ class TrainerSteps:
     def begin(self) -> None:
         """Make the manager of a fit, whose model and optimizers are ready."""
         trainer, generators = self._trainer, DelayedGenerators()
+        if (callback := averaging_callback(trainer)) is not None:
+            self._averaged = AveragedWeights(callback, trainer.strategy.root_device, self._before_end)
+            self._stack.callback(self._averaged.close)
         self._states |= self._model_states()
         if not self._weights_only:
             mock = pl.core.optimizer._MockOptimizer
@@ -170,10 +182,17 @@ class TrainerSteps:
         load_options = self._arguments.load_options
         if load_options.strict is True and not self._trainer.lightning_module.strict_loading:
             load_options = replace(load_options, strict={"model": False})
+        if _IN_TRAINING in states and load_options.strict is not False:  # a step may be of a job that averaged nothing
+            others = {} if load_options.strict is True else load_options.strict
+            load_options = replace(load_options, strict={**others, _IN_TRAINING: False})
         return replace(self._arguments, load_options=load_options, **changes).manager(states)
 
     def _model_states(self) -> dict[str, Any]:
-        return {"model": states_of_model(self._trainer.strategy), "lightning": self._state}
+        own = states_of_model(self._trainer.strategy)
+        if self._averaged is None:
+            return {"model": own, "lightning": self._state}
+        in_training = {} if self._weights_only else {_IN_TRAINING: own}
+        return {"model": self._averaged.module, "lightning": self._state, **in_training}
 
     def _load_streams(self) -> None:
         self._states |= self.position.streams
@@ -192,7 +211,12 @@ class TrainerSteps:
             found = self._trainer._checkpoint_connector.dump_checkpoint(self._weights_only)
         finally:
             self.dumping = False
-        self._trainer.strategy.refuse_edits("on_save_checkpoint", found.pop("state_dict"))
+        strategy, weights = self._trainer.strategy, found.pop("state_dict")
+        shown, strategy.shown = strategy.shown, None
+        if self._averaged is not None and _OF_AVERAGES in found:
+            refuse_edits("on_save_checkpoint", self._averaged.entries(weights), weights)
+            weights = found.pop("current_model_state")
+        refuse_edits("on_save_checkpoint", shown, weights)
         found.pop("optimizer_states", None)
         if self.position.cut is not None:
             found["loops"]["fit_loop"] = self.position.cut
@@ -231,8 +255,21 @@ class TrainerSteps:
         if self.running:
             self._loaded_path = report.path
             self.position.resume(position)
-        model = states_of_model(trainer.strategy)
-        return found | {"state_dict": model.state_dict() if model is trainer.lightning_module else {}}
+        model, module = states_of_model(trainer.strategy), trainer.lightning_module
+        if model is not module:
+            return found | {"state_dict": {}}
+        if _OF_AVERAGES in found:
+            self._refuse_missing(report)
+            found["current_model_state"] = module.state_dict()
+        elif self._averaged is not None:
+            module.load_state_dict(self._averaged.module.state_dict())
+        return found | {"state_dict": (module if self._averaged is None else self._averaged.module).state_dict()}
+
+    def _refuse_missing(self, report: LoadReport) -> None:
+        strict = self._arguments.load_options.strict
+        missing = [name for name in report.missing if name.startswith(f"{_IN_TRAINING}/")]
+        if missing and is_strict(strict, _IN_TRAINING) and self._trainer.lightning_module.strict_loading:
+            raise IncompatibleCheckpointError(f"{report.path} lacks {missing[0]} ({len(missing)} names in all)")
 
 
 def _load(manager: CheckpointManager, path: Any) -> LoadReport | None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
+
 from bytecheckpoint.errors import UsageError
 
-__all__ = ["checkpointed", "states_of_model"]
+__all__ = ["checkpointed", "refuse_edits", "states_of_model"]
 
 #: Strategies whose states another library holds.
 _UNSUPPORTED = ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy")
@@ -64,7 +66,8 @@ def _subclass(kind: Any) -> Any:
 
         def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
             if self._of_step:
-                self.refuse_edits("on_load_checkpoint", checkpoint["state_dict"])
+                shown, self.shown = self.shown, None
+                refuse_edits("on_load_checkpoint", shown, checkpoint["state_dict"])
             else:
                 super().load_model_state_dict(checkpoint, strict=strict)
 
@@ -78,18 +81,25 @@ def _subclass(kind: Any) -> Any:
         def optimizer_state(self, optimizer: Any) -> Any:
             return {} if self.bytecheckpoint.dumping else super().optimizer_state(optimizer)
 
-        def refuse_edits(self, hook: str, after: dict[str, Any]) -> None:
-            """Refuse hooks that change the weights of a checkpoint, because the live weights are saved and loaded."""
-            before, self.shown = self.shown, None
-            changed = sorted(name for name in {**before, **after} if before.get(name) is not after.get(name))
-            if changed:
-                raise UsageError(
-                    f"{hook} of the module or of a callback has changed {changed[0]!r} in checkpoint['state_dict'] "
-                    f"({len(changed)} entries in all), which is not supported: leave tensors out by "
-                    "save_options=SaveOptions(exclude=['model/...']) and load_options of ModelCheckpoint, and change "
-                    "weights in configure_model"
-                )
-
     Checkpointed.__name__, Checkpointed.__qualname__ = kind.__name__, kind.__qualname__
     Checkpointed.__module__ = kind.__module__
     return Checkpointed
+
+
+def refuse_edits(hook: str, before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Refuse hooks that change the weights of a checkpoint, because the live weights are saved and loaded."""
+    changed = sorted(name for name in {**before, **after} if not _same(before.get(name), after.get(name)))
+    if changed:
+        raise UsageError(
+            f"{hook} of the module or of a callback has changed {changed[0]!r} in checkpoint['state_dict'] "
+            f"({len(changed)} entries in all), which is not supported: leave tensors out by "
+            "save_options=SaveOptions(exclude=['model/...']) and load_options of ModelCheckpoint, and change "
+            "weights in configure_model"
+        )
+
+
+def _same(before: Any, after: Any) -> bool:
+    """Return whether two entries are one object, or tensors of the same memory."""
+    if before is after or not type(before) is type(after) is torch.Tensor:
+        return before is after
+    return before.device == after.device and before.dtype == after.dtype and before.is_set_to(after)
