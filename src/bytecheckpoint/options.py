@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -13,7 +14,7 @@ __all__ = ["LoadOptions", "SaveOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """Options of the saves of a run: arguments of `save` that stay the same, and the reaction to a failure.
+    """Options of the saves of a run: arguments of `save` that stay the same, and reactions to commits and failures.
 
     Attributes:
         framework: framework of the states, as for `save`.
@@ -29,6 +30,9 @@ class SaveOptions:
         full_every: number n: of incremental saves, each n-th of a manager shares no file with earlier steps, so that a file
             that is damaged later does not damage all of them; None for none.
         on_error: "raise" the failure of a save, once, at the next call; or "warn": log it and continue.
+        on_commit: function that rank 0 calls with the `StepInfo` of each step that a manager has committed, or a list of
+            functions, such as `LatestLink()`. They run one after the other on a thread of their own, the step stays
+            meanwhile, a failure is logged, and the end of the manager waits for them.
     """
 
     framework: str = "auto"
@@ -42,20 +46,32 @@ class SaveOptions:
     incremental: bool = False
     full_every: int | None = 20
     on_error: Literal["raise", "warn"] = "raise"
+    on_commit: Callable[[Any], object] | Sequence[Callable[[Any], object]] = ()
 
     def __post_init__(self) -> None:
         if self.on_error not in ("raise", "warn"):
             raise UsageError(f"on_error={self.on_error!r}: use 'raise' or 'warn'")
+        for function in self.commit_functions:
+            if not callable(function) or not _takes_one(function):
+                raise UsageError(
+                    f"on_commit={function!r}: give a function of one argument, a StepInfo, or a list of these"
+                )
         if self.staging not in ("auto", "blocking", "background"):
             raise UsageError(f"staging={self.staging!r}: use 'auto', 'blocking' or 'background'")
         every = self.full_every
         if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
             raise UsageError(f"full_every={every!r}: give a whole number of saves from 1 on, or None")
 
+    @property
+    def commit_functions(self) -> list[Callable[[Any], object]]:
+        """The functions of `on_commit`."""
+        given: Any = self.on_commit
+        return list(given) if isinstance(given, list | tuple) else [given]
+
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `save` for a save on its own, which is "blocking" if the manager is to decide."""
         found = _values(self)
-        del found["on_error"], found["full_every"]
+        del found["on_error"], found["on_commit"], found["full_every"]
         if self.staging == "auto":
             found["staging"] = "blocking"
         return found
@@ -94,3 +110,13 @@ class LoadOptions:
 
 def _values(options: SaveOptions | LoadOptions) -> dict[str, Any]:
     return {field.name: getattr(options, field.name) for field in fields(options)}
+
+
+def _takes_one(function: Callable[..., object]) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # a function of C may not say what it takes
+        pass
+    return True

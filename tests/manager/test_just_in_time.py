@@ -18,7 +18,7 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools import verify
 from tests.support.lost_rank_job import EVERY, LEFT, train
 from tests.support.runs import steps_in
-from tests.support.worlds import Worlds
+from tests.support.worlds import RankError, Worlds
 
 STOP = 12
 SYNCHRONOUS = SaveOptions(async_checkpoint=False)
@@ -253,3 +253,41 @@ def test_extra_state_of_modules(tmp_path: Path) -> None:
         assert manager._just_in_time is not None and model.passes == 2
         manager._just_in_time._boundary.restore()
         assert model.passes == 1
+
+
+def fail_on_all(root: str, step: int, *, own: str = "") -> None:
+    """Train, and raise an exception of the program in the forward pass of a step, perhaps behind a change of weights."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    with CheckpointManager(root, {"model": model, "optimizer": optimizer}, every=4, just_in_time=True) as manager:
+        for number in range(1, 12):
+            loss = model(torch.ones(3, 4) * number).sum()
+            if number == step:
+                if own == "changed":
+                    model[0].weight.data.mul_(2)
+                raise KeyError("a bad document") if own != "ours" else UsageError("our own")
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            manager.maybe_save(number, {"loss": float(loss)})
+            torch.save(model.state_dict(), f"{root}-{number}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_exception_of_the_program_on_all_ranks(tmp_path: Path, worlds: Worlds, ranks: int) -> None:
+    """The last boundary is saved: without what the forward pass has changed since. A program that changes its weights in
+    between, and a failure of this package, save nothing.
+    """
+    for own, error, steps in (
+        ("", "a bad document", [4, 6]),
+        ("changed", "a bad document", [4]),
+        ("ours", "our own", [4]),
+    ):
+        root = str(tmp_path / f"run{own}")
+        with pytest.raises(RankError, match=error):
+            worlds.run(ranks, fail_on_all, root, 7, own=own)
+        assert steps_in(Path(root)) == steps, own
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    bytecheckpoint.load(tmp_path / "run/step_00000006", {"model": model})
+    wanted = torch.load(tmp_path / "run-6")
+    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())

@@ -20,6 +20,7 @@ def test_options_are_the_arguments_that_stay_in_a_run() -> None:
     assert LoadOptions().arguments().keys() == loading.keys() - own
     assert {field.name for field in fields(SaveOptions)} == SaveOptions().arguments().keys() | {
         "on_error",
+        "on_commit",
         "full_every",
     }
 

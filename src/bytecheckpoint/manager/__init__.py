@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bytecheckpoint.manager.cadence import AtSteps, Cadence, EverySeconds, EverySteps, SaveRule
+from bytecheckpoint.manager.commits import LatestLink, wait_for_new_step
 from bytecheckpoint.manager.interval import Interval, IntervalPlan, plan_interval
 from bytecheckpoint.manager.preemption import Preemption
 from bytecheckpoint.manager.rules import Best, Every, KeepRule, Latest, Retention, StepInfo, Younger
@@ -29,6 +30,7 @@ __all__ = [
     "IntervalPlan",
     "KeepRule",
     "Latest",
+    "LatestLink",
     "LoadOptions",
     "Preemption",
     "Restored",
@@ -38,6 +40,7 @@ __all__ = [
     "StepInfo",
     "Younger",
     "plan_interval",
+    "wait_for_new_step",
 ]
 
 

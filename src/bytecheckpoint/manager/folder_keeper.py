@@ -7,11 +7,12 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bytecheckpoint.errors import CheckpointError, StorageConflictError, StorageError
-from bytecheckpoint.manager.rules import Retention
+from bytecheckpoint.manager.commits import CommitActions
+from bytecheckpoint.manager.rules import Retention, StepInfo
 from bytecheckpoint.manager.run_folder import RunFolder
 from bytecheckpoint.settings import settings
 from bytecheckpoint.threads import start
@@ -28,6 +29,7 @@ class FolderKeeper:
         folder: folder of the run.
         retention: steps to keep.
         writes: True on rank 0.
+        on_commit: functions to call with each committed step.
         on_usurped: callback, given the reason when another job turns out to manage the folder; runs in the background
             thread.
 
@@ -36,8 +38,10 @@ class FolderKeeper:
     """
 
     def __init__(
-        self, folder: RunFolder, retention: Retention, *, writes: bool, on_usurped: Callable[[str], object]
-    ) -> None:
+        self, folder: RunFolder, retention: Retention, *, writes: bool, on_commit: Sequence[Callable[[StepInfo], object]],
+        on_usurped: Callable[[str], object],
+    ) -> None:  # fmt: skip
+        self._actions = CommitActions(on_commit, self.clean_up)
         self.folder, self._retention, self._writes, self._on_usurped = folder, retention, writes, on_usurped
         self._owns = False
         self._restored: int | None = None  # the step that was loaded, until a save follows
@@ -138,6 +142,12 @@ class FolderKeeper:
     def _collect_leftovers(self) -> None:
         self.folder.collect_leftovers(self._leftover_age, but=lambda: self._saving)
 
+    def follow_commit(self, step: int) -> None:
+        """Call the program's functions with a committed step, and delete old steps, in the background."""
+        if self._writes:
+            self._actions.begin(step, lambda: self.folder.find(step))
+        self.clean_up()
+
     def clean_up(self) -> None:
         """Delete in the background the steps that no rule keeps. Return at once."""
         if self._writes:
@@ -149,7 +159,7 @@ class FolderKeeper:
             self.folder.check_owner()
             self.folder.finish_removals(grace, most)
         else:
-            self.folder.clean(rules, grace, most)
+            self.folder.clean(rules, grace, most, self._actions.held)
         if time.monotonic() > self._next_look:
             self._next_look = math.inf
             self._collect_leftovers()
@@ -176,11 +186,12 @@ class FolderKeeper:
             self._room_made.set()
 
     def close(self, timeout: float) -> None:
-        """End the background thread after its work.
+        """End the background threads after their work.
 
         Args:
-            timeout: seconds to wait for the thread.
+            timeout: seconds to wait for each.
         """
+        self._actions.close(timeout)
         self._work.put(None)
         self._thread.join(timeout)
         self._room_made.set()  # nobody frees any after this

@@ -37,6 +37,8 @@ __all__ = ["JustInTime", "SupportsReplay"]
 
 _log = logging.getLogger("bytecheckpoint")
 _POLL_SECONDS = 0.1
+#: Seconds that the save in flight has to end after the loss of a rank.
+_RESCUE_SECONDS = 10.0
 #: Seconds at one place of the program after which a training counts as waiting for the lost rank.
 _STANDS_STILL = 2.0
 
@@ -93,9 +95,14 @@ class JustInTime:
         self._steps.note()
         self._boundary.note(step, metadata)
 
-    def wait(self) -> None:
-        """Wait for the save after a loss, if there is one. Called when an exception ends the training."""
-        if self._survivors.wait_for_loss():
+    def wait(self, error: Exception) -> None:
+        """Wait for the save after a loss, or behind an exception of the program on all ranks.
+
+        Args:
+            error: exception that ends the training. A failure of this package is the reason of a loss, or not to save.
+        """
+        own = isinstance(error, CheckpointError)
+        if self._survivors.wait_for_loss() or (not own and self._survivors.wait_for_all()):
             self._stopped.set()
             self._ended.wait(settings().timeout)
 
@@ -104,7 +111,7 @@ class JustInTime:
 
         The training's thread may never get an exception, because it waits for a rank that survives and waits here.
         """
-        while not self._survivors.lost:
+        while not self._survivors.lost and not self._stopped.is_set():
             if self._over.wait(_POLL_SECONDS):
                 return
         place, since = _place_of(self._training_thread), time.monotonic()
@@ -125,7 +132,8 @@ class JustInTime:
         """Save the last boundary with the surviving ranks."""
         begun = time.monotonic()
         rank, lost = self._collective.rank, self._survivors.lost
-        _log.warning("rank %d: %s: %s", rank, names_of_ranks(lost), next(iter(lost.values())))
+        reason = f"{names_of_ranks(lost)}: {next(iter(lost.values()))}" if lost else "an exception ends the training"
+        _log.warning("rank %d: %s", rank, reason)
         step = self._boundary.step
         intact = self._steps.stop()
         if not intact:
@@ -136,7 +144,7 @@ class JustInTime:
                 "rank %d: %s changed since step %d, and not by a step of an optimizer: others must save it",
                 rank, listed(changed), step,
             )  # fmt: skip
-        committed = self._run.wait_after_loss()
+        committed = self._run.wait_for_newest(_RESCUE_SECONDS if lost else settings().timeout)
         # A rank that holds a step reports its number, a rank that holds none the negative number of the committed step.
         held = self._survivors.agree(step if intact and step > committed else -committed)
         newest = -min(0, *held.values())
@@ -164,7 +172,7 @@ class JustInTime:
             self._boundary.restore()
             with use(self._survivors.connect(members, f"world of {step}", settings().timeout)) as collective:
                 states = self._boundary.states(step, collective)
-                metadata = {**(self._run.options.metadata or {}), **self._boundary.metadata()}
+                metadata = dict(self._boundary.metadata())
                 options = replace(self._run.options, async_checkpoint=False, staging="blocking", metadata=metadata)
                 folder = self._run.keeper.folder
                 for again in (False, True):

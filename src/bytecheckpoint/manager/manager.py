@@ -21,11 +21,11 @@ from bytecheckpoint.errors import (
     UsageError,
 )
 from bytecheckpoint.handles import LoadReport, SaveHandle
-from bytecheckpoint.manager.boundary import Act, Boundaries, SaveDue, StopJob, Usurped
+from bytecheckpoint.manager.boundary import Boundaries, SaveDue, StopJob, Usurped
 from bytecheckpoint.manager.cadence import Cadence, When
 from bytecheckpoint.manager.folder_keeper import FolderKeeper
 from bytecheckpoint.manager.preemption import Preemption, PreemptionWatch
-from bytecheckpoint.manager.restores import Conversations, Progress, Restored, Restores
+from bytecheckpoint.manager.restores import Conversations, Progress, Reached, Restored, Restores
 from bytecheckpoint.manager.rules import Best, Keep, Retention, StepInfo
 from bytecheckpoint.manager.run_folder import RunFolder, by_age, step_folder, step_metadata, step_number
 from bytecheckpoint.manager.saves import RunSaves
@@ -63,7 +63,8 @@ class CheckpointManager:
             all.
         preemption: notice that the job is about to stop. All ranks then save at the same step, and `preempted` is set.
         just_in_time: True to let the other ranks save the last boundary after the loss of a rank, if they hold everything
-            between them, as with DDP and HSDP (docs/how-to/elastic.md). The exception of the loss is raised afterwards.
+            between them, as with DDP and HSDP (docs/how-to/elastic.md), and all ranks if an exception of the program ends
+            the block on all of them. The exception is raised afterwards.
         save_options: options of all saves.
         load_options: options of all loads.
         process_group: ranks of the run; by default all.
@@ -96,7 +97,7 @@ class CheckpointManager:
         self._conversations = Conversations(collective, tag)
         self._progress = Progress()
         self._keeper = FolderKeeper(
-            folder, retention, writes=collective.rank == 0,
+            folder, retention, writes=collective.rank == 0, on_commit=save_options.commit_functions,
             on_usurped=lambda reason: self._boundaries.request(Usurped(reason)),
         )  # fmt: skip
         self._saves = RunSaves(states, save_options, cadence, process_group, self._keeper)
@@ -152,7 +153,14 @@ class CheckpointManager:
         return next(iter(Best(metric, mode=mode).ranked(self._keeper.folder.steps())), None)
 
     def pin(self, step: int) -> None:
-        """Keep a step in spite of all rules, in this job and later ones. One rank calls it."""
+        """Keep a step in spite of all rules, in this job and later ones. One rank calls it.
+
+        If the save of the step is in flight, this waits for its commit.
+
+        Raises:
+            CheckpointNotFoundError: the step is not committed.
+        """
+        self._saves.await_commit(check_step(step))
         self._keeper.folder.pin(check_step(step), pinned=True)
 
     def unpin(self, step: int) -> None:
@@ -259,12 +267,31 @@ class CheckpointManager:
 
     # --- save -----------------------------------------------------------------------------------------------------
 
-    def maybe_save(self, step: int, metrics: Mapping[str, Any] | None = None) -> SaveHandle | None:
+    def should_save(self, step: int) -> bool:
+        """Return whether `maybe_save` would save at this step. Call it on all ranks, before `maybe_save` at the same step.
+
+        It is for what is worth while before a save only, such as an evaluation whose result becomes a metric. What is due
+        and not saved stays due.
+
+        Args:
+            step: number of steps that are done, ascending over the whole run.
+
+        Raises:
+            UsageError, StorageConflictError: as `maybe_save`.
+        """
+        self._saves.check_cadence(self._collective.rank)
+        self._progress.asked = self._reach(step, None, None)
+        return self._progress.asked.due or (StopJob() in self._progress.asked.acts and not self._boundaries.left)
+
+    def maybe_save(
+        self, step: int, metrics: Mapping[str, Any] | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> SaveHandle | None:
         """Save if a save is due. Call it on all ranks at every step, or at every n-th.
 
         Args:
             step: number of steps that are done, ascending over the whole run.
             metrics: numbers for `Best` and for readers of the step. Those of rank 0 count.
+            metadata: facts about the step, plain values that JSON can hold. Those of rank 0 count.
 
         Returns:
             The handle of the save, or None.
@@ -275,21 +302,24 @@ class CheckpointManager:
             CheckpointError: this save failed, or the one before.
         """
         self._saves.check_cadence(self._collective.rank)
-        before, acts = self.step, self._reach(step, metrics)
-        if StopJob() in acts:
+        reached = self._reach(step, metrics, metadata)
+        if StopJob() in reached.acts:
             return self._save_before_the_end() if not self._boundaries.left else None
-        if SaveDue() in acts or self._saves.cadence.due(self.step, before):
+        if reached.due:
             return self._save(self._saves.cadence.overlap)
         self._saves.raise_failure()
         self._saves.prepare()
         return None
 
-    def save(self, step: int, metrics: Mapping[str, Any] | None = None) -> SaveHandle | None:
+    def save(
+        self, step: int, metrics: Mapping[str, Any] | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> SaveHandle | None:
         """Save now, due or not. All ranks call it.
 
         Args:
             step: number of steps that are done, ascending.
             metrics: numbers for `Best` and for readers of the step. Those of rank 0 count.
+            metadata: facts about the step, plain values that JSON can hold. Those of rank 0 count.
 
         Returns:
             The handle, or None after a failure that is only a warning.
@@ -298,7 +328,7 @@ class CheckpointManager:
             UsageError: the step is behind the last one; call `restore` or `go_back` first.
             CheckpointError: this save failed, or the one before.
         """
-        self._reach(step, metrics)
+        self._reach(step, metrics, metadata)
         return self._save()
 
     def wait(self) -> None:
@@ -309,13 +339,18 @@ class CheckpointManager:
         """
         self._saves.wait()
 
-    def _reach(self, step: int, metrics: Mapping[str, Any] | None) -> set[Act]:
-        """Reach a boundary, and return the acts of all ranks there."""
-        step = self._progress.advance(step, metrics)
+    def _reach(self, step: int, metrics: object, metadata: object) -> Reached:
+        """Reach a boundary, and return what the ranks agree on there; at the same step as `should_save`, what they did."""
+        before = self.step
+        step = self._progress.advance(step, metrics, metadata)
+        asked, self._progress.asked = self._progress.asked, None
         self._keeper.begin_step(step)
         if self._just_in_time is not None:
             shared = self._saves.since_full + 1 if self._saves.options.incremental else 0
-            self._just_in_time.note(step, functools.partial(step_metadata, step, self._progress.metrics, shared))
+            facts = self._progress.metrics, {**(self._saves.options.metadata or {}), **self._progress.metadata}
+            self._just_in_time.note(step, functools.partial(step_metadata, step, *facts, shared))
+        if asked is not None and asked.step == step:
+            return asked
         if self._collective.rank == 0 and self._saves.asks_by_clock():
             self._boundaries.request(SaveDue())
         acts = self._boundaries.reach(self._restores.count * _STEPS + step)
@@ -326,7 +361,7 @@ class CheckpointManager:
             self._saves.restart_clock()
         if acts and (left := self._boundaries.left):
             if self._just_in_time is not None:
-                return set()  # it saves after a loss; and the end of this block would end it
+                return Reached(step)  # it saves after a loss; and the end of this block would end it
             _log.warning(
                 "rank %d: %s left this run or is lost, so step %d cannot be saved",
                 self._collective.rank, names_of_ranks(left), step,
@@ -334,7 +369,10 @@ class CheckpointManager:
             acts.discard(SaveDue())
         if StopJob() in acts:
             self._progress.preempted = True
-        return acts
+        due = SaveDue() in acts or self._saves.cadence.due(step, before)
+        if asked is not None:  # of an earlier step, and no save followed
+            acts, due = acts | asked.acts, due or asked.due
+        return Reached(step, acts, due)
 
     def _save(self, overlap: str = "wait") -> SaveHandle | None:
         """Save the step that this rank has reached."""
@@ -348,7 +386,7 @@ class CheckpointManager:
                 raise UsageError(f"the save of step {self._saves.step} is still being written at step {step}")
             _log.warning("step %d is not saved: that of step %d is still being written", step, self._saves.step)
             return None
-        return self._saves.start(step_folder(self.root, step), step, self._progress.metrics)
+        return self._saves.start(step_folder(self.root, step), step, self._progress.metrics, self._progress.metadata)
 
     # --- the end of a job -----------------------------------------------------------------------------------------
 
@@ -388,7 +426,7 @@ class CheckpointManager:
             self.close()
             return
         if self._just_in_time is not None and isinstance(error, Exception):
-            self._just_in_time.wait()
+            self._just_in_time.wait(error)
         with contextlib.suppress(CheckpointError):  # the exception that ends the block says more
             self._close(save_last=False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,10 +20,25 @@ from bytecheckpoint.settings import settings
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Conversations", "Progress", "Restored", "Restores"]
+__all__ = ["Conversations", "Progress", "Reached", "Restored", "Restores"]
 
 _log = logging.getLogger("bytecheckpoint")
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A boundary that the ranks have reached.
+
+    Attributes:
+        step: number of steps that are done.
+        acts: requests of all ranks.
+        due: True if a save is due.
+    """
+
+    step: int
+    acts: Set[Any] = frozenset()
+    due: bool = False
 
 
 @dataclass
@@ -33,20 +48,24 @@ class Progress:
     Attributes:
         step: number of steps that are done.
         metrics: metrics of that step.
+        metadata: facts about that step.
         preempted: True once the job is to stop.
         closed: True once the manager is closed.
+        asked: boundary at which `should_save` was called last, until a save is asked for.
     """
 
     step: int = 0
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     preempted: bool = False
     closed: bool = False
+    asked: Reached | None = None
 
-    def advance(self, step: object, metrics: object) -> int:
-        """Reach a step with its metrics; return its number.
+    def advance(self, step: object, metrics: object, metadata: object) -> int:
+        """Reach a step with its metrics and facts; return its number.
 
         Raises:
-            UsageError: the step is none, or behind the last one, or the metrics have no names.
+            UsageError: the step is none, or behind the last one, or the metrics or facts have no names.
         """
         number = check_step(step)
         if number < self.step:
@@ -57,7 +76,13 @@ class Progress:
             )
         if not isinstance(metrics, Mapping | None):
             raise UsageError(f"metrics={metrics!r}: give names with numbers, such as {{'loss': 0.5}}")
-        self.step, self.metrics = number, metrics or {}
+        if not isinstance(metadata, Mapping | None) or not all(isinstance(name, str) for name in metadata or ()):
+            raise UsageError(f"metadata={metadata!r}: give names with plain values, such as {{'commit': '1a2b3c'}}")
+        if "manager" in (metadata or ()):
+            raise UsageError(
+                "metadata={'manager': ...}: the manager stores its own facts under this name; use another one"
+            )
+        self.step, self.metrics, self.metadata = number, metrics or {}, metadata or {}
         return number
 
 

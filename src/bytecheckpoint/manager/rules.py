@@ -45,6 +45,7 @@ class StepInfo:
             than all steps that were saved since.
         committed: time of the commit, in seconds since 1970, by the clock of the durable storage; 0.0 until it is there.
         since_full: number of incremental saves since the last one that shares no file with earlier steps.
+        metadata: facts that the program passed to the save, and those of its save options.
     """
 
     step: int
@@ -55,6 +56,7 @@ class StepInfo:
     superseded: bool = False
     committed: float = 0.0
     since_full: int = 0
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 @runtime_checkable

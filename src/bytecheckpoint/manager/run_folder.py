@@ -61,10 +61,12 @@ def step_number(path: str, root: str | None = None) -> int | None:
     return int(found[1]) if found else None
 
 
-def step_metadata(step: int, metrics: Mapping[str, Any], since_full: int = 0) -> dict[str, Any]:
-    """Return the manager's facts for the catalog of a step; the arguments are fields of `StepInfo`."""
+def step_metadata(
+    step: int, metrics: Mapping[str, Any], metadata: Mapping[str, Any], since_full: int = 0
+) -> dict[str, Any]:
+    """Return the metadata for the catalog of a step; the arguments are fields of `StepInfo`."""
     facts = {"step": step, "metrics": finite_metrics(metrics, step)}
-    return {_METADATA: {**facts, "since_full": since_full} if since_full else facts}
+    return {**metadata, _METADATA: {**facts, "since_full": since_full} if since_full else facts}
 
 
 class RunFolder:
@@ -114,6 +116,10 @@ class RunFolder:
         found = parallel_map(describe, self._names(), self._folder.capabilities.parallel_reads, "bytecheckpoint-steps")
         return sorted((info for info in found if info is not None), key=lambda info: info.step)
 
+    def find(self, step: int) -> StepInfo | None:
+        """Return a step, or None if it is not committed."""
+        return self._describe(os.path.basename(step_folder(self.url, step)))
+
     def committed(self) -> list[tuple[bool, int]]:
         """Return (is not superseded, step number) of all steps that have a catalog, damaged or not."""
         superseded = self._superseded()
@@ -146,7 +152,8 @@ class RunFolder:
             except (CheckpointNotFoundError, CorruptCheckpointError) as error:
                 _log.warning("%s", error)
                 return None
-            own: Any = catalog.info.get("metadata", {}).get(_METADATA, {})
+            metadata: Any = catalog.info.get("metadata", {})
+            own = metadata.get(_METADATA, {})
             number = _number(name) if STEP_FOLDER.fullmatch(name) else -1
             created = float(catalog.info.get("created", 0.0))
             committed = 0.0
@@ -159,6 +166,7 @@ class RunFolder:
                 own.get("metrics", {}),
                 committed=committed,
                 since_full=own.get("since_full", 0),
+                metadata={name: value for name, value in metadata.items() if name != _METADATA},
             )
             own_bytes = sum(file.size for file in catalog.files if not is_uri(file.name))
             known = self._known[name] = version, info, other_folders(catalog), own_bytes
@@ -238,7 +246,7 @@ class RunFolder:
 
     # --- removal --------------------------------------------------------------------------------------------------
 
-    def clean(self, rules: Sequence[KeepRule], grace: float, most: int = 2) -> list[int]:
+    def clean(self, rules: Sequence[KeepRule], grace: float, most: int = 2, held: Collection[int] = ()) -> list[int]:
         """Begin the removal of steps that no rule keeps, and end removals that began `grace` seconds ago.
 
         The newest step always stays. Nothing is removed unless a step that stays is whole.
@@ -247,6 +255,7 @@ class RunFolder:
             rules: rules of which one suffices to keep a step.
             grace: seconds for which readers may still read.
             most: most removals that wait for readers.
+            held: further steps to keep for now.
 
         Returns:
             The steps whose removal began.
@@ -258,7 +267,7 @@ class RunFolder:
         self.check_owner()
         self.finish_removals(grace, most)
         steps = by_age(info for info in self.steps() if info.step not in self._foreign)
-        kept = {step for rule in rules for step in rule.keep(steps)} | {s.step for s in steps[-1:]}
+        kept = {step for rule in rules for step in rule.keep(steps)} | {*held, *(s.step for s in steps[-1:])}
         doomed = [info for info in steps if info.step not in kept and not info.pinned]
         if doomed and not any(self._is_whole(info) for info in reversed(steps) if info not in doomed):
             _log.warning("no step of %s that would stay is whole: none is deleted", self.url)

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["RunSaves"]
 
 _log = logging.getLogger("bytecheckpoint")
-#: Seconds that the save in flight has to end after the loss of a rank.
-_RESCUE_SECONDS = 10.0
 #: Saves in the call before those in the background.
 _TRIALS = 2
 
@@ -147,13 +145,14 @@ class RunSaves:
         """True while a save is in flight, as far as this rank knows."""
         return self._handle is not None and not self._handle.restorable.done()
 
-    def start(self, path: str, step: int, metrics: Mapping[str, Any]) -> SaveHandle | None:
+    def start(self, path: str, step: int, metrics: Mapping[str, Any], metadata: Mapping[str, Any]) -> SaveHandle | None:
         """Save after the save in flight; return None after a failure that is only a warning.
 
         Args:
             path: address of the checkpoint.
             step: step number.
-            metrics: numbers for the catalog, beside the metadata of the options.
+            metrics: numbers for the catalog.
+            metadata: facts for the catalog, in place of those of the options with the same names.
 
         Raises:
             CheckpointError: this save failed, or the one before.
@@ -171,7 +170,8 @@ class RunSaves:
         since_full = self.next_since_full
         if self.options.incremental and not since_full:
             arguments["incremental"] = "full"
-        arguments["metadata"] = {**(self.options.metadata or {}), **step_metadata(step, metrics, since_full)}
+        metadata = {**(self.options.metadata or {}), **metadata}
+        arguments["metadata"] = step_metadata(step, metrics, metadata, since_full)
         handle, before, full = None, self._handle, False
         while handle is None:
             try:
@@ -208,7 +208,7 @@ class RunSaves:
                     for rule in self.cadence.rules:
                         if isinstance(rule, Interval):
                             rule.learn(stall + Future.result(done).fence_seconds, seconds)
-                    self.keeper.clean_up()
+                    self.keeper.follow_commit(step)
             finally:
                 after_commit.set()
 
@@ -248,6 +248,12 @@ class RunSaves:
         count, every = self.since_full + 1, self.options.full_every
         return count if self.options.incremental and (every is None or count < every) else 0
 
+    def await_commit(self, step: int) -> None:
+        """Wait for the commit of a step, if its save is in flight. Any rank may call it by itself."""
+        if self._handle is not None and self.step == step:
+            with contextlib.suppress(TimeoutError):
+                Future.exception(self._handle.committed, settings().timeout)
+
     def begin_at(self, step: int) -> None:
         """Count a loaded step as saved."""
         self.step = self.committed = step
@@ -282,10 +288,10 @@ class RunSaves:
             self.raise_failure(final=final)
         return True
 
-    def wait_after_loss(self) -> int:
+    def wait_for_newest(self, seconds: float) -> int:
         """Wait for the save in flight, which fails soon after the loss of a rank; return the newest committed step."""
         with contextlib.suppress(CheckpointError):
-            self.wait(_RESCUE_SECONDS)
+            self.wait(seconds)
         return self.committed
 
     def raise_failure(self, *, final: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import threading
@@ -25,6 +26,8 @@ from bytecheckpoint.errors import CheckpointError, PeerLostError
 from bytecheckpoint.settings import settings
 
 __all__ = ["Survivors"]
+
+_log = logging.getLogger("bytecheckpoint")
 
 #: Seconds for which an exception or a signal waits for the report of a lost rank.
 _NEWS = 2.0
@@ -104,6 +107,24 @@ class Survivors:
         while not self._lost and time.monotonic() < end:
             time.sleep(_POLL)
         return bool(self._lost)
+
+    def wait_for_all(self) -> bool:
+        """Wait a moment until all ranks call this; return whether they do."""
+
+        def meet() -> bool:
+            self._store = self._find_store()
+            store, end = self._keys("ending"), time.monotonic() + _PATIENCE
+            store.set(str(self._collective.rank), "")
+            names = [str(rank) for rank in range(self._collective.world_size)]
+            while not (here := store.check(names)) and not self._lost and time.monotonic() < end:
+                time.sleep(_POLL)
+            return bool(here) or bool(self._lost)
+
+        try:
+            return wait_for_call(meet, 2 * _PATIENCE)
+        except Exception as error:  # noqa: BLE001  the exception that ends the training says more
+            _log.info("rank %d: the other ranks cannot be reached: %s", self._collective.rank, error)
+            return False
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         if not self.wait_for_loss():

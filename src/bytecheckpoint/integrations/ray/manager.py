@@ -86,15 +86,19 @@ class RayCheckpointManager(CheckpointManager):
         """
         raise UsageError("Ray deletes steps, and knows no pins: copy the step, or let CheckpointConfig keep more")
 
-    def maybe_save(self, step: int, metrics: Mapping[str, Any] | None = None) -> SaveHandle | None:
+    def maybe_save(
+        self, step: int, metrics: Mapping[str, Any] | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> SaveHandle | None:
         """Save as `CheckpointManager.maybe_save`, and report the steps that were committed meanwhile."""
-        handle = super().maybe_save(step, metrics)
+        handle = super().maybe_save(step, metrics, metadata)
         self._report_commits()
         return handle
 
-    def save(self, step: int, metrics: Mapping[str, Any] | None = None) -> SaveHandle | None:
+    def save(
+        self, step: int, metrics: Mapping[str, Any] | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> SaveHandle | None:
         """Save as `CheckpointManager.save`, and report the steps that were committed meanwhile."""
-        handle = super().save(step, metrics)
+        handle = super().save(step, metrics, metadata)
         self._report_commits()
         return handle
 
