@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging.handlers
 import os
@@ -625,15 +626,17 @@ def test_manual_optimization(tmp_path: Path) -> None:
 # --- what is kept -----------------------------------------------------------------------------------------------------
 
 
-def train_with_values(folder: Path, values: list[float], ckpt_path: str = "last", **options: Any) -> ModelCheckpoint:
+def train_with_values(
+    folder: Path, values: list[float], ckpt_path: str = "last", callbacks: Any = (), **options: Any
+) -> ModelCheckpoint:
     """Train an epoch of one step for each value of the metric."""
 
     class Valued(Net):
         def on_train_epoch_end(self) -> None:
             self.log("value", values[self.current_epoch])
 
-    callback = ModelCheckpoint(folder, monitor="value", **options)
-    trainer = make(callback, max_epochs=len(values), limit_train_batches=1)
+    callback = ModelCheckpoint(folder, **{"monitor": "value", **options})
+    trainer = make(callback, callbacks=callbacks, max_epochs=len(values), limit_train_batches=1)
     trainer.fit(Valued(), loader(), ckpt_path=ckpt_path)
     return callback
 
@@ -685,6 +688,57 @@ def test_the_best_of_a_run_that_goes_back(tmp_path: Path) -> None:
     assert callback.best_k_models.keys() == {step(tmp_path, 2), step(tmp_path, 3)}
 
 
+def train_pair(folder: Path, values: list[float], last: int) -> list[ModelCheckpoint]:
+    """Train epochs of one step up to the `last` one with two callbacks, for the best steps and for every fifth."""
+    best = ModelCheckpoint(folder, monitor="value", save_top_k=2, save_last=True)
+    options: dict[str, Any] = {"monitor": None, "every_n_train_steps": 5, "save_top_k": -1, "callbacks": [best]}
+    return [best, train_with_values(folder, values[:last], **options)]
+
+
+@on_ranks(1)
+def test_two_callbacks(tmp_path: Path) -> None:
+    """Each keeps its own selection, counts only what was saved for it, and a step is saved once for both."""
+    values = [3, 1, 2, 5, 0, 6, 2, 7, 8, 9]
+    with pytest.MonkeyPatch.context() as patch:
+        faults = Faults().install(patch)
+        commits: list[int] = []
+        faults.add("publish", name="metadata.parquet", times=-1, before=lambda: commits.append(1))
+        found = train_pair(tmp_path / "one", values, 10)
+    assert len(commits) == 10 and steps_in(tmp_path / "one") == [2, 5, 10]
+    for count in range(1, 11):  # the same, in a job for each epoch
+        again = train_pair(tmp_path / "jobs", values, count)
+    assert steps_in(tmp_path / "jobs") == [2, 5, 10]
+    for root, (best, fifth) in (("one", found), ("jobs", again)):
+        assert best.best_model_path == step(tmp_path / root, 5) and best.last_model_path == step(tmp_path / root, 10)
+        assert fifth.best_model_path == fifth.last_model_path == step(tmp_path / root, 10)
+        assert {*best.best_k_models} == {step(tmp_path / root, 2), step(tmp_path / root, 5)}
+
+
+@on_ranks(1)
+def test_two_callbacks_become_one(tmp_path: Path) -> None:
+    """Steps that were saved for another callback are no candidates, and stay."""
+    train_pair(tmp_path, [4, 3, 9, 9, 0, 8], 6)
+    assert steps_in(tmp_path) == [2, 5, 6]
+    callback = train_with_values(tmp_path, [9] * 7, every_n_train_steps=7, monitor=None, save_top_k=1)
+    assert steps_in(tmp_path) == [2, 5, 6, 7] and callback.best_model_path == step(tmp_path, 7)
+    fresh = ModelCheckpoint(tmp_path, monitor="value", save_top_k=2)
+    assert fresh.best_model_path == step(tmp_path, 5)
+    train_with_values(tmp_path, [9] * 8, keep=2, save_last=True)
+    assert steps_in(tmp_path) == [7, 8]
+
+
+@on_ranks(1)
+def test_two_callbacks_at_the_end(tmp_path: Path) -> None:
+    """A run that ends in the middle of an epoch, which one callback saves behind the batch and one behind the epoch."""
+    ends = ModelCheckpoint(tmp_path, every_n_epochs=1, save_top_k=1)
+    run(tmp_path, max_epochs=-1, max_steps=8, callbacks=[ends], checkpoint={"filename": "{epoch}"})
+    assert steps_in(tmp_path) == [4, 8] and ends.last_model_path == step(tmp_path, 8)
+    assert sum(name.startswith("saved for") for name in ends.steps.manager.latest().metrics) == 2
+    again = ModelCheckpoint(tmp_path, every_n_epochs=1, save_top_k=1)
+    run(tmp_path, callbacks=[again])
+    assert steps_in(tmp_path) == [4, 8, 12, 16, 18] and again.last_model_path == step(tmp_path, 18)
+
+
 @on_ranks(1)
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
     """save_last makes no second copy, and what is due at several places is one save."""
@@ -727,15 +781,29 @@ def test_a_signal_without_preemption(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path) -> None:
     for options, message in [
         ({"dirpath": None}, "dirpath=None"),
-        ({"filename": "{epoch}"}, "filename="),
         ({"save_on_exception": True}, "save_on_exception=True"),
         ({"kept": 3}, "unknown argument 'kept'"),
     ]:
         with pytest.raises(UsageError, match=message):
             ModelCheckpoint(**{"dirpath": tmp_path, **options})
-    trainer = make(ModelCheckpoint(tmp_path), callbacks=[ModelCheckpoint(tmp_path / "b", monitor="x")])
-    with pytest.raises(UsageError, match="has a ModelCheckpoint too"):
-        trainer.fit(Net(), loader())
+    for other, message in [
+        (
+            ModelCheckpoint(tmp_path / "b", monitor="x"),
+            "has a ModelCheckpoint too, which is Lightning's or has another",
+        ),
+        (
+            pl.callbacks.ModelCheckpoint(tmp_path, monitor="x"),
+            "has a ModelCheckpoint too, which is Lightning's or has an",
+        ),
+        (
+            ModelCheckpoint(tmp_path, monitor="x", save_weights_only=True),
+            "save_weights_only=False .*, and True of the fi",
+        ),
+        (ModelCheckpoint(tmp_path, monitor="x", overlap="skip"), ""),
+    ]:
+        trainer = make(ModelCheckpoint(tmp_path), callbacks=[other])
+        with pytest.raises(UsageError, match=message) if message else contextlib.nullcontext():
+            trainer.test(Net(), DataLoader(data(8), batch_size=4), verbose=False)
     trainer = make(ModelCheckpoint(tmp_path))
     trainer.loggers = [type("Logger", (pl.loggers.CSVLogger,), {"_log_model": True})(tmp_path)]
     with pytest.raises(UsageError, match=r"Logger\(log_model="):

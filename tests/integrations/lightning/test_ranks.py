@@ -54,6 +54,17 @@ def test_a_file_of_lightning_stops_all_ranks(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_two_callbacks_on_all_ranks(tmp_path: Path) -> None:
+    best = ModelCheckpoint(tmp_path, monitor="val_loss", mode="max", save_top_k=1)
+    run(tmp_path, validate=True, callbacks=[best])
+    dist.barrier()
+    assert steps_in(tmp_path) == [4, 6, 8, 12, 16] and best.best_model_path.endswith("step_00000006")
+    again = ModelCheckpoint(tmp_path, monitor="val_loss", mode="max", save_top_k=1)
+    run(tmp_path, validate=True, callbacks=[again], max_steps=17)
+    assert again.best_k_models.keys() == best.best_k_models.keys() and again.last_model_path == best.last_model_path
+
+
+@on_ranks(2)
 def test_averaged_weights_on_all_ranks(tmp_path: Path) -> None:
     """Losses, and the averages at the end, are those of a run without a stop, although the ranks begin differently."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed
@@ -40,24 +40,21 @@ class AveragedWeights:
         callback: callback of Lightning that averages.
         device: device of this rank.
         before_end: function to call before the averages take the place of the weights in training, at the end of a fit.
+        stack: stack that leaves the callback as it was.
 
     Attributes:
         module: copy of the user's module with the averaged weights.
     """
 
-    def __init__(self, callback: Any, device: Any, before_end: Callable[[], object]) -> None:
+    def __init__(self, callback: Any, device: Any, before_end: Callable[[], object], stack: ExitStack) -> None:
         check_has(callback, ("_average_model", "_swap_models", "_copy_average_to_current"), pl.__name__, "use 2.6")
         average = callback._average_model
         self.module: Any = average.module
-        self._stack = contextlib.ExitStack()
-        self._call_before(callback, "_copy_average_to_current", before_end)
         # A copy in the background may still read these weights, which no optimizer steps.
-        for owner, name in (
-            (callback, "_copy_average_to_current"),
-            (callback, "_swap_models"),
-            (average, "update_parameters"),
-        ):
-            self._call_before(owner, name, fence)
+        _call_before(stack, average, "update_parameters", fence)
+        _call_before(stack, callback, "_swap_models", fence)
+        _call_before(stack, callback, "_copy_average_to_current", fence)
+        _call_before(stack, callback, "_copy_average_to_current", before_end)  # which may save
         if torch.distributed.is_initialized():  # they were copied before DDP made the ranks equal
             with torch.no_grad():
                 for tensor in (*self.module.parameters(), *self.module.buffers()):
@@ -65,21 +62,18 @@ class AveragedWeights:
                     torch.distributed.broadcast(shared, 0)
                     tensor.copy_(shared)
 
-    def _call_before(self, owner: Any, name: str, before: Callable[[], object]) -> None:
-        function = getattr(owner, name)
-
-        def call(*arguments: Any) -> Any:
-            before()
-            return function(*arguments)
-
-        vars(owner)[name] = call
-        self._stack.callback(vars(owner).pop, name, None)
-
-    def close(self) -> None:
-        """Leave the callback as it was."""
-        self._stack.close()
-
     def entries(self, shown: dict[str, Any]) -> dict[str, Any]:
         """Return the averaged weights by their names, with the other entries of the `shown` weights."""
         averaged = self.module.state_dict()
         return {name: one if isinstance(one, torch.Tensor) else shown.get(name) for name, one in averaged.items()}
+
+
+def _call_before(stack: ExitStack, owner: Any, name: str, before: Callable[[], object]) -> None:
+    function = getattr(owner, name)
+
+    def call(*arguments: Any) -> Any:
+        before()
+        return function(*arguments)
+
+    vars(owner)[name] = call
+    stack.callback(vars(owner).pop, name, None)

@@ -10,7 +10,8 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,11 +22,15 @@ from bytecheckpoint.integrations.lightning.averaging import averaging_callback
 from bytecheckpoint.integrations.lightning.package import pl
 from bytecheckpoint.integrations.lightning.steps import Newest, TrainerSteps
 from bytecheckpoint.integrations.lightning.strategy import checkpointed
-from bytecheckpoint.manager import Best, Cadence, KeepRule, Latest, LoadOptions, Preemption, SaveOptions, StepInfo
+from bytecheckpoint.manager import Cadence, LoadOptions, Preemption, Retention, SaveOptions, StepInfo
+from bytecheckpoint.manager.rules import Best, KeepRule, Latest
 from bytecheckpoint.manager.run_folder import RunFolder, step_folder
 from bytecheckpoint.storage import resolve
 
 __all__ = ["ModelCheckpoint"]
+
+#: Beginning of the names of metrics that say for which of several callbacks a step was saved.
+_SAVED_FOR = "saved for "
 
 
 class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
@@ -36,10 +41,11 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
     `trainer.global_step`. `trainer.fit(ckpt_path=...)` takes "last" (the newest step that verifies; a new run if there is
     none), the path of a step, or a file of Lightning's; `validate`, `test` and `predict` take "best" as well.
 
-    Arguments of Lightning's own class keep their meaning, with these exceptions: `filename` and `save_on_exception` are
-    refused, `auto_insert_metric_name` and `enable_version_counter` have no effect, and `save_last` saves at every save that
-    is due, not only at the best; the newest step always stays. A save that is due in the middle of accumulated gradients
-    follows after them, and one that is due at the last batch of an epoch at its end. Steps are deleted after commits.
+    Several callbacks with one `dirpath` share the steps: each step is saved once, and stays while one of them wants it.
+    Arguments of Lightning's own class keep their meaning, with these exceptions: `save_on_exception` is refused,
+    `filename`, `auto_insert_metric_name` and `enable_version_counter` have no effect, and `save_last` saves at every save
+    that is due, not only at the best; the newest step always stays. A save that is due in the middle of accumulated
+    gradients follows after them, and one that is due at the last batch of an epoch at its end.
 
     Args:
         dirpath: folder or URL of the run, on any storage.
@@ -85,8 +91,8 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
                 "dirpath=None: Lightning would take another folder at each start; give the folder or URL of the run"
             )
         if given.get("filename") is not None:
-            raise UsageError(
-                f"filename={given['filename']!r}: steps are named step_00000100 and hold their metrics; leave it away"
+            pl.utilities.rank_zero.rank_zero_info(
+                f"filename={given['filename']!r} names nothing: steps are named step_00000100 and hold their metrics"
             )
         if given.get("save_on_exception"):
             raise UsageError(
@@ -96,20 +102,33 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         self._best = ""
         super().__init__(**{**given, "dirpath": None})
         self.dirpath = resolve(os.path.expanduser(dirpath)).url
+        rules = _keep_rules(self.monitor, self.save_top_k, self.mode, save_last=bool(self.save_last))
         self._arguments = ManagerArguments(
             self.dirpath,
-            retention_of_tool(keep, _keep_rule(self.monitor, self.save_top_k, self.mode)),
+            retention_of_tool(keep, rules and _OfEach({self._mark: rules})),
             Cadence(overlap=overlap),
             preemption,
             save_options or SaveOptions(),
             load_options or LoadOptions(),
         )
-        self._skip_batches = skip_batches
+        self._shared = {
+            "preemption": preemption, "skip_batches": skip_batches, "overlap": overlap, "save_options": save_options,
+            "load_options": load_options, "save_weights_only": self.save_weights_only,
+        }  # fmt: skip
         self._trainer: Any = None
         self.steps: TrainerSteps | None = None
         self._wanted: dict[str, float] | None = None  # metrics of a save that is due
+        self._reached: tuple[int, dict[str, float]] = -1, {}  # a step, and the metrics of its save
         self.preempted = False
-        self._reached = -1
+
+    @property
+    def _mark(self) -> str:
+        return f"{_SAVED_FOR}{self.state_key}"
+
+    @property
+    def _peers(self) -> list[ModelCheckpoint]:
+        """The callbacks of the same steps. The first one saves."""
+        return self._trainer.checkpoint_callbacks  # type: ignore[no-any-return]
 
     # --- the best step --------------------------------------------------------------------------------------------
 
@@ -126,6 +145,7 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         self._best = path
 
     def _ranked(self, steps: list[StepInfo]) -> list[StepInfo]:
+        steps = _saved_for(self._mark, steps)
         if self.monitor is None:
             return [info for info in reversed(steps) if not info.superseded]
         return _TopK(self.monitor, max(self.save_top_k, 1), self.mode).ranked(steps)
@@ -134,6 +154,8 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         """Rank the committed steps: a step that was best may be lost, and another job may have saved some."""
         ranked = self._ranked(steps)
         self._best = ranked[0].path if ranked else ""
+        saved = [info.path for info in _saved_for(self._mark, steps) if not info.superseded]
+        self.last_model_path = saved[-1] if saved else ""
         if self.monitor is None:
             return
         kept = ranked if self.save_top_k == -1 else ranked[: self.save_top_k]
@@ -159,11 +181,12 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         """Let the strategy load steps."""
         if not isinstance(trainer, pl.Trainer):
             raise UsageError(f"the Trainer is of another package than {pl.__name__}: import only one of the two")
-        others = [type(one).__name__ for one in trainer.checkpoint_callbacks if one is not self]
-        if others:
-            raise UsageError(
-                f"the Trainer has a {others[0]} too: pass one ModelCheckpoint, and set keep= if it needs more"
-            )
+        for one in trainer.checkpoint_callbacks:
+            if not isinstance(one, ModelCheckpoint) or one.dirpath != self.dirpath:
+                raise UsageError(
+                    f"the Trainer has a {type(one).__name__} too, which is Lightning's or has another dirpath: only "
+                    "callbacks of this package with one dirpath go together, because a run is in one folder"
+                )
         uploads = [type(one).__name__ for one in trainer.loggers if getattr(one, "_log_model", False)]
         if uploads:
             raise UsageError(
@@ -171,18 +194,39 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
             )
         if stage == "fit":
             averaging_callback(trainer)
-        self._trainer = trainer
+        self._trainer, first = trainer, trainer.checkpoint_callbacks[0]
+        if first is not self:
+            self._check_shared(first)
+            self.steps = first.steps
+            return
         trainer.strategy.__class__ = checkpointed(type(trainer.strategy))
         trainer.strategy.bytecheckpoint = self.steps = TrainerSteps(
-            trainer, self._arguments, self._reach, self._save_at_end,
-            weights_only=self.save_weights_only, skip_batches=self._skip_batches,
+            trainer, replace(self._arguments, retention=self._retention()), self._reach, self._save_at_end,
+            weights_only=self.save_weights_only, skip_batches=self._shared["skip_batches"],
         )  # fmt: skip
+
+    def _check_shared(self, first: ModelCheckpoint) -> None:
+        for name, value in self._shared.items():
+            default = inspect.signature(ModelCheckpoint).parameters.get(name)
+            if value != first._shared[name] and (default is None or value != default.default):
+                raise UsageError(
+                    f"{name}={value!r} of one ModelCheckpoint, and {first._shared[name]!r} of the first one: they share "
+                    "their steps, so give all of them the same"
+                )
+
+    def _retention(self) -> Retention:
+        kept = {one._mark: one._arguments.retention for one in self._peers}
+        if len(kept) == 1 or all(one.rules is None for one in kept.values()):
+            return self._arguments.retention
+        grace, most = max(one.grace for one in kept.values()), max(one.most_retired for one in kept.values())
+        return Retention(_OfEach({mark: one.rules for mark, one in kept.items()}), grace=grace, most_retired=most)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Make the manager of the run."""
         assert self.steps is not None
-        self.steps.begin()
-        self._wanted, self._reached, self.preempted = None, -1, False
+        if self._peers[0] is self:
+            self.steps.begin()
+        self._wanted, self._reached, self.preempted = None, (-1, {}), False
         self._best, self.best_k_models, self._last_checkpoint_saved = "", {}, ""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -190,16 +234,16 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         assert self.steps is not None
         super().on_train_start(trainer, pl_module)
         manager = self.steps.manager
-        if manager.restored is None:
+        if manager.restored is None and self._peers[0] is self:
             refuse_newer(manager, trainer.global_step, "pass ckpt_path='last' to continue it, or another dirpath")
             if trainer.ckpt_path is None:
                 self.steps.begin_anew()
         steps = manager.ask_rank_0(manager.steps, list[StepInfo])
         # Without the steps behind the one that was restored.
         self._learn_best([info for info in steps if info.step <= trainer.global_step])
-        self._last_global_step_saved = self._reached = trainer.global_step
+        self._last_global_step_saved, self._reached = trainer.global_step, (trainer.global_step, {})
         # Lightning's handlers would stop each rank by itself, and run a collective.
-        preemption = self._arguments.preemption
+        preemption = self._peers[0]._arguments.preemption
         for number in () if preemption is None else preemption.signals:
             own = trainer._signal_connector._original_handlers.pop(number, None)
             if own is not None:  # the manager's, which the manager takes away at the end
@@ -234,8 +278,9 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         self.steps.manager.wait()
 
     def _save_at_end(self) -> None:
-        super().on_train_end(self._trainer, self._trainer.lightning_module)
-        self._reach()
+        for one in self._peers:
+            super(ModelCheckpoint, one).on_train_end(self._trainer, self._trainer.lightning_module)
+        self._peers[0]._reach()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Wait for the save in flight; the newest committed step stands."""
@@ -263,11 +308,16 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
 
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
         """Save at the next place where the state of the training is complete."""
-        self._wanted, self._last_global_step_saved = {}, trainer.global_step
+        first, self._last_global_step_saved = self._peers[0], trainer.global_step
+        wanted = first._wanted = first._wanted or {}
         self._last_checkpoint_saved = self.last_model_path = filepath
         for name, value in self._monitor_candidates(trainer).items():
-            if name not in ("epoch", "step") and value.numel() == 1:
-                self._wanted[name] = _rankable(float(value), self.mode) if name == self.monitor else float(value)
+            if name == self.monitor:
+                wanted[name] = _rankable(float(value), self.mode)
+            elif name not in ("epoch", "step") and value.numel() == 1:
+                wanted.setdefault(name, float(value))
+        if len(self._peers) > 1:
+            wanted[self._mark] = 1.0
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
         """Do nothing: the manager deletes, after the next commit."""
@@ -282,11 +332,15 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         """
         assert self.steps is not None
         trainer, wanted, self._wanted = self._trainer, self._wanted, None
-        if trainer.fast_dev_run or (wanted is None and self._reached == trainer.global_step):
+        reached, metrics = self._reached
+        if trainer.fast_dev_run or (wanted is None and reached == trainer.global_step):
             return
-        self._reached = trainer.global_step
+        if reached == trainer.global_step:  # another callback wants this step at the end of the epoch
+            wanted = {**metrics, **(wanted or {})}
+        self._reached = trainer.global_step, wanted or {}
         self.steps.maybe_save(wanted is not None, wanted or {})
-        self.preempted = self.steps.manager.preempted
+        for one in self._peers:
+            one.preempted = self.steps.manager.preempted
         if self.preempted:
             raise pl.utilities.exceptions.SIGTERMException
 
@@ -301,11 +355,41 @@ class _TopK(Best):
         return sorted(found, key=lambda info: (sign * info.metrics[self.metric], info.step))
 
 
-def _keep_rule(monitor: str | None, save_top_k: int, mode: str) -> KeepRule | None:
-    """Return the rule of `save_top_k`, or None to keep everything. The newest step always stays, as with `save_last`."""
+@dataclass(frozen=True)
+class _OfEach:
+    """Keep what the rules of each callback keep of the steps that were saved for it, and all steps of other callbacks.
+
+    Attributes:
+        rules: rules by the mark of the callback; None to keep all.
+    """
+
+    rules: Mapping[str, Sequence[KeepRule] | None]
+
+    def keep(self, steps: Sequence[StepInfo]) -> Collection[int]:
+        """See `KeepRule`."""
+        kept = {info.step for info in steps if _marks(info) and not _marks(info) & self.rules.keys()}
+        for mark, rules in self.rules.items():
+            own = _saved_for(mark, steps)
+            kept.update([info.step for info in own] if rules is None else (n for rule in rules for n in rule.keep(own)))
+        return kept
+
+
+def _saved_for(mark: str, steps: Sequence[StepInfo]) -> list[StepInfo]:
+    """Return the steps that were saved for a callback. Steps without marks are of all."""
+    return [info for info in steps if mark in info.metrics or not _marks(info)]
+
+
+def _marks(info: StepInfo) -> set[str]:
+    return {name for name in info.metrics if name.startswith(_SAVED_FOR)}
+
+
+def _keep_rules(monitor: str | None, save_top_k: int, mode: str, *, save_last: bool) -> list[KeepRule] | None:
+    """Return the rules of `save_top_k` and `save_last`, or None to keep everything."""
     if save_top_k == -1:
         return None
-    return Latest(1) if monitor is None or save_top_k == 0 else _TopK(monitor, save_top_k, mode)
+    if monitor is None or save_top_k == 0:
+        return [Latest(1)]
+    return [_TopK(monitor, save_top_k, mode), *([Latest(1)] if save_last else [])]
 
 
 def _rankable(value: float, mode: str) -> float:

@@ -24,7 +24,7 @@ from bytecheckpoint.integrations.lightning.strategy import refuse_edits, states_
 from bytecheckpoint.manager import Cadence, CheckpointManager
 from bytecheckpoint.manager.run_folder import step_number
 from bytecheckpoint.representation.names import CATALOG_NAME
-from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
 
 __all__ = ["POSITION", "LightningState", "Newest", "TrainerSteps"]
@@ -142,8 +142,7 @@ class TrainerSteps:
         """Make the manager of a fit, whose model and optimizers are ready."""
         trainer, generators = self._trainer, DelayedGenerators()
         if (callback := averaging_callback(trainer)) is not None:
-            self._averaged = AveragedWeights(callback, trainer.strategy.root_device, self._before_end)
-            self._stack.callback(self._averaged.close)
+            self._averaged = AveragedWeights(callback, trainer.strategy.root_device, self._before_end, self._stack)
         self._states |= self._model_states()
         if not self._weights_only:
             mock = pl.core.optimizer._MockOptimizer
@@ -259,17 +258,13 @@ class TrainerSteps:
         if model is not module:
             return found | {"state_dict": {}}
         if _OF_AVERAGES in found:
-            self._refuse_missing(report)
+            missing = [name for name in report.missing if name.startswith(f"{_IN_TRAINING}/")]
+            if missing and module.strict_loading and is_strict(self._arguments.load_options.strict, _IN_TRAINING):
+                raise IncompatibleCheckpointError(f"{report.path} lacks {missing[0]} ({len(missing)} names in all)")
             found["current_model_state"] = module.state_dict()
         elif self._averaged is not None:
             module.load_state_dict(self._averaged.module.state_dict())
         return found | {"state_dict": (module if self._averaged is None else self._averaged.module).state_dict()}
-
-    def _refuse_missing(self, report: LoadReport) -> None:
-        strict = self._arguments.load_options.strict
-        missing = [name for name in report.missing if name.startswith(f"{_IN_TRAINING}/")]
-        if missing and is_strict(strict, _IN_TRAINING) and self._trainer.lightning_module.strict_loading:
-            raise IncompatibleCheckpointError(f"{report.path} lacks {missing[0]} ({len(missing)} names in all)")
 
 
 def _load(manager: CheckpointManager, path: Any) -> LoadReport | None:
@@ -289,16 +284,12 @@ def _newest_file(manager: CheckpointManager) -> tuple[int, str] | None:
     for name, _ in folder.list():
         file = name.partition("/")[0]  # sharded ones are folders
         if file.endswith(".ckpt"):
-            step, modified = int(([0, *_STEP_IN_NAME.findall(file)])[-1]), _modified(folder, name)
+            step, modified = int(([0, *_STEP_IN_NAME.findall(file)])[-1]), 0.0
+            with contextlib.suppress(FileNotFoundError, UsageError):  # removed meanwhile; a name with a colon
+                modified = folder.stat(name).modified
             if latest is None or (step > latest.step and not 0 < modified < latest.committed):
                 found.append((modified, step, f"{manager.root}/{file}"))
     return max(found)[1:] if found else None
-
-
-def _modified(folder: Storage, name: str) -> float:
-    with contextlib.suppress(FileNotFoundError, UsageError):  # removed meanwhile; a name with a colon
-        return folder.stat(name).modified
-    return 0.0
 
 
 def _checked(state: dict[str, Any]) -> dict[str, Any]:
