@@ -138,12 +138,13 @@ class SavedStates(Protocol):
     def streams(self, state: str) -> list[SavedTensor]:
         """Return the trees of the parts of `state`; a part's name is the FQN of its key."""
 
-    def pieces(self, state: str, others: Collection[TensorKey]) -> list[SavedPiece]:
+    def pieces(self, state: str, others: Collection[TensorKey], *, all_ranks: bool = False) -> list[SavedPiece]:
         """Return the tensors of `state` that this rank saved as pieces, or rank 0 if the save lacked this rank.
 
         Args:
             state: name of the state.
             others: keys of the tensors that are no pieces.
+            all_ranks: True for those of all ranks.
         """
 
     def find_by_content(self, state: str, fqn: str) -> SavedTensor | None:

@@ -265,16 +265,16 @@ class SavedView:
             found += self.index.slots.get((state, self.index.stored_name(state, name)), ())
         return found
 
-    def pieces(self, state: str, others: Collection[TensorKey]) -> list[SavedPiece]:  # noqa: D102 (protocol)
+    def pieces(self, state: str, others: Collection[TensorKey], *, all_ranks: bool = False) -> list[SavedPiece]:  # noqa: D102
         saver = self._rank if self._rank <= max(f.rank for f in self._catalog.files) else 0
         found = []
         for number in self._catalog.of_state(state).tolist():
             key, owner = self.index.keys[number], self._catalog.owner[number]
-            if owner in (SHARED, saver) and key.slot != VALUES_SLOT and key not in others:
+            if (all_ranks or owner in (SHARED, saver)) and key.slot != VALUES_SLOT and key not in others:
                 tensor = self._proven(number)
                 assert tensor is not None
                 found.append(SavedPiece(tensor, number, partial(self._trees.read_range, number)))
-                if owner != SHARED and saver != self._rank:
+                if not all_ranks and owner != SHARED and saver != self._rank:
                     self.from_rank_0.append(state)
         return found
 

@@ -265,6 +265,14 @@ class CheckpointManager:
         """
         return self._conversations.ask_rank_0(look, kind, timeout)
 
+    def ask_ranks(self, look: Callable[[], Any]) -> list[Any]:
+        """Return on all ranks what a function returns on each. The error of a rank is raised on all."""
+        return self._conversations.begin().agree("ranks", look, lambda answers: answers)
+
+    def before_loads(self, prepare: Callable[[str], None]) -> None:
+        """Call a function with the address of each checkpoint before the whole of it is loaded, on all ranks alike."""
+        self._restores.prepare = prepare
+
     # --- save -----------------------------------------------------------------------------------------------------
 
     def should_save(self, step: int) -> bool:

@@ -144,6 +144,7 @@ class Restores:
     Attributes:
         last: result of the last restore; None if nothing was restored.
         count: number of steps that were loaded so far.
+        prepare: function that gets the address of a checkpoint before the whole of it is loaded, on all ranks.
     """
 
     def __init__(
@@ -159,9 +160,12 @@ class Restores:
         self._is_rank_0 = conversations.collective.rank == 0
         self.last: Restored | None = None
         self.count = 0
+        self.prepare: Callable[[str], None] = lambda _: None
 
     def load(self, path: str, only: Collection[str] | None = None, **arguments: Any) -> LoadReport:
         """Load a checkpoint, or the states that `only` names, with arguments in place of the options."""
+        if only is None:
+            self.prepare(path)
         states = self._states if only is None else {name: self._states[name] for name in only}
         report = load(path, states, **{"process_group": self._group, **self._options.arguments(), **arguments})
         if self._is_rank_0:

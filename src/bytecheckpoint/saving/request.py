@@ -76,7 +76,7 @@ class RequestedStates:
 
     def identity(self) -> tuple[object, ...] | None:
         """Return the identity of the states for the cache of captures; None if they are captured anew each time."""
-        if self.selection.active or self.names is not None:
+        if self.selection.active or self.names:
             return None
         return (self.framework.name, *((name, *_identities(value)) for name, value in self.objects.items()))
 

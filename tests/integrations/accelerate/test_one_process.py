@@ -482,20 +482,6 @@ def test_an_accumulation_in_the_middle(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
-def test_hooks(tmp_path: Path) -> None:
-    job = Run(tmp_path)
-    handle = job.accelerator.register_save_state_pre_hook(lambda *_: None)
-    with pytest.raises(UsageError, match="register_save_state_pre_hook"):
-        job.accelerator.save_state()
-    handle.remove()
-    job.accelerator.save_state()
-    job.accelerator.register_load_state_pre_hook(lambda *_: None)
-    with pytest.raises(UsageError, match="register_load_state_pre_hook"):
-        job.accelerator.load_state()
-    job.end()
-
-
-@on_ranks(1)
 def test_calls(tmp_path: Path) -> None:
     job = Run(tmp_path)
     with pytest.raises(UsageError, match="attached already"):

@@ -50,7 +50,7 @@ def load_provider(state_name: str, live: StateProvider, saved: SavedStates, dest
             f"{state_name}: the checkpoint has {'no' if value is None else 'a'} state_dict, unlike {type(live).__name__}: "
             "load it into an object of the class that was saved"
         )
-    pieces = saved.pieces(state_name, reader.keys())
+    pieces = saved.pieces(state_name, reader.keys(), all_ranks=getattr(live, "of_all_ranks", False))
     destination.streamed += pieces
     described = [(p.tensor.key.fqn, dtype_named(p.tensor.dtype), p.tensor.global_shape, p.read) for p in pieces]
 

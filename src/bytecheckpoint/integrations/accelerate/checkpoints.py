@@ -6,14 +6,18 @@ import glob
 import os
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.frameworks.modules import scan_modules
 from bytecheckpoint.frameworks.rng import rng_state
 from bytecheckpoint.handles import SaveHandle
+from bytecheckpoint.integrations.accelerate.hooks import HookFiles, run_load_hooks, run_save_hooks
 from bytecheckpoint.integrations.accelerate.loaders import track
 from bytecheckpoint.integrations.accelerate.position import LoaderPosition
 from bytecheckpoint.integrations.attaching import (
@@ -22,6 +26,7 @@ from bytecheckpoint.integrations.attaching import (
     refuse_checkpoints_of_tool,
     refuse_newer,
 )
+from bytecheckpoint.loading import load
 from bytecheckpoint.manager.run_folder import step_folder
 from bytecheckpoint.saving import save
 from bytecheckpoint.storage import resolve
@@ -49,9 +54,15 @@ class AcceleratorCheckpoints:
     """
 
     def __init__(self, accelerator: Any, arguments: ManagerArguments) -> None:
-        self._accelerator, self._save_options = weakref.proxy(accelerator), arguments.save_options
+        self._accelerator = weakref.proxy(accelerator)
         self._states: dict[str, Any] = {}
-        self.manager = arguments.manager(self._states)
+        self._names: dict[Any, str] = {}  # of parameters whose models hooks save and load
+        loads, saves = arguments.load_options, arguments.save_options
+        self._excluded, self._exclude = tuple(loads.exclude or ()), list(loads.exclude or ())
+        self._save_options = replace(saves, names=saves.names or self._names)
+        loads = replace(loads, names=loads.names or self._names, exclude=self._exclude)
+        self.manager = replace(arguments, save_options=self._save_options, load_options=loads).manager(self._states)
+        self.manager.before_loads(self._prepare_load)
         self._last: int | None = None  # the step that was saved or restored last
         self._apart: SaveHandle | None = None
         self._collect()
@@ -60,14 +71,18 @@ class AcceleratorCheckpoints:
         """Track a prepared loader; return its position."""
         return track(loader, self._accelerator)
 
-    def _collect(self) -> None:
-        """Collect the objects that the accelerator has prepared until now."""
+    def _collect(self, popped: Collection[int] | None = None) -> None:
+        """Collect the prepared objects, without the models that hooks have `popped`; None if there are no hooks."""
         accelerator = self._accelerator
         models, optimizers = accelerator._models, [opt.optimizer for opt in accelerator._optimizers]
         self._states.clear()
-        self._states |= {"accelerator": AcceleratorState(accelerator), "rng": rng_state()}
-        if models:  # one dict gives the parameters of several models different names
-            several = nn.ModuleDict({str(number): model for number, model in enumerate(models)})
+        self._states |= {"accelerator": AcceleratorState(accelerator, popped), "rng": rng_state()}
+        several = nn.ModuleDict({str(number): model for number, model in enumerate(models)})  # with names of their own
+        if popped:  # the optimizer needs the names of their parameters
+            scanned = scan_modules("model", models if len(models) == 1 else [several]).parameters
+            own = [parameter for number in popped for parameter in several.pop(str(number)).parameters()]
+            self._names |= {parameter: scanned[id(parameter)][0] for parameter in own}
+        if len(several):
             self._states["model"] = models[0] if len(models) == 1 else several
         if optimizers:
             self._states["optimizer"] = optimizers[0] if len(optimizers) == 1 else optimizers
@@ -79,13 +94,6 @@ class AcceleratorCheckpoints:
             ("loader", [self.follow(loader) for loader in accelerator._dataloaders]),
         ):
             self._states |= {f"{name}_{number}": value for number, value in enumerate(objects)}
-
-    def _refuse_hooks(self, hooks: Mapping[Any, Any], method: str) -> None:
-        if hooks:
-            raise UsageError(
-                f"a hook was registered with register_{method}_pre_hook: it works on files that {method} of this package "
-                "does not have; remove it, and save its data by itself or as a registered object"
-            )
 
     # --- names ----------------------------------------------------------------------------------------------------
 
@@ -148,7 +156,6 @@ class AcceleratorCheckpoints:
         project = self._accelerator.project_configuration
         if unknown:
             raise UsageError(f"save_state({min(unknown)}=...): only DeepSpeed takes that, which is not supported")
-        self._refuse_hooks(self._accelerator._save_model_state_pre_hook, "save_state")
         if not self._accelerator.sync_gradients:
             raise UsageError(
                 "save_state in the middle of an accumulation of gradients: those so far are not part of a checkpoint; "
@@ -173,16 +180,31 @@ class AcceleratorCheckpoints:
                 f"step {number} is saved after step {self._last}: the numbers of a run ascend, because the highest counts "
                 "as the newest; count in one way only"
             )
-        self._collect()
-        self.manager.save(number, metrics)
+        self._save_with_hooks(partial(self.manager.save, number, metrics))
         self._begin_at(number)
         return step_folder(self.manager.root, number)
 
     def _save_apart(self, folder: str) -> None:
         """Save a checkpoint beside the steps of the run."""
-        self._collect()
-        self._apart = save(folder, self._states, **self._save_options.arguments())
+        self._apart = self._save_with_hooks(partial(save, folder, self._states, **self._save_options.arguments()))
         self._accelerator.project_configuration.iteration += 1
+
+    def _save_with_hooks(self, save_states: Callable[[], SaveHandle | None]) -> SaveHandle | None:
+        """Save the objects, and the files of hooks."""
+        files, handle = HookFiles(), None
+        try:
+            popped = run_save_hooks(self._accelerator, self.manager, files)
+            self._collect(popped)
+            if popped is not None:
+                self._states["hooks"] = files
+            handle = save_states()
+        finally:
+            self._states.pop("hooks", None)
+            if handle is None:
+                files.close()
+            else:
+                handle.restorable.add_done_callback(files.close)
+        return handle
 
     # --- load -----------------------------------------------------------------------------------------------------
 
@@ -203,8 +225,6 @@ class AcceleratorCheckpoints:
         """
         if others := unknown.keys() - {"map_location"}:
             raise UsageError(f"load_state({min(others)}=...) is not supported: pass load_options= to attach")
-        self._refuse_hooks(self._accelerator._load_model_state_pre_hook, "load_state")
-        self._collect()
         folder = self._folder(input_dir)
         number = None if folder is None else self._number_of(folder)
         if folder is None:
@@ -230,6 +250,21 @@ class AcceleratorCheckpoints:
         numbers = {path: int(match[1]) for path in found if (match := _NUMBERED.fullmatch(path))}
         newest = max(found, key=lambda path: (numbers.get(path, 0), os.path.getmtime(path)), default=None)
         return None if newest is None else (numbers.get(newest, 0), newest)
+
+    def _prepare_load(self, path: str) -> None:
+        """Run the hooks of a load, and collect the objects that they leave to this package."""
+        accelerator, popped = self._accelerator, None
+        state = AcceleratorState(accelerator, range(len(accelerator._models)))
+        if any(self.manager.ask_ranks(lambda: len(accelerator._load_model_state_pre_hook))):
+            files = HookFiles()
+            try:
+                load(path, {"accelerator": state, "hooks": files}, strict=False, prepare_save=False)
+                popped = run_load_hooks(accelerator, self.manager, files, saved=state.saved is not None)
+            finally:
+                files.remove()
+        self._collect(popped)
+        twice = set(popped or ()) - set(state.saved or ()) if "model" in self._states else ()
+        self._exclude[:] = [*self._excluded, *(f"model/{number}.*" for number in twice)]
 
     # --- the end --------------------------------------------------------------------------------------------------
 
@@ -260,12 +295,14 @@ class AcceleratorState:
 
     Args:
         accelerator: accelerator of the run.
+        popped: numbers of the models that hooks have saved or loaded; None if there are no hooks.
     """
 
     stream_count = 1
 
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
+    def __init__(self, accelerator: Any, popped: Collection[int] | None = None) -> None:
+        self._accelerator, self.popped = accelerator, popped
+        self.saved: Collection[int] | None = None  # the same, of the checkpoint
 
     def shared_state(self) -> dict[str, Any]:
         """Return the counters, equal on all ranks; see `SupportsStreams`."""
@@ -285,6 +322,7 @@ class AcceleratorState:
                 1 if schedule.split_batches or not schedule.step_with_optimizer else accelerator.num_processes
                 for schedule in accelerator._schedulers
             ],
+            **({} if self.popped is None else {"popped": list(self.popped)}),
         }
 
     def stream_states(self) -> dict[int, Any]:
@@ -299,6 +337,12 @@ class AcceleratorState:
             raise IncompatibleCheckpointError(
                 f"the checkpoint is of {differing}: prepare and register the same before load_state, or load a part with "
                 "bytecheckpoint.load"
+            )
+        self.saved = shared.get("popped")
+        if lacking := sorted(set(self.saved or ()) - set(self.popped or ())):
+            raise IncompatibleCheckpointError(
+                f"a hook of register_save_state_pre_hook popped the weights of models {lacking}, so the checkpoint holds "
+                "files of the hook in their place: register the hook of register_load_state_pre_hook that loads them"
             )
         steps = own["schedule_steps"]
         if steps != shared["schedule_steps"]:
