@@ -211,6 +211,24 @@ def test_nothing_to_stream(tmp_path: Path, mode: str, sizes: tuple[int, ...]) ->
     assert loaded.rows == rows.rows and verify(tmp_path).ok
 
 
+def test_a_name_that_is_no_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As that of a file may be."""
+
+    found: dict[str, bytes] = {}
+
+    class Files:
+        def __bytecheckpoint_pieces__(self) -> Iterator[Piece]:
+            yield Piece("no \udcff text", 3, lambda _, buffer: buffer.__setitem__(slice(None), b"abc"), stable=True)
+
+        def load_pieces(self, pieces: Any) -> None:
+            found.update({name: b"".join(piece) for name, piece in pieces.items()})
+
+    save(tmp_path, Files())
+    bytecheckpoint.load(tmp_path, {"replay": Files()})
+    assert found == {"no \udcff text": b"abc"} and "replay/no \udcff text" in bytecheckpoint.open(tmp_path)
+    assert "metrics" not in caplog.text
+
+
 def test_pieces_need_a_provider(tmp_path: Path) -> None:
     counted = Rows(3)
     counted.state_dict = lambda: {"seen": 4}  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from bytecheckpoint.engine.writing import FilesWriter, FileTask, StagedChunk, al
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, StorageUnavailableError, UsageError
 from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.frameworks.providers.base import Piece
-from bytecheckpoint.representation.names import file_stem
+from bytecheckpoint.representation.names import escape, file_stem
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.saving.capture import CapturedState, Value
 from bytecheckpoint.saving.file_layout import (
@@ -131,7 +131,7 @@ class PieceWriter:
         def read(taken: TakenPiece, offset: int, buffer: memoryview) -> None:
             future = worker.submit(taken.read, offset, buffer)
             try:
-                with span("read piece", len(buffer), str(taken.key)):
+                with span("read piece", len(buffer), escape(str(taken.key))):
                     storage_result(future, seconds, "", self._cancel.future)
             except StorageUnavailableError:
                 late = f"{taken}: its read at byte {offset} took more than {seconds:g} s"
@@ -208,7 +208,7 @@ class PieceWriter:
 
     def _digest(self, key: object) -> bytes:
         """Return a digest that no other piece has: ranks are not compared by pieces, which would have to be read before."""
-        return xxhash.xxh3_128_digest(f"{self._origin.rank} {self._origin.generation} {key}".encode())
+        return xxhash.xxh3_128_digest(f"{self._origin.rank} {self._origin.generation} {escape(str(key))}".encode())
 
     def _fill(self, chunk: Chunk, buffer: memoryview, order: Sequence[TakenPiece], read: Any) -> None:
         """Fill a chunk with the bytes of the pieces that lie in it."""

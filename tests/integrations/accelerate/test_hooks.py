@@ -155,6 +155,7 @@ class Hooked(Run):
 
 
 MANY = {f"a folder/{number % 7}/file {number} ü": bytes([number]) * number for number in range(100)} | {"empty": b""}
+MANY |= {"#2": b"2", "new\nline": b"3", os.fsdecode(b"no \xff text"): b"4"}
 
 
 @pytest.mark.parametrize("files", [{}, {"empty": b""}, MANY], ids=["none", "empty", "many"])
@@ -170,6 +171,17 @@ def test_all_files_come_back(tmp_path: Path, files: dict[str, bytes], pop: tuple
             again = Hooked(tmp_path, {}, pop)
             assert again.accelerator.load_state(path) == (1 if path is None else None)
             assert again.found == files
+
+
+@pytest.mark.parametrize("root", ["tier+file://{}/run", "fsspec+memory://hooks{}/run"])
+@on_ranks(1)
+def test_any_storage(tmp_path: Path, root: str) -> None:
+    with spool(tmp_path):
+        job = Hooked(root.format(tmp_path), MANY, [0])
+        job.accelerator.save_state(step=1)
+        job.end()
+        again = Hooked(root.format(tmp_path), {}, [0])
+        assert again.accelerator.load_state() == 1 and again.found == MANY
 
 
 @pytest.mark.parametrize(("popped", "left"), [((0,), (1, 2)), ((1,), (0, 2)), ((0, 1, 2), ()), ((), (0, 1, 2))])
@@ -382,7 +394,10 @@ def load_of_rank(folder: Path, pop: tuple[int, ...] = (0,)) -> dict[str, bytes]:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_files_of_all_ranks_at_another_number(worlds: Worlds, tmp_path: Path, size: int, hooks: list[str]) -> None:
     """Equal files of one name are one file; rank 0 decides what is popped, as with accelerate."""
-    files = [{"first": b"1", "both/x": b"3" * 100}, {"second/y": b"2", "both/x": b"3" * 100, "empty": b""}]
+    files = [
+        {"first": b"1", os.fsdecode(b"no \xff text"): b"4", "both/x": b"3" * 100},
+        {"second/y": b"2", "both/x": b"3" * 100, "empty": b""},
+    ]
     (tmp_path / "spool").mkdir()
     worlds.run(2, save_of_rank, tmp_path, files, hooks)
     wanted = {**files[0], **(files[1] if hooks[1] else {})}

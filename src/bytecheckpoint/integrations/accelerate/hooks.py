@@ -16,6 +16,7 @@ from typing import Any
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.providers.base import Piece, PieceReader
 from bytecheckpoint.manager import CheckpointManager
+from bytecheckpoint.representation.names import escape, unescape
 from bytecheckpoint.settings import settings
 from bytecheckpoint.step_fence import fence
 
@@ -30,7 +31,7 @@ class HookFiles:
     of_all_ranks = True
 
     def __init__(self) -> None:
-        self.files: dict[str, io.BufferedReader] = {}  # that this rank saves
+        self.files: dict[str, io.BufferedReader] = {}  # that this rank saves, by their escaped names
 
     @functools.cached_property
     def folder(self) -> Path:
@@ -53,7 +54,7 @@ class HookFiles:
             if path.is_symlink() or not path.is_dir():
                 if not path.is_file():
                     raise UsageError(f"{_SAVE_HOOK} has made {path}, which is no file: write files and folders only")
-                self.files[path.relative_to(self.folder).as_posix()] = path.open("rb")
+                self.files[escape(path.relative_to(self.folder).as_posix())] = path.open("rb")
 
     def __bytecheckpoint_pieces__(self) -> Iterator[Piece]:
         """Return a piece for each file, which nobody else can reach."""
@@ -63,7 +64,8 @@ class HookFiles:
             return file.readinto(buffer)
 
         for name, file in self.files.items():
-            yield Piece(name, os.fstat(file.fileno()).st_size, functools.partial(read, file), stable=True)
+            size = os.fstat(file.fileno()).st_size
+            yield Piece(unescape(name), size, functools.partial(read, file), stable=True)
 
     def load_pieces(self, pieces: Mapping[str, PieceReader]) -> None:
         """Write the files into the folder."""
