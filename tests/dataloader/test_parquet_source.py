@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bytecheckpoint.dataloader import TokenBufferLoader, TokenRecipe
 from bytecheckpoint.dataloader.sources.parquet import ParquetSource
 from bytecheckpoint.errors import StorageError, UsageError
 from tests.dataloader.reading import assert_exact_restarts, drain, epoch_of
@@ -148,6 +149,11 @@ def test_a_null_is_named(tmp_path: Path) -> None:
     for _ in range(2):  # an error is no end of the epoch
         with pytest.raises(UsageError, match="/x: row 3 of column 'text' is null"):
             next(cursor)
+    recipe = TokenRecipe(
+        ParquetSource(tmp_path / "x"), 1, 1, epochs=2, tokenizer=lambda text: [ord(text)], skip_bad=True
+    )
+    loader = TokenBufferLoader(recipe)
+    assert sorted(int(batch["tokens"]) for batch in loader) == sorted(2 * [ord(one) for one in "abc"])
 
 
 def test_files_that_change_while_they_are_read(tmp_path: Path) -> None:

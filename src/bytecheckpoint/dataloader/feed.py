@@ -6,7 +6,9 @@ stream gets documents of every source, however few there are, and a source keeps
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sized
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from bytecheckpoint.dataloader.recipe import FIXED_PARTS, TokenRecipe, Tokens
@@ -15,10 +17,28 @@ from bytecheckpoint.errors import UsageError
 
 __all__ = ["Feed"]
 
+_log = logging.getLogger("bytecheckpoint")
+#: Bad documents of a source that a stream names in the log.
+_MOST_NAMED: Final = 10
 #: Epochs without a document, one after the other, after which a stream of an endless run waits no longer.
 _MOST_EMPTY_EPOCHS: Final = 100
 #: Documents without a token, one after the other, after which it waits no longer, if these are two epochs of it.
 _MOST_EMPTY_DOCUMENTS: Final = 10_000
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Tokens and documents of one source in one stream.
+
+    Attributes:
+        tokens: tokens that were fed under the present ratios.
+        fed: tokens that were fed in the run.
+        skipped: documents that could not be decoded or tokenized.
+    """
+
+    tokens: int
+    fed: int
+    skipped: int
 
 
 class Feed:
@@ -33,14 +53,15 @@ class Feed:
     Attributes:
         source: the source.
         epoch: number of the epoch.
-        tokens: number of tokens that were fed.
+        counts: tokens and documents so far.
     """
 
     def __init__(self, recipe: TokenRecipe, index: int, stream: int, state: dict[str, Any] | None) -> None:
         state = state or {}
         self.source = recipe.sources[index]
         self.epoch: int = state.get("epoch", 0)
-        self.tokens: int = state.get("tokens", 0)
+        tokens = state.get("tokens", 0)
+        self.counts = _Counts(tokens, state.get("fed", tokens), state.get("skipped", 0))
         self._empty: bool = state.get("empty", False)
         self._recipe, self._stream = recipe, stream
         self._documents = len(self.source) if isinstance(self.source, Sized) else None
@@ -57,7 +78,7 @@ class Feed:
     def state(self) -> dict[str, Any]:
         """Return the position as plain values."""
         cursor = self._begin if self._cursor is None else self._cursor.state()
-        return {"epoch": self.epoch, "tokens": self.tokens, "empty": self._empty, "cursor": cursor}
+        return {"epoch": self.epoch, **asdict(self.counts), "empty": self._empty, "cursor": cursor}
 
     def next(self) -> Tokens | None:
         """Return the tokens of the next document, or None after the last epoch.
@@ -77,10 +98,30 @@ class Feed:
                 continue
             except Exception as error:
                 error.add_note(f"It was raised by the source {self.source.name!r}, {self._place()}.")
-                raise
+                # A bad document does not keep the next ones from being read; a storage that fails does.
+                skip = getattr(self._cursor, "skip", None)
+                if skip is None or not isinstance(error, UsageError | ValueError) or not self._skip(error):
+                    raise
+                skip()
+                continue
             self._taken = True
-            return self._tokens_of(document)
+            try:
+                return self._tokens_of(document)
+            except UsageError as error:
+                if not self._skip(error):
+                    raise
         return None
+
+    def _skip(self, error: Exception) -> bool:
+        """Return whether to leave a bad document out, and count it."""
+        if not self._recipe.skip_bad:
+            return False
+        self.counts.skipped += 1
+        self._taken = True
+        if self.counts.skipped <= _MOST_NAMED:
+            _log.warning("%s of source %r is left out: %s", self._place(), self.source.name, error)
+        self._count_empty()
+        return True
 
     def _part(self) -> tuple[int, int] | None:
         """Pass over epochs without a part for this stream; return (number, number of parts) of the next, None: the end."""
@@ -114,9 +155,22 @@ class Feed:
             raise UsageError(
                 f"{self._place()} of source {self.source.name!r}: the tokenizer raised {type(error).__name__}: {error}"
             ) from error
-        self.tokens += len(tokens)
-        self._empty_documents = 0 if len(tokens) else self._empty_documents + 1
-        if self._empty_documents and self._recipe.epochs is None:
+        self.counts.tokens += len(tokens)
+        self.counts.fed += len(tokens)
+        if len(tokens):
+            self._empty_documents = 0
+        else:
+            self._count_empty()
+        return tokens
+
+    def _count_empty(self) -> None:
+        """Count a document without tokens.
+
+        Raises:
+            UsageError: there are too many of them, one after the other.
+        """
+        self._empty_documents += 1
+        if self._recipe.epochs is None:
             most = max(_MOST_EMPTY_DOCUMENTS, 2 * (self._documents or 0) // self._recipe.streams)
             if self._empty_documents >= most:
                 raise UsageError(
@@ -124,7 +178,6 @@ class Feed:
                     f"in stream {self._stream} of {self._recipe.streams}, the last of them {self._place()}: look at the "
                     "tokenizer, or leave such documents out"
                 )
-        return tokens
 
     def _place(self) -> str:
         """Return which document was read last, in words."""

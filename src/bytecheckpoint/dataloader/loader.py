@@ -16,6 +16,7 @@ from bytecheckpoint.dataloader.handover import on_tensors
 from bytecheckpoint.dataloader.makers import LocalMaker, RestMaker
 from bytecheckpoint.dataloader.recipe import ALLOWED, TokenRecipe, changed_ratios, changed_sources
 from bytecheckpoint.dataloader.rows import PackedRows
+from bytecheckpoint.dataloader.stream import SourceProgress, progress_of
 from bytecheckpoint.dataloader.trained import TrainedBatches
 from bytecheckpoint.dataloader.workers import Worker
 from bytecheckpoint.errors import CheckpointError, UsageError
@@ -88,7 +89,7 @@ class TokenBufferLoader:
         agree: function for `epochs` with several ranks, called for every batch until then, on every rank, with True if one
             of its streams has ended; it returns True if any rank's has. None: by `gather`.
         allow: changes since the checkpoint that are accepted: "ratios", "sources", "global_batch", "context_length",
-            "shuffle_buffer", "epochs".
+            "shuffle_buffer", "epochs", "schedule".
 
     Raises:
         UsageError: an argument is out of its range; the message names it.
@@ -141,6 +142,13 @@ class TokenBufferLoader:
     def batches(self) -> int:
         """Number of global batches that were taken so far."""
         return self._counts.taken
+
+    def progress(self) -> dict[str, SourceProgress]:
+        """Return what the streams of this rank have taken from each source so far, by its name.
+
+        With workers, this waits for their states, as a save does.
+        """
+        return progress_of(self._states_after(self.batches).values())
 
     def trained(self, batches: int) -> None:
         """Set how many batches of the run were trained, if something takes batches before they are trained.

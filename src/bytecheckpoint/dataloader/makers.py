@@ -55,6 +55,8 @@ class LocalMaker:
             self._rebuild(batch)
             self.made = batch
         self._broken_off = True
+        for stream in self._streams:
+            stream.begin_batch(batch)
         if self._ended or not self._fill(rows):
             self._ended = True
             return False

@@ -21,6 +21,8 @@ from bytecheckpoint.representation.values.equality import equal
 __all__ = ["ALLOWED", "DEALT_BY_PLACE", "FIXED_PARTS", "TokenRecipe", "Tokens", "changed_ratios", "changed_sources"]
 
 Tokens = NDArray[np.int32]
+#: Share of a source in the tokens, or batch -> share from there on.
+Share = float | Mapping[int, float]
 
 #: Types of which every value may be a token id.
 _SAFE = frozenset(map(np.dtype, (np.uint8, np.uint16)))
@@ -40,6 +42,7 @@ ALLOWED = {
     "context_length": "the tokens that are buffered go into rows of the new length",
     "shuffle_buffer": "the buffer grows or shrinks from where it is",
     "epochs": "the run ends elsewhere",
+    "schedule": "the ratios change at other batches from here on",
 }
 
 
@@ -47,7 +50,9 @@ class TokenRecipe:
     """Data of a token loader: everything that must be equal on all ranks and stay so for a whole run.
 
     Args:
-        sources: one source, several of equal share, or source -> share of the tokens.
+        sources: one source, several of equal share, or source -> share of the tokens. A share may change within a run:
+            {0: 0.9, 20_000: 0.5} is 0.9 from batch 0 of the run on, and 0.5 from batch 20,000 on. 0, for a source that is
+            not fed then, needs `epochs=None`. Documents that are in buffers at a change are fed still.
         context_length: number of tokens in a row.
         global_batch: number of rows of a global batch.
         tokenizer: function document -> token ids (a list, an array, or a dict with "input_ids"). None: documents are
@@ -60,10 +65,13 @@ class TokenRecipe:
             sources. They are a part of the state.
         epochs: number of times that each source is fed; None: without end. Rows that would not fill a global batch are
             dropped.
+        skip_bad: True to leave out documents that cannot be decoded or tokenized, with a warning; their number is in
+            `TokenBufferLoader.progress`. False: they are errors.
 
     Attributes:
         sources: sources in the order of the argument.
-        ratios: share of each source in the tokens; positive, their sum is 1.
+        ratios: share of each source in the tokens, from batch 0 on; their sum is 1.
+        schedule: batch -> share of each source from there on, by its name.
         rows: number of rows that a stream gives to each global batch.
         dealing: number of the rule by which documents are dealt to streams.
 
@@ -73,7 +81,7 @@ class TokenRecipe:
 
     def __init__(
         self,
-        sources: Source | Sequence[Source] | Mapping[Source, float],
+        sources: Source | Sequence[Source] | Mapping[Source, Share],
         context_length: int,
         global_batch: int,
         *,
@@ -83,9 +91,12 @@ class TokenRecipe:
         seed: int = 0,
         shuffle_buffer: int = 0,
         epochs: int | None = None,
+        skip_bad: bool = False,
     ) -> None:
         streams = global_batch if streams is None else streams
-        self.sources, self.ratios = _checked_sources(sources)
+        self.sources, phases = _checked_sources(sources, zero=epochs is None)
+        self.ratios = tuple(phases.pop(0).values())
+        self.schedule = phases
         _check_int("global_batch", global_batch, 1)
         _check_int("streams", streams, 1)
         _check_int("context_length", context_length, 1)
@@ -104,7 +115,7 @@ class TokenRecipe:
         self.context_length, self.streams, self.rows = context_length, streams, global_batch // streams
         self.tokenizer, self.document_end = tokenizer, document_end
         self.seed, self.shuffle_buffer, self.epochs = seed, shuffle_buffer, epochs
-        self.dealing = DEALT_BY_PLACE
+        self.dealing, self.skip_bad = DEALT_BY_PLACE, skip_bad
 
     def continued(self, shared: Mapping[str, Any]) -> Self:
         """Return this recipe with what decides the batches of a run besides its arguments, as that run began.
@@ -123,6 +134,15 @@ class TokenRecipe:
         other.ratios = tuple(ratios[source] for source in other.sources)
         other.dealing = shared.get("dealing", FIXED_PARTS)
         return other
+
+    def phase(self, batch: int) -> int:
+        """Return the batch from which the ratios of a batch hold."""
+        return max((begin for begin in self.schedule if begin <= batch), default=0)
+
+    def ratios_in(self, phase: int) -> Sequence[float]:
+        """Return the share of each source in a phase."""
+        shares = self.schedule.get(phase)
+        return self.ratios if shares is None else [shares[source.name] for source in self.sources]
 
     @property
     def shares(self) -> dict[str, float]:
@@ -171,6 +191,7 @@ class TokenRecipe:
             "seed": self.seed,
             "shuffle_buffer": self.shuffle_buffer,
             "epochs": self.epochs,
+            "schedule": {str(batch): shares for batch, shares in self.schedule.items()} or None,
             "dealing": self.dealing,
         }
 
@@ -184,21 +205,33 @@ class TokenRecipe:
 
 
 def _checked_sources(
-    sources: Source | Sequence[Source] | Mapping[Source, float],
-) -> tuple[tuple[Source, ...], tuple[float, ...]]:
-    """Return the sources, and the share of each."""
-    shares = dict(sources) if isinstance(sources, Mapping) else None
+    sources: Source | Sequence[Source] | Mapping[Source, Share], *, zero: bool
+) -> tuple[tuple[Source, ...], dict[int, dict[str, float]]]:
+    """Return the sources, and batch -> share of each from there on, whose sum is 1; batch 0 is among them."""
     given = [sources] if isinstance(sources, Source) else [*sources]
     if not given or not all(isinstance(source, Source) for source in given):
         raise UsageError(f"sources must be one or more Sources, not {short(sources)}; SequenceSource takes a list")
     names = [source.name for source in given]
     if len({*names}) < len(names):
         raise UsageError(f"two sources have one name: {', '.join(sorted(names))}; pass name= to one of them")
-    ratios = [1.0 if shares is None else float(shares[source]) for source in given]
-    if not all(math.isfinite(ratio) and ratio > 0 for ratio in ratios):
-        raise UsageError(f"ratios must be positive numbers, not {dict(zip(names, ratios, strict=True))}")
-    whole = math.fsum(ratios)
-    return tuple(given), tuple(ratio / whole for ratio in ratios)
+    shares = [sources[source] if isinstance(sources, Mapping) else 1.0 for source in given]
+    steps = [dict(share) if isinstance(share, Mapping) else {0: share} for share in shares]
+    batches = {0}.union(*steps)
+    for batch in batches:
+        _check_int("the batch of a share", batch, 0)
+    if not all(0 in share for share in steps):
+        raise UsageError(f"a share by batches begins with batch 0, as in {{0: 0.9, 20_000: 0.5}}, not {short(shares)}")
+    zero = zero and len(batches) > 1
+    phases: dict[int, dict[str, float]] = {}
+    for batch in sorted(batches):
+        places = [max(begin for begin in share if begin <= batch) for share in steps]
+        found = {name: float(share[place]) for name, share, place in zip(names, steps, places, strict=True)}
+        whole = math.fsum(found.values())
+        if not (all(share > 0 or (zero and share == 0) for share in found.values()) and 0 < whole < math.inf):
+            rule = "numbers from 0 on, one of them above 0" if zero else "positive numbers"
+            raise UsageError(f"ratios must be {rule}, not {found}" + (f" from batch {batch} on" if batch else ""))
+        phases[batch] = {name: share / whole for name, share in found.items()}
+    return tuple(given), phases
 
 
 def _check_int(name: str, value: object, least: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from bytecheckpoint.dataloader.feed import Feed
 from bytecheckpoint.dataloader.recipe import TokenRecipe, Tokens
 from bytecheckpoint.errors import UsageError
 
-__all__ = ["BUFFERS", "Snapshot", "TokenStream"]
+__all__ = ["BUFFERS", "Snapshot", "SourceProgress", "TokenStream", "progress_of"]
 
 #: Names of a state's tokens: each is a dict of two tensors, "tokens" (int32) and "lengths" of their pieces (int64).
 BUFFERS = ("shuffle_buffer", "token_buffer")
@@ -56,6 +56,35 @@ class Snapshot:
         return {**self.counters, "sources": self.sources, **dict(zip(BUFFERS, buffers, strict=True))}
 
 
+@dataclass(frozen=True, slots=True)
+class SourceProgress:
+    """Documents and tokens that some streams have taken from a source in a run.
+
+    Attributes:
+        tokens: number of tokens, those in buffers among them.
+        epoch: number of the epoch of the stream that is farthest behind, from 0 on.
+        skipped: number of documents that were left out because they are bad.
+    """
+
+    tokens: int
+    epoch: int
+    skipped: int
+
+
+def progress_of(states: Iterable[Mapping[str, Any]]) -> dict[str, SourceProgress]:
+    """Return what streams with some states have taken from each source, by its name."""
+    found: dict[str, SourceProgress] = {}
+    for state in states:
+        for name, source in state["sources"].items():
+            before = found.get(name, SourceProgress(0, source["epoch"], 0))
+            found[name] = SourceProgress(
+                before.tokens + source.get("fed", source["tokens"]),
+                min(before.epoch, source["epoch"]),
+                before.skipped + source.get("skipped", 0),
+            )
+    return found
+
+
 class TokenStream:
     """One stream. Its rows depend only on the recipe and on its number, not on the rank and worker that make them.
 
@@ -66,12 +95,12 @@ class TokenStream:
     """
 
     def __init__(self, recipe: TokenRecipe, number: int, state: dict[str, Any] | None = None) -> None:
-        state = state or {"rows": 0, "draws": 0, "picks": 0, "sources": {}}
+        state = state or {"sources": {}}
         self.number = number
         self._recipe = recipe
-        self._rows: int = state["rows"]
-        self._draws: int = state["draws"]
-        self._picks: int = state["picks"]
+        # Rows that were made, draws of a source and picks from the buffer, and the batch from which the ratios hold.
+        self._counters: dict[str, int] = {name: state.get(name, 0) for name in ("rows", "draws", "picks", "phase")}
+        self._ratios = recipe.ratios_in(self._counters["phase"])
         self._feeds = [
             Feed(recipe, i, number, state["sources"].get(source.name)) for i, source in enumerate(recipe.sources)
         ]
@@ -82,16 +111,24 @@ class TokenStream:
     @property
     def row(self) -> int:
         """Number of rows that were made so far."""
-        return self._rows
+        return self._counters["rows"]
 
     def snapshot(self) -> Snapshot:
         """Return the state as of the rows that were made so far."""
         return Snapshot(
-            {"rows": self._rows, "draws": self._draws, "picks": self._picks},
+            {**self._counters},
             {feed.source.name: feed.state() for feed in self._feeds},
             tuple(self._shuffled),
             tuple(self._pending),
         )
+
+    def begin_batch(self, batch: int) -> None:
+        """Take the ratios that hold from a batch on. What the sources were owed by the ones before is forgotten."""
+        phase = self._recipe.phase(batch)
+        if phase != self._counters["phase"]:
+            self._counters["phase"], self._ratios = phase, self._recipe.ratios_in(phase)
+            for feed in self._feeds:
+                feed.counts.tokens = 0
 
     def fill(self, tokens: NDArray[np.int64], begins: NDArray[np.bool_]) -> bool:
         """Make the rows of the next global batch; return False if the documents do not fill them.
@@ -128,7 +165,7 @@ class TokenStream:
 
     def count_batch(self) -> None:
         """Count the rows of a global batch."""
-        self._rows += self._recipe.rows
+        self._counters["rows"] += self._recipe.rows
 
     def hand_rest_to(self, other: TokenStream) -> None:
         """Give the tokens that fill no row to another stream."""
@@ -150,8 +187,8 @@ class TokenStream:
             self._shuffled.append(document)
         if not self._shuffled:
             return None
-        place = self._recipe.random(_SHUFFLE, self.number, self._picks) % len(self._shuffled)
-        self._picks += 1
+        place = self._recipe.random(_SHUFFLE, self.number, self._counters["picks"]) % len(self._shuffled)
+        self._counters["picks"] += 1
         chosen = self._shuffled[place]
         last = self._shuffled.pop()
         if place < len(self._shuffled):
@@ -159,7 +196,7 @@ class TokenStream:
         return chosen
 
     def _next_document(self) -> Tokens | None:
-        while live := [i for i, feed in enumerate(self._feeds) if not feed.ended]:
+        while live := [i for i, feed in enumerate(self._feeds) if not feed.ended and self._ratios[i]]:
             feed = self._feeds[live[0] if len(live) == 1 else self._choose(live)]
             if (document := feed.next()) is not None:
                 return document
@@ -172,11 +209,11 @@ class TokenStream:
 
     def _choose(self, live: list[int]) -> int:
         """Choose a source at random, so that the tokens of the sources keep to their ratios."""
-        fed = sum(self._feeds[i].tokens for i in live) + _SLACK_ROWS * self._recipe.context_length
-        share = sum(self._recipe.ratios[i] for i in live)
-        owed = [max(self._recipe.ratios[i] / share * fed - self._feeds[i].tokens, 0.0) for i in live]
-        point = self._recipe.random(_SOURCE, self.number, self._draws) / 2**64 * sum(owed)
-        self._draws += 1
+        fed = sum(self._feeds[i].counts.tokens for i in live) + _SLACK_ROWS * self._recipe.context_length
+        share = sum(self._ratios[i] for i in live)
+        owed = [max(self._ratios[i] / share * fed - self._feeds[i].counts.tokens, 0.0) for i in live]
+        point = self._recipe.random(_SOURCE, self.number, self._counters["draws"]) / 2**64 * sum(owed)
+        self._counters["draws"] += 1
         for i, weight in zip(live, owed, strict=True):
             point -= weight
             if point < 0:

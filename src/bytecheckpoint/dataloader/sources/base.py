@@ -26,7 +26,8 @@ _BLOCK: Final = 1024
 class Cursor(Protocol):
     """The documents of one stream in one epoch, in order.
 
-    If it has a method `place`, that says in words which document was read last, for messages.
+    If it has a method `place`, that says in words which document was read last, for messages. If it has a method `skip`,
+    that passes over the next document, which could not be read.
     """
 
     def __next__(self) -> Document:
@@ -150,6 +151,10 @@ class OrderedCursor:
         document = self._documents[self._last]
         self._taken += 1
         return document
+
+    def skip(self) -> None:
+        """Pass over the next document, which cannot be read."""
+        self._taken += 1
 
     def state(self) -> int:
         """Return the number of taken places."""

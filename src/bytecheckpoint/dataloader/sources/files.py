@@ -1,15 +1,19 @@
-"""Find local files by path or pattern, read them at positions, and sample them for a fingerprint."""
+"""Find files by path or pattern, read them at positions, sample them for a fingerprint, and keep copies of some."""
 
 from __future__ import annotations
 
 import bisect
+import fcntl
 import functools
 import glob
 import itertools
 import os
+import posixpath
+import shutil
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO, Any, Final
 
 import numpy as np
 import xxhash
@@ -31,6 +35,7 @@ _SAMPLE_BYTES: Final = 4096
 _SAMPLES: Final = 6
 _SAMPLED_FILES: Final = 64
 
+#: Endings of compressed files.
 _COMPRESSED: Final = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 
 
@@ -40,23 +45,26 @@ class SourceFiles:
     Reads are `pread`: threads and forked processes share the open files, and a file that was cut short is an error, which
     would kill the process if the file were mapped into memory.
 
+    Args:
+        paths: paths of the files.
+        cache: local folder for copies of files that are compressed or on another storage, and for indices of documents;
+            None for neither.
+
     Attributes:
         paths: absolute paths.
         sizes: bytes of each file when the source was made, int64 [files].
         name: last component of the first path.
 
     Raises:
-        UsageError: a path is no file, a pattern matches none, or a file is compressed.
+        UsageError: a path is no file, a pattern matches none, or a file needs a cache, and there is none.
     """
 
-    def __init__(self, paths: Paths) -> None:
+    def __init__(self, paths: Paths, cache: str | os.PathLike[str] | None = None) -> None:
         given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-        self.paths = tuple(found for path in given for found in _found(os.fspath(path)))
+        self._cache = None if cache is None else _SourceCache(cache)
+        self.paths = tuple(found for path in given for found in _found(os.fspath(path), self._cache))
         if not self.paths:
             raise UsageError("the list of paths is empty: give at least one file")
-        for path in self.paths:
-            if path.lower().endswith(_COMPRESSED):
-                raise UsageError(f"{path} is compressed, so its documents have no positions: decompress it")
         self.sizes = np.fromiter((_size(path) for path in self.paths), np.int64, len(self.paths))
         self.name = os.path.basename(os.fspath(given[0]))
         self._open: dict[int, _OpenSourceFile] = {}
@@ -85,6 +93,19 @@ class SourceFiles:
         step = tuning().source_piece
         for offset in range(0, end, step):
             yield np.frombuffer(self.read(file, offset, min(step, end - offset)), dtype)
+
+    def bounds(self, kind: str, find: Callable[[int], NDArray[np.int64]]) -> Iterator[NDArray[np.int64]]:
+        """Yield the bounds of the documents of each file, from the cache if they are known.
+
+        Args:
+            kind: name of the rule by which documents are found.
+            find: function from the number of a file to the bounds of its documents.
+        """
+        for file, path in enumerate(self.paths):
+            if self._cache is None:
+                yield find(file)
+            else:
+                yield self._cache.index(path, kind, functools.partial(find, file))
 
     def check(self, file: int) -> None:
         """Check that a file has not vanished and was not cut short.
@@ -217,12 +238,13 @@ class RangeSource(MapSource):
         }
 
 
-def _found(path: str) -> list[str]:
-    """Return the absolute paths of a path or pattern."""
-    if "://" in path:
-        raise UsageError(
-            f"{path} is no local file: sources read local files, so copy it to a disk, or mount its storage"
-        )
+def _found(path: str, cache: _SourceCache | None) -> list[str]:
+    """Return the absolute paths of a path or pattern, or those of copies."""
+    if _is_foreign(path):
+        if cache is not None:
+            return cache.copies(path)
+        why = "is no local file" if "://" in path else "is compressed, so its documents have no positions"
+        raise UsageError(f"{path} {why}: pass cache=, a local folder for copies, or copy it yourself")
     if glob.has_magic(path) and not os.path.exists(path):
         found = sorted(os.path.abspath(one) for one in glob.iglob(path, recursive=True) if os.path.isfile(one))
         if not found:
@@ -238,3 +260,99 @@ def _size(path: str) -> int:
         return os.stat(path).st_size
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _is_foreign(path: str) -> bool:
+    """Return whether documents of a file have no positions on a local disk."""
+    return "://" in path or path.lower().endswith(_COMPRESSED)
+
+
+class _SourceCache:
+    """A local folder with what was made of files. Processes of one machine share it; anything in it may be deleted.
+
+    Args:
+        folder: path of the folder.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = os.path.abspath(folder)
+        os.makedirs(self._folder, exist_ok=True)
+
+    def copies(self, path: str) -> list[str]:
+        """Copy files, decompressed, unless that was done before; return the paths of the copies, in the order of the files.
+
+        Args:
+            path: URL of fsspec, or local path, of one file, or a pattern.
+
+        Raises:
+            UsageError: no file matches, or a package for the storage or the compression is missing.
+            StorageError: a file cannot be read or copied.
+        """
+        try:
+            import fsspec
+        except ImportError as error:
+            raise UsageError(f"{path} needs fsspec: pip install 'bytecheckpoint[fsspec]'") from error
+        try:
+            files, plain = fsspec.core.url_to_fs(path)
+            names = sorted(files.glob(plain)) if glob.has_magic(plain) else [plain]
+            if not names:
+                raise UsageError(f"no file matches {path}")
+            return [self._copy(files, name) for name in names]
+        except (ImportError, ValueError) as error:  # fsspec does not know the storage, or the compression
+            raise UsageError(f"{path} cannot be opened: {error}") from error
+        except UsageError:
+            raise
+        except Exception as error:  # storages and decompressors raise errors of their own
+            raise StorageError(f"{path} cannot be copied into {self._folder}: {error}") from error
+
+    def _copy(self, files: Any, name: str) -> str:
+        facts = files.info(name)
+        version = [str(facts.get(fact)) for fact in ("size", "mtime", "ETag", "etag", "LastModified", "last_modified")]
+        base, ending = os.path.splitext(posixpath.basename(name))
+        base = base if ending.lower() in _COMPRESSED else base + ending
+
+        def fill(target: IO[bytes]) -> None:
+            with files.open(name, "rb", compression="infer") as source:
+                shutil.copyfileobj(source, target, 8 << 20)
+
+        return self._make(f"{_key(files.unstrip_protocol(name), *version)}-{base}", fill)
+
+    def index(self, path: str, kind: str, find: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
+        """Return the bounds of the documents of a local file, which `find` finds unless that was done before.
+
+        Args:
+            path: local path of the file.
+            kind: name of the rule by which documents are found.
+            find: function that finds the bounds.
+        """
+        facts = os.stat(path)
+        name = f"{_key(path, str(facts.st_size), str(facts.st_mtime_ns), kind)}-{os.path.basename(path)}.npy"
+        made = self._make(name, lambda target: np.save(target, find()))
+        return np.load(made, allow_pickle=False)  # type: ignore[no-any-return]
+
+    def _make(self, name: str, fill: Callable[[IO[bytes]], object]) -> str:
+        """Make a file of the cache unless it is there, one process for all; return its path."""
+        path = os.path.join(self._folder, name)
+        if os.path.exists(path):
+            return path
+        with self._locked(name):
+            if not os.path.exists(path):
+                temporary = f"{path}.{os.getpid()}.tmp"
+                try:
+                    with open(temporary, "wb") as target:
+                        fill(target)
+                    os.replace(temporary, path)
+                finally:
+                    if os.path.exists(temporary):
+                        os.unlink(temporary)
+        return path
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        with open(os.path.join(self._folder, f".{name}.lock"), "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def _key(*facts: str) -> str:
+    return xxhash.xxh3_64_hexdigest("\0".join(facts).encode())

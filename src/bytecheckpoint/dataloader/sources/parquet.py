@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -37,6 +38,7 @@ class ParquetSource(Source):
         column: name of the column.
         shuffle: True for the random order above, False for the order of the files, of which each stream reads one section.
         window_bytes: uncompressed bytes of the column in a window: whole row groups, at least one.
+        cache: local folder for copies of files behind a URL, as for `TextSource`.
 
     Raises:
         UsageError: a file is missing, is no Parquet file, or lacks the column; there are no rows. A null raises it when it
@@ -51,8 +53,9 @@ class ParquetSource(Source):
         column: str = "text",
         shuffle: bool = True,
         window_bytes: int = _WINDOW_BYTES,
+        cache: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._files = SourceFiles(paths)
+        self._files = SourceFiles(paths, cache)
         self.name = self._files.name if name is None else name
         self.shuffle = shuffle
         self._column = column
@@ -223,6 +226,11 @@ class _ParquetCursor:
             else:
                 self._taken += 1
                 return document
+
+    def skip(self) -> None:
+        if self._current is not None:
+            self._current.skip()
+            self._taken += 1
 
     def state(self) -> int:
         return self._taken

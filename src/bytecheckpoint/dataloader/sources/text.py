@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, Final, Literal
 
 import msgspec
@@ -25,14 +28,16 @@ class TextSource(RangeSource):
     The lines are found once, when the source is made, by one pass over the files; 8 bytes of memory for each.
 
     Args:
-        paths: files that are not compressed.
+        paths: files; URLs and compressed files need a cache.
         name: name of the source; None for the last component of the (first) path.
         by: unit of a document, "line" or "file".
         shuffle: True for a random order of its own in every epoch.
         errors: treatment of bytes that are not UTF-8, as in `bytes.decode`.
+        cache: local folder for copies of files that are compressed or behind a URL of fsspec ("s3://..."), and for the
+            places of lines, which are found once then. All processes of a machine may share it.
 
     Raises:
-        UsageError: a file is missing or compressed, or there is no document.
+        UsageError: a file is missing or needs a cache, or there is no document.
     """
 
     def __init__(
@@ -43,14 +48,16 @@ class TextSource(RangeSource):
         by: Literal["line", "file"] = "line",
         shuffle: bool = True,
         errors: Literal["strict", "replace", "ignore"] = "strict",
+        cache: str | os.PathLike[str] | None = None,
     ) -> None:
         if by not in {"line", "file"}:
             raise UsageError(f"by is {by!r}: give 'line' or 'file'")
-        files = SourceFiles(paths)
+        files = SourceFiles(paths, cache)
         self._by = by
         self._errors = errors
+        bounds: Iterable[NDArray[np.int64]]
         if by == "line":
-            bounds = (_line_bounds(files, file) for file in range(len(files.paths)))
+            bounds = files.bounds("lines", partial(_line_bounds, files))
         else:
             bounds = (np.array([0, size] if size else [0], np.int64) for size in files.sizes.tolist())
         super().__init__(files, name, shuffle, bounds)
@@ -74,23 +81,30 @@ class JsonLinesSource(RangeSource):
     """Values of one field of the JSON objects in the lines of files: text, or a list of integers, which are tokens.
 
     Args:
-        paths: files that are not compressed, one object in each line that is not empty.
+        paths: files with one object in each line that is not empty; URLs and compressed files need a cache.
         name: name of the source; None for the last component of the (first) path.
         field: key of the value; None for the whole object.
         shuffle: True for a random order of its own in every epoch.
+        cache: local folder, as for `TextSource`.
 
     Raises:
-        UsageError: a file is missing or compressed, or there is no document. Reading a line that is no such object
+        UsageError: a file is missing or needs a cache, or there is no document. Reading a line that is no such object
             raises it with the file and the line.
     """
 
     def __init__(
-        self, paths: Paths, name: str | None = None, *, field: str | None = "text", shuffle: bool = True
+        self,
+        paths: Paths,
+        name: str | None = None,
+        *,
+        field: str | None = "text",
+        shuffle: bool = True,
+        cache: str | os.PathLike[str] | None = None,
     ) -> None:
-        files = SourceFiles(paths)
+        files = SourceFiles(paths, cache)
         self._field = field
         self._decoder = _decoder(field)
-        super().__init__(files, name, shuffle, (_line_bounds(files, file) for file in range(len(files.paths))))
+        super().__init__(files, name, shuffle, files.bounds("lines", partial(_line_bounds, files)))
 
     def _document(self, data: bytes, file: int, start: int) -> Document:
         try:

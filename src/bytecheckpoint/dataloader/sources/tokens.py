@@ -30,6 +30,8 @@ class TokenFileSource(RangeSource):
             [documents + 1], or a .npy file of it. For one file. Empty documents are left out.
         length: number of tokens of a document; the last piece of a file may be shorter.
         shuffle: True for a random order of its own in every epoch.
+        cache: local folder for copies of files that are compressed or behind a URL of fsspec, and for the places of
+            `document_end`. All processes of a machine may share it.
 
     Raises:
         UsageError: a file is missing or does not fit the dtype or the offsets, or there is no document.
@@ -45,10 +47,11 @@ class TokenFileSource(RangeSource):
         offsets: NDArray[Any] | str | os.PathLike[str] | None = None,
         length: int | None = None,
         shuffle: bool = True,
+        cache: str | os.PathLike[str] | None = None,
     ) -> None:
         if sum(given is not None for given in (document_end, offsets, length)) != 1:
             raise UsageError("give one of document_end, offsets and length, to divide the tokens into documents")
-        files = SourceFiles(paths)
+        files = SourceFiles(paths, cache)
         self._dtype = np.dtype(dtype)
         if self._dtype.kind not in "iu":
             raise UsageError(f"tokens are integers, not {self._dtype}: give the dtype that the files were written with")
@@ -59,7 +62,8 @@ class TokenFileSource(RangeSource):
         self._documents: dict[str, Any]  # division into documents, for `describe`
         if document_end is not None:
             self._documents = {"document_end": document_end}
-            bounds = [self._ended(files, file, document_end, count) for file, count in enumerate(counts)]
+            kind = f"{self._dtype.str} {document_end}"
+            bounds = [*files.bounds(kind, lambda file: self._ended(files, file, document_end, counts[file]))]
         elif length is not None:
             if length < 1:
                 raise UsageError(f"length is {length}: give the tokens of a document, at least 1")
