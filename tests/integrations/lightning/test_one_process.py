@@ -469,6 +469,29 @@ def test_the_only_save_of_averaged_weights_is_at_the_end(tmp_path: Path) -> None
     assert run(tmp_path, net=Normalized(), **options) == after(6, wanted)
 
 
+@pytest.mark.parametrize("own", [True, False])
+@on_ranks(1)
+def test_averages_at_the_end_wait_for_the_copy(tmp_path: Path, own: bool) -> None:
+    """The last step is being copied in the background when a callback changes the weights."""
+
+    class Large(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large = torch.nn.Parameter(torch.zeros(16 << 20))
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.large.grad = torch.ones_like(self.large)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.05)
+
+    callback = average() if own else pl.callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1)
+    checkpoint: dict[str, Any] = {"every_n_train_steps": 12, "save_options": SaveOptions(staging="background")}
+    run(tmp_path, net=Large(), callbacks=[callback], checkpoint=checkpoint, max_epochs=2)
+    with bytecheckpoint.open(tmp_path / "step_00000012") as saved:
+        assert len(saved["model/large"][...].unique()) == 1
+
+
 @on_ranks(1)
 def test_averages_that_a_step_lacks(tmp_path: Path) -> None:
     left_out = SaveOptions(exclude=["current_model/layers.0.*"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -39,22 +38,19 @@ class AveragedWeights:
     Args:
         callback: callback of Lightning that averages.
         device: device of this rank.
-        before_end: function to call before the averages take the place of the weights in training, at the end of a fit.
         stack: stack that leaves the callback as it was.
 
     Attributes:
         module: copy of the user's module with the averaged weights.
     """
 
-    def __init__(self, callback: Any, device: Any, before_end: Callable[[], object], stack: ExitStack) -> None:
-        check_has(callback, ("_average_model", "_swap_models", "_copy_average_to_current"), pl.__name__, "use 2.6")
+    def __init__(self, callback: Any, device: Any, stack: ExitStack) -> None:
+        check_has(callback, ("_average_model", "_swap_models"), pl.__name__, "use 2.6")
         average = callback._average_model
         self.module: Any = average.module
         # A copy in the background may still read these weights, which no optimizer steps.
-        _call_before(stack, average, "update_parameters", fence)
-        _call_before(stack, callback, "_swap_models", fence)
-        _call_before(stack, callback, "_copy_average_to_current", fence)
-        _call_before(stack, callback, "_copy_average_to_current", before_end)  # which may save
+        for owner, name in (average, "update_parameters"), (callback, "_swap_models"):
+            _fence_before(stack, owner, name)
         if torch.distributed.is_initialized():  # they were copied before DDP made the ranks equal
             with torch.no_grad():
                 for tensor in (*self.module.parameters(), *self.module.buffers()):
@@ -68,11 +64,11 @@ class AveragedWeights:
         return {name: one if isinstance(one, torch.Tensor) else shown.get(name) for name, one in averaged.items()}
 
 
-def _call_before(stack: ExitStack, owner: Any, name: str, before: Callable[[], object]) -> None:
+def _fence_before(stack: ExitStack, owner: Any, name: str) -> None:
     function = getattr(owner, name)
 
     def call(*arguments: Any) -> Any:
-        before()
+        fence()
         return function(*arguments)
 
     vars(owner)[name] = call

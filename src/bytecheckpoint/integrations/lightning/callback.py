@@ -201,7 +201,7 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
             return
         trainer.strategy.__class__ = checkpointed(type(trainer.strategy))
         trainer.strategy.bytecheckpoint = self.steps = TrainerSteps(
-            trainer, replace(self._arguments, retention=self._retention()), self._reach, self._save_at_end,
+            trainer, replace(self._arguments, retention=self._retention()), self._reach,
             weights_only=self.save_weights_only, skip_batches=self._shared["skip_batches"],
         )  # fmt: skip
 
@@ -274,13 +274,7 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait for the save in flight."""
         assert self.steps is not None
-        self._save_at_end()
         self.steps.manager.wait()
-
-    def _save_at_end(self) -> None:
-        for one in self._peers:
-            super(ModelCheckpoint, one).on_train_end(self._trainer, self._trainer.lightning_module)
-        self._peers[0]._reach()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Wait for the save in flight; the newest committed step stands."""
@@ -324,13 +318,15 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
 
     # --- saves ----------------------------------------------------------------------------------------------------
 
-    def _reach(self) -> None:
+    def _reach(self, *, ends: bool = False) -> None:
         """Save if that is due, at a place where the state of the training is complete.
 
         Raises:
             SIGTERMException: the job is to stop.
         """
         assert self.steps is not None
+        for one in self._peers if ends else ():
+            super(ModelCheckpoint, one).on_train_end(self._trainer, self._trainer.lightning_module)
         trainer, wanted, self._wanted = self._trainer, self._wanted, None
         reached, metrics = self._reached
         if trainer.fast_dev_run or (wanted is None and reached == trainer.global_step):

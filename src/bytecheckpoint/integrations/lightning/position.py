@@ -21,12 +21,13 @@ from bytecheckpoint.integrations.attaching import check_has
 from bytecheckpoint.integrations.generators import DelayedGenerators
 from bytecheckpoint.integrations.lightning.package import pl
 from bytecheckpoint.integrations.loaders import generators_of, length_of, sampler_of
+from bytecheckpoint.step_fence import fence
 
 __all__ = ["TrainingPosition"]
 
 #: Methods of Lightning's loops that are monkey-patched, because Lightning has no hooks at these places.
 _WRAPPED = {
-    "fit_loop": ("_load_combined_loader_states", "on_advance_start", "on_advance_end"),
+    "fit_loop": ("_load_combined_loader_states", "on_advance_start", "on_advance_end", "on_run_end"),
     "epoch_loop": ("on_advance_end", "_on_before_fetch"),
 }
 _FIXED = "that of the data set"
@@ -41,7 +42,7 @@ class TrainingPosition:
     Args:
         trainer: trainer of the fit.
         generators: generators of the process, with the states of a loaded checkpoint, if any.
-        reach: function to call at each place where the state is complete.
+        reach: function to call at each place where the state is complete; with ends=True at the end of the training.
         load_streams: function that loads `streams`.
         skip_batches: True to continue behind the done batches of an epoch, False to begin with its first ones.
 
@@ -54,7 +55,7 @@ class TrainingPosition:
         self,
         trainer: Any,
         generators: DelayedGenerators,
-        reach: Callable[[], object],
+        reach: Callable[..., object],
         load_streams: Callable[[], object],
         *,
         skip_batches: bool,
@@ -81,6 +82,7 @@ class TrainingPosition:
     def _wrap(self) -> None:
         before_epoch, after_epoch = self._fit.on_advance_start, self._fit.on_advance_end
         after_batch, before_fetch = self._epoch.on_advance_end, self._epoch._on_before_fetch
+        end_run = self._fit.on_run_end
 
         def on_epoch_begins() -> None:
             resumed, self._resumed = self._resumed, None
@@ -114,7 +116,13 @@ class TrainingPosition:
                 self._epoch._batches_that_stepped = skipped["stepped"]  # which Lightning corrects where it need not
             before_fetch()
 
+        def on_run_end() -> None:
+            self._reach(ends=True)
+            fence()  # callbacks may change the weights now, which may still be copied in the background
+            end_run()
+
         self._fit._load_combined_loader_states = self._before_iteration
+        self._fit.on_run_end = on_run_end
         self._fit.on_advance_start, self._fit.on_advance_end = on_epoch_begins, on_epoch_done
         self._epoch.on_advance_end, self._epoch._on_before_fetch = on_batch_done, on_before_fetch
 

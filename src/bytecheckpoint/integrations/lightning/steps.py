@@ -101,8 +101,7 @@ class TrainerSteps:
     Args:
         trainer: trainer of the run.
         arguments: arguments of the manager.
-        reach: function to call at each place where the state is complete.
-        before_end: function to call at the end of the training, before a callback changes the weights.
+        reach: function to call at each place where the state is complete, as for `TrainingPosition`.
         weights_only: True to save neither optimizers nor random number generators.
         skip_batches: True to continue behind the done batches of an epoch.
 
@@ -120,13 +119,12 @@ class TrainerSteps:
         self,
         trainer: Any,
         arguments: ManagerArguments,
-        reach: Callable[[], object],
-        before_end: Callable[[], object],
+        reach: Callable[..., object],
         *,
         weights_only: bool,
         skip_batches: bool,
     ) -> None:
-        self._trainer, self._arguments, self._reach, self._before_end = trainer, arguments, reach, before_end
+        self._trainer, self._arguments, self._reach = trainer, arguments, reach
         self._weights_only, self._skip_batches = weights_only, skip_batches
         self._states: dict[str, Any] = {}
         self._state = LightningState(self._dump)
@@ -142,7 +140,7 @@ class TrainerSteps:
         """Make the manager of a fit, whose model and optimizers are ready."""
         trainer, generators = self._trainer, DelayedGenerators()
         if (callback := averaging_callback(trainer)) is not None:
-            self._averaged = AveragedWeights(callback, trainer.strategy.root_device, self._before_end, self._stack)
+            self._averaged = AveragedWeights(callback, trainer.strategy.root_device, self._stack)
         self._states |= self._model_states()
         if not self._weights_only:
             mock = pl.core.optimizer._MockOptimizer
