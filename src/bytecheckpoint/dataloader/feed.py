@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sized
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 from bytecheckpoint.dataloader.recipe import FIXED_PARTS, TokenRecipe, Tokens
@@ -78,7 +78,11 @@ class Feed:
     def state(self) -> dict[str, Any]:
         """Return the position as plain values."""
         cursor = self._begin if self._cursor is None else self._cursor.state()
-        return {"epoch": self.epoch, **asdict(self.counts), "empty": self._empty, "cursor": cursor}
+        counts = self.counts  # not by `asdict`, which is slow, and this is called for every batch
+        return {
+            "epoch": self.epoch, "tokens": counts.tokens, "fed": counts.fed, "skipped": counts.skipped,
+            "empty": self._empty, "cursor": cursor,
+        }  # fmt: skip
 
     def next(self) -> Tokens | None:
         """Return the tokens of the next document, or None after the last epoch.

@@ -74,19 +74,21 @@ class LocalMaker:
 
     def _fill(self, rows: PackedRows) -> bool:
         """Make the rows of the next batch; return False if a stream has ended."""
-        each = self._recipe.rows
         begins = np.zeros(rows.tokens.shape, np.bool_)
-        for i, stream in enumerate(self._streams):
-            part = rows.part(i * each, (i + 1) * each)
-            self._number(part, stream)
-            if not stream.fill(part.tokens.numpy().reshape(-1), begins[i * each : (i + 1) * each].reshape(-1)):
+        self._number(rows)
+        count = len(self._streams)
+        parts = zip(self._streams, rows.tokens.numpy().reshape(count, -1), begins.reshape(count, -1), strict=True)
+        for stream, tokens, flags in parts:
+            if not stream.fill(tokens, flags):
                 return False
         rows.mark(begins)
         return True
 
-    def _number(self, part: PackedRows, stream: TokenStream) -> None:
-        """Write the numbers of the next rows of a stream."""
-        part.numbers.numpy()[:] = (stream.row + np.arange(len(part.numbers))) * self._recipe.streams + stream.number
+    def _number(self, rows: PackedRows) -> None:
+        """Write the numbers of the next rows of all streams."""
+        first = np.array([[stream.row * self._recipe.streams + stream.number] for stream in self._streams])
+        steps = np.arange(self._recipe.rows) * self._recipe.streams
+        rows.numbers.numpy()[:] = (first + steps).reshape(-1)
 
     def taken(self, counts: TrainedBatches) -> None:
         """Forget the positions that are not kept any more."""
@@ -163,8 +165,8 @@ class RestMaker(LocalMaker):
         if not self._deal(self._all.tokens.numpy(), begins):
             return False
         self._all.mark(begins)
+        self._number(self._all)
         for stream in self._streams:
-            self._number(self._all.part(stream.number * each, (stream.number + 1) * each), stream)
             stream.count_batch()
         rows.copy_from(self._all.part(self._own[0] * each, (self._own[-1] + 1) * each))
         return True
