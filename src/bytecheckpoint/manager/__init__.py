@@ -5,16 +5,17 @@ from bytecheckpoint.manager import Best, CheckpointManager, EverySteps, Latest
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from bytecheckpoint.manager.cadence import AtSteps, Cadence, EverySeconds, EverySteps, SaveRule
-from bytecheckpoint.manager.commits import LatestLink, wait_for_new_step
 from bytecheckpoint.manager.interval import Interval, IntervalPlan, plan_interval
 from bytecheckpoint.manager.preemption import Preemption
 from bytecheckpoint.manager.rules import Best, Every, KeepRule, Latest, Retention, StepInfo, Younger
 from bytecheckpoint.options import LoadOptions, SaveOptions
 
 if TYPE_CHECKING:
+    from bytecheckpoint.manager.commits import LatestLink, wait_for_new_step
     from bytecheckpoint.manager.manager import CheckpointManager
     from bytecheckpoint.manager.restores import Restored
 
@@ -47,10 +48,8 @@ __all__ = [
 if not TYPE_CHECKING:  # the manager needs torch, and the command line does not
 
     def __getattr__(name: str) -> Any:
-        if name == "CheckpointManager":
-            from bytecheckpoint.manager.manager import CheckpointManager as found
-        elif name == "Restored":
-            from bytecheckpoint.manager.restores import Restored as found
-        else:
+        modules = {"CheckpointManager": "manager", "Restored": "restores"}
+        modules |= dict.fromkeys(("LatestLink", "wait_for_new_step"), "commits")
+        if name not in modules:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return found
+        return getattr(importlib.import_module(f"{__name__}.{modules[name]}"), name)
