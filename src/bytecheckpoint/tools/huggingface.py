@@ -135,7 +135,7 @@ def export(
         if state not in source.states:
             raise UsageError(f"{source.path} has no {state!r}; it holds {', '.join(source.states)}")
         view = CheckpointView.of(source)
-        description = ModelDescription.of(view)
+        description = ModelDescription.of(view) if state == "model" else ModelDescription()
         adapter, described = description.adapter(adapter)
         if described is None:
             tensors, skipped, left_out = tensors_to_export(view, state, wanted)

@@ -15,7 +15,7 @@ from bytecheckpoint import UsageError, tools
 from bytecheckpoint.cli.main import run as run_cli
 from bytecheckpoint.integrations.transformers import attach, describe_pretrained
 from bytecheckpoint.integrations.transformers.pretrained import adapter_names
-from tests.integrations.transformers.jobs import make, model, run
+from tests.integrations.transformers.jobs import collected_warnings, make, model, run
 from tests.support.worlds import on_ranks
 
 
@@ -39,6 +39,7 @@ def test_a_model(tmp_path: Path) -> None:
         assert found == wanted, name
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "own")
     same(loaded.state_dict(), trainer.model.state_dict())
+    assert not tools.export(tmp_path / "step_00000004", tmp_path / "optimizer", state="optimizer").others
     tools.export(tmp_path / "step_00000004", tmp_path / "half", dtype="bfloat16")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
 
@@ -106,6 +107,17 @@ def test_an_adapter(tmp_path: Path, kind: str) -> None:
     attach(again)
     again.train("auto")
     same(tensors(again.model), tensors(trainer.model))
+
+
+@on_ranks(1)
+def test_a_configuration_that_cannot_be_written(tmp_path: Path) -> None:
+    """As a generation configuration that Transformers finds inconsistent: the training goes on."""
+    net = model()
+    net.generation_config.num_return_sequences = 3  # without sampling or beams
+    with collected_warnings() as said:
+        run(tmp_path, net=net, max_steps=4)
+    assert any("steps will not describe their model" in line for line in said)
+    assert tools.export(tmp_path / "step_00000004", tmp_path / "own").others == ()
 
 
 @on_ranks(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import tempfile
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from bytecheckpoint.tools.huggingface_description import AdapterDescription, Mod
 
 __all__ = ["adapter_names", "describe_pretrained"]
 
+_log = logging.getLogger("bytecheckpoint")
+
 
 def describe_pretrained(model: Any) -> dict[str, str]:
     """Return a state that lets `tools.export` write a complete folder, to be saved under the name "huggingface".
@@ -20,15 +23,23 @@ def describe_pretrained(model: Any) -> dict[str, str]:
     `attach` does so by itself. Leave the state out of loads: `load(..., include=["model/*", ...])`, or another dict.
 
     Args:
-        model: a `PreTrainedModel`, or a `PeftModel` with adapters of any kind but prompts. Other models have an empty
-            description.
+        model: a `PreTrainedModel`, or a `PeftModel` with adapters of any kind but prompts. Other models, and those whose
+            configuration cannot be written, have an empty description.
     """
+    try:
+        return _describe(model).state()
+    except Exception as error:  # noqa: BLE001  a training does not end because an export will need --files-from
+        _log.warning("steps will not describe their model, because its configuration cannot be written: %s", error)
+        return ModelDescription().state()
+
+
+def _describe(model: Any) -> ModelDescription:
     if getattr(model, "peft_config", None) and hasattr(model, "base_model"):
         found = {name: _adapter(model, name) for name in model.peft_config}
         adapters = {name: one for name, one in found.items() if one is not None}
         active = next((name for name in model.active_adapters if name in adapters), "")
-        return ModelDescription(adapters=adapters if active else {}, active=active).state()
-    return ModelDescription(files=_written(lambda folder: _save_configuration(model, folder))).state()
+        return ModelDescription(adapters=adapters if active else {}, active=active)
+    return ModelDescription(files=_written(lambda folder: _save_configuration(model, folder)))
 
 
 def _save_configuration(model: Any, folder: str) -> None:
