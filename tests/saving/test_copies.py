@@ -18,6 +18,7 @@ from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 from bytecheckpoint.saving.copies import full_digests, sample
 from bytecheckpoint.saving.drift import relative_drift
+from bytecheckpoint.tuning import tuned
 from tests.support.metrics import collecting, wait_for_operations
 from tests.support.modes import MODES
 from tests.support.ranks import outcomes, succeeded
@@ -261,3 +262,23 @@ def test_strides_do_not_matter(shape: tuple[int, ...], dtype: torch.dtype) -> No
     shards = [shard(data) for data in (first, turned, (first.to(torch.complex128) + 1).to(dtype))]
     for digests in (sample(shards, np.arange(3)).digests(), full_digests(shards)):
         assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_buffers_are_those_of_the_lowest_rank(tmp_path: Path, mode: str, tiled: bool) -> None:
+    """Statistics of batches differ between ranks. A mean of one rank and a variance of another one would be of none."""
+
+    def one(collective: Collective) -> None:
+        with seeded(0):
+            own = torch.nn.Sequential(*(torch.nn.BatchNorm1d(8 + i) for i in range(6)))
+        with torch.no_grad():
+            for buffer in own.buffers():
+                buffer.fill_(collective.rank + 1)
+        bytecheckpoint.save(tmp_path / "s", {"model": own}, **MODES[mode]).result(60)  # type: ignore[call-overload]
+
+    with tuned(tiled_rows=0 if tiled else 1 << 40):
+        ThreadWorld(4).run(one)
+    with bytecheckpoint.open(tmp_path / "s") as checkpoint:
+        buffers = [checkpoint[key][...] for key in checkpoint if "running" in key or "batches" in key]
+    assert len(buffers) == 18 and all((buffer == 1).all() for buffer in buffers)

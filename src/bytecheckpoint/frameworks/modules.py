@@ -250,9 +250,10 @@ def capture_modules(state_name: str, scan: ModuleScan) -> LiveState:
     for tensor in scan.tensors:
         first = len(shards)
         add_shards(shards, TensorKey(state_name, tensor.fqn), tensor.value, aliases=tensor.aliases)
-        if isinstance(tensor.value, nn.Parameter):
-            for shard in shards[first:]:
-                shard.must_be_equal, shard.frozen = True, not shard.requires_grad
+        parameter = isinstance(tensor.value, nn.Parameter)
+        for shard in shards[first:]:
+            shard.must_be_equal, shard.from_lowest = parameter, not parameter
+            shard.frozen = parameter and not shard.requires_grad
     if scan.values:
         state.tree = encode_value(state_name, {fqn: values[0] for fqn, values in scan.values.items()}, shards)
         _check_equal_values(state_name, scan)

@@ -68,7 +68,7 @@ class LocalTable(msgspec.Struct, frozen=True):
 
 
 class TensorRecord(msgspec.Struct, array_like=True, frozen=True):
-    """A tensor's properties in the catalog, and whether its file may be used again; without its boxes.
+    """A tensor's properties in the catalog, whether its file may be used again, and who writes it; without its boxes.
 
     Names are escaped (`names.escape`) for messages.
     """
@@ -81,6 +81,7 @@ class TensorRecord(msgspec.Struct, array_like=True, frozen=True):
     device: str
     aliases: tuple[str, ...]
     frozen: bool = False
+    from_lowest: bool = False
 
     @property
     def key(self) -> TensorKey:
@@ -108,6 +109,7 @@ def describe(shards: Sequence[LiveShard], *, incremental: bool = False) -> Local
                 s.data.device.type,
                 tuple(map(escape, s.aliases)),
                 incremental and s.frozen,
+                s.from_lowest,
             )
             for s in run
         ]

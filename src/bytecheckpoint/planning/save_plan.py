@@ -54,7 +54,9 @@ def plan_save(tables: Sequence[LocalTable], fixed: Mapping[int, Int64s] | None =
         group = group_equal(boxes)
         copied = (np.bincount(group) > 1)[group]
         row_local = np.arange(len(tensor)) - begins[row_rank]
-        written = _written(group, row_rank, row_local, nbytes, len(tables), fixed or {})
+        lowest = np.zeros(int(group.max(initial=-1)) + 1, bool)
+        lowest[group] = np.array([t.from_lowest for t in tensors], bool)[tensor]
+        written = _written(group, row_rank, row_local, nbytes, len(tables), fixed or {}, lowest)
         del group, row_local
     else:
         written = np.arange(len(tensor))  # no box has a replica
@@ -103,8 +105,12 @@ def _written(
     nbytes: Int64s,
     world_size: int,
     fixed: Mapping[int, Int64s],
+    lowest: Mask,
 ) -> Int64s:
-    """Return the rows to write, ascending: one row of each group of equal boxes, held by its least loaded holder."""
+    """Return the rows to write, ascending: one row of each group of equal boxes.
+
+    It is held by the least loaded holder, or by the lowest one for the groups of the mask `lowest`.
+    """
     groups = int(group.max(initial=-1)) + 1
     group_bytes = np.zeros(groups, np.int64)
     group_bytes[group] = nbytes
@@ -113,10 +119,14 @@ def _written(
         owner = np.full(groups, -1, np.int64)
         present, compact = np.unique(group[may_write], return_inverse=True)
         owner[present] = assign(compact.reshape(-1), row_rank[may_write], group_bytes[present], world_size)
-        written = np.flatnonzero(may_write & (owner[group] == row_rank))
     else:
+        may_write = np.ones(len(group), bool)
         owner = assign(group, row_rank, group_bytes, world_size)
-        written = np.flatnonzero(owner[group] == row_rank)
+    if lowest.any():
+        rows = may_write & lowest[group]
+        owner[lowest] = world_size
+        np.minimum.at(owner, group[rows], row_rank[rows])
+    written = np.flatnonzero(may_write & (owner[group] == row_rank))
     # A rank may hold a box in two rows (a tensor in two modules of a list); the first row is written.
     written_group = group[written]
     first = np.empty(groups, np.int64)

@@ -222,6 +222,8 @@ class _Planner:
         )
         nbytes = (boxes.volumes() * self._itemsize[boxes.tensor])[order[begin]]
         writer = assign_sets(holders, nbytes, self._tile_bytes(tiled))
+        lowest = np.array([t.from_lowest for t in self._tensors], bool)[boxes.tensor[order[begin]]]
+        writer[lowest] = holders.holders[holders.begins[lowest]]  # ascending in each set
         chosen = _chosen(shared, order, begin, end, writer)
         rows = np.concatenate([group[:0], *(np.repeat(s.rows, len(s.holders)) for s in shared)])
         return boxes.take(chosen), writer, rows[chosen]

@@ -79,6 +79,8 @@ class LiveShard(msgspec.Struct):
         fragments: the boxes, if this is not one box; `data` is then the 1-D tensor, and offsets and lengths are empty.
         must_be_equal: True where copies on several ranks are equal in any sound program: for parameters, trained or frozen,
             and in the state_dict of an optimizer. Running statistics of batches, for example, may differ.
+        from_lowest: True for a buffer of a module, whose copies may differ: that of the lowest rank is saved, with the
+            other buffers of this rank, as DDP broadcasts those of rank 0.
         frozen: True for a parameter of a module that is not trained, so that its bytes rarely change.
         volatile: True for a parameter whose memory the framework writes between the steps of its optimizer, too.
     """
@@ -95,6 +97,7 @@ class LiveShard(msgspec.Struct):
     converts: bool = False
     must_be_equal: bool = False
     fragments: Fragments | None = None
+    from_lowest: bool = False
     frozen: bool = False
     volatile: bool = False
 
