@@ -60,6 +60,9 @@ def _adapter(model: Any, name: str) -> AdapterDescription | None:
         return None
     config = copy.deepcopy(model.peft_config[name])
     config.inference_mode = True  # as PEFT writes it
+    for field, value in vars(config).items():
+        if isinstance(value, set):  # of names, in another order in each process
+            setattr(config, field, sorted(value))
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = model.get_base_model().__dict__.get("name_or_path") or None
     base = type(model.get_base_model())
