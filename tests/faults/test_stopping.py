@@ -125,7 +125,7 @@ def test_ranks_that_wait_for_reads_without_an_answer_stop(
     try:
         with tuned(stopped_calls=0.2):
             errors = load_all(world, tmp_path / "s", rows=ROWS, faults=faults, overlap_loading=overlap)
-        assert time.monotonic() - begun < 20, errors
+        assert time.monotonic() - begun < 45, errors  # not the 60 s of the reads that get no answer
     finally:
         over.set()
     assert all("rank 2" in str(error) and "it is dead" in str(error) for error in errors[:2]), errors
