@@ -151,3 +151,16 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
     assert int(done.stdout) < 150, f"{done.stdout} MiB more than before"
     with safe_open(tmp_path / "hf/model.safetensors", "pt") as file:
         assert file.get_slice("big").get_shape() == [256, 512, 1024]
+
+
+def test_a_forced_export_replaces_one_file_of_weights_at_once(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With files beside them too: a reader finds the old weights or the new ones."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text("{}")
+    export(saved, tmp_path / "hf")
+    removed: list[str] = []
+    monkeypatch.setattr(os, "unlink", lambda path, **_: removed.append(str(path)))
+    export(saved, tmp_path / "hf", files_from=tmp_path / "base", force=True)
+    assert not [path for path in removed if path.endswith("hf/model.safetensors")]

@@ -55,8 +55,9 @@ class LocalMaker:
             self._rebuild(batch)
             self.made = batch
         self._broken_off = True
+        phase = self._recipe.phase(batch)
         for stream in self._streams:
-            stream.begin_batch(batch)
+            stream.begin_phase(phase)
         if self._ended or not self._fill(rows):
             self._ended = True
             return False

@@ -122,9 +122,8 @@ class TokenStream:
             tuple(self._pending),
         )
 
-    def begin_batch(self, batch: int) -> None:
-        """Take the ratios that hold from a batch on. What the sources were owed by the ones before is forgotten."""
-        phase = self._recipe.phase(batch)
+    def begin_phase(self, phase: int) -> None:
+        """Take the ratios of a phase, as `TokenRecipe.phase` returns it. Debts by the ones before are forgotten."""
         if phase != self._counters["phase"]:
             self._counters["phase"], self._ratios = phase, self._recipe.ratios_in(phase)
             for feed in self._feeds:

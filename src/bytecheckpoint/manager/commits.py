@@ -14,7 +14,7 @@ from typing import Any
 from bytecheckpoint.concurrency import Workers
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.manager.rules import StepInfo
-from bytecheckpoint.manager.run_folder import RunFolder, by_age
+from bytecheckpoint.manager.run_folder import RunFolder
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.tiers.storage import TierStorage
@@ -144,7 +144,7 @@ def wait_for_new_step(
     """
     folder, end = RunFolder(root), time.monotonic() + timeout if timeout is not None else None
     while True:
-        newest = next(reversed(by_age(folder.steps())), None)
+        newest = folder.newest()
         if newest is not None and _is_new(newest, after):
             return newest
         left = interval if end is None else min(interval, end - time.monotonic())

@@ -27,7 +27,7 @@ from bytecheckpoint.manager.folder_keeper import FolderKeeper
 from bytecheckpoint.manager.preemption import Preemption, PreemptionWatch
 from bytecheckpoint.manager.restores import Conversations, Progress, Reached, Restored, Restores
 from bytecheckpoint.manager.rules import Best, Keep, Retention, StepInfo
-from bytecheckpoint.manager.run_folder import RunFolder, by_age, step_folder, step_metadata, step_number
+from bytecheckpoint.manager.run_folder import RunFolder, step_folder, step_metadata, step_number
 from bytecheckpoint.manager.saves import RunSaves
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.saving.steps import check_step
@@ -146,7 +146,7 @@ class CheckpointManager:
 
     def latest(self) -> StepInfo | None:
         """Return the newest committed step, or None. Any rank may call it by itself."""
-        return next(reversed(by_age(self._keeper.folder.steps())), None)
+        return self._keeper.folder.newest()
 
     def best(self, metric: str, mode: str = "min") -> StepInfo | None:
         """Return the committed step with the best value of a metric, or None. Any rank may call it by itself."""
@@ -160,8 +160,9 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: the step is not committed.
         """
-        self._saves.await_commit(check_step(step))
-        self._keeper.folder.pin(check_step(step), pinned=True)
+        number = check_step(step)
+        self._saves.await_commit(number)
+        self._keeper.folder.pin(number, pinned=True)
 
     def unpin(self, step: int) -> None:
         """Let the rules delete a step again. One rank calls it."""
@@ -355,8 +356,7 @@ class CheckpointManager:
         self._keeper.begin_step(step)
         if self._just_in_time is not None:
             shared = self._saves.since_full + 1 if self._saves.options.incremental else 0
-            facts = self._progress.metrics, {**(self._saves.options.metadata or {}), **self._progress.metadata}
-            self._just_in_time.note(step, functools.partial(step_metadata, step, *facts, shared))
+            self._just_in_time.note(step, functools.partial(step_metadata, step, *self._facts, shared))
         if asked is not None and asked.step == step:
             return asked
         if self._collective.rank == 0 and self._saves.asks_by_clock():
@@ -394,7 +394,12 @@ class CheckpointManager:
                 raise UsageError(f"the save of step {self._saves.step} is still being written at step {step}")
             _log.warning("step %d is not saved: that of step %d is still being written", step, self._saves.step)
             return None
-        return self._saves.start(step_folder(self.root, step), step, self._progress.metrics, self._progress.metadata)
+        return self._saves.start(step_folder(self.root, step), step, *self._facts)
+
+    @property
+    def _facts(self) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """The metrics and the metadata of the step that this rank has reached."""
+        return self._progress.metrics, {**(self._saves.options.metadata or {}), **self._progress.metadata}
 
     # --- the end of a job -----------------------------------------------------------------------------------------
 

@@ -116,6 +116,10 @@ class RunFolder:
         found = parallel_map(describe, self._names(), self._folder.capabilities.parallel_reads, "bytecheckpoint-steps")
         return sorted((info for info in found if info is not None), key=lambda info: info.step)
 
+    def newest(self) -> StepInfo | None:
+        """Return the newest committed step, or None."""
+        return next(reversed(by_age(self.steps())), None)
+
     def find(self, step: int) -> StepInfo | None:
         """Return a step, or None if it is not committed."""
         return self._describe(os.path.basename(step_folder(self.url, step)))

@@ -152,7 +152,7 @@ class RunSaves:
             path: address of the checkpoint.
             step: step number.
             metrics: numbers for the catalog.
-            metadata: facts for the catalog, in place of those of the options with the same names.
+            metadata: facts for the catalog, those of the options among them.
 
         Raises:
             CheckpointError: this save failed, or the one before.
@@ -170,7 +170,6 @@ class RunSaves:
         since_full = self.next_since_full
         if self.options.incremental and not since_full:
             arguments["incremental"] = "full"
-        metadata = {**(self.options.metadata or {}), **metadata}
         arguments["metadata"] = step_metadata(step, metrics, metadata, since_full)
         handle, before, full = None, self._handle, False
         while handle is None:

@@ -29,7 +29,7 @@ from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.storage.time_limits import TimeLimitedStorage, with_time_limits
 from bytecheckpoint.storage.wrappers import Call
 from bytecheckpoint.tiers.storage import tier_of
-from bytecheckpoint.tools.huggingface_description import ModelDescription, files_beside
+from bytecheckpoint.tools.huggingface_description import ModelDescription, contents_of, files_beside
 from bytecheckpoint.tools.huggingface_layout import (
     ADAPTER_FILE,
     SINGLE_FILE,
@@ -137,17 +137,14 @@ def export(
         view = CheckpointView.of(source)
         description = ModelDescription.of(view) if state == "model" else ModelDescription()
         adapter, described = description.adapter(adapter)
-        if described is None:
-            tensors, skipped, left_out = tensors_to_export(view, state, wanted)
-            files = distribute(tensors, max_shard_bytes)
-        else:
-            rename = partial(described.name, adapter)
-            tensors, skipped, left_out = tensors_to_export(view, state, wanted, rename)
-            if not tensors:
-                raise UsageError(f"{source.path} has no tensors of an adapter {adapter!r} in {state!r}")
-            files = distribute(tensors, sys.maxsize)
+        renamed = str if described is None else partial(described.name, adapter)
+        tensors, skipped, left_out = tensors_to_export(view, state, wanted, renamed)
+        if described is not None and not tensors:
+            raise UsageError(f"{source.path} has no tensors of an adapter {adapter!r} in {state!r}")
+        files = distribute(tensors, max_shard_bytes if described is None else sys.maxsize)
+        if described is not None:
             files[0].name = ADAPTER_FILE
-        others = copied | (described or description).contents(wanted)
+        others = copied | contents_of((described or description).files, wanted)
         others = {name: data for name, data in others.items() if name not in present or _WEIGHTS.fullmatch(name)}
         running = _Export(view, files, others, progress)
         with _translated(f"export to {storage.url}"):
@@ -309,7 +306,7 @@ def _install(temporary: str, folder: str, files: Sequence[str]) -> None:
     # Remove the old index first, so that a reader never sees new files under the old index.
     if _INDEX in old:
         os.unlink(os.path.join(folder, _INDEX))
-    if len(files) > 1 and SINGLE_FILE in old:
+    if SINGLE_FILE in old and SINGLE_FILE not in files:
         os.unlink(os.path.join(folder, SINGLE_FILE))
     fsync_directory(folder)
     for name in files:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ import torch
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.opening.view import CheckpointView
 
-__all__ = ["AdapterDescription", "ModelDescription", "files_beside"]
+__all__ = ["AdapterDescription", "ModelDescription", "contents_of", "files_beside"]
 
 _STATE = "huggingface"
 _KEY = f"{_STATE}/description"
@@ -33,10 +33,6 @@ class AdapterDescription(msgspec.Struct, omit_defaults=True):
 
     files: dict[str, str] = {}
     exceptions: dict[str, str | None] = {}
-
-    def contents(self, _: torch.dtype | None) -> dict[str, bytes]:
-        """Return the configuration files."""
-        return {name: text.encode() for name, text in self.files.items()}
 
     def name(self, adapter: str, key: str) -> str | None:
         """Return the name of a tensor in PEFT's file, or None for one that does not belong to the adapter."""
@@ -65,15 +61,6 @@ class ModelDescription(msgspec.Struct, omit_defaults=True):
         """Return the state to save under the name "huggingface"."""
         return {"description": msgspec.json.encode(self).decode()}
 
-    def contents(self, dtype: torch.dtype | None) -> dict[str, bytes]:
-        """Return the configuration files for weights that are converted to a dtype, or are not, for None."""
-        files = {name: text.encode() for name, text in self.files.items()}
-        if dtype is not None and "config.json" in files:
-            config = msgspec.json.decode(files["config.json"])
-            config |= {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in config}
-            files["config.json"] = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
-        return files
-
     @classmethod
     def of(cls, source: CheckpointView) -> ModelDescription:
         """Return the description in a checkpoint, an empty one if there is none."""
@@ -96,6 +83,16 @@ class ModelDescription(msgspec.Struct, omit_defaults=True):
         if self.adapters and name not in self.adapters:
             raise UsageError(f"there is no adapter {name!r}: the checkpoint has {', '.join(sorted(self.adapters))}")
         return name, (self.adapters.get(name, AdapterDescription()) if name else None)
+
+
+def contents_of(files: Mapping[str, str], dtype: torch.dtype | None) -> dict[str, bytes]:
+    """Return configuration files for weights that are converted to a dtype, or are not, for None."""
+    found = {name: text.encode() for name, text in files.items()}
+    if dtype is not None and "config.json" in found:
+        config = msgspec.json.decode(found["config.json"])
+        config |= {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in config}
+        found["config.json"] = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
+    return found
 
 
 def files_beside(folder: str | os.PathLike[str]) -> Iterator[tuple[str, bytes]]:
