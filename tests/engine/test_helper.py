@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -37,6 +39,15 @@ def test_a_call_fails_when_the_helper_has_closed_its_channel_but_does_not_end(
     with tuned(helper_end=0.1), pytest.raises(CheckpointError, match="closed its channel during 'ping' and has not"):
         helper.call({"op": "ping"}, timeout=20.0)
     assert not helper.alive
+
+
+def test_the_helper_of_a_lost_process_ends_without_the_code_of_others() -> None:
+    """Coverage's `os._exit` stores data, and crashed where the main thread was about to do so too."""
+    program = (
+        "import os; from bytecheckpoint.engine import helper_server; os._exit = print; helper_server._end_with(-1)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, b"")
 
 
 STOPPED = Failure("CheckpointError", "no space", rank=1)
