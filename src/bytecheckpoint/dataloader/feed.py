@@ -7,10 +7,10 @@ stream gets documents of every source, however few there are, and a source keeps
 from __future__ import annotations
 
 import logging
-from collections.abc import Sized
 from dataclasses import dataclass
 from typing import Any, Final
 
+from bytecheckpoint.dataloader.passes import Passes
 from bytecheckpoint.dataloader.recipe import FIXED_PARTS, TokenRecipe, Tokens
 from bytecheckpoint.dataloader.sources.base import Cursor, Document
 from bytecheckpoint.errors import UsageError
@@ -52,7 +52,7 @@ class Feed:
 
     Attributes:
         source: the source.
-        epoch: number of the epoch.
+        epoch: number of the pass, which is the epoch until documents are added (`passes`).
         counts: tokens and documents so far.
     """
 
@@ -64,7 +64,7 @@ class Feed:
         self.counts = _Counts(tokens, state.get("fed", tokens), state.get("skipped", 0))
         self._empty: bool = state.get("empty", False)
         self._recipe, self._stream = recipe, stream
-        self._documents = len(self.source) if isinstance(self.source, Sized) else None
+        self._passes = Passes(self.source, recipe.additions, recipe.epochs)
         self._cursor: Cursor | None = None
         self._begin: Any = state.get("cursor")
         self._taken = self._begin is not None
@@ -73,7 +73,7 @@ class Feed:
     @property
     def ended(self) -> bool:
         """True if all epochs are fed, or, by the old rule, if the stream has no document of this source."""
-        return self._empty or (self._recipe.epochs is not None and self.epoch >= self._recipe.epochs)
+        return self._empty or (self._passes.end is not None and self.epoch >= self._passes.end)
 
     def state(self) -> dict[str, Any]:
         """Return the position as plain values."""
@@ -94,7 +94,9 @@ class Feed:
             if self._cursor is None:
                 if (part := self._part()) is None:
                     return None
-                self._cursor = self.source.cursor(*part, self.epoch, self._recipe.seed, self._begin)
+                first, stop, _ = self._passes.part(self.epoch)
+                fed = self.source if stop - first == self._passes.documents else self.source.section(first, stop)
+                self._cursor = fed.cursor(*part, self.epoch, self._recipe.seed, self._begin)
             try:
                 document = next(self._cursor)
             except StopIteration:
@@ -129,13 +131,19 @@ class Feed:
 
     def _part(self) -> tuple[int, int] | None:
         """Pass over epochs without a part for this stream; return (number, number of parts) of the next, None: the end."""
-        stream, streams, count = self._stream, self._recipe.streams, self._documents
-        if not count or self._recipe.dealing == FIXED_PARTS:
+        stream, streams = self._stream, self._recipe.streams
+        if not self._passes.documents or self._recipe.dealing == FIXED_PARTS:
             return stream, streams
-        # The place in this epoch of the stream's first document from here on, which may lie in a later epoch.
-        epochs, place = divmod((stream - self.epoch * count) % streams, count)
-        self.epoch += epochs
-        return None if self.ended else (place, min(streams, count))
+        # The place in this pass of the stream's first document from here on, which may lie in a later pass.
+        place = (stream - self._passes.places_before(self.epoch)) % streams
+        while True:
+            first, stop, end = self._passes.part(self.epoch)
+            count = stop - first
+            if not (over := place // count):
+                return None if self.ended else (place, min(streams, count))
+            over = over if end is None else min(over, end - self.epoch)
+            place -= over * count
+            self.epoch += over
 
     def _end_epoch(self) -> None:
         if self._recipe.dealing == FIXED_PARTS:
@@ -175,7 +183,7 @@ class Feed:
         """
         self._empty_documents += 1
         if self._recipe.epochs is None:
-            most = max(_MOST_EMPTY_DOCUMENTS, 2 * (self._documents or 0) // self._recipe.streams)
+            most = max(_MOST_EMPTY_DOCUMENTS, 2 * self._passes.documents // self._recipe.streams)
             if self._empty_documents >= most:
                 raise UsageError(
                     f"{self._empty_documents} documents one after the other of source {self.source.name!r} have no tokens "

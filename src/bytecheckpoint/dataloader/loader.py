@@ -14,12 +14,12 @@ import torch
 from bytecheckpoint.dataloader.checks import check_allow, check_rank, check_shared, share
 from bytecheckpoint.dataloader.handover import on_tensors
 from bytecheckpoint.dataloader.makers import LocalMaker, RestMaker
-from bytecheckpoint.dataloader.recipe import ALLOWED, TokenRecipe, changed_ratios, changed_sources
+from bytecheckpoint.dataloader.recipe import ALLOWED, FIXED_PARTS, TokenRecipe, changed_ratios, changed_sources
 from bytecheckpoint.dataloader.rows import PackedRows
 from bytecheckpoint.dataloader.stream import SourceProgress, progress_of
 from bytecheckpoint.dataloader.trained import TrainedBatches
 from bytecheckpoint.dataloader.workers import Worker
-from bytecheckpoint.errors import CheckpointError, UsageError
+from bytecheckpoint.errors import CheckpointError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.representation.values.equality import equal
 
 __all__ = ["TokenBufferLoader", "WorkerOptions"]
@@ -89,7 +89,7 @@ class TokenBufferLoader:
         agree: function for `epochs` with several ranks, called for every batch until then, on every rank, with True if one
             of its streams has ended; it returns True if any rank's has. None: by `gather`.
         allow: changes since the checkpoint that are accepted: "ratios", "sources", "global_batch", "context_length",
-            "shuffle_buffer", "epochs", "schedule".
+            "shuffle_buffer", "epochs", "schedule", "appended" (documents behind those that a source had).
 
     Raises:
         UsageError: an argument is out of its range; the message names it.
@@ -148,7 +148,7 @@ class TokenBufferLoader:
 
         With workers, this waits for their states, as a save does.
         """
-        return progress_of(self._states_after(self.batches).values())
+        return progress_of(self._recipe, self._states_after(self.batches).values())
 
     def trained(self, batches: int) -> None:
         """Set how many batches of the run were trained, if something takes batches before they are trained.
@@ -352,19 +352,30 @@ class TokenBufferLoader:
     def choose_streams(self, shared: Any, saved: Sequence[int]) -> Sequence[int]:
         """Check that this loader feeds the data of a checkpoint; return its streams; see `SupportsStreams`."""
         own = {name: value for name, value in self.shared_state().items() if name != "batches"}
-        own.pop("dealing")  # that of the checkpoint is taken over
+        own.pop("dealing")  # those of the checkpoint are taken over
+        own.pop("additions")
         compare: dict[str, Any] = {
-            "sources": partial(changed_sources, allow="sources" in self._allow, sources=self._recipe.sources),
+            "sources": partial(changed_sources, allow=self._allow, sources=self._recipe.sources),
             "ratios": partial(changed_ratios, allow="ratios" in self._allow),
         }
         check_shared(shared, own, allow=self._allow, allowed=ALLOWED, compare=compare)
-        return self._numbers
+        added = self._recipe.added(shared)
+        if added and shared.get("dealing", FIXED_PARTS) == FIXED_PARTS:
+            raise IncompatibleCheckpointError(
+                f"documents were added to source {min(added)}, but this run deals documents out by an older rule, which "
+                "knows no additions: bring back the data that the run began with, or start a new run"
+            )
+        # New documents come behind the epoch to which any stream has come.
+        return range(self.stream_count) if added else self._numbers
 
     def load_streams(self, shared: Any, states: Mapping[int, Any]) -> None:
         """Continue from the states of a checkpoint; see `SupportsStreams`."""
+        if self._recipe.added(shared) and len(states) < self.stream_count:
+            raise UsageError("documents were added to a source: pass the states of all streams, as choose_streams asks")
         self._end()
         self._counts.begin(shared["batches"])
-        self._recipe, self._described = self._recipe.continued(shared), None
+        self._recipe, self._described = self._recipe.continued(shared, states.values()), None
+        states = {number: states[number] for number in self._numbers if number in states}
         if not equal(shared["ratios"], self._recipe.shares):
             # The sources are owed nothing for what the old ratios gave them.
             states = {number: _without_debts(state) for number, state in states.items()}

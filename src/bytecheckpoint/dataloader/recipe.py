@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, Self
 
 import numpy as np
@@ -13,6 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from bytecheckpoint.dataloader.checks import remedy, short
+from bytecheckpoint.dataloader.passes import Additions, with_addition
 from bytecheckpoint.dataloader.sources.base import Document, Source
 from bytecheckpoint.dataloader.sources.facts import changed_facts
 from bytecheckpoint.errors import UsageError
@@ -43,6 +44,7 @@ ALLOWED = {
     "shuffle_buffer": "the buffer grows or shrinks from where it is",
     "epochs": "the run ends elsewhere",
     "schedule": "the ratios change at other batches from here on",
+    "appended": "the running epoch of the source ends with the new documents, and the next ones have all of them",
 }
 
 
@@ -74,6 +76,7 @@ class TokenRecipe:
         schedule: batch -> share of each source from there on, by its name.
         rows: number of rows that a stream gives to each global batch.
         dealing: number of the rule by which documents are dealt to streams.
+        additions: documents that were added to sources during the run, by their name.
 
     Raises:
         UsageError: an argument is out of its range; the message names it.
@@ -116,14 +119,17 @@ class TokenRecipe:
         self.tokenizer, self.document_end = tokenizer, document_end
         self.seed, self.shuffle_buffer, self.epochs = seed, shuffle_buffer, epochs
         self.dealing, self.skip_bad = DEALT_BY_PLACE, skip_bad
+        self.additions: dict[str, Additions] = {}
 
-    def continued(self, shared: Mapping[str, Any]) -> Self:
+    def continued(self, shared: Mapping[str, Any], states: Iterable[Mapping[str, Any]] = ()) -> Self:
         """Return this recipe with what decides the batches of a run besides its arguments, as that run began.
 
-        That is the order in which a choice goes through the sources, the rounding of ratios, and the rule of dealing.
+        That is the order in which a choice goes through the sources, the rounding of ratios, the rule of dealing, and
+        what was added to sources.
 
         Args:
             shared: description of the run's recipe, which fits this one but for allowed changes.
+            states: states of all streams, if documents were added to a source since.
         """
         other = copy.copy(self)
         order = {name: place for place, name in enumerate(shared["sources"])}
@@ -133,7 +139,20 @@ class TokenRecipe:
         other.sources = tuple(sorted(ratios, key=lambda source: order.get(source.name, len(order))))
         other.ratios = tuple(ratios[source] for source in other.sources)
         other.dealing = shared.get("dealing", FIXED_PARTS)
+        known = {name: found for name, found in (shared.get("additions") or {}).items() if name in self.shares}
+        for name, before in self.added(shared).items():
+            of_source = (state["sources"][name] for state in states if name in state["sources"])
+            known[name] = with_addition(known.get(name, ()), before, of_source)
+        other.additions = {name: found for name, found in known.items() if found}
         return other
+
+    def added(self, shared: Mapping[str, Any]) -> dict[str, int]:
+        """Return the number of documents that sources had in a run, of those that have more now, by name."""
+        own, saved = {source.name: source.describe() for source in self.sources}, shared["sources"]
+        counts = {
+            name: (saved[name].get("documents"), own[name].get("documents")) for name in own.keys() & saved.keys()
+        }
+        return {name: before for name, (before, now) in counts.items() if before != now}
 
     def phase(self, batch: int) -> int:
         """Return the batch from which the ratios of a batch hold."""
@@ -193,6 +212,7 @@ class TokenRecipe:
             "epochs": self.epochs,
             "schedule": {str(batch): shares for batch, shares in self.schedule.items()} or None,
             "dealing": self.dealing,
+            "additions": self.additions or None,
         }
 
     def _fingerprint(self) -> str | None:
@@ -243,18 +263,18 @@ def _are_ids(array: NDArray[Any]) -> bool:
     return array.dtype.kind in "iu" and int(array.max()) < 2**31 and int(array.min()) >= 0
 
 
-def changed_sources(saved: Any, own: Any, *, allow: bool, sources: Sequence[Source]) -> list[str]:
+def changed_sources(saved: Any, own: Any, *, allow: Collection[str], sources: Sequence[Source]) -> list[str]:
     """Compare descriptions of sources by name; return the differences in words.
 
     Args:
         saved: descriptions in the checkpoint.
         own: descriptions of this run.
-        allow: True if sources may be new or gone.
+        allow: names of `ALLOWED` that are accepted.
         sources: sources of this run.
     """
     saved = saved if isinstance(saved, dict) else {}
     found = []
-    if not allow:
+    if "sources" not in allow:
         lost, new = sorted(saved.keys() - own.keys()), sorted(own.keys() - saved.keys())
         for before in [*lost]:
             if now := [name for name in new if not _changes(saved[before], own[name])]:
@@ -268,11 +288,25 @@ def changed_sources(saved: Any, own: Any, *, allow: bool, sources: Sequence[Sour
     for name in sorted(saved.keys() & own.keys()):
         if changes := _changes(saved[name], own[name]):
             source = next(source for source in sources if source.name == name)
+            if _has_grown(source, saved[name], own[name]):
+                if "appended" not in allow:
+                    count = own[name]["documents"] - saved[name]["documents"]
+                    found.append(f"{count} documents were added to source {name}{remedy('appended', ALLOWED)}")
+                continue
             files: dict[str, str] = getattr(source, "sampled_files", dict)()
             pairs = zip(saved[name].get("files", ()), files.items(), strict=False)
             text = ", ".join(changes + [f"{path} differs" for was, (path, now) in pairs if was != now][:3])
             found.append(f"the data of source {name} has changed ({text}): bring back the data that the run began with")
     return found
+
+
+def _has_grown(source: Source, saved: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    """Return whether a source has the documents of a description, and others behind them."""
+    before, now = saved.get("documents"), own.get("documents")
+    if type(before) is not int or type(now) is not int or not 0 < before < now:
+        return False
+    first = source.describe_first(saved)
+    return first is not None and not _changes(saved, first)
 
 
 def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from bytecheckpoint.dataloader.feed import Feed
+from bytecheckpoint.dataloader.passes import Passes
 from bytecheckpoint.dataloader.recipe import TokenRecipe, Tokens
 from bytecheckpoint.errors import UsageError
 
@@ -71,15 +72,17 @@ class SourceProgress:
     skipped: int
 
 
-def progress_of(states: Iterable[Mapping[str, Any]]) -> dict[str, SourceProgress]:
-    """Return what streams with some states have taken from each source, by its name."""
+def progress_of(recipe: TokenRecipe, states: Iterable[Mapping[str, Any]]) -> dict[str, SourceProgress]:
+    """Return what streams with some states have taken from each source of a recipe, by its name."""
     found: dict[str, SourceProgress] = {}
-    for state in states:
-        for name, source in state["sources"].items():
-            before = found.get(name, SourceProgress(0, source["epoch"], 0))
+    passes = {source.name: Passes(source, recipe.additions) for source in recipe.sources}
+    for name, source in ((name, source) for state in states for name, source in state["sources"].items()):
+        if name in passes:
+            epoch = passes[name].epoch(source["epoch"])
+            before = found.get(name, SourceProgress(0, epoch, 0))
             found[name] = SourceProgress(
                 before.tokens + source.get("fed", source["tokens"]),
-                min(before.epoch, source["epoch"]),
+                min(before.epoch, epoch),
                 before.skipped + source.get("skipped", 0),
             )
     return found

@@ -7,6 +7,7 @@ they open files when these are first needed, in one process.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -63,6 +64,23 @@ class Source(ABC):
         are those of the loader's streams, and every stream should have documents.
         """
 
+    def describe_first(self, saved: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return what `describe` returned when the source had only its first documents; None if it cannot tell.
+
+        A load finds by it that documents were added behind those of a run.
+
+        Args:
+            saved: description with fewer documents, under "documents".
+        """
+        return None
+
+    def section(self, first: int, stop: int) -> Source:
+        """Return the documents from a number on up to another one, as a source of the same name.
+
+        A source needs this if `describe_first` returns a description.
+        """
+        raise NotImplementedError
+
     @property
     def positions(self) -> bool:
         """True if a cursor continues from a state without reading the documents before it."""
@@ -90,11 +108,33 @@ class MapSource(Source):
         """Return where the document of a number is, in words, for messages."""
         return f"document {index}"
 
+    def section(self, first: int, stop: int) -> Source:
+        """Return the documents from a number on up to another one, as a source of the same name."""
+        return _Section(self, first, stop)
+
     def cursor(self, stream: int, streams: int, epoch: int, seed: int, state: Any = None) -> Cursor:
         """Return a cursor; its state is the number of documents that were taken."""
         places = range(stream, len(self), streams)
         order = order_of(len(self), order_key(seed, epoch, self.name)) if self.shuffle and len(self) > 1 else None
         return OrderedCursor(self, places, order, checked_taken(self.name, state, len(places)))
+
+
+class _Section(MapSource):
+    def __init__(self, source: MapSource, first: int, stop: int) -> None:
+        self.name, self.shuffle = source.name, source.shuffle
+        self._source, self._numbers = source, range(first, stop)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> Document:
+        return self._source[self._numbers[index]]
+
+    def place(self, index: int) -> str:
+        return self._source.place(self._numbers[index])
+
+    def describe(self) -> dict[str, Any]:
+        return self._source.describe()
 
 
 def checked_taken(name: str, state: Any, most: int) -> int:

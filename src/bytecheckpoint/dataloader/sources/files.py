@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import copy
 import fcntl
 import functools
 import glob
@@ -11,9 +12,9 @@ import os
 import posixpath
 import shutil
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import IO, Any, Final
+from typing import IO, Any, Final, Self
 
 import numpy as np
 import xxhash
@@ -21,6 +22,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from bytecheckpoint.dataloader.sources.base import Document, MapSource
 from bytecheckpoint.errors import StorageError, UsageError
+from bytecheckpoint.representation.values.equality import equal
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["Paths", "RangeSource", "SourceFiles"]
@@ -119,6 +121,22 @@ class SourceFiles:
             raise StorageError(f"{self.paths[file]} cannot be read: {error.strerror}") from error
         if size < self.sizes[file]:
             raise self._cut_short(file, size)
+
+    def first(self, saved: Mapping[str, Any]) -> Self | None:
+        """Return the files as they were before some were added or the last one grew; None if they were not so.
+
+        Args:
+            saved: description of the source then.
+        """
+        ends, size = np.cumsum(self.sizes), saved.get("bytes")
+        # Up to a number of samples, each file has one; the last ones may be empty.
+        last = max(int(np.searchsorted(ends, size or 0)), len(saved.get("files", ())) - 1)
+        if size is None or last >= len(ends) or (left := int(self.sizes[last] - ends[last]) + size) < 0:
+            return None
+        other = copy.copy(self)
+        other.paths, other.sizes = self.paths[: last + 1], np.append(self.sizes[:last], left)
+        other.__dict__.pop("_sampled", None)
+        return other
 
     @property
     def fingerprint(self) -> str:
@@ -227,6 +245,22 @@ class RangeSource(MapSource):
     def _document(self, data: bytes, file: int, start: int) -> Document:
         """Turn a range, which starts at byte `start` of a file, into a document."""
 
+    def describe_first(self, saved: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return the description of the first documents; see `Source`."""
+        count, files = saved["documents"], self._files.first(saved)
+        last = 0 if files is None else len(files.paths) - 1
+        earlier = [0, *self._ends][last]  # documents in the files before the last one
+        if files is None or not earlier <= count <= self._ends[last]:
+            return None
+        size, bounds = int(files.sizes[last]), self._bounds[earlier + last : count + last + 1]
+        if bounds[-1] < size or (bounds[:-1] >= size).any():
+            return None
+        before = copy.copy(self)
+        before._files, before._ends = files, [*self._ends[:last], count]
+        before._bounds = np.append(self._bounds[: count + last], size)
+        # The last document may have grown.
+        return before.describe() if equal(_read(before, count - 1), _read(self, count - 1)) else None
+
     def describe(self) -> dict[str, Any]:
         """Return the count, the sizes and samples of the files."""
         return {
@@ -236,6 +270,14 @@ class RangeSource(MapSource):
             "fingerprint": self._files.fingerprint,
             "files": [*self._files.sampled.values()],
         }
+
+
+def _read(source: RangeSource, index: int) -> Document:
+    """Return a document, or what is wrong with it."""
+    try:
+        return source[index]
+    except UsageError as error:
+        return str(error)
 
 
 def _found(path: str, cache: _SourceCache | None) -> list[str]:

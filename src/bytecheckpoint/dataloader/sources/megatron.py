@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -57,7 +58,7 @@ class MegatronSource(RangeSource):
         files = SourceFiles(f"{path}.bin", cache)
         index = SourceFiles(f"{path}.idx", cache)
         data = index.read(0, 0, int(index.sizes[0]))
-        self._by, self._index = by, xxhash.xxh3_64_hexdigest(data)
+        self._by, self._index, self._index_files = by, xxhash.xxh3_64_hexdigest(data), index
         self._dtype, bounds = _read_index(index.paths[0], data, by)
         if bounds[-1] > files.sizes[0]:
             raise UsageError(
@@ -68,6 +69,19 @@ class MegatronSource(RangeSource):
 
     def _document(self, data: bytes, file: int, start: int) -> Document:
         return np.frombuffer(data, self._dtype)
+
+    def describe_first(self, saved: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return the description of the first documents; see `Source`."""
+        found = super().describe_first(saved)
+        if found is None:
+            return None
+        data = self._index_files.read(0, 0, int(self._index_files.sizes[0]))
+        *head, sequences, indices = _HEADER.unpack_from(data)
+        lengths, places, begins = _arrays(data, sequences, indices)
+        count = int(np.searchsorted(places + lengths * self._dtype.itemsize, saved["bytes"], side="right"))
+        arrays = lengths[:count], places[:count], begins[begins <= count]
+        index = _HEADER.pack(*head, count, len(arrays[2])) + b"".join(array.tobytes() for array in arrays)
+        return {**found, "index": xxhash.xxh3_64_hexdigest(index)}
 
     def describe(self) -> dict[str, Any]:
         """Return the count, the size and samples of the tokens, a hash of the index, and the unit of a document."""
@@ -86,10 +100,8 @@ def _read_index(path: str, data: bytes, by: str) -> tuple[np.dtype[Any], NDArray
     if len(data) < _HEADER.size + 12 * sequences + 8 * indices:
         raise UsageError(f"{path} ends before its {sequences} sequences and {indices} document indices")
     dtype = np.dtype(_DTYPES[code])
-    lengths = np.frombuffer(data, "<i4", sequences, _HEADER.size).astype(np.int64)
-    places = np.frombuffer(data, "<i8", sequences, _HEADER.size + 4 * sequences)
-    begins = np.frombuffer(data, "<i8", indices, _HEADER.size + 12 * sequences)
-    ends = np.concatenate(([0], np.cumsum(lengths * dtype.itemsize)))
+    lengths, places, begins = _arrays(data, sequences, indices)
+    ends = np.concatenate(([0], np.cumsum(lengths.astype(np.int64) * dtype.itemsize)))
     if not np.array_equal(places, ends[:-1]):
         raise UsageError(f"the sequences of {path} do not follow one another in the .bin file: write the data set anew")
     if by == "document":
@@ -99,3 +111,12 @@ def _read_index(path: str, data: bytes, by: str) -> tuple[np.dtype[Any], NDArray
             )
         ends = ends[begins]
     return dtype, np.unique(ends)
+
+
+def _arrays(data: bytes, sequences: int, indices: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Return the lengths and places of the sequences in an index, and the first sequences of the documents."""
+    return (
+        np.frombuffer(data, "<i4", sequences, _HEADER.size),
+        np.frombuffer(data, "<i8", sequences, _HEADER.size + 4 * sequences),
+        np.frombuffer(data, "<i8", indices, _HEADER.size + 12 * sequences),
+    )

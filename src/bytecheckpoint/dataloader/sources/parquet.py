@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import copy
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, Self
 
 import numpy as np
 import pyarrow as pa
@@ -63,12 +64,30 @@ class ParquetSource(Source):
         groups = [group for file, path in enumerate(self._files.paths) for group in _row_groups(file, path, column)]
         # Of each row group: its file, its number there, its first row there, its rows, bytes of the column.
         self._groups = np.array(groups, np.int64).reshape(-1, 5)
+        self._fed = range(len(self._groups))  # numbers of the row groups that are fed
         self._shared: weakref.WeakValueDictionary[int, pa.ChunkedArray] = weakref.WeakValueDictionary()
         if not len(self):
             raise UsageError(f"the source {self.name!r} has no documents: {self._files.paths[0]} has no rows")
 
     def __len__(self) -> int:
-        return int(self._groups[:, 3].sum())
+        return int(self._groups[self._fed, 3].sum())
+
+    def describe_first(self, saved: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return the description of the first rows; see `Source`."""
+        files = self._files.first(saved)
+        if files is None:
+            return None
+        before = self.section(0, saved["documents"])
+        before._files = files
+        return before.describe()
+
+    def section(self, first: int, stop: int) -> Self:
+        """Return the row groups between two numbers of rows, as a source that shares what is read."""
+        ends = np.cumsum(self._groups[:, 3])
+        begin, end = np.searchsorted(ends, (first, stop), side="right").tolist()
+        other = copy.copy(self)
+        other._fed, other._shared = range(begin, end), self._shared
+        return other
 
     def describe(self) -> dict[str, Any]:
         """Return the rows and row groups, the column, the size of a window, the sizes and samples of the files."""
@@ -90,9 +109,10 @@ class ParquetSource(Source):
     def cursor(self, stream: int, streams: int, epoch: int, seed: int, state: Any = None) -> Cursor:
         """Return a cursor; its state is the number of documents that were taken."""
         key = order_key(seed, epoch, self.name)
-        order = np.arange(len(self._groups))
+        order = np.arange(len(self._fed))
         if self.shuffle:
             order = Permutation(len(order), key).at(order)
+        order += self._fed.start
         start, stop = len(self) * stream // streams, len(self) * (stream + 1) // streams
         taken = checked_taken(self.name, state, stop - start)
         keys = (lambda number: order_key(key, stream, f"window {number}")) if self.shuffle else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
 from bytecheckpoint.dataloader.sources.base import Document, MapSource
@@ -57,7 +58,7 @@ class SequenceSource(MapSource):
         self.shuffle = shuffle
         self._items = items
         self._column = column
-        self._fingerprint = fingerprint
+        self._fingerprint, self._given = fingerprint, fingerprint
 
     def __len__(self) -> int:
         return len(self._items)
@@ -68,16 +69,25 @@ class SequenceSource(MapSource):
 
     def describe(self) -> dict[str, Any]:
         """Return the number of items, and a fingerprint of 16 of them that lie evenly."""
-        count = len(self)
         if self._fingerprint is None:
-            samples = min(count, _SAMPLES)
-            places = [i * (count - 1) // max(samples - 1, 1) for i in range(samples)]
-            self._fingerprint = value_fingerprint([self[place] for place in places])
+            self._fingerprint = self._sampled(len(self))
+        return self._described(len(self), self._fingerprint)
+
+    def describe_first(self, saved: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return the description of the first items; see `Source`."""
+        count = saved["documents"]
+        return self._described(count, self._sampled(count) if self._given is None else self._given)
+
+    def _sampled(self, count: int) -> str:
+        samples = min(count, _SAMPLES)
+        return value_fingerprint([self[i * (count - 1) // max(samples - 1, 1)] for i in range(samples)])
+
+    def _described(self, count: int, fingerprint: str) -> dict[str, Any]:
         return {
             "kind": "sequence",
             "documents": count,
             "bytes": None,
             "column": self._column,
             "shuffle": self.shuffle,
-            "fingerprint": self._fingerprint,
+            "fingerprint": fingerprint,
         }

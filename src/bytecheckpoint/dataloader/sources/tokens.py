@@ -74,7 +74,7 @@ class TokenFileSource(RangeSource):
                 raise UsageError(f"offsets are for one file, not for {len(files.paths)}: make a source of each file")
             loaded = np.load(offsets, allow_pickle=False) if isinstance(offsets, (str, os.PathLike)) else offsets
             bounds = [_checked(np.asarray(loaded), counts[0])]
-            self._documents = {"offsets": xxhash.xxh3_64_hexdigest(bounds[0].astype("<i8").tobytes())}
+            self._documents = {"offsets": None}
         super().__init__(files, name, shuffle, (one.astype(np.int64) * self._dtype.itemsize for one in bounds))
 
     def _ended(self, files: SourceFiles, file: int, document_end: int, count: int) -> NDArray[np.int64]:
@@ -91,7 +91,11 @@ class TokenFileSource(RangeSource):
 
     def describe(self) -> dict[str, Any]:
         """Return the count, the sizes and samples of the files, the dtype, and the division into documents."""
-        return {"kind": "tokens", "dtype": self._dtype.str, **self._documents} | super().describe()
+        documents = self._documents
+        if "offsets" in documents:
+            offsets = (self._bounds // self._dtype.itemsize).astype("<i8")
+            documents = {"offsets": xxhash.xxh3_64_hexdigest(offsets.tobytes())}
+        return {"kind": "tokens", "dtype": self._dtype.str, **documents} | super().describe()
 
 
 def _checked(offsets: NDArray[Any], tokens: int) -> NDArray[np.int64]:
