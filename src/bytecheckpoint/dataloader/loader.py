@@ -14,7 +14,14 @@ import torch
 from bytecheckpoint.dataloader.checks import check_allow, check_rank, check_shared, share
 from bytecheckpoint.dataloader.handover import on_tensors
 from bytecheckpoint.dataloader.makers import LocalMaker, RestMaker
-from bytecheckpoint.dataloader.recipe import ALLOWED, FIXED_PARTS, TokenRecipe, changed_ratios, changed_sources
+from bytecheckpoint.dataloader.recipe import (
+    ALLOWED,
+    FIXED_PARTS,
+    TokenRecipe,
+    changed_ratios,
+    changed_sizes,
+    changed_sources,
+)
 from bytecheckpoint.dataloader.rows import PackedRows
 from bytecheckpoint.dataloader.stream import SourceProgress, progress_of
 from bytecheckpoint.dataloader.trained import TrainedBatches
@@ -25,7 +32,7 @@ from bytecheckpoint.representation.values.equality import equal
 __all__ = ["TokenBufferLoader", "WorkerOptions"]
 
 _log = logging.getLogger("bytecheckpoint")
-#: A maker, and its number of rows in a batch.
+#: A maker, and its number of streams.
 _Share = tuple[LocalMaker | Worker, int]
 
 
@@ -178,7 +185,8 @@ class TokenBufferLoader:
         if self._ended:
             raise StopIteration
         self._counts.check_next()
-        rows = PackedRows.empty(self._recipe.rows * len(self._numbers), self._recipe.context_length, pinned=self._pin)
+        count = self._recipe.rows_in(self.batches) * len(self._numbers)
+        rows = PackedRows.empty(count, self._recipe.context_length, pinned=self._pin)
         made = self._make(rows)
         if not made and self._rest is None:
             self._begin_rest()
@@ -197,15 +205,15 @@ class TokenBufferLoader:
     def _make(self, rows: PackedRows) -> bool:
         """Make the next batch; return False if a stream of any rank has ended, or all have in the rest of the run."""
         ended = False
-        first = 0
+        first, each = 0, self._recipe.rows_in(self.batches)
         makers = self._start()
         every = self._workers.state_every
         if every:  # now, so that workers that are ahead have the longest time for it
             self._ask(self.batches + every - self.batches % every)
-        for maker, count in makers:
-            made = maker.make(rows.part(first, first + count), self.batches)
+        for maker, streams in makers:
+            made = maker.make(rows.part(first, first + streams * each), self.batches)
             ended = ended or not made  # but all makers make it, so that they are at the same batch
-            first += count
+            first += streams * each
         if self._agree is not None and self._rest is None:  # in the rest, every rank makes all rows
             ended = self._agree(ended)
         return not ended
@@ -219,7 +227,7 @@ class TokenBufferLoader:
             own = on_tensors(states, torch.clone)  # a tensor is sent with all the memory of which it is a part
             states = {number: state for of_rank in self._gather(own) for number, state in of_rank.items()}
         rest = RestMaker(self._recipe, self._numbers, self.batches, states)
-        self._before_rest, self._makers = self._makers, [(rest, self._recipe.rows * len(self._numbers))]
+        self._before_rest, self._makers = self._makers, [(rest, len(self._numbers))]
         self._rest = self.batches
 
     def _end_before_rest(self) -> None:
@@ -248,7 +256,7 @@ class TokenBufferLoader:
                     maker = Worker(name, options.start_method, options.ahead, options.timeout, arguments)
                 else:
                     maker = LocalMaker(*arguments)
-                self._makers.append((maker, self._recipe.rows * len(numbers)))
+                self._makers.append((maker, len(numbers)))
         return self._makers
 
     def close(self) -> None:
@@ -357,6 +365,9 @@ class TokenBufferLoader:
         compare: dict[str, Any] = {
             "sources": partial(changed_sources, allow=self._allow, sources=self._recipe.sources),
             "ratios": partial(changed_ratios, allow="ratios" in self._allow),
+            "global_batch": lambda saved, sizes: changed_sizes(
+                saved, sizes, allow="global_batch" in self._allow, batches=shared["batches"]
+            ),
         }
         check_shared(shared, own, allow=self._allow, allowed=ALLOWED, compare=compare)
         added = self._recipe.added(shared)

@@ -44,6 +44,10 @@ class LocalMaker:
         self._streams = self._streams_of(states)
         self._snapshots: dict[int, list[Snapshot]] = {begin: self._snapshot()}
 
+    def count(self, batch: int) -> int:
+        """Return the number of rows of a batch."""
+        return self._recipe.rows_in(batch) * len(self._numbers)
+
     def make(self, rows: PackedRows, batch: int) -> bool:
         """Make the rows of a batch, ordered by stream; return False when a stream has ended.
 
@@ -88,7 +92,7 @@ class LocalMaker:
     def _number(self, rows: PackedRows) -> None:
         """Write the numbers of the next rows of all streams."""
         first = np.array([[stream.row * self._recipe.streams + stream.number] for stream in self._streams])
-        steps = np.arange(self._recipe.rows) * self._recipe.streams
+        steps = np.arange(self._recipe.rows_in(self.made)) * self._recipe.streams
         rows.numbers.numpy()[:] = (first + steps).reshape(-1)
 
     def taken(self, counts: TrainedBatches) -> None:
@@ -150,7 +154,7 @@ class RestMaker(LocalMaker):
     def __init__(self, recipe: TokenRecipe, numbers: Sequence[int], begin: int, states: States) -> None:
         super().__init__(recipe, range(recipe.streams), begin, states)
         self._own = numbers
-        self._all = PackedRows.empty(recipe.rows * recipe.streams, recipe.context_length)
+        self._memory = PackedRows.empty(recipe.rows * recipe.streams, recipe.context_length)
 
     def states(self, batches: int) -> dict[int, Any]:
         """Return the states of the own streams after that many batches."""
@@ -161,15 +165,16 @@ class RestMaker(LocalMaker):
         self._streams = self._streams_of(super().states(batch))
 
     def _fill(self, rows: PackedRows) -> bool:
-        each = self._recipe.rows
-        begins = np.zeros(self._all.tokens.shape, np.bool_)
-        if not self._deal(self._all.tokens.numpy(), begins):
+        each = self._recipe.rows_in(self.made)
+        whole = self._memory.part(0, self.count(self.made))
+        begins = np.zeros(whole.tokens.shape, np.bool_)
+        if not self._deal(whole.tokens.numpy(), begins):
             return False
-        self._all.mark(begins)
-        self._number(self._all)
+        whole.mark(begins)
+        self._number(whole)
         for stream in self._streams:
-            stream.count_batch()
-        rows.copy_from(self._all.part(self._own[0] * each, (self._own[-1] + 1) * each))
+            stream.count_rows(each)
+        rows.copy_from(whole.part(self._own[0] * each, (self._own[-1] + 1) * each))
         return True
 
     def _deal(self, tokens: NDArray[np.int64], begins: NDArray[np.bool_]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,7 +20,16 @@ from bytecheckpoint.dataloader.sources.facts import changed_facts
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.representation.values.equality import equal
 
-__all__ = ["ALLOWED", "DEALT_BY_PLACE", "FIXED_PARTS", "TokenRecipe", "Tokens", "changed_ratios", "changed_sources"]
+__all__ = [
+    "ALLOWED",
+    "DEALT_BY_PLACE",
+    "FIXED_PARTS",
+    "TokenRecipe",
+    "Tokens",
+    "changed_ratios",
+    "changed_sizes",
+    "changed_sources",
+]
 
 Tokens = NDArray[np.int32]
 #: Share of a source in the tokens, or batch -> share from there on.
@@ -39,7 +49,7 @@ DEALT_BY_PLACE: Final = 2
 ALLOWED = {
     "ratios": "the next documents are drawn by the new ratios",
     "sources": "a new source begins at its first document, and one that is gone is forgotten",
-    "global_batch": "each batch takes another number of rows from every stream",
+    "global_batch": "each batch from here on takes another number of rows from every stream",
     "context_length": "the tokens that are buffered go into rows of the new length",
     "shuffle_buffer": "the buffer grows or shrinks from where it is",
     "epochs": "the run ends elsewhere",
@@ -56,12 +66,13 @@ class TokenRecipe:
             {0: 0.9, 20_000: 0.5} is 0.9 from batch 0 of the run on, and 0.5 from batch 20,000 on. 0, for a source that is
             not fed then, needs `epochs=None`. Documents that are in buffers at a change are fed still.
         context_length: number of tokens in a row.
-        global_batch: number of rows of a global batch.
+        global_batch: number of rows of a global batch. It may change within a run: {0: 64, 20_000: 128} is 64 from batch 0
+            of the run on, and 128 from batch 20,000 on.
         tokenizer: function document -> token ids (a list, an array, or a dict with "input_ids"). None: documents are
             tokens.
         document_end: token to put behind each document.
-        streams: number of streams, the largest number of ranks times workers that helps. It divides `global_batch`, and
-            never changes during a run. None: one for each row of a global batch.
+        streams: number of streams, the largest number of ranks times workers that helps. It divides every `global_batch`,
+            and never changes during a run. None: the largest such number, one for each row if `global_batch` is one number.
         seed: seed of all random choices.
         shuffle_buffer: number of documents among which each stream chooses the next one, beside the shuffling of the
             sources. They are a part of the state.
@@ -74,7 +85,8 @@ class TokenRecipe:
         sources: sources in the order of the argument.
         ratios: share of each source in the tokens, from batch 0 on; their sum is 1.
         schedule: batch -> share of each source from there on, by its name.
-        rows: number of rows that a stream gives to each global batch.
+        sizes: batch -> number of rows of a global batch from there on.
+        rows: largest number of rows that a stream gives to a global batch.
         dealing: number of the rule by which documents are dealt to streams.
         additions: documents that were added to sources during the run, by their name.
 
@@ -86,7 +98,7 @@ class TokenRecipe:
         self,
         sources: Source | Sequence[Source] | Mapping[Source, Share],
         context_length: int,
-        global_batch: int,
+        global_batch: int | Mapping[int, int],
         *,
         tokenizer: Callable[[Any], Any] | None = None,
         document_end: int | None = None,
@@ -96,11 +108,11 @@ class TokenRecipe:
         epochs: int | None = None,
         skip_bad: bool = False,
     ) -> None:
-        streams = global_batch if streams is None else streams
+        self.sizes = _checked_sizes(global_batch)
+        streams = math.gcd(*self.sizes.values()) if streams is None else streams
         self.sources, phases = _checked_sources(sources, zero=epochs is None)
         self.ratios = tuple(phases.pop(0).values())
         self.schedule = phases
-        _check_int("global_batch", global_batch, 1)
         _check_int("streams", streams, 1)
         _check_int("context_length", context_length, 1)
         _check_int("shuffle_buffer", shuffle_buffer, 0)
@@ -110,12 +122,13 @@ class TokenRecipe:
             raise UsageError(f"document_end must be a token id, an int from 0 to 2**31 - 1, not {document_end!r}")
         if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
             raise UsageError(f"seed must be an int of 64 bits, not {seed!r}")
-        if global_batch % streams:
-            raise UsageError(
-                f"a global batch of {global_batch} rows cannot take equally many from {streams} streams: "
-                "choose a number of streams that divides it"
-            )
-        self.context_length, self.streams, self.rows = context_length, streams, global_batch // streams
+        for size in self.sizes.values():
+            if size % streams:
+                raise UsageError(
+                    f"a global batch of {size} rows cannot take equally many from {streams} streams: "
+                    "choose a number of streams that divides it"
+                )
+        self.context_length, self.streams, self.rows = context_length, streams, max(self.sizes.values()) // streams
         self.tokenizer, self.document_end = tokenizer, document_end
         self.seed, self.shuffle_buffer, self.epochs = seed, shuffle_buffer, epochs
         self.dealing, self.skip_bad = DEALT_BY_PLACE, skip_bad
@@ -157,6 +170,10 @@ class TokenRecipe:
     def phase(self, batch: int) -> int:
         """Return the batch from which the ratios of a batch hold."""
         return max((begin for begin in self.schedule if begin <= batch), default=0)
+
+    def rows_in(self, batch: int) -> int:
+        """Return the number of rows that a stream gives to a global batch."""
+        return self.sizes[max(begin for begin in self.sizes if begin <= batch)] // self.streams
 
     def ratios_in(self, phase: int) -> Sequence[float]:
         """Return the share of each source in a phase."""
@@ -206,7 +223,9 @@ class TokenRecipe:
             "document_end": self.document_end,
             "context_length": self.context_length,
             "streams": self.streams,
-            "global_batch": self.rows * self.streams,
+            "global_batch": self.sizes[0]
+            if len(self.sizes) == 1
+            else {str(batch): n for batch, n in self.sizes.items()},
             "seed": self.seed,
             "shuffle_buffer": self.shuffle_buffer,
             "epochs": self.epochs,
@@ -252,6 +271,18 @@ def _checked_sources(
             raise UsageError(f"ratios must be {rule}, not {found}" + (f" from batch {batch} on" if batch else ""))
         phases[batch] = {name: share / whole for name, share in found.items()}
     return tuple(given), phases
+
+
+def _checked_sizes(given: int | Mapping[int, int]) -> dict[int, int]:
+    """Return batch -> number of rows from there on, ascending, without batches at which nothing changes."""
+    sizes = dict(given) if isinstance(given, Mapping) else {0: given}
+    for batch, size in sizes.items():
+        _check_int("the batch of a global batch", batch, 0)
+        _check_int("global_batch", size, 1)
+    if 0 not in sizes:
+        raise UsageError(f"a global batch by batches begins with batch 0, as in {{0: 64, 20_000: 128}}, not {sizes}")
+    changes = sorted(sizes)
+    return {0: sizes[0]} | {b: sizes[b] for a, b in itertools.pairwise(changes) if sizes[a] != sizes[b]}
 
 
 def _check_int(name: str, value: object, least: int) -> None:
@@ -328,6 +359,28 @@ def changed_ratios(saved: Any, own: Mapping[str, float], *, allow: bool) -> list
     if allow or (same and all(math.isclose(saved[name], ratio, rel_tol=1e-9) for name, ratio in own.items())):
         return []
     return [f"ratios was {short(saved)} and is {short({**own})} here{remedy('ratios', ALLOWED)}"]
+
+
+def changed_sizes(saved: Any, own: Any, *, allow: bool, batches: int) -> list[str]:
+    """Compare global batches; return the difference in words.
+
+    Args:
+        saved: number of rows, or batch -> number from there on, in the checkpoint.
+        own: that of this run.
+        allow: True if those behind the checkpoint may differ.
+        batches: number of batches before the checkpoint.
+    """
+    if equal(saved, own):
+        return []
+    # A number alone says nothing of batches before.
+    was, now = (
+        {int(b): n for b, n in sizes.items() if int(b) < batches} if isinstance(sizes, dict) else {0: sizes}
+        for sizes in (saved, own)
+    )
+    text = f"global_batch was {short(saved)} and is {short(own)} here"
+    if isinstance(own, dict) and batches and was != now:
+        return [f"{text}, also in the {batches} batches before the checkpoint: keep what they had"]
+    return [] if allow else [text + remedy("global_batch", ALLOWED)]
 
 
 def _sources(names: list[str]) -> str:

@@ -141,7 +141,7 @@ class TokenStream:
         """
         filled = self.fill_some(tokens, begins)
         if filled:
-            self.count_batch()
+            self.count_rows(len(tokens) // self._recipe.context_length)
         return filled
 
     def fill_some(self, tokens: NDArray[np.int64], begins: NDArray[np.bool_]) -> bool:
@@ -165,9 +165,9 @@ class TokenStream:
         self._count -= wanted
         return True
 
-    def count_batch(self) -> None:
-        """Count the rows of a global batch."""
-        self._counters["rows"] += self._recipe.rows
+    def count_rows(self, rows: int) -> None:
+        """Count rows that were made."""
+        self._counters["rows"] += rows
 
     def hand_rest_to(self, other: TokenStream) -> None:
         """Give the tokens that fill no row to another stream."""

@@ -89,7 +89,7 @@ class Worker:
         if batch in self._failures:
             raise self._failure(batch)
         if self._made[batch]:
-            rows.copy_from(self._slots[batch % len(self._slots)])
+            rows.copy_from(self._slots[batch % len(self._slots)].part(0, len(rows.numbers)))
         return self._made[batch]
 
     def taken(self, counts: TrainedBatches) -> None:
@@ -220,7 +220,7 @@ def _serve(link: Connection, parent: int, slots: list[PackedRows], maker: LocalM
         if not ended and maker.made < taken + len(slots):
             number = maker.made
             try:
-                ended = not maker.make(slots[number % len(slots)], number)
+                ended = not maker.make(slots[number % len(slots)].part(0, maker.count(number)), number)
             except Exception as error:  # noqa: BLE001  the loader raises it for this batch; what is before can be saved
                 ended = True
                 _send(link, "failure", number, _failure(error))
