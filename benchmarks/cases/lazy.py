@@ -14,10 +14,12 @@ from torch import nn
 import bytecheckpoint
 from benchmarks.bench import Bench
 from benchmarks.measure import Arm, Extras
+from benchmarks.peers import Peer
 
 __all__ = ["lazy"]
 
 _STEPS = 10
+_DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 #: Starts a save; returns the function that waits for its end, which returns its report or something else.
 _Save = Callable[[], Callable[[], Any]]
 
@@ -28,19 +30,33 @@ class _Job:
     Args:
         nbytes: bytes of the state.
         layers: number of the layers.
+        reads: True to read the loss in each step, for which the host waits on a device.
+
+    Attributes:
+        before_step: function that the job calls before each step of the optimizer.
+        waited: seconds that these calls have taken.
     """
 
-    def __init__(self, nbytes: int, layers: int) -> None:
+    def __init__(self, nbytes: int, layers: int, *, reads: bool = False) -> None:
+        self._reads = reads
         width = max(int((nbytes / 12 / layers) ** 0.5), 4)
-        self.model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        self.model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).to(_DEVICE)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         # Forward and backward shall take longer than the copy of the state.
-        self.rows = torch.rand(min(width, 128), width)
+        self.rows = torch.rand(min(width, 128) if _DEVICE.type == "cpu" else 4096, width, device=_DEVICE)
+        self.before_step: Callable[[], object] = lambda: None
+        self.waited = 0.0
         self.step()
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        self.model(self.rows).square().mean().backward()
+        loss = self.model(self.rows).square().mean()
+        loss.backward()
+        if self._reads:
+            loss.item()
+        begin = time.perf_counter()
+        self.before_step()
+        self.waited += time.perf_counter() - begin
         self.optimizer.step()
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -64,8 +80,9 @@ def lazy(bench: Bench) -> None:
     """
     large = bench.options.nbytes
     sizes = [(large, 24)] if bench.options.short else [(large // 4, 24), (large, 24), (large, 225), (large // 8, 2500)]
-    for nbytes, layers in sizes:
-        job = _Job(nbytes, layers)
+    jobs = [(nbytes, layers, reads) for nbytes, layers in sizes for reads in (_DEVICE.type != "cpu", False)]
+    for nbytes, layers, reads in dict.fromkeys(jobs):
+        job = _Job(nbytes, layers, reads=reads)
         path = bench.folder / "lazy"
 
         saves: dict[str, _Save | None] = {"no save": None}
@@ -74,8 +91,9 @@ def lazy(bench: Bench) -> None:
         for peer in bench.peers:
             if peer.name != "bytecheckpoint" and peer.asynchronous:
                 for way in (peer, *peer.async_ways()):
-                    saves[way.name] = partial(way.save_async, path, job.tensors())
-        case = f"10 steps and a save: {nbytes >> 20} MiB, {4 * layers} tensors"
+                    saves[way.name] = partial(_save_by_peer, way, path, job)
+        place = "" if _DEVICE.type == "cpu" else f", {_DEVICE.type}"
+        case = f"10 steps and a save: {nbytes >> 20} MiB, {4 * layers} tensors{place}{', reads' if reads else ''}"
         arms = [
             Arm(name, partial(_window, job, save), after=partial(bench.clear, "lazy")) for name, save in saves.items()
         ]
@@ -88,13 +106,27 @@ def _save(path: Path, job: _Job, staging: str) -> Callable[[], Any]:
     return bytecheckpoint.save(path, states, async_checkpoint=True, staging=staging).result
 
 
+def _save_by_peer(peer: Peer, path: Path, job: _Job) -> Callable[[], Any]:
+    job.before_step = peer.wait_until_staged
+    return peer.save_async(path, job.tensors())
+
+
 def _window(job: _Job, save: _Save | None) -> Extras:
     """Save, train for ten steps, and wait for the save."""
+    job.waited = 0.0
+    _synchronize()
     begin = time.perf_counter()
     wait = save() if save is not None else None
     call = time.perf_counter() - begin
     for _ in range(_STEPS):
         job.step()
+    _synchronize()
     window = time.perf_counter() - begin
+    job.before_step = lambda: None
     report = wait() if wait is not None else None
-    return {"call": call, "fence": getattr(report, "fence_seconds", 0.0), "window": window}
+    return {"call": call, "fence": getattr(report, "fence_seconds", job.waited), "window": window}
+
+
+def _synchronize() -> None:
+    if _DEVICE.type != "cpu":
+        torch.accelerator.synchronize()

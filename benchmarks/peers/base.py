@@ -39,8 +39,11 @@ class Peer:
         raise NotImplementedError
 
     def save_async(self, path: Path, state: Tensors) -> Callable[[], object]:
-        """Start a save, and return when `state` may change; calling the result waits for the save's end."""
+        """Start a save, after which `state` may change behind `wait_until_staged`; the result waits for the save's end."""
         raise NotImplementedError
+
+    def wait_until_staged(self) -> None:
+        """Wait until the state of the last `save_async` may change, which a library that copies behind it asks for."""
 
     def async_ways(self) -> Sequence[Peer]:
         """List further ways of this library to save asynchronously, as peers of which only `save_async` is measured."""

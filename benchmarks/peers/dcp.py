@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -46,17 +47,19 @@ class DCP(Peer):
 class DCPWithKeptStager(DCP):
     """DCP with one stager for all saves, which keeps the staged memory; by default each save makes a stager anew.
 
-    The other options of the stager need an accelerator (pinned memory, copies that do not block), or serve the process
-    that writes instead of a thread, which needs a process group (shared memory).
+    With an accelerator it copies to page-locked memory behind the next forward and backward pass. The remaining option,
+    shared memory, serves the process that writes instead of a thread, which needs a process group.
     """
 
     name = "DCP, kept stager"
 
     def __init__(self) -> None:
-        options = StagingOptions(
-            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+        fast = torch.accelerator.is_available()
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=fast, use_shared_memory=False, use_async_staging=fast, use_non_blocking_copy=fast
+            )
         )
-        self._stager = DefaultStager(options)
 
     def save_async(self, path: Path, state: Tensors) -> Callable[[], object]:
         with warnings.catch_warnings():
@@ -67,7 +70,10 @@ class DCPWithKeptStager(DCP):
                 no_dist=not dist.is_initialized(),
                 async_stager=self._stager,
             )
-        return saved.result  # type: ignore[no-any-return]
+        return getattr(saved, "upload_completion", saved).result  # type: ignore[no-any-return]
+
+    def wait_until_staged(self) -> None:
+        self._stager.synchronize_staging()
 
     def close(self) -> None:
         self._stager.close()

@@ -9,13 +9,14 @@ import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
 import bytecheckpoint
-from bytecheckpoint.engine import pinning
+from bytecheckpoint.engine import device_copies, pinning
 from bytecheckpoint.engine.device_copies import DeviceCopies
 from bytecheckpoint.engine.pinning import host_buffer, lock_pages, unlock_pages
 from bytecheckpoint.tuning import tuned
@@ -33,6 +34,7 @@ pytestmark = [
 ]
 
 _LATE = 40  # milliseconds, for each of several copies
+KINDS = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint16)
 _BUSY = 500  # milliseconds: longer than a save takes until it copies, once its modules are imported
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "matrix": ((600, 1111), torch.float32),
@@ -128,6 +130,49 @@ def test_a_save_waits_for_its_copies(path: str, mode: str, staging_bytes: int) -
             tensor.zero_()
         handle.result(60)
     assert_stored(path, wanted)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(1)
+def test_small_tensors_are_joined_and_large_ones_are_cut(path: str, mode: str) -> None:
+    pretend.load()
+    wanted = {
+        f"{size} {dtype}".replace(".", "_"): coded((size,), dtype, size)
+        for dtype in KINDS
+        for size in (0, 1, 3, 50, 300, 5000, 9001)
+    }
+    state = {name: tensor.to(pretend.device()) for name, tensor in wanted.items()}
+    state["strided"] = coded((90, 60), torch.float32).to(pretend.device()).t()
+    wanted["strided"] = coded((90, 60), torch.float32).t()
+    with (
+        patch.multiple(device_copies, _QUEUED_BYTES=8000, _SMALL_BYTES=2000, _JOINED_BYTES=3000),
+        patch.object(torch, "cat", side_effect=torch.cat) as joined,
+        pretend.delays(to_host=1),
+    ):
+        handle = save(path, {"model": module_of(state)}, mode)
+        for tensor in state.values():
+            tensor.zero_()
+        handle.result(60)
+    assert_stored(path, wanted)
+    assert mode == "sync" or joined.call_count > 3
+
+
+@pytest.mark.parametrize("few", [True, False])
+@on_ranks(1)
+def test_copies_of_the_training_come_between(few: bool) -> None:
+    pretend.load()
+    sources = [torch.ones(3000, device=pretend.device()) for _ in range(8)]
+    targets = list(torch.zeros(8, 3000))
+    copies = DeviceCopies([pretend.device()], to_host=True)
+    with (
+        pretend.delays(to_host=_LATE),
+        patch.multiple(device_copies, _QUEUED_BYTES=24_000, _SMALL_BYTES=0),
+        copies.queued(),
+    ):
+        device_copies.copy_to_host(targets, sources, few=few)
+        done = sum(bool(target.all()) for target in targets)
+    assert done >= 6 if few else done < 4
+    assert all(target.all() for target in targets)
 
 
 @on_ranks(1)

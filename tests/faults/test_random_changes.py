@@ -83,7 +83,7 @@ class Job:
         tensors = dict(self.net.state_dict())
         for number, state in self.optimizer.state_dict()["state"].items():
             tensors |= {f"{number}.{name}": slot for name, slot in state.items() if isinstance(slot, torch.Tensor)}
-        return {name: tensor.detach().numpy().tobytes() for name, tensor in tensors.items()}
+        return {name: tensor.detach().cpu().numpy().tobytes() for name, tensor in tensors.items()}
 
 
 def few(tensor: torch.Tensor, dice: random.Random) -> int:

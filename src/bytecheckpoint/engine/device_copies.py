@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from bytecheckpoint.concurrency import CallTimeoutError, wait_for_call
 from bytecheckpoint.errors import CheckpointTimeoutError, UsageError
 
-__all__ = ["DeviceCopies", "capturing"]
+__all__ = ["DeviceCopies", "capturing", "copy_to_host"]
+
+#: Bytes whose copy takes 0.7 ms on an H100.
+_QUEUED_BYTES = 32 << 20
+#: Tensors of so many bytes are joined before they are copied: queueing a copy takes as long as copying 512 KiB.
+_SMALL_BYTES = 512 << 10
+_JOINED_BYTES = 8 << 20
 
 
 class DeviceCopies:
@@ -90,10 +96,7 @@ class DeviceCopies:
             try:
                 yield
             finally:  # also after a failure: the copies that were queued still use the memory of both sides
-                for stream in streams:
-                    done = torch.Event(stream.device, blocking=True)
-                    done.record(stream)
-                    done.synchronize()
+                _wait_for_queued(self.devices)
 
 
 def _wait(device: torch.device, event: torch.Event, timeout: float) -> None:
@@ -112,6 +115,66 @@ def _wait(device: torch.device, event: torch.Event, timeout: float) -> None:
             f"the work that was queued on {device} before the call has not ended within {timeout:g} s; look for a kernel "
             "or a collective that hangs, or raise the time-out"
         ) from None
+
+
+def copy_to_host(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, few: bool) -> None:
+    """Queue copies from devices to the host on the current streams.
+
+    Args:
+        targets: contiguous tensors on the host.
+        sources: tensors on devices, one per target, of its shape and dtype.
+        few: True to queue at most `_QUEUED_BYTES` at a time. A device makes all copies of one stream that are queued before
+            it turns to another: a training that reads its loss would wait for them, 78 ms for 4 GiB on an H100.
+    """
+    devices: set[torch.device] = set()
+    nbytes = 0
+    for target, source in _pieces(targets, sources):
+        if few and nbytes and nbytes + source.nbytes > _QUEUED_BYTES:
+            _wait_for_queued(devices)
+            nbytes = 0
+        target.copy_(source, non_blocking=True)
+        devices.add(source.device)
+        nbytes += source.nbytes
+
+
+def _pieces(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Cut large tensors, and join small ones on their device whose targets follow each other."""
+    first = 0
+    while first < len(sources):
+        target, source = targets[first], sources[first]
+        last, end = first, target.data_ptr()
+        stop = end + _JOINED_BYTES
+        while (
+            last < len(sources)
+            and sources[last].nbytes <= _SMALL_BYTES
+            and sources[last].dtype == source.dtype
+            and sources[last].device == source.device
+            and targets[last].data_ptr() == end <= stop
+        ):
+            end += sources[last].nbytes
+            last += 1
+        if last > first + 1:
+            # Its memory may be used again at once: by the same stream, in order.
+            joined = torch.cat([tensor.reshape(-1) for tensor in sources[first:last]])
+            yield target.as_strided((len(joined),), (1,)), joined
+            first = last
+            continue
+        if source.nbytes > _QUEUED_BYTES and source.is_contiguous():
+            elements = _QUEUED_BYTES // source.element_size()
+            yield from zip(target.view(-1).split(elements), source.view(-1).split(elements), strict=True)
+        else:
+            yield target, source
+        first += 1
+
+
+def _wait_for_queued(devices: Iterable[torch.device]) -> None:
+    """Wait for the work on the current streams of devices."""
+    for device in devices:
+        done = torch.Event(device, blocking=True)
+        done.record(torch.accelerator.current_stream(device))
+        done.synchronize()
 
 
 @functools.cache

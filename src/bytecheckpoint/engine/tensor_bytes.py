@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch._utils import _unflatten_dense_tensors
 
 from bytecheckpoint.concurrency import parallel_map
+from bytecheckpoint.engine.device_copies import copy_to_host
 from bytecheckpoint.engine.pieces import PIECE_BYTES, SharedCopy, pieces_of
 
 __all__ = ["copy_all", "dense", "dense_bytes", "flat_bytes", "gather", "movable", "same_bits", "views_at"]
@@ -128,7 +129,7 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], shared: S
     Args:
         targets: tensors to copy to.
         sources: tensors to copy, one per target.
-        shared: copy in which other threads take part; None if this thread and some more copy at once.
+        shared: copy behind the training, in which threads that wait for it take part; None if the caller waits for all.
     """
     if not targets:
         return
@@ -136,7 +137,10 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], shared: S
         if not (all(t.is_cpu for t in targets) and all(s.is_cpu for s in sources)):
             on_host = [t.is_cpu and s.is_cpu for t, s in zip(targets, sources, strict=True)]
             queued = [i for i, host in enumerate(on_host) if not host]
-            torch._foreach_copy_([targets[i] for i in queued], [sources[i] for i in queued], non_blocking=True)
+            if targets[queued[0]].is_cpu:
+                copy_to_host([targets[i] for i in queued], [sources[i] for i in queued], few=shared is not None)
+            else:
+                torch._foreach_copy_([targets[i] for i in queued], [sources[i] for i in queued], non_blocking=True)
             # The others are copied while the device works.
             targets = [t for t, host in zip(targets, on_host, strict=True) if host]
             sources = [s for s, host in zip(sources, on_host, strict=True) if host]
