@@ -14,22 +14,25 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from bytecheckpoint import CheckpointManager
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.integrations.attaching import (
+    ManagerArguments,
     check_has,
     differences,
     refuse_checkpoints_of_tool,
     refuse_newer,
-    retention_of_tool,
     subclass_in_place,
 )
 from bytecheckpoint.integrations.generators import DelayedGenerators
 from bytecheckpoint.integrations.loaders import generators_of, length_of, sampler_of
-from bytecheckpoint.manager import Latest, Retention
+from bytecheckpoint.manager import Cadence, Latest, Retention
 
 
 def test_retention_of_a_tool() -> None:
-    assert retention_of_tool(None) == Retention()
-    assert retention_of_tool(None, Latest(2)) == retention_of_tool(2, Latest(3)) == Retention(2)
-    assert retention_of_tool(Retention(grace=5), Latest(2)) == Retention(grace=5)
+    def of_tool(keep: Any, default: Any = None) -> Retention:
+        return ManagerArguments.of("/run", keep, default, Cadence(), None, None, None).retention
+
+    assert of_tool(None) == Retention()
+    assert of_tool(None, Latest(2)) == of_tool(2, Latest(3)) == Retention(2)
+    assert of_tool(Retention(grace=5), Latest(2)) == Retention(grace=5)
 
 
 def test_attributes_of_a_tool() -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Collection, Mapping, MutableMapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.manager import Cadence, CheckpointManager, LoadOptions, Preemption, Retention, SaveOptions
+from bytecheckpoint.manager import Cadence, CheckpointManager, LoadOptions, Preemption, SaveOptions
+from bytecheckpoint.manager.rules import Retention, StepInfo
 
 __all__ = [
-    "ManagerArguments", "check_has", "differences", "refuse_checkpoints_of_tool", "refuse_newer", "retention_of_tool",
-    "subclass_in_place",
+    "ManagerArguments", "Mixin", "check_has", "differences", "patch", "refuse_checkpoints_of_tool", "refuse_newer",
+    "subclass", "subclass_in_place",
 ]  # fmt: skip
+
+#: Base of classes with methods that override those of a tool. The tool's class follows it, so `super()` may be anything.
+Mixin: Any = object
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,25 @@ class ManagerArguments:
     preemption: Preemption | None
     save_options: SaveOptions
     load_options: LoadOptions
+
+    @classmethod
+    def of(
+        cls, root: str | os.PathLike[str], keep: Any, default: Any, cadence: Cadence, preemption: Preemption | None,
+        save_options: SaveOptions | None, load_options: LoadOptions | None,
+    ) -> Self:  # fmt: skip
+        """Return the arguments of a user, where None stands for a default.
+
+        Args:
+            root: folder or URL of the run.
+            keep: the user's `Retention`, or its first argument.
+            default: rules that follow from the tool's own arguments, for keep=None.
+            cadence: times of saves.
+            preemption: notice that the job is about to stop.
+            save_options: options of all saves.
+            load_options: options of all loads.
+        """
+        retention = keep if isinstance(keep, Retention) else Retention(default if keep is None else keep)
+        return cls(root, retention, cadence, preemption, save_options or SaveOptions(), load_options or LoadOptions())
 
     def manager(self, states: MutableMapping[str, Any]) -> CheckpointManager:
         """Return a new manager of these live objects."""
@@ -63,18 +87,6 @@ def check_has(thing: Any, names: Collection[str], package: str, remedy: str) -> 
         raise UsageError(f"a {type(thing).__name__} of {package} {version} has no {missing[0]}: {remedy}")
 
 
-def retention_of_tool(keep: Any, default: Any = None) -> Retention:
-    """Return the steps to keep for a tool.
-
-    Args:
-        keep: the user's `Retention`, or its first argument; None for the default.
-        default: rules that follow from the tool's own arguments.
-    """
-    if isinstance(keep, Retention):
-        return keep
-    return Retention(default if keep is None else keep)
-
-
 def subclass_in_place(thing: Any, mixin: type, of_tool: type) -> None:
     """Monkey-patch an object: give it a subclass of its own class, with other methods in the place of the tool's.
 
@@ -87,10 +99,20 @@ def subclass_in_place(thing: Any, mixin: type, of_tool: type) -> None:
         mixin: class with the new methods, whose own calls of `super()` reach those of the tool.
         of_tool: class of the tool.
     """
-    own = type(thing)
-    changed = type(of_tool.__name__, (mixin, of_tool), {"__module__": of_tool.__module__})
-    bases = (changed,) if own is of_tool else (own, changed)
-    thing.__class__ = type(own.__name__, bases, {"__module__": own.__module__})
+    own, changed = type(thing), subclass(mixin, of_tool)
+    thing.__class__ = changed if own is of_tool else subclass(own, changed, own)
+
+
+def subclass(first: type, second: type, named: type | None = None) -> type:
+    """Return a subclass of two classes with the name of one of them, by default of the second."""
+    named = named or second
+    return type(named.__name__, (first, second), {"__module__": named.__module__, "__qualname__": named.__qualname__})
+
+
+def patch(stack: ExitStack, owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Monkey-patch a method of an object until a stack ends."""
+    vars(owner)[name] = function
+    stack.callback(vars(owner).pop, name, None)
 
 
 def refuse_newer(manager: CheckpointManager, step: int, remedy: str) -> None:
@@ -104,14 +126,9 @@ def refuse_newer(manager: CheckpointManager, step: int, remedy: str) -> None:
     Raises:
         UsageError: there is a newer step; raised on all ranks.
     """
-
-    def newest_step() -> int:
-        latest = manager.latest()
-        return -1 if latest is None else latest.step
-
-    newest = manager.ask_rank_0(newest_step)
-    if newest > step:
-        raise UsageError(f"{manager.root} holds a run up to step {newest}: {remedy}")
+    newest = manager.ask_rank_0(manager.latest, StepInfo | None)
+    if newest is not None and newest.step > step:
+        raise UsageError(f"{manager.root} holds a run up to step {newest.step}: {remedy}")
 
 
 def refuse_checkpoints_of_tool(

@@ -7,18 +7,13 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.integrations.accelerate.checkpoints import AcceleratorCheckpoints
 from bytecheckpoint.integrations.accelerate.loaders import refuse_copies
-from bytecheckpoint.integrations.attaching import ManagerArguments, check_has, retention_of_tool, subclass_in_place
+from bytecheckpoint.integrations.attaching import ManagerArguments, Mixin, check_has, subclass_in_place
 from bytecheckpoint.manager import Cadence, Latest, LoadOptions, SaveOptions
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-else:
-    Accelerator = object  # the class of the accelerator follows it
 
 __all__ = ["attach"]
 
@@ -76,14 +71,7 @@ def attach(
             raise UsageError("attach needs a root=, or an Accelerator with project_dir and automatic_checkpoint_naming")
         root = os.path.join(accelerator.project_dir, "checkpoints")
     limit = None if project.total_limit is None else Latest(project.total_limit)
-    arguments = ManagerArguments(
-        root,
-        retention_of_tool(keep, limit),
-        Cadence(),
-        None,
-        save_options or SaveOptions(),
-        load_options or LoadOptions(),
-    )
+    arguments = ManagerArguments.of(root, keep, limit, Cadence(), None, save_options, load_options)
     checkpoints = AcceleratorCheckpoints(accelerator, arguments)
     refuse_copies(accelerator.gradient_state)
     subclass_in_place(accelerator, _AttachedAccelerator, importlib.import_module("accelerate").Accelerator)
@@ -91,7 +79,7 @@ def attach(
     return checkpoints
 
 
-class _AttachedAccelerator(Accelerator):  # type: ignore[misc]
+class _AttachedAccelerator(Mixin):  # type: ignore[misc]
     """Methods that `attach` overrides in an accelerator."""
 
     bytecheckpoint: AcceleratorCheckpoints

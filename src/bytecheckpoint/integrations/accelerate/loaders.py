@@ -8,22 +8,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.integrations.accelerate.position import LoaderPosition
-
-if TYPE_CHECKING:
-
-    class Loader:
-        """A loader of accelerate."""
-
-        def __iter__(self) -> Iterator[Any]: ...
-
-        def set_epoch(self, epoch: int) -> None: ...
-
-else:
-    Loader = object  # the class of the loader follows it
+from bytecheckpoint.integrations.attaching import Mixin, subclass
 
 __all__ = ["refuse_copies", "track"]
 
@@ -43,9 +32,8 @@ def track(loader: Any, accelerator: Any) -> LoaderPosition:
         if kind not in (DataLoaderShard, DataLoaderDispatcher):
             raise UsageError(f"the position of a {kind.__name__} is not known: let accelerator.prepare make the loader")
         loader.bytecheckpoint_position = LoaderPosition(loader, accelerator)
-        tracked = type(kind.__name__, (_TrackedLoader, kind), {"__module__": kind.__module__})
         # The loader pretends to be of torch's class, by a property that hides the attribute.
-        object.__dict__["__class__"].__set__(loader, tracked)
+        object.__dict__["__class__"].__set__(loader, subclass(_TrackedLoader, kind))
         _tracked.add(loader)
     found: LoaderPosition = loader.bytecheckpoint_position
     return found
@@ -71,7 +59,7 @@ def _add_dataloader(loader: Any) -> None:  # with a name of its own, because loa
     GradientState._add_dataloader(GradientState(), loader)
 
 
-class _TrackedLoader(Loader):
+class _TrackedLoader(Mixin):  # type: ignore[misc]
     """Methods that `track` overrides in a loader."""
 
     bytecheckpoint_position: LoaderPosition

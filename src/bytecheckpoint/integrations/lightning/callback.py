@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.integrations.attaching import ManagerArguments, refuse_newer, retention_of_tool
-from bytecheckpoint.integrations.lightning.averaging import averaging_callback
+from bytecheckpoint.integrations.attaching import ManagerArguments, refuse_newer
 from bytecheckpoint.integrations.lightning.package import pl
-from bytecheckpoint.integrations.lightning.steps import Newest, TrainerSteps
+from bytecheckpoint.integrations.lightning.steps import Newest, TrainerSteps, averaging_callback
 from bytecheckpoint.integrations.lightning.strategy import checkpointed
 from bytecheckpoint.manager import Cadence, LoadOptions, Preemption, Retention, SaveOptions, StepInfo
 from bytecheckpoint.manager.rules import Best, KeepRule, Latest
@@ -103,13 +102,9 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         super().__init__(**{**given, "dirpath": None})
         self.dirpath = resolve(os.path.expanduser(dirpath)).url
         rules = _keep_rules(self.monitor, self.save_top_k, self.mode, save_last=bool(self.save_last))
-        self._arguments = ManagerArguments(
-            self.dirpath,
-            retention_of_tool(keep, rules and _OfEach({self._mark: rules})),
-            Cadence(overlap=overlap),
-            preemption,
-            save_options or SaveOptions(),
-            load_options or LoadOptions(),
+        default, cadence = rules and _OfEach({self._mark: rules}), Cadence(overlap=overlap)
+        self._arguments = ManagerArguments.of(
+            self.dirpath, keep, default, cadence, preemption, save_options, load_options
         )
         self._shared = {
             "preemption": preemption, "skip_batches": skip_batches, "overlap": overlap, "save_options": save_options,

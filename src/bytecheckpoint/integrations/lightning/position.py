@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.base import SupportsStreams
 from bytecheckpoint.frameworks.rng import rng_state
-from bytecheckpoint.integrations.attaching import check_has
+from bytecheckpoint.integrations.attaching import check_has, patch
 from bytecheckpoint.integrations.generators import DelayedGenerators
 from bytecheckpoint.integrations.lightning.package import pl
 from bytecheckpoint.integrations.loaders import generators_of, length_of, sampler_of
@@ -25,11 +26,6 @@ from bytecheckpoint.step_fence import fence
 
 __all__ = ["TrainingPosition"]
 
-#: Methods of Lightning's loops that are monkey-patched, because Lightning has no hooks at these places.
-_WRAPPED = {
-    "fit_loop": ("_load_combined_loader_states", "on_advance_start", "on_advance_end", "on_run_end"),
-    "epoch_loop": ("on_advance_end", "_on_before_fetch"),
-}
 _FIXED = "that of the data set"
 
 
@@ -44,6 +40,7 @@ class TrainingPosition:
         generators: generators of the process, with the states of a loaded checkpoint, if any.
         reach: function to call at each place where the state is complete; with ends=True at the end of the training.
         load_streams: function that loads `streams`.
+        stack: stack that leaves the loops as they were.
         skip_batches: True to continue behind the done batches of an epoch, False to begin with its first ones.
 
     Attributes:
@@ -57,6 +54,7 @@ class TrainingPosition:
         generators: DelayedGenerators,
         reach: Callable[..., object],
         load_streams: Callable[[], object],
+        stack: ExitStack,
         *,
         skip_batches: bool,
     ) -> None:
@@ -72,14 +70,13 @@ class TrainingPosition:
         self._begun: dict[str, Any] = {}
         self._resumed: Any = None  # the position of the checkpoint, until its epoch begins
         self._skipped: Any = None  # the same position, behind the done batches, until the next batch is fetched
-        for owner, names in self._owners():
+        self._patch(stack)
+
+    def _patch(self, stack: ExitStack) -> None:
+        """Monkey-patch the loops, because Lightning has no hooks at these places."""
+        of_fit = "_load_combined_loader_states", "on_advance_start", "on_advance_end", "on_run_end"
+        for owner, names in (self._fit, of_fit), (self._epoch, ("on_advance_end", "_on_before_fetch")):
             check_has(owner, names, pl.__name__, "use 2.6")
-        self._wrap()
-
-    def _owners(self) -> list[tuple[Any, tuple[str, ...]]]:
-        return [(self._fit, _WRAPPED["fit_loop"]), (self._epoch, _WRAPPED["epoch_loop"])]
-
-    def _wrap(self) -> None:
         before_epoch, after_epoch = self._fit.on_advance_start, self._fit.on_advance_end
         after_batch, before_fetch = self._epoch.on_advance_end, self._epoch._on_before_fetch
         end_run = self._fit.on_run_end
@@ -121,16 +118,12 @@ class TrainingPosition:
             fence()  # callbacks may change the weights now, which may still be copied in the background
             end_run()
 
-        self._fit._load_combined_loader_states = self._before_iteration
-        self._fit.on_run_end = on_run_end
-        self._fit.on_advance_start, self._fit.on_advance_end = on_epoch_begins, on_epoch_done
-        self._epoch.on_advance_end, self._epoch._on_before_fetch = on_batch_done, on_before_fetch
-
-    def close(self) -> None:
-        """Leave the loops as they were."""
-        for owner, names in self._owners():
-            for name in names:
-                vars(owner).pop(name, None)
+        for name, function in zip(
+            of_fit, (self._before_iteration, on_epoch_begins, on_epoch_done, on_run_end), strict=True
+        ):
+            patch(stack, self._fit, name, function)
+        patch(stack, self._epoch, "on_advance_end", on_batch_done)
+        patch(stack, self._epoch, "_on_before_fetch", on_before_fetch)
 
     # --- state ----------------------------------------------------------------------------------------------------
 

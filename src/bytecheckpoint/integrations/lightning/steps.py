@@ -10,24 +10,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.base import is_strict
 from bytecheckpoint.handles import LoadReport
-from bytecheckpoint.integrations.attaching import ManagerArguments, refuse_checkpoints_of_tool
+from bytecheckpoint.integrations.attaching import ManagerArguments, check_has, patch, refuse_checkpoints_of_tool
 from bytecheckpoint.integrations.generators import DelayedGenerators
-from bytecheckpoint.integrations.lightning.averaging import AveragedWeights, averaging_callback
 from bytecheckpoint.integrations.lightning.package import pl
 from bytecheckpoint.integrations.lightning.position import TrainingPosition
 from bytecheckpoint.integrations.lightning.strategy import refuse_edits, states_of_model
 from bytecheckpoint.manager import Cadence, CheckpointManager
 from bytecheckpoint.manager.run_folder import step_number
 from bytecheckpoint.representation.names import CATALOG_NAME
+from bytecheckpoint.step_fence import fence
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
 
-__all__ = ["POSITION", "LightningState", "Newest", "TrainerSteps"]
+__all__ = ["POSITION", "LightningState", "Newest", "TrainerSteps", "averaging_callback"]
 
 #: Name of the `TrainingPosition` in the state that Lightning dumps.
 POSITION = "bytecheckpoint"
@@ -151,9 +152,8 @@ class TrainerSteps:
         cadence = Cadence(lambda _: self._asked, overlap=self._arguments.cadence.overlap)
         self.manager = self._stack.enter_context(self._new_manager(self._states, cadence=cadence))
         self.position = TrainingPosition(
-            trainer, generators, self._reach, self._load_streams, skip_batches=self._skip_batches
+            trainer, generators, self._reach, self._load_streams, self._stack, skip_batches=self._skip_batches
         )
-        self._stack.callback(self.position.close)
         self.running = True
 
     def end(self, error: type[BaseException] | None) -> None:
@@ -299,3 +299,63 @@ def _checked(state: dict[str, Any]) -> dict[str, Any]:
                 "out, for example by save_hyperparameters(ignore=[...]), or store its state_dict"
             )
     return state
+
+
+# --- weights that a callback averages ---
+
+
+def averaging_callback(trainer: Any) -> Any:
+    """Return the callback of a trainer that averages weights, or None.
+
+    Raises:
+        UsageError: there are two, or the strategy shards the weights.
+    """
+    found = [one for one in trainer.callbacks if isinstance(one, pl.callbacks.WeightAveraging)]
+    if len(found) > 1:
+        raise UsageError(f"{type(found[0]).__name__} and {type(found[1]).__name__} both average the weights: pass one")
+    if found and isinstance(trainer.strategy, pl.strategies.FSDPStrategy | pl.strategies.ModelParallelStrategy):
+        raise UsageError(
+            f"{type(found[0]).__name__} averages whole weights, and {type(trainer.strategy).__name__} shards them: use "
+            "DDPStrategy, or leave the callback away"
+        )
+    return found[0] if found else None
+
+
+class AveragedWeights:
+    """The averaged weights of a fit.
+
+    Args:
+        callback: callback of Lightning that averages.
+        device: device of this rank.
+        stack: stack that leaves the callback as it was.
+
+    Attributes:
+        module: copy of the user's module with the averaged weights.
+    """
+
+    def __init__(self, callback: Any, device: Any, stack: contextlib.ExitStack) -> None:
+        check_has(callback, ("_average_model", "_swap_models"), pl.__name__, "use 2.6")
+        average = callback._average_model
+        self.module: Any = average.module
+        # A copy in the background may still read these weights, which no optimizer steps.
+        for owner, name in (average, "update_parameters"), (callback, "_swap_models"):
+            patch(stack, owner, name, _behind_fence(getattr(owner, name)))
+        if torch.distributed.is_initialized():  # they were copied before DDP made the ranks equal
+            with torch.no_grad():
+                for tensor in (*self.module.parameters(), *self.module.buffers()):
+                    shared = tensor.to(device)
+                    torch.distributed.broadcast(shared, 0)
+                    tensor.copy_(shared)
+
+    def entries(self, shown: dict[str, Any]) -> dict[str, Any]:
+        """Return the averaged weights by their names, with the other entries of the `shown` weights."""
+        averaged = self.module.state_dict()
+        return {name: one if isinstance(one, torch.Tensor) else shown.get(name) for name, one in averaged.items()}
+
+
+def _behind_fence(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        fence()
+        return function(*arguments)
+
+    return call

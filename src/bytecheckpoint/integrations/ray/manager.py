@@ -66,18 +66,6 @@ class RayCheckpointManager(CheckpointManager):
         self._commits = Boundaries(self._collective, f"ray/{number}/commits", settings().timeout)
         self._stack.enter_context(self._commits)
 
-    def restore_latest(self) -> Restored | None:
-        """Restore as `CheckpointManager.restore_latest`, and report steps that Ray does not know."""
-        restored = super().restore_latest()
-        self._report_restored()
-        return restored
-
-    def restore(self, step: int) -> Restored:
-        """Restore as `CheckpointManager.restore`, and report steps that Ray does not know."""
-        restored = super().restore(step)
-        self._report_restored()
-        return restored
-
     def pin(self, step: int) -> None:
         """Refuse pins, which Ray does not know.
 
@@ -109,6 +97,11 @@ class RayCheckpointManager(CheckpointManager):
             handle, _ = self._unreported[step]
             if Future.exception(handle.committed) is None:
                 self._report_saved(step)
+
+    def _begin(self, restored: Restored | None) -> Restored | None:
+        super()._begin(restored)
+        self._report_restored()
+        return restored
 
     def _save(self, overlap: str = "wait") -> SaveHandle | None:
         handle = super()._save(overlap)

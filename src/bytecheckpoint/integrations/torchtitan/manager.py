@@ -224,7 +224,7 @@ class TorchtitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         manager = self.manager
         own, stock, seed = manager.ask_rank_0(lambda: _find_steps(manager, step))
         if stock > own:
-            self._stock(manager.root, load_only=True, **self._stock_exclusions()).load(stock)
+            self._stock(manager.root, load_only=True).load(stock)
             return f"{manager.root}/step-{stock}"
         if step > 0:
             manager.restore(step)
@@ -255,13 +255,13 @@ class TorchtitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         names = "initial_load_path", "initial_load_model_only", "initial_load_in_hf", "initial_load_in_hf_quantized"
         options = {name: getattr(self._config, name) for name in names}
         # It looks for steps in its folder first, and there shall be none.
-        self._stock("/nonexistent", load_only=True, **options, **self._stock_exclusions()).load()
-
-    def _stock_exclusions(self) -> dict[str, list[str]]:
-        return {"exclude_from_loading": [name for name in self._config.exclude_from_loading if name != "rng"]}
+        self._stock("/nonexistent", load_only=True, **options).load()
 
     def _stock(self, folder: str, **options: Any) -> Any:
-        config = StockManager.Config(enable=True, folder=folder, keep_latest_k=0, **options)
+        excluded = [name for name in self._config.exclude_from_loading if name != "rng"]
+        config = StockManager.Config(
+            enable=True, folder=folder, keep_latest_k=0, exclude_from_loading=excluded, **options
+        )
         return StockManager(config, states=dict(self._stock_states), **self._stock_arguments)
 
 

@@ -9,18 +9,12 @@ import logging
 import os
 import signal
 import tempfile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.integrations.attaching import ManagerArguments, check_has, retention_of_tool, subclass_in_place
-from bytecheckpoint.integrations.transformers.checkpoints import TrainerCheckpoints
-from bytecheckpoint.integrations.transformers.rules import keep_rule
+from bytecheckpoint.integrations.attaching import ManagerArguments, Mixin, check_has, subclass_in_place
+from bytecheckpoint.integrations.transformers.checkpoints import TrainerCheckpoints, keep_rule
 from bytecheckpoint.manager import Cadence, LoadOptions, Preemption, SaveOptions
-
-if TYPE_CHECKING:
-    from transformers import Trainer
-else:
-    Trainer = object  # the class of the trainer follows it
 
 __all__ = ["attach"]
 
@@ -76,14 +70,10 @@ def attach(
     if trainer.args.enable_jit_checkpoint:
         _remove_jit_checkpoints(trainer)
         preemption = preemption or Preemption()
-    arguments = ManagerArguments(
-        trainer.args.output_dir if root is None else root,
-        retention_of_tool(keep, keep_rule(trainer.args)),
-        every if isinstance(every, Cadence) else Cadence(every),
-        preemption,
-        save_options or SaveOptions(),
-        load_options or LoadOptions(),
-    )
+    root = trainer.args.output_dir if root is None else root
+    cadence = every if isinstance(every, Cadence) else Cadence(every)
+    limit = keep_rule(trainer.args)
+    arguments = ManagerArguments.of(root, keep, limit, cadence, preemption, save_options, load_options)
     from transformers import Trainer
 
     checkpoints = TrainerCheckpoints(trainer, arguments, final_weights=hf_weights == "last")
@@ -141,7 +131,7 @@ def _watching(checkpoints: TrainerCheckpoints) -> Any:
     return Watching()
 
 
-class _CheckpointedTrainer(Trainer):  # type: ignore[misc]
+class _CheckpointedTrainer(Mixin):  # type: ignore[misc]
     """Methods that `attach` overrides in a trainer. Trainer's own methods document when they are called."""
 
     bytecheckpoint: TrainerCheckpoints

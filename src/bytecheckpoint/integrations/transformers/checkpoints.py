@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
@@ -20,17 +21,20 @@ from bytecheckpoint.integrations.attaching import (
 )
 from bytecheckpoint.integrations.generators import DelayedGenerators
 from bytecheckpoint.integrations.transformers.pretrained import adapter_names, describe_pretrained
-from bytecheckpoint.integrations.transformers.rules import best_rule
-from bytecheckpoint.manager import Cadence, CheckpointManager, StepInfo
+from bytecheckpoint.manager import Best, Cadence, CheckpointManager, StepInfo
 from bytecheckpoint.manager.run_folder import step_folder, step_number
 from bytecheckpoint.storage import resolve
 
-__all__ = ["TrainerCheckpoints"]
+__all__ = ["TrainerCheckpoints", "keep_rule"]
 
 _log = logging.getLogger("bytecheckpoint")
 
 #: Last file of each checkpoint of Trainer itself.
 _STATE_OF_TRAINER = "trainer_state.json"
+_OTHER_WAYS = (
+    "resume_from_checkpoint={path} continues from there. To continue from a step, pass its path; to begin a new run, pass "
+    "None, or take Trainer's folders away"
+)
 #: Callbacks of transformers that upload Trainer's folders: the attribute that decides, its value that does, and a remedy.
 _UPLOADS = {
     "WandbCallback": ("_log_model", "checkpoint", "set WANDB_LOG_MODEL to 'end' or 'false'"),
@@ -108,7 +112,8 @@ class TrainerCheckpoints:
         if self.manager is None:
             self.manager = self._stack.enter_context(self._new_manager())
             if self._resume in ("auto", True):
-                self._refuse_checkpoints_of_trainer(self.manager)
+                find = functools.partial(self._newest_of_trainer, self.manager)
+                refuse_checkpoints_of_tool(self.manager, "Trainer", find, _OTHER_WAYS)
             else:
                 self._refuse_newer(self.manager)
         self._boundary = -1
@@ -154,13 +159,6 @@ class TrainerCheckpoints:
             )
         remedy = "pass resume_from_checkpoint='auto' to continue it, attach the trainer with another root"
         refuse_newer(manager, step, f"{remedy}, or remove the steps")
-
-    def _refuse_checkpoints_of_trainer(self, manager: CheckpointManager) -> None:
-        remedy = (
-            "resume_from_checkpoint={path} continues from there. To continue from a step, pass its path; to begin a new "
-            "run, pass None, or take Trainer's folders away"
-        )
-        refuse_checkpoints_of_tool(manager, "Trainer", lambda: self._newest_of_trainer(manager), remedy)
 
     def _newest_of_trainer(self, manager: CheckpointManager) -> tuple[int, str] | None:
         """Return the step and the path of the newest checkpoint that Trainer itself has saved, or None."""
@@ -269,6 +267,43 @@ def logged_metrics(state: Any) -> dict[str, float]:
         found = {name: value for name, value in entry.items() if isinstance(value, int | float)} | found
     found.pop("step", None)
     return found
+
+
+# --- the steps to keep ---
+
+
+@dataclass(frozen=True)
+class _TotalLimit:
+    """Keep the newest step, the best one, and others up to `save_total_limit`."""
+
+    limit: int
+    best: Best | None
+
+    def keep(self, steps: Sequence[StepInfo]) -> set[int]:
+        """See `KeepRule`."""
+        kept = {info.step for info in steps[-1:]} | set(self.best.keep(steps) if self.best else ())
+        for info in reversed(steps):
+            if len(kept) >= self.limit:
+                break
+            kept.add(info.step)
+        return kept
+
+
+def keep_rule(args: Any) -> _TotalLimit | None:
+    """Return the rule of `save_total_limit`, or None to keep everything."""
+    limit = args.save_total_limit
+    return _TotalLimit(limit, best_rule(args)) if limit is not None and limit > 0 else None
+
+
+def best_rule(args: Any) -> Best | None:
+    """Return the rule of `metric_for_best_model`, or None."""
+    metric = args.metric_for_best_model
+    if metric is None:
+        return None
+    return Best(f"eval_{metric.removeprefix('eval_')}", mode="max" if args.greater_is_better else "min")
+
+
+# --- states ---
 
 
 class TrainerState:
