@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from bytecheckpoint.errors import UsageError
 
-__all__ = ["LoadOptions", "SaveOptions"]
+__all__ = ["LoadOptions", "SaveOptions", "takes_one"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class SaveOptions:
         if self.on_error not in ("raise", "warn"):
             raise UsageError(f"on_error={self.on_error!r}: use 'raise' or 'warn'")
         for function in self.commit_functions:
-            if not callable(function) or not _takes_one(function):
+            if not callable(function) or not takes_one(function):
                 raise UsageError(
                     f"on_commit={function!r}: give a function of one argument, a StepInfo, or a list of these"
                 )
@@ -112,7 +112,8 @@ def _values(options: SaveOptions | LoadOptions) -> dict[str, Any]:
     return {field.name: getattr(options, field.name) for field in fields(options)}
 
 
-def _takes_one(function: Callable[..., object]) -> bool:
+def takes_one(function: Callable[..., object]) -> bool:
+    """Return whether a function can be called with one argument."""
     try:
         inspect.signature(function).bind(None)
     except TypeError:

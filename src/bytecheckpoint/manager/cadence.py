@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,6 +9,7 @@ from typing import Any, Protocol, TypeAlias
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.manager.rules import integer_of, is_real, take_number
+from bytecheckpoint.options import takes_one
 
 __all__ = ["AtSteps", "Cadence", "EverySeconds", "EverySteps", "SaveRule", "When"]
 
@@ -92,12 +92,8 @@ class _Predicate:
     function: Callable[[int], Any]
 
     def __post_init__(self) -> None:
-        try:
-            inspect.signature(self.function).bind(0)
-        except TypeError:
-            raise UsageError(f"every={self.function!r}: the function must take one argument, the step number") from None
-        except ValueError:  # a function of C may not say what it takes
-            pass
+        if not takes_one(self.function):
+            raise UsageError(f"every={self.function!r}: the function must take one argument, the step number")
 
     def due(self, step: int, before: int) -> bool:
         return bool(self.function(step))

@@ -59,9 +59,9 @@ class CommitActions:
 
     def _call(self, step: int, find: Callable[[], StepInfo | None]) -> None:
         try:
-            info = find()
-            for function in self._functions if info is not None else ():
-                _call_with(function, info)
+            if (info := find()) is not None:
+                for function in self._functions:
+                    _call_with(function, info)
         except Exception as error:  # noqa: BLE001  the training continues
             _log.warning("step %d cannot be read, so no function of on_commit is called: %s", step, error)
         finally:

@@ -13,9 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -75,9 +74,7 @@ class JustInTime:
         start(threading.Thread(target=self._watch, name="bytecheckpoint-just-in-time", daemon=True))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -144,7 +141,9 @@ class JustInTime:
                 "rank %d: %s changed since step %d, and not by a step of an optimizer: others must save it",
                 rank, listed(changed), step,
             )  # fmt: skip
-        committed = self._run.wait_for_newest(_RESCUE_SECONDS if lost else settings().timeout)
+        with suppress(CheckpointError):  # the save in flight fails soon after the loss of a rank
+            self._run.wait(_RESCUE_SECONDS if lost else settings().timeout)
+        committed = self._run.committed
         # A rank that holds a step reports its number, a rank that holds none the negative number of the committed step.
         held = self._survivors.agree(step if intact and step > committed else -committed)
         newest = -min(0, *held.values())

@@ -7,6 +7,7 @@ import json
 import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
@@ -62,7 +63,7 @@ class LastBoundary:
         self.step = 0
         self.metadata: Callable[[], Mapping[str, Any]] = dict
         self._held: dict[str, Any] = {}  # copies of small states
-        self._parts: list[_HeldBuffer | _HeldExtraState | _HeldOptions] | None = None
+        self._parts: list[_HeldBuffer | _Held] | None = None
         self._marks = _Marks(run.states)
         self._looks = _LOOKS
         self._batches: dict[str, int] = {}  # taken from the data loaders
@@ -158,52 +159,25 @@ class _HeldBuffer:
         self._buffers[self._name] = self._copy.clone()
 
 
-class _HeldExtraState:
-    """The extra state of a module, with a copy of its last value.
+class _Held:
+    """A copy of the last value of something small.
 
     Args:
-        module: module that has extra state.
+        get: function that returns the value.
+        put: function that sets it back.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
+        self._get, self._put = get, put
         self.update()
 
     def update(self) -> None:
-        """Copy the extra state again."""
-        self._copy = copy.deepcopy(self._module.get_extra_state())
+        """Copy the value again."""
+        self._copy = copy.deepcopy(self._get())
 
     def restore(self) -> None:
-        """Set the extra state back."""
-        self._module.set_extra_state(self._copy)
-
-
-class _HeldOptions:
-    """The options of an optimizer's parameter groups, such as learning rates, with copies of their last values.
-
-    Args:
-        optimizer: optimizer with the groups.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self.update()
-
-    def update(self) -> None:
-        """Copy the options again."""
-        self._copies = [
-            {
-                key: value.detach().clone() if isinstance(value, torch.Tensor) else value
-                for key, value in group.items()
-                if isinstance(value, torch.Tensor | int | float | str | tuple | None)
-            }
-            for group in self._optimizer.param_groups
-        ]
-
-    def restore(self) -> None:
-        """Set the options back."""
-        for group, held in zip(self._optimizer.param_groups, self._copies, strict=False):
-            group.update(held)
+        """Set the value back."""
+        self._put(self._copy)
 
 
 class _Marks:
@@ -313,16 +287,27 @@ def all_of(states: Mapping[str, Any], kind: type[Any]) -> list[Any]:
     return [value for several in values for value in several if isinstance(value, kind)]
 
 
-def _held_parts(states: Mapping[str, Any]) -> Iterator[_HeldBuffer | _HeldExtraState | _HeldOptions]:
+def _held_parts(states: Mapping[str, Any]) -> Iterator[_HeldBuffer | _Held]:
     """Yield copies of all that a forward pass or a schedule may change in modules and optimizers."""
     for part in (part for module in all_of(states, nn.Module) for part in module.modules()):
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:
                 yield _HeldBuffer(part._buffers, name)
         if type(part).get_extra_state is not nn.Module.get_extra_state:
-            yield _HeldExtraState(part)
+            yield _Held(part.get_extra_state, part.set_extra_state)
     for optimizer in all_of(states, torch.optim.Optimizer):
-        yield _HeldOptions(optimizer)
+        yield _Held(partial(_options_of, optimizer), partial(_set_options, optimizer))
+
+
+def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the options of parameter groups, such as learning rates."""
+    kinds = (torch.Tensor, int, float, str, tuple, type(None))
+    return [{name: one for name, one in group.items() if isinstance(one, kinds)} for group in optimizer.param_groups]
+
+
+def _set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
+    for group, held in zip(optimizer.param_groups, options, strict=False):
+        group.update(held)
 
 
 def has_state(value: Any) -> bool:

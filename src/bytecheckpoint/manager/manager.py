@@ -427,7 +427,7 @@ class CheckpointManager:
             handle = self._save()
             if handle is not None:
                 self._saves.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0), final=final)
-            if not self._saves.unsaved:
+            if not self._saves.repeat:
                 break
         return handle
 

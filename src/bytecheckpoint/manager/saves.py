@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from bytecheckpoint.errors import CheckpointError, StateChangedError, StorageFullError
@@ -20,6 +22,7 @@ from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.saving import prepare, save
 from bytecheckpoint.saving.background import StillnessTrial
 from bytecheckpoint.settings import settings
+from bytecheckpoint.threads import wait_for_any
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -79,6 +82,41 @@ class _Staging:
         _log.info("saves of this run copy the state in the call, not behind the training: %s", reason)
 
 
+@dataclass
+class _StepSave:
+    """A save of a step, in flight or done.
+
+    Attributes:
+        handle: handle of the save.
+        step: step number.
+        since_full: value of `RunSaves.since_full` behind it.
+        second: True if the save before, or the first try of this one, met a full storage.
+        begun: time at which it began, by `time.monotonic`.
+        stall: seconds that the call took.
+        ended: event that is set when all work behind the commit is done.
+    """
+
+    handle: SaveHandle
+    step: int
+    since_full: int
+    second: bool
+    begun: float
+    stall: float
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def met_full_storage(self) -> bool:
+        """True if it failed because the storage was full."""
+        return self.handle.done() and isinstance(Future.exception(self.handle.committed), StorageFullError)
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait until all work behind the commit is done; return False if the commit takes longer than some seconds."""
+        if not wait_for_any([self.handle.committed], timeout):
+            return False
+        self.ended.wait(timeout)  # the thread that ends the save wakes this one first
+        return True
+
+
 class RunSaves:
     """Saves one step after the other.
 
@@ -97,6 +135,7 @@ class RunSaves:
         prepared: True once a save or a load has planned the next save.
         since_full: number of incremental saves since the last one that shares no file with earlier steps.
         repeat: True if the last save failed for a reason that the next one may not meet, so a step is to be saved soon.
+            On rank 0 False once it has asked for that.
     """
 
     def __init__(
@@ -108,14 +147,12 @@ class RunSaves:
         keeper: FolderKeeper,
     ) -> None:
         self.states, self.options, self.cadence, self._group, self.keeper = states, options, cadence, group, keeper
-        self._handle: SaveHandle | None = None
-        self._after_commit = threading.Event()  # set when all work after the last commit is done
+        self._last: _StepSave | None = None
         self._began, self._clock_asked, self._cadence_checked = time.monotonic(), False, False
-        self.step = self.committed = 0
+        self.step = self.committed = self.since_full = 0
         self.longest = 0.0
         self.prepared = self.repeat = False
-        self._staging, self._second_try = _Staging(options), False  # the save before the last one met a full storage
-        self.since_full = 0
+        self._staging = _Staging(options)
 
     def check_cadence(self, rank: int) -> None:
         """Warn once, on rank 0, if no rule can make a save due."""
@@ -143,7 +180,7 @@ class RunSaves:
     @property
     def busy(self) -> bool:
         """True while a save is in flight, as far as this rank knows."""
-        return self._handle is not None and not self._handle.restorable.done()
+        return self._last is not None and not self._last.handle.restorable.done()
 
     def start(self, path: str, step: int, metrics: Mapping[str, Any], metadata: Mapping[str, Any]) -> SaveHandle | None:
         """Save after the save in flight; return None after a failure that is only a warning.
@@ -157,21 +194,21 @@ class RunSaves:
         Raises:
             CheckpointError: this save failed, or the one before.
         """
-        if self.options.on_error == "warn" and self._handle is not None:
-            Future.exception(self._handle.restorable)  # a save in the background would fail in place of this one
+        before = self._last
+        if self.options.on_error == "warn" and before is not None:
+            wait_for_any([before.handle.restorable])  # a save in the background would fail in place of this one
             self.raise_failure()
         if self.keeper.lacks_room:
-            self._await_cleanup()
+            if before is not None:
+                before.wait(settings().timeout / 2)  # so that the deletion of steps behind it is in the queue
             self.keeper.make_room()
         self.keeper.begin_save(step, metrics)
         self.restart_clock()
-        begun = time.monotonic()
-        arguments = self.options.arguments()
-        since_full = self.next_since_full
+        begun, since_full = time.monotonic(), self.next_since_full
+        arguments = {**self.options.arguments(), "metadata": step_metadata(step, metrics, metadata, since_full)}
         if self.options.incremental and not since_full:
             arguments["incremental"] = "full"
-        arguments["metadata"] = step_metadata(step, metrics, metadata, since_full)
-        handle, before, full = None, self._handle, False
+        handle, full = None, False
         while handle is None:
             try:
                 with self._staging.around_save():
@@ -179,67 +216,51 @@ class RunSaves:
                     handle = save(path, self.states, step=step, process_group=self._group, **arguments)
             except CheckpointError as error:
                 if error.repeats:
-                    self._report(error, self.step)
-                elif isinstance(error, StorageFullError) and not full and not self._is_full(before):
+                    self._report(error, before.step if before else self.step)
+                elif isinstance(error, StorageFullError) and not full and not (before and before.met_full_storage):
                     full = True
                     _log.warning("step %d is tried once more, without the files of retired steps: %s", step, error)
                     self.keeper.make_room()
                     self.keeper.begin_save(step, metrics)
                 else:
+                    self.repeat = False
                     self._report(error, step, final=isinstance(error, StorageFullError))
                     return None
-        second = self._second_try = full or self._is_full(before)
-        stall, after_commit = time.monotonic() - begun, threading.Event()
-
-        def note_commit(done: Future[Any]) -> None:
-            try:
-                error = Future.exception(done)  # `SaveFuture.exception` would note a retrieved failure
-                if isinstance(error, StateChangedError) and self.options.staging == "auto":
-                    self._staging.block(str(error))
-                if isinstance(error, StorageFullError):
-                    self.keeper.make_room()
-                self.repeat = self._may_pass(error, second)
-                if error is not None and not since_full:
-                    self.since_full = self.options.full_every or 0  # so the next one is
-                if error is None:
-                    seconds, self.committed = time.monotonic() - begun, step
-                    self.longest = max(self.longest, seconds)
-                    for rule in self.cadence.rules:
-                        if isinstance(rule, Interval):
-                            rule.learn(stall + Future.result(done).fence_seconds, seconds)
-                    self.keeper.follow_commit(step)
-            finally:
-                after_commit.set()
-
+        second = full or (before is not None and before.met_full_storage)
+        made = _StepSave(handle, step, since_full, second, begun, time.monotonic() - begun)
         self.since_full, self.repeat = since_full, False
-        handle.committed.add_done_callback(note_commit)
+        handle.committed.add_done_callback(functools.partial(self._note_end, made))
         # Only now: `wait` must not wait for a callback that an interrupt has prevented.
-        self._after_commit = after_commit
-        self._handle, self.step, self.prepared = handle, step, True
+        self._last, self.step, self.prepared = made, step, True
         return handle
 
-    def _await_cleanup(self) -> None:
-        """Wait until the save in flight has ended, and the deletion of steps behind it is in the queue."""
-        if self._handle is not None:
-            with contextlib.suppress(TimeoutError):
-                Future.exception(self._handle.committed, settings().timeout / 2)
-                self._after_commit.wait(settings().timeout / 2)
+    def _note_end(self, made: _StepSave, done: Future[Any]) -> None:
+        """Learn from a save that has ended. Runs in a thread of the save."""
+        try:
+            error = Future.exception(done)  # `SaveFuture.exception` would note a retrieved failure
+            self.repeat = self._may_pass(error, second=made.second)
+            if isinstance(error, StateChangedError) and self.options.staging == "auto":
+                self._staging.block(str(error))
+            if isinstance(error, StorageFullError):
+                self.keeper.make_room()
+            if error is not None:
+                if not made.since_full:
+                    self.since_full = self.options.full_every or 0  # so the next one is
+                return
+            seconds, self.committed = time.monotonic() - made.begun, made.step
+            self.longest = max(self.longest, seconds)
+            for rule in self.cadence.rules:
+                if isinstance(rule, Interval):
+                    rule.learn(made.stall + Future.result(done).fence_seconds, seconds)
+            self.keeper.follow_commit(made.step)
+        finally:
+            made.ended.set()
 
-    def _is_full(self, handle: SaveHandle | None) -> bool:
-        return handle is not None and handle.done() and isinstance(Future.exception(handle.committed), StorageFullError)
-
-    def _may_pass(self, error: BaseException | None, second: bool) -> bool:
-        """Return whether the next save may succeed where one failed, perhaps a second one on a full storage."""
+    def _may_pass(self, error: BaseException | None, *, second: bool) -> bool:
+        """Return whether the next save may succeed where one failed, perhaps a `second` one on a full storage."""
         if isinstance(error, StorageFullError):
             return not second
         return isinstance(error, StateChangedError) and self.options.staging == "auto"
-
-    @property
-    def unsaved(self) -> bool:
-        """True if the last save failed for a reason that the next one may not meet."""
-        if self._handle is None or not self._handle.done():
-            return False
-        return self._may_pass(Future.exception(self._handle.committed), self._second_try)
 
     @property
     def next_since_full(self) -> int:
@@ -249,9 +270,8 @@ class RunSaves:
 
     def await_commit(self, step: int) -> None:
         """Wait for the commit of a step, if its save is in flight. Any rank may call it by itself."""
-        if self._handle is not None and self.step == step:
-            with contextlib.suppress(TimeoutError):
-                Future.exception(self._handle.committed, settings().timeout)
+        if self._last is not None and self._last.step == step:
+            wait_for_any([self._last.handle.committed], settings().timeout)
 
     def begin_at(self, step: int) -> None:
         """Count a loaded step as saved."""
@@ -268,8 +288,8 @@ class RunSaves:
                 names=options.names, incremental=options.incremental, process_group=self._group,
             )  # fmt: skip
 
-    def wait(self, timeout: float | None = None, *, final: bool = True) -> bool:
-        """Wait for the commit of the save in flight; return False if it takes longer than `timeout` seconds.
+    def wait(self, timeout: float | None = None, *, final: bool = True) -> None:
+        """Wait for the commit of the save in flight.
 
         Args:
             timeout: seconds to wait; None for all.
@@ -278,34 +298,21 @@ class RunSaves:
         Raises:
             CheckpointError: the save failed, and its failure was not raised before.
         """
-        if self._handle is not None:
-            try:
-                Future.exception(self._handle.committed, timeout)
-            except TimeoutError:
-                return False
-            self._after_commit.wait(timeout)  # the thread that ends the save wakes this one first
+        if self._last is not None and self._last.wait(timeout):
             self.raise_failure(final=final)
-        return True
-
-    def wait_for_newest(self, seconds: float) -> int:
-        """Wait for the save in flight, which fails soon after the loss of a rank; return the newest committed step."""
-        with contextlib.suppress(CheckpointError):
-            self.wait(seconds)
-        return self.committed
 
     def raise_failure(self, *, final: bool = False) -> None:
         """Report the failure of the last save, once; with `final`, also one that the next save may not meet."""
-        handle = self._handle
-        if handle is None or not handle.done() or handle.failure_retrieved:
-            return
-        try:
-            handle.result()
-        except CheckpointError as error:
-            self._report(error, self.step, final=final)
+        last = self._last
+        if last is not None and last.handle.done() and not last.handle.failure_retrieved:
+            try:
+                last.handle.result()
+            except CheckpointError as error:
+                self._report(error, last.step, final=final)
 
     def _report(self, error: CheckpointError, step: int, *, final: bool = False) -> None:
         """Raise the failure of a step, or log it."""
-        if not final and self._may_pass(error, self._second_try):
+        if not final and self._may_pass(error, second=self._last is not None and self._last.second):
             _log.warning("step %d is not saved, the next one is: %s", step, error)
             return
         found = self.keeper.resolve_conflict(error)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -85,9 +85,7 @@ class Survivors:
             signal.signal(signal.SIGTERM, self._on_sigterm)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end_watch()
         # Equal, not identical: each access makes a new bound method.
         if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
@@ -103,22 +101,16 @@ class Survivors:
 
     def wait_for_loss(self) -> bool:
         """Wait a moment for a loss; return whether there is one. Takes no lock, because a signal handler calls it."""
-        end = time.monotonic() + _NEWS
-        while not self._lost and time.monotonic() < end:
-            time.sleep(_POLL)
-        return bool(self._lost)
+        return _wait_until(lambda: self._lost, _NEWS)
 
     def wait_for_all(self) -> bool:
         """Wait a moment until all ranks call this; return whether they do."""
 
         def meet() -> bool:
             self._store = self._find_store()
-            store, end = self._keys("ending"), time.monotonic() + _PATIENCE
+            store, names = self._keys("ending"), [str(rank) for rank in range(self._collective.world_size)]
             store.set(str(self._collective.rank), "")
-            names = [str(rank) for rank in range(self._collective.world_size)]
-            while not (here := store.check(names)) and not self._lost and time.monotonic() < end:
-                time.sleep(_POLL)
-            return bool(here) or bool(self._lost)
+            return _wait_until(lambda: self._lost or store.check(names), _PATIENCE)
 
         try:
             return wait_for_call(meet, 2 * _PATIENCE)
@@ -207,13 +199,18 @@ class Survivors:
             PeerLostError: no rank publishes it in time.
         """
         store = self._keys("published")
-        end = time.monotonic() + timeout
-        while not store.check([name]):
-            if time.monotonic() > end:
-                raise PeerLostError(f"rank {self._collective.rank}: the ranks that save have not reported the outcome")
-            time.sleep(_POLL)
+        if not _wait_until(lambda: store.check([name]), timeout):
+            raise PeerLostError(f"rank {self._collective.rank}: the ranks that save have not reported the outcome")
         value: bytes = store.get(name)
         return value.decode()
 
     def _keys(self, prefix: str) -> Any:
         return PrefixStore(f"bytecheckpoint/{self._collective.world_id}/{prefix}", self._store)
+
+
+def _wait_until(condition: Callable[[], object], seconds: float) -> bool:
+    """Wait until a condition holds; return whether it does. Takes no lock."""
+    end = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < end:
+        time.sleep(_POLL)
+    return bool(holds)
