@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from bytecheckpoint.manager import (
     StepInfo,
     wait_for_new_step,
 )
+from bytecheckpoint.manager.run_folder import RunFolder
+from tests.support.faulty_storage import Faults
 from tests.support.runs import steps_in
 
 
@@ -46,8 +49,11 @@ def test_functions_are_called_in_order_with_committed_steps(tmp_path: Path) -> N
     def fails(info: StepInfo) -> None:
         raise ValueError(info.step)
 
+    def ends(info: StepInfo) -> None:
+        sys.exit(3)
+
     def run(collective: Collective) -> None:
-        with manager_of(tmp_path, fails, see, every=2) as manager:
+        with manager_of(tmp_path, fails, ends, see, every=2) as manager:
             for step in range(1, 7):
                 manager.maybe_save(step, {"loss": step / 2}, {"commit": "1a2b" if collective.rank == 0 else "other"})
 
@@ -91,6 +97,12 @@ def test_a_link_to_the_newest_step(tmp_path: Path) -> None:
         manager.save(4)
     assert (tmp_path / "latest").read_text() == "mine"
     assert sorted(os.listdir(tmp_path)) == [".bytecheckpoint-manager", "latest", "step_00000003", "step_00000004"]
+    os.unlink(tmp_path / "latest")
+    (tmp_path / ".latest.new").symlink_to("step_00000001")  # of a call that was killed
+    with manager_of(tmp_path, LatestLink()) as manager:
+        manager.restore_latest()
+        manager.save(5)
+    assert os.readlink(tmp_path / "latest") == "step_00000005" and not os.path.lexists(tmp_path / ".latest.new")
     for bad in ("", "a/b", "step_00000001", ".."):
         with pytest.raises(UsageError):
             LatestLink(bad)
@@ -108,10 +120,44 @@ def test_the_wait_for_a_new_step(tmp_path: Path) -> None:
         second = wait_for_new_step(tmp_path / "run", 3, timeout=30, interval=0.02)
         assert second is not None and second.step == 5
         manager.restore(3)
-        manager.save(4)  # 5 is superseded
+        manager._keeper.claim(4)  # as at the beginning of a save: 5 is superseded
+        assert wait_for_new_step(tmp_path / "run", second, timeout=0.0) is None
+        manager.save(4)
         manager.wait()
         third = wait_for_new_step(tmp_path / "run", second, timeout=30, interval=0.02)
         assert third is not None and third.step == 4
+
+
+@pytest.mark.parametrize("wrong", [{"interval": 0}, {"interval": -1.0}, {"after": "3"}, {"after": 2.5}])
+def test_wrong_waits(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(UsageError):
+        wait_for_new_step(tmp_path, timeout=0.0, **wrong)
+
+
+def test_a_pin_during_a_deletion(tmp_path: Path) -> None:
+    """Another job pins the step that it has just found, while a manager chooses the steps to delete."""
+
+    class PinsLate:
+        def keep(self, steps: Sequence[StepInfo]) -> set[int]:
+            if len(steps) > 1:
+                RunFolder(tmp_path).pin(1, pinned=True)
+            return set()
+
+    with manager_of(tmp_path, every=1, keep=Retention([PinsLate()], grace=0)) as manager:
+        for step in (1, 2):
+            manager.maybe_save(step)
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_a_pin_behind_a_deletion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with manager_of(tmp_path) as manager:
+        manager.save(1)
+        manager.wait()
+        faults = Faults().install_in_folders(monkeypatch)
+        faults.add("publish", before=lambda: os.unlink(tmp_path / "step_00000001/metadata.parquet"))
+        with pytest.raises(CheckpointNotFoundError):
+            manager.pin(1)
+        assert ".bytecheckpoint-pinned" not in os.listdir(tmp_path / "step_00000001")
 
 
 def test_a_pin_waits_for_the_commit(tmp_path: Path) -> None:
@@ -161,3 +207,27 @@ def test_the_question_at_the_end_of_a_job(tmp_path: Path) -> None:
 def test_wrong_facts(tmp_path: Path, bad: Any) -> None:
     with manager_of(tmp_path) as manager, pytest.raises(UsageError, match="metadata="):
         manager.save(1, metadata=bad)
+    with pytest.raises(UsageError, match="metadata"):
+        CheckpointManager(tmp_path, states(), save_options=SaveOptions(metadata=bad))
+
+
+@pytest.mark.parametrize("of_options", [False, True])
+def test_facts_are_those_of_the_call(tmp_path: Path, *, of_options: bool) -> None:
+    """The program counts on while the save is written."""
+    counts = {"tokens": [1]}
+    options = SaveOptions(metadata=counts if of_options else None)
+    with CheckpointManager(tmp_path, states(), save_options=options) as manager:
+        manager.save(1, metadata=None if of_options else counts)
+        counts["tokens"].append(2)
+    assert manager.steps()[0].metadata == {"tokens": [1]}
+
+
+def test_a_restore_forgets_what_was_due(tmp_path: Path) -> None:
+    with manager_of(tmp_path, every=EverySteps(5)) as manager:
+        manager.save(3)
+        assert manager.should_save(5)
+        manager.restore(3)
+        assert not manager.should_save(4) and manager.maybe_save(4) is None
+        assert manager.should_save(5)
+        manager.go_back(3)
+        assert manager.maybe_save(4) is None

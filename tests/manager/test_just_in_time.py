@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import bytecheckpoint
 from bytecheckpoint import CheckpointManager
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.manager import SaveOptions
+from bytecheckpoint.manager import LatestLink, SaveOptions
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools import verify
 from tests.support.lost_rank_job import EVERY, LEFT, train
@@ -259,7 +260,9 @@ def fail_on_all(root: str, step: int, *, own: str = "") -> None:
     """Train, and raise an exception of the program in the forward pass of a step, perhaps behind a change of weights."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    with CheckpointManager(root, {"model": model, "optimizer": optimizer}, every=4, just_in_time=True) as manager:
+    options = SaveOptions(on_commit=LatestLink())
+    states = {"model": model, "optimizer": optimizer}
+    with CheckpointManager(root, states, every=4, just_in_time=True, save_options=options) as manager:
         for number in range(1, 12):
             loss = model(torch.ones(3, 4) * number).sum()
             if number == step:
@@ -287,6 +290,7 @@ def test_an_exception_of_the_program_on_all_ranks(tmp_path: Path, worlds: Worlds
         with pytest.raises(RankError, match=error):
             worlds.run(ranks, fail_on_all, root, 7, own=own)
         assert steps_in(Path(root)) == steps, own
+        assert os.readlink(f"{root}/latest") == f"step_{steps[-1]:08d}"
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     bytecheckpoint.load(tmp_path / "run/step_00000006", {"model": model})
     wanted = torch.load(tmp_path / "run-6")

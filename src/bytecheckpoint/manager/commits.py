@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,8 +13,9 @@ from typing import Any
 
 from bytecheckpoint.concurrency import Workers
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.manager.rules import StepInfo
+from bytecheckpoint.manager.rules import StepInfo, is_real
 from bytecheckpoint.manager.run_folder import RunFolder
+from bytecheckpoint.saving.steps import check_step
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.tiers.storage import TierStorage
@@ -82,7 +83,7 @@ class CommitActions:
 def _call_with(function: Callable[[Any], object], info: Any) -> None:
     try:
         function(info)
-    except Exception as error:  # noqa: BLE001  the training continues, and the step is committed
+    except BaseException as error:  # noqa: BLE001  sys.exit() too: the training continues, and the step is committed
         _log.warning("on_commit: %r failed for step %d", function, info.step, exc_info=error)
 
 
@@ -111,9 +112,11 @@ class LatestLink:
         if not isinstance(storage, PosixStorage):
             raise UsageError(f"{storage.url} is on a storage without symbolic links")
         root, step = os.path.split(storage.root)
-        link, new = os.path.join(root, self.name), os.path.join(root, f".{self.name}-{secrets.token_hex(4)}")
+        link, new = os.path.join(root, self.name), os.path.join(root, f".{self.name}.new")
         if os.path.lexists(link) and not os.path.islink(link):
             raise UsageError(f"{link} is no symbolic link: it stays as it is")
+        with contextlib.suppress(FileNotFoundError):  # a call that was killed, or failed, has left it
+            os.unlink(new)
         os.symlink(step, new)
         os.replace(new, link)
 
@@ -134,14 +137,19 @@ def wait_for_new_step(
         root: folder or URL of the run. It may not be there yet.
         after: the step that was returned last, or a step number; None for any step. A step that is saved anew is a new one.
         timeout: seconds to wait; None for no limit.
-        interval: seconds between two looks.
+        interval: seconds between two looks, above 0.
 
     Returns:
         The newest step, or None if there is no new one in time.
 
     Raises:
+        UsageError: an argument is out of its range.
         StorageError: the storage fails.
     """
+    if not is_real(interval) or not interval > 0:
+        raise UsageError(f"interval={interval!r}: give a number of seconds above 0")
+    if not isinstance(after, StepInfo | None):
+        after = check_step(after)
     folder, end = RunFolder(root), time.monotonic() + timeout if timeout is not None else None
     while True:
         newest = folder.newest()
@@ -155,5 +163,7 @@ def wait_for_new_step(
 
 def _is_new(newest: StepInfo, after: StepInfo | int | None) -> bool:
     if isinstance(after, StepInfo):
-        return (newest.step, newest.created) != (after.step, after.created)
+        # A run that goes back has an older step as its newest, until it saves.
+        older = 0 < newest.committed < after.committed
+        return not older and (newest.step, newest.created) != (after.step, after.created)
     return after is None or newest.step > after

@@ -145,8 +145,12 @@ class FolderKeeper:
     def follow_commit(self, step: int) -> None:
         """Call the program's functions with a committed step, and delete old steps, in the background."""
         if self._writes:
-            self._actions.begin(step, lambda: self.folder.find(step))
+            self.call_functions(step)
         self.clean_up()
+
+    def call_functions(self, step: int) -> None:
+        """Call the program's functions with a committed step in the background."""
+        self._actions.begin(step, lambda: self.folder.find(step))
 
     def clean_up(self) -> None:
         """Delete in the background the steps that no rule keeps. Return at once."""

@@ -154,6 +154,8 @@ class JustInTime:
                 failure = self._save(candidate, members)
                 if rank == members[0]:
                     self._survivors.publish(f"outcome of {candidate}", failure)
+                    if not failure:
+                        self._run.keeper.call_functions(candidate)
             else:
                 failure = self._survivors.receive(f"outcome of {candidate}", settings().timeout)
             if not failure:

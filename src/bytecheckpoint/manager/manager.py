@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import os
@@ -25,7 +26,7 @@ from bytecheckpoint.manager.boundary import Boundaries, SaveDue, StopJob, Usurpe
 from bytecheckpoint.manager.cadence import Cadence, When
 from bytecheckpoint.manager.folder_keeper import FolderKeeper
 from bytecheckpoint.manager.preemption import Preemption, PreemptionWatch
-from bytecheckpoint.manager.restores import Conversations, Progress, Reached, Restored, Restores
+from bytecheckpoint.manager.restores import Conversations, Progress, Reached, Restored, Restores, check_facts
 from bytecheckpoint.manager.rules import Best, Keep, Retention, StepInfo
 from bytecheckpoint.manager.run_folder import RunFolder, step_folder, step_metadata, step_number
 from bytecheckpoint.manager.saves import RunSaves
@@ -232,7 +233,7 @@ class CheckpointManager:
         self._await_saves()
         self._restores.count += 1
         self._keeper.note_restore(number)
-        self._progress.step = number
+        self._progress.begin_at(number)
         self._saves.begin_at(number)
 
     def _await_saves(self) -> None:
@@ -241,7 +242,7 @@ class CheckpointManager:
 
     def _begin(self, restored: Restored | None) -> Restored | None:
         """Continue from a step, or begin."""
-        self._progress.step = 0 if restored is None else restored.step
+        self._progress.begin_at(0 if restored is None else restored.step)
         self._saves.begin_at(self.step)
         if restored is not None:
             self._saves.prepared = True  # by the load
@@ -398,8 +399,11 @@ class CheckpointManager:
 
     @property
     def _facts(self) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        """The metrics and the metadata of the step that this rank has reached."""
-        return self._progress.metrics, {**(self._saves.options.metadata or {}), **self._progress.metadata}
+        """The metrics and the metadata of the step that this rank has reached, as they are now."""
+        metadata = {**(self._saves.options.metadata or {}), **self._progress.metadata}
+        with contextlib.suppress(Exception):  # of values that the save refuses, on all ranks
+            metadata = copy.deepcopy(metadata)
+        return self._progress.metrics, metadata
 
     # --- the end of a job -----------------------------------------------------------------------------------------
 
@@ -464,7 +468,8 @@ class CheckpointManager:
             self._keeper.close(settings().timeout)
 
 
-def _check_options(save_options: object, load_options: object) -> None:
+def _check_options(save_options: SaveOptions, load_options: LoadOptions) -> None:
     for name, value, kind in (("save", save_options, SaveOptions), ("load", load_options, LoadOptions)):
         if not isinstance(value, kind):
             raise UsageError(f"{name}_options={value!r}: give {kind.__name__}(...)")
+    check_facts(save_options.metadata)

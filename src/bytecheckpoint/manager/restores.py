@@ -20,7 +20,7 @@ from bytecheckpoint.settings import settings
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Conversations", "Progress", "Reached", "Restored", "Restores"]
+__all__ = ["Conversations", "Progress", "Reached", "Restored", "Restores", "check_facts"]
 
 _log = logging.getLogger("bytecheckpoint")
 _T = TypeVar("_T")
@@ -61,6 +61,10 @@ class Progress:
     closed: bool = False
     asked: Reached | None = None
 
+    def begin_at(self, step: int) -> None:
+        """Continue from a step. What was due before is not any more."""
+        self.step, self.asked = step, None
+
     def advance(self, step: object, metrics: object, metadata: object) -> int:
         """Reach a step with its metrics and facts; return its number.
 
@@ -76,14 +80,17 @@ class Progress:
             )
         if not isinstance(metrics, Mapping | None):
             raise UsageError(f"metrics={metrics!r}: give names with numbers, such as {{'loss': 0.5}}")
-        if not isinstance(metadata, Mapping | None) or not all(isinstance(name, str) for name in metadata or ()):
-            raise UsageError(f"metadata={metadata!r}: give names with plain values, such as {{'commit': '1a2b3c'}}")
-        if "manager" in (metadata or ()):
-            raise UsageError(
-                "metadata={'manager': ...}: the manager stores its own facts under this name; use another one"
-            )
-        self.step, self.metrics, self.metadata = number, metrics or {}, metadata or {}
+        self.step, self.metrics, self.metadata = number, metrics or {}, check_facts(metadata)
         return number
+
+
+def check_facts(metadata: object) -> Mapping[str, Any]:
+    """Return the metadata of a program. Those without names, or with that of the manager's own facts, are refused."""
+    if not isinstance(metadata, Mapping | None) or not all(isinstance(name, str) for name in metadata or ()):
+        raise UsageError(f"metadata={metadata!r}: give names with plain values, such as {{'commit': '1a2b3c'}}")
+    if "manager" in (metadata or ()):
+        raise UsageError("metadata={'manager': ...}: the manager stores its own facts under this name; use another one")
+    return metadata or {}
 
 
 @dataclass(frozen=True)

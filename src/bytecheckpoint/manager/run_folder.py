@@ -223,9 +223,13 @@ class RunFolder:
         if not pinned:
             _durable(path).delete([_PIN])
             return
-        if not with_time_limits(resolve(path)).version(CATALOG_NAME):
-            raise CheckpointNotFoundError(f"{path} holds no committed checkpoint: only those can be pinned")
-        _durable(path).publish(_PIN, b"")
+        place = with_time_limits(resolve(path))
+        if place.version(CATALOG_NAME):
+            _durable(path).publish(_PIN, b"")
+            if place.version(CATALOG_NAME):  # not retired meanwhile
+                return
+            _durable(path).delete([_PIN])
+        raise CheckpointNotFoundError(f"{path} holds no committed checkpoint: only those can be pinned")
 
     # --- one manager at a time ------------------------------------------------------------------------------------
 
@@ -352,8 +356,9 @@ class RunFolder:
     def _retire(self, info: StepInfo, users: dict[str, str]) -> bool:
         place = _durable(info.path)
         try:
-            user = users.get(_uri(place))
-            why = f"{user} uses its files" if user else retire(place, info.created)
+            user = f"{users[_uri(place)]} uses its files" if _uri(place) in users else ""
+            # Another job may have pinned it since it was listed.
+            why = user or ("it is pinned" if place.version(_PIN) else retire(place, info.created))
             if not why:
                 _remove_hot_copy(info.path)
         except CheckpointNotFoundError as error:  # a manager on another machine has deleted it
