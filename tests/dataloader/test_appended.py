@@ -79,6 +79,19 @@ def test_all_documents_are_fed_in_each_epoch_from_the_running_one_on(
     assert set(found) == {*range(72)} and set(found.values()) <= {1, 2, 3}
 
 
+def test_a_run_that_ended_with_fewer_documents_than_streams(tmp_path: Path) -> None:
+    """Streams without a document in the last epochs wait for new ones."""
+    step = tmp_path / "step"
+    for job, count in enumerate([1, 40]):
+        source = SequenceSource([[0] * 60, *([i] for i in range(1, count))], "data")
+        one = loader(sources=source, epochs=3, context_length=1, allow="appended")
+        if job:
+            bytecheckpoint.load(step, {"dataloader": one})
+        found = Counter(chain(*chain(*(tokens_of(batch) for batch in one))))
+        bytecheckpoint.save(step, {"dataloader": one})
+    assert sum(found[i] for i in range(1, 40)) > 39 - 6 and {*found.values()} == {1}
+
+
 def test_the_epoch_of_a_pass_over_new_documents(tmp_path: Path) -> None:
     one = loader(sources=numbers(6), context_length=1)
     for _ in range(2):  # two epochs of six documents

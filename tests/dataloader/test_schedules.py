@@ -61,6 +61,18 @@ def test_a_schedule_belongs_to_the_run() -> None:
         loader_of(other, allow="schedule").choose_streams(saved.shared_state(), range(BATCH))
 
 
+def test_a_schedule_in_another_scale_is_that_of_the_run() -> None:
+    saved, scaled = (loader_of(({0: 1, 10: 0.9 * scale}, {0: 1, 10: 0.1 * scale})) for scale in (1, 0.3))
+    for _ in range(15):
+        next(saved)
+    assert scaled.shared_state()["schedule"] != saved.shared_state()["schedule"]  # by rounding
+    scaled.choose_streams(saved.shared_state(), range(BATCH))
+    scaled.load_streams(saved.shared_state(), saved.stream_states())
+    assert scaled.shared_state()["schedule"] == saved.shared_state()["schedule"]
+    for _ in range(30):
+        assert next(scaled)["tokens"].equal(next(saved)["tokens"])
+
+
 @pytest.mark.parametrize(
     ("shares", "message"),
     [

@@ -73,7 +73,10 @@ class Feed:
     @property
     def ended(self) -> bool:
         """True if all epochs are fed, or, by the old rule, if the stream has no document of this source."""
-        return self._empty or (self._passes.end is not None and self.epoch >= self._passes.end)
+        if self._empty or self._passes.end is None:
+            return self._empty
+        between = self._cursor is None and self._begin is None
+        return self.epoch >= self._passes.end or (between and self._part() is None)
 
     def state(self) -> dict[str, Any]:
         """Return the position as plain values."""
@@ -94,9 +97,10 @@ class Feed:
             if self._cursor is None:
                 if (part := self._part()) is None:
                     return None
+                self.epoch, number, parts = part
                 first, stop, _ = self._passes.part(self.epoch)
                 fed = self.source if stop - first == self._passes.documents else self.source.section(first, stop)
-                self._cursor = fed.cursor(*part, self.epoch, self._recipe.seed, self._begin)
+                self._cursor = fed.cursor(number, parts, self.epoch, self._recipe.seed, self._begin)
             try:
                 document = next(self._cursor)
             except StopIteration:
@@ -129,21 +133,22 @@ class Feed:
         self._count_empty()
         return True
 
-    def _part(self) -> tuple[int, int] | None:
-        """Pass over epochs without a part for this stream; return (number, number of parts) of the next, None: the end."""
-        stream, streams = self._stream, self._recipe.streams
+    def _part(self) -> tuple[int, int, int] | None:
+        """Return the next pass with a part for this stream, the number of the part and that of all; None: the end."""
+        stream, streams, number = self._stream, self._recipe.streams, self.epoch
         if not self._passes.documents or self._recipe.dealing == FIXED_PARTS:
-            return stream, streams
+            return number, stream, streams
         # The place in this pass of the stream's first document from here on, which may lie in a later pass.
-        place = (stream - self._passes.places_before(self.epoch)) % streams
-        while True:
-            first, stop, end = self._passes.part(self.epoch)
+        place = (stream - self._passes.places_before(number)) % streams
+        while self._passes.end is None or number < self._passes.end:
+            first, stop, end = self._passes.part(number)
             count = stop - first
             if not (over := place // count):
-                return None if self.ended else (place, min(streams, count))
-            over = over if end is None else min(over, end - self.epoch)
+                return number, place, min(streams, count)
+            over = over if end is None else min(over, end - number)
             place -= over * count
-            self.epoch += over
+            number += over
+        return None
 
     def _end_epoch(self) -> None:
         if self._recipe.dealing == FIXED_PARTS:

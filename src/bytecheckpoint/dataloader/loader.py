@@ -6,7 +6,6 @@ import copy
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -14,14 +13,7 @@ import torch
 from bytecheckpoint.dataloader.checks import check_allow, check_rank, check_shared, share
 from bytecheckpoint.dataloader.handover import on_tensors
 from bytecheckpoint.dataloader.makers import LocalMaker, RestMaker
-from bytecheckpoint.dataloader.recipe import (
-    ALLOWED,
-    FIXED_PARTS,
-    TokenRecipe,
-    changed_ratios,
-    changed_sizes,
-    changed_sources,
-)
+from bytecheckpoint.dataloader.recipe import ALLOWED, FIXED_PARTS, TokenRecipe, comparisons
 from bytecheckpoint.dataloader.rows import PackedRows
 from bytecheckpoint.dataloader.stream import SourceProgress, progress_of
 from bytecheckpoint.dataloader.trained import TrainedBatches
@@ -362,13 +354,7 @@ class TokenBufferLoader:
         own = {name: value for name, value in self.shared_state().items() if name != "batches"}
         own.pop("dealing")  # those of the checkpoint are taken over
         own.pop("additions")
-        compare: dict[str, Any] = {
-            "sources": partial(changed_sources, allow=self._allow, sources=self._recipe.sources),
-            "ratios": partial(changed_ratios, allow="ratios" in self._allow),
-            "global_batch": lambda saved, sizes: changed_sizes(
-                saved, sizes, allow="global_batch" in self._allow, batches=shared["batches"]
-            ),
-        }
+        compare = comparisons(self._recipe.sources, self._allow, shared)
         check_shared(shared, own, allow=self._allow, allowed=ALLOWED, compare=compare)
         added = self._recipe.added(shared)
         if added and shared.get("dealing", FIXED_PARTS) == FIXED_PARTS:

@@ -53,10 +53,8 @@ class Passes:
 
     def places_before(self, number: int) -> int:
         """Return how many documents the passes before one have."""
-        ends = [min(number, end) for end in [*self._begins[1:], number]]
-        return sum(
-            max(end - begin, 0) * (stop - first) for (begin, first, stop), end in zip(self._parts, ends, strict=True)
-        )
+        parts = zip(self._parts, [*self._begins[1:], number], strict=True)
+        return sum(max(min(number, end) - begin, 0) * (stop - first) for (begin, first, stop), end in parts)
 
     def epoch(self, number: int) -> int:
         """Return the epoch to which a pass belongs."""

@@ -7,6 +7,7 @@ import itertools
 import math
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Self
 
 import numpy as np
@@ -20,16 +21,7 @@ from bytecheckpoint.dataloader.sources.facts import changed_facts
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.representation.values.equality import equal
 
-__all__ = [
-    "ALLOWED",
-    "DEALT_BY_PLACE",
-    "FIXED_PARTS",
-    "TokenRecipe",
-    "Tokens",
-    "changed_ratios",
-    "changed_sizes",
-    "changed_sources",
-]
+__all__ = ["ALLOWED", "DEALT_BY_PLACE", "FIXED_PARTS", "TokenRecipe", "Tokens", "comparisons"]
 
 Tokens = NDArray[np.int32]
 #: Share of a source in the tokens, or batch -> share from there on.
@@ -122,12 +114,11 @@ class TokenRecipe:
             raise UsageError(f"document_end must be a token id, an int from 0 to 2**31 - 1, not {document_end!r}")
         if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
             raise UsageError(f"seed must be an int of 64 bits, not {seed!r}")
-        for size in self.sizes.values():
-            if size % streams:
-                raise UsageError(
-                    f"a global batch of {size} rows cannot take equally many from {streams} streams: "
-                    "choose a number of streams that divides it"
-                )
+        if uneven := [size for size in self.sizes.values() if size % streams]:
+            raise UsageError(
+                f"a global batch of {uneven[0]} rows cannot take equally many from {streams} streams: "
+                "choose a number of streams that divides it"
+            )
         self.context_length, self.streams, self.rows = context_length, streams, max(self.sizes.values()) // streams
         self.tokenizer, self.document_end = tokenizer, document_end
         self.seed, self.shuffle_buffer, self.epochs = seed, shuffle_buffer, epochs
@@ -147,10 +138,13 @@ class TokenRecipe:
         other = copy.copy(self)
         order = {name: place for place, name in enumerate(shared["sources"])}
         ratios = dict(zip(self.sources, self.ratios, strict=True))
-        if not changed_ratios(shared["ratios"], self.shares, allow=False):
+        if not _changed_shares("ratios", shared["ratios"], self.shares, allow=False):
             ratios = {source: shared["ratios"][source.name] for source in ratios}
         other.sources = tuple(sorted(ratios, key=lambda source: order.get(source.name, len(order))))
         other.ratios = tuple(ratios[source] for source in other.sources)
+        schedule = {int(batch): shares for batch, shares in (shared.get("schedule") or {}).items()}
+        if not _changed_shares("schedule", schedule, self.schedule, allow=False):
+            other.schedule = schedule
         other.dealing = shared.get("dealing", FIXED_PARTS)
         known = {name: found for name, found in (shared.get("additions") or {}).items() if name in self.shares}
         for name, before in self.added(shared).items():
@@ -161,11 +155,11 @@ class TokenRecipe:
 
     def added(self, shared: Mapping[str, Any]) -> dict[str, int]:
         """Return the number of documents that sources had in a run, of those that have more now, by name."""
-        own, saved = {source.name: source.describe() for source in self.sources}, shared["sources"]
-        counts = {
-            name: (saved[name].get("documents"), own[name].get("documents")) for name in own.keys() & saved.keys()
-        }
-        return {name: before for name, (before, now) in counts.items() if before != now}
+        both = [(source, shared["sources"].get(source.name, {})) for source in self.sources]
+        both = [
+            (source, saved) for source, saved in both if saved.get("documents") != source.describe().get("documents")
+        ]
+        return {source.name: saved["documents"] for source, saved in both if saved}
 
     def phase(self, batch: int) -> int:
         """Return the batch from which the ratios of a batch hold."""
@@ -215,6 +209,7 @@ class TokenRecipe:
 
     def shared(self) -> dict[str, Any]:
         """Describe the recipe: equal recipes of equal data, and no others, have equal descriptions."""
+        sizes = {str(batch): size for batch, size in self.sizes.items()}
         return {
             "loader": "TokenBufferLoader",
             "sources": {source.name: source.describe() for source in self.sources},
@@ -223,9 +218,7 @@ class TokenRecipe:
             "document_end": self.document_end,
             "context_length": self.context_length,
             "streams": self.streams,
-            "global_batch": self.sizes[0]
-            if len(self.sizes) == 1
-            else {str(batch): n for batch, n in self.sizes.items()},
+            "global_batch": sizes if len(sizes) > 1 else self.sizes[0],
             "seed": self.seed,
             "shuffle_buffer": self.shuffle_buffer,
             "epochs": self.epochs,
@@ -294,15 +287,28 @@ def _are_ids(array: NDArray[Any]) -> bool:
     return array.dtype.kind in "iu" and int(array.max()) < 2**31 and int(array.min()) >= 0
 
 
-def changed_sources(saved: Any, own: Any, *, allow: Collection[str], sources: Sequence[Source]) -> list[str]:
-    """Compare descriptions of sources by name; return the differences in words.
+def comparisons(
+    sources: Sequence[Source], allow: Collection[str], saved: Any
+) -> dict[str, Callable[[Any, Any], list[str]]]:
+    """Return what compares entries of two descriptions (saved, own) with more than equality, in words.
 
     Args:
-        saved: descriptions in the checkpoint.
-        own: descriptions of this run.
-        allow: names of `ALLOWED` that are accepted.
         sources: sources of this run.
+        allow: names of `ALLOWED` that are accepted.
+        saved: shared state in the checkpoint.
     """
+    return {
+        "sources": partial(_changed_sources, allow=allow, sources=sources),
+        "ratios": partial(_changed_shares, "ratios", allow="ratios" in allow),
+        "schedule": partial(_changed_shares, "schedule", allow="schedule" in allow),
+        "global_batch": lambda was, now: _changed_sizes(
+            was, now, allow="global_batch" in allow, batches=saved["batches"]
+        ),
+    }
+
+
+def _changed_sources(saved: Any, own: Any, *, allow: Collection[str], sources: Sequence[Source]) -> list[str]:
+    """Compare descriptions of sources by name; return the differences in words."""
     saved = saved if isinstance(saved, dict) else {}
     found = []
     if "sources" not in allow:
@@ -347,29 +353,25 @@ def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return changes + changed_facts(was.get("data"), now.get("data", {}))
 
 
-def changed_ratios(saved: Any, own: Mapping[str, float], *, allow: bool) -> list[str]:
-    """Compare ratios of sources up to their rounding; return the difference in words.
-
-    Args:
-        saved: ratios in the checkpoint.
-        own: ratios of this run.
-        allow: True if they may differ.
-    """
-    same = isinstance(saved, dict) and saved.keys() == own.keys()
-    if allow or (same and all(math.isclose(saved[name], ratio, rel_tol=1e-9) for name, ratio in own.items())):
+def _changed_shares(entry: str, saved: Any, own: Any, *, allow: bool) -> list[str]:
+    """Compare ratios, of a schedule by batch, up to their rounding; return the difference in words."""
+    was, now = (_flat(shares) for shares in (saved, own))
+    if allow or (was.keys() == now.keys() and all(math.isclose(was[key], now[key], rel_tol=1e-9) for key in now)):
         return []
-    return [f"ratios was {short(saved)} and is {short({**own})} here{remedy('ratios', ALLOWED)}"]
+    return [f"{entry} was {short(saved)} and is {short(own)} here{remedy(entry, ALLOWED)}"]
 
 
-def changed_sizes(saved: Any, own: Any, *, allow: bool, batches: int) -> list[str]:
-    """Compare global batches; return the difference in words.
+def _flat(shares: Any) -> dict[tuple[str, ...], float]:
+    found: dict[tuple[str, ...], float] = {}
+    for name, share in (shares or {}).items():
+        found |= (
+            {(name, *key): part for key, part in _flat(share).items()} if isinstance(share, dict) else {(name,): share}
+        )
+    return found
 
-    Args:
-        saved: number of rows, or batch -> number from there on, in the checkpoint.
-        own: that of this run.
-        allow: True if those behind the checkpoint may differ.
-        batches: number of batches before the checkpoint.
-    """
+
+def _changed_sizes(saved: Any, own: Any, *, allow: bool, batches: int) -> list[str]:
+    """Compare sizes of global batches, which may differ behind a number of batches; return the difference in words."""
     if equal(saved, own):
         return []
     # A number alone says nothing of batches before.
