@@ -15,6 +15,7 @@ import bytecheckpoint
 from bytecheckpoint import CheckpointManager
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.manager import LatestLink, SaveOptions
+from bytecheckpoint.manager.run_folder import RunFolder
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools import verify
 from tests.support.lost_rank_job import EVERY, LEFT, train
@@ -261,10 +262,11 @@ def fail_on_all(root: str, step: int, *, own: str = "") -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     options = SaveOptions(on_commit=LatestLink())
-    states = {"model": model, "optimizer": optimizer}
+    states, facts = {"model": model, "optimizer": optimizer}, dict[str, int]()  # facts that change in each step
     with CheckpointManager(root, states, every=4, just_in_time=True, save_options=options) as manager:
         for number in range(1, 12):
             loss = model(torch.ones(3, 4) * number).sum()
+            facts["number"] = number
             if number == step:
                 if own == "changed":
                     model[0].weight.data.mul_(2)
@@ -272,7 +274,7 @@ def fail_on_all(root: str, step: int, *, own: str = "") -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            manager.maybe_save(number, {"loss": float(loss)})
+            manager.maybe_save(number, facts, facts)
             torch.save(model.state_dict(), f"{root}-{number}")
 
 
@@ -290,6 +292,8 @@ def test_an_exception_of_the_program_on_all_ranks(tmp_path: Path, worlds: Worlds
         with pytest.raises(RankError, match=error):
             worlds.run(ranks, fail_on_all, root, 7, own=own)
         assert steps_in(Path(root)) == steps, own
+        saved = RunFolder(root).steps()[-1]
+        assert saved.metrics == saved.metadata == {"number": steps[-1]}
         assert os.readlink(f"{root}/latest") == f"step_{steps[-1]:08d}"
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     bytecheckpoint.load(tmp_path / "run/step_00000006", {"model": model})

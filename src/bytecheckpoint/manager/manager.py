@@ -403,7 +403,7 @@ class CheckpointManager:
         metadata = {**(self._saves.options.metadata or {}), **self._progress.metadata}
         with contextlib.suppress(Exception):  # of values that the save refuses, on all ranks
             metadata = copy.deepcopy(metadata)
-        return self._progress.metrics, metadata
+        return dict(self._progress.metrics), metadata
 
     # --- the end of a job -----------------------------------------------------------------------------------------
 
