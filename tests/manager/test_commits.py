@@ -149,6 +149,20 @@ def test_a_pin_during_a_deletion(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [1, 2]
 
 
+def test_a_rule_that_ends_its_thread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Ends:
+        def keep(self, steps: Sequence[StepInfo]) -> set[int]:
+            if steps[-1].step == 2:
+                sys.exit("a rule gives up")
+            return set()
+
+    with manager_of(tmp_path, every=1, keep=Retention([Ends()], grace=0)) as manager:
+        for step in (1, 2, 3):
+            manager.maybe_save(step)
+            manager.wait()
+    assert steps_in(tmp_path) == [3] and "a rule gives up" in caplog.text
+
+
 def test_a_pin_behind_a_deletion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with manager_of(tmp_path) as manager:
         manager.save(1)

@@ -194,6 +194,20 @@ def test_a_file_is_noticed_once_each_time_that_it_appears(tmp_path: Path, caplog
     assert caplog.text.count(f"{file} exists, so the job is to stop: remove it, or each later job stops too") == 2
 
 
+def test_a_function_that_fails_is_asked_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    answers = iter([ValueError("no answer"), SystemExit("nor now"), True])
+
+    def check() -> bool:
+        if isinstance(answer := next(answers, False), BaseException):
+            raise answer
+        return bool(answer)
+
+    noticed = threading.Event()
+    with PreemptionWatch(Preemption((), check=check), noticed.set):
+        assert noticed.wait(20)
+    assert "no answer" in caplog.text and "nor now" in caplog.text
+
+
 def test_a_function_that_hangs_keeps_no_save_back(tmp_path: Path) -> None:
     end, called = threading.Event(), threading.Event()
 

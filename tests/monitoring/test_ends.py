@@ -6,6 +6,7 @@ import gc
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 import bytecheckpoint
 from bytecheckpoint.collectives import current
+from bytecheckpoint.monitoring.background import Background
 from tests.support.metrics import collecting, tables, wait_for_operations
 from tests.support.processes import wait_until
 from tests.support.worlds import Worlds, on_ranks
@@ -88,3 +90,12 @@ def test_a_model_without_a_mesh_is_searched_once(tmp_path: Path, monkeypatch: py
         with collecting(metrics):
             bytecheckpoint.save(tmp_path / "step_1", states)
     assert len(calls) == 1
+
+
+def test_a_job_that_calls_exit_ends_no_other_one(caplog: pytest.LogCaptureFixture) -> None:
+    """As a sink or an alert of the program may."""
+    background, done = Background("test"), threading.Event()
+    background.submit(lambda: sys.exit("enough"))
+    background.submit(done.set)
+    assert done.wait(20) and "enough" in caplog.text
+    background.end()

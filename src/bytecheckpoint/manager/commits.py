@@ -83,7 +83,7 @@ class CommitActions:
 def _call_with(function: Callable[[Any], object], info: Any) -> None:
     try:
         function(info)
-    except BaseException as error:  # noqa: BLE001  sys.exit() too: the training continues, and the step is committed
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the training continues, and the step is committed
         _log.warning("on_commit: %r failed for step %d", function, info.step, exc_info=error)
 
 

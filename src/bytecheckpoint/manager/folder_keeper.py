@@ -206,5 +206,5 @@ class FolderKeeper:
                 work()
             except StorageConflictError as error:
                 self._on_usurped(str(error))
-            except Exception as error:  # noqa: BLE001  training continues, and the next commit tries again
+            except (Exception, SystemExit) as error:  # noqa: BLE001  training continues, and the next commit tries again
                 _log.warning("old steps of %s were not deleted: %s", self.folder.url, error)

@@ -124,7 +124,7 @@ class PreemptionWatch:
             try:
                 found = file is not None and os.path.exists(file)
                 now = found or (check is not None and bool(check()))
-            except Exception as error:  # noqa: BLE001  of the caller's function
+            except (Exception, SystemExit) as error:  # noqa: BLE001  of the caller's function
                 _log.warning("the function that reports a preemption failed: %r", error)
                 continue
             if now and not before:

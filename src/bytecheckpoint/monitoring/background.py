@@ -120,7 +120,7 @@ def _run(job: Callable[[], object]) -> None:
         # Progress reports of a hanging save would otherwise make this rank look alive, and the others would wait forever.
         with not_counted_as_progress():
             job()
-    except Exception:  # noqa: BLE001  an error in one job must not end the others
+    except (Exception, SystemExit):  # noqa: BLE001  an error in one job must not end the others
         _log.exception("monitoring failed")
 
 
