@@ -23,7 +23,7 @@ from tests.support.runs import steps_in
 from tests.support.worlds import RankError, Worlds
 
 STOP = 12
-SYNCHRONOUS = SaveOptions(async_checkpoint=False)
+SYNCHRONOUS = SaveOptions(async_checkpoint=False, on_commit=LatestLink())
 
 
 def lose(
@@ -76,6 +76,7 @@ def test_the_step_before_is_saved(
     root = tmp_path / "run"
     assert steps_in(root) == [*range(EVERY, step, EVERY), step - 1]
     assert verify(resolve(root / f"step_{step - 1:08d}")).ok
+    assert os.readlink(root / "latest") == f"step_{step - 1:08d}"
     for losses, drawn in worlds.run(left, train, str(root), STOP, kind=kind):
         assert losses == pytest.approx({number: wanted[number] for number in range(step, STOP + 1)}, rel=1e-9)
         assert drawn == STOP

@@ -30,11 +30,10 @@ class CommitActions:
 
     Args:
         functions: functions of a `StepInfo`.
-        done: function to call after those of a step.
     """
 
-    def __init__(self, functions: Sequence[Callable[[StepInfo], object]], done: Callable[[], object]) -> None:
-        self._functions, self._done = functions, done
+    def __init__(self, functions: Sequence[Callable[[StepInfo], object]]) -> None:
+        self._functions = functions
         self._lock, self._waiting = threading.Lock(), list[int]()
         self._workers: Workers | None = None
 
@@ -44,21 +43,22 @@ class CommitActions:
         with self._lock:
             return {*self._waiting}
 
-    def begin(self, step: int, find: Callable[[], StepInfo | None]) -> None:
+    def begin(self, step: int, find: Callable[[], StepInfo | None], done: Callable[[], object]) -> None:
         """Call the functions with a committed step, behind those of earlier steps. Return at once.
 
         Args:
             step: step number.
             find: function that describes the step.
+            done: function to call behind the others.
         """
         if not self._functions:
             return
         self._workers = self._workers or Workers(1, "bytecheckpoint-on-commit")
         with self._lock:
             self._waiting.append(step)
-        self._workers.submit(self._call, step, find)
+        self._workers.submit(self._call, step, find, done)
 
-    def _call(self, step: int, find: Callable[[], StepInfo | None]) -> None:
+    def _call(self, step: int, find: Callable[[], StepInfo | None], done: Callable[[], object]) -> None:
         try:
             if (info := find()) is not None:
                 for function in self._functions:
@@ -68,7 +68,7 @@ class CommitActions:
         finally:
             with self._lock:
                 self._waiting.remove(step)
-            self._done()
+            done()
 
     def close(self, timeout: float) -> None:
         """Wait until all functions have ended.

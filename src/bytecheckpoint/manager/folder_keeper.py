@@ -41,7 +41,7 @@ class FolderKeeper:
         self, folder: RunFolder, retention: Retention, *, writes: bool, on_commit: Sequence[Callable[[StepInfo], object]],
         on_usurped: Callable[[str], object],
     ) -> None:  # fmt: skip
-        self._actions = CommitActions(on_commit, self.clean_up)
+        self._actions = CommitActions(on_commit)
         self.folder, self._retention, self._writes, self._on_usurped = folder, retention, writes, on_usurped
         self._owns = False
         self._restored: int | None = None  # the step that was loaded, until a save follows
@@ -145,12 +145,12 @@ class FolderKeeper:
     def follow_commit(self, step: int) -> None:
         """Call the program's functions with a committed step, and delete old steps, in the background."""
         if self._writes:
-            self.call_functions(step)
+            self.call_functions(step, self.clean_up)
         self.clean_up()
 
-    def call_functions(self, step: int) -> None:
-        """Call the program's functions with a committed step in the background."""
-        self._actions.begin(step, lambda: self.folder.find(step))
+    def call_functions(self, step: int, done: Callable[[], object] = lambda: None) -> None:
+        """Call the program's functions with a committed step in the background, and `done` behind them."""
+        self._actions.begin(step, lambda: self.folder.find(step), done)
 
     def clean_up(self) -> None:
         """Delete in the background the steps that no rule keeps. Return at once."""
