@@ -75,3 +75,11 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
         MegatronSource(tmp_path / "d/uint16")
     with pytest.raises(UsageError, match="by is 'token'"):
         MegatronSource(tmp_path / "d/uint16", by="token")  # type: ignore[arg-type]
+
+
+def test_a_negative_length(tmp_path: Path) -> None:
+    np.arange(4, dtype="<u2").tofile(tmp_path / "x.bin")
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 3, 4)
+    (tmp_path / "x.idx").write_bytes(head + struct.pack("<3i3q4q", 3, -2, 3, 0, 6, 2, 0, 1, 2, 3))
+    with pytest.raises(UsageError, match="do not follow one another"):
+        MegatronSource(tmp_path / "x")

@@ -7,6 +7,7 @@ import gzip
 import lzma
 import os
 import pickle
+import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 
 from bytecheckpoint.dataloader import JsonLinesSource, ParquetSource, TextSource, TokenFileSource
 from bytecheckpoint.dataloader.sources import text
+from bytecheckpoint.dataloader.sources.files import SourceFiles
 from bytecheckpoint.errors import StorageError, UsageError
 
 LINES = [f"line {i}" for i in range(500)]
@@ -94,3 +96,74 @@ def test_places_of_documents_are_found_once(tmp_path: Path, monkeypatch: pytest.
     passes.clear()
     (tmp_path / "x.txt").write_bytes(TEXT + b"\nmore")
     assert make()[500] == "more" and len(passes) == 1
+
+
+def test_a_damaged_index_is_made_anew(tmp_path: Path) -> None:
+    """Also one of another size, which a file that grew in the meantime would have."""
+    path, cache = tmp_path / "x.txt", tmp_path / "cache"
+    path.write_bytes(TEXT)
+    TextSource(path, cache=cache)
+    (index,) = cache.glob("*.npy")
+    good = index.read_bytes()
+    for damage in (b"", b"\x93NUMPY", good[:-8], good[:-8] + np.int64(10**9).tobytes(), good.replace(b"<i8", b"<f8")):
+        index.write_bytes(damage)
+        assert len(TextSource(path, cache=cache)) == 500 and index.read_bytes() == good
+
+
+def test_a_file_that_grows_while_its_documents_are_found(tmp_path: Path) -> None:
+    path, cache = tmp_path / "x.txt", tmp_path / "cache"
+    path.write_bytes(TEXT)
+    files = SourceFiles(path, cache)
+    path.write_bytes(TEXT + b"\nmore")
+    (bounds,) = files.bounds("lines", lambda file: np.array([0, int(files.sizes[file])]))
+    assert bounds.tolist() == [0, len(TEXT)] and len(TextSource(path, cache=cache)) == 501
+
+
+def test_folders_that_are_no_cache(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_bytes(TEXT)
+    with pytest.raises(UsageError, match=r"the cache .* cannot be made: File exists"):
+        TextSource(path, cache=path)
+    (tmp_path / "cache").mkdir()
+    source = TextSource(path, cache=tmp_path / "cache")
+    (index,) = (tmp_path / "cache").glob("*.npy")
+    index.unlink()
+    index.mkdir()
+    with pytest.raises(StorageError, match=r"the cache .* cannot be used: Is a directory"):
+        TextSource(path, cache=tmp_path / "cache")
+    assert len(source) == 500
+
+
+@pytest.mark.parametrize("name", ["n" * 250, "ü" * 120, "br[1].txt", os.fsdecode(b"\xff.txt")])
+def test_names_of_any_kind(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(TEXT)
+    assert len(TextSource(tmp_path / name, cache=tmp_path / "cache")) == 500
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(TEXT))
+    assert len(TextSource(tmp_path / f"{name}.gz", cache=tmp_path / "cache")) == 500
+
+
+def test_a_pattern_with_files_of_both_kinds(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\n")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"two\n"))
+    source = TextSource(tmp_path / "*.txt*", cache=tmp_path / "cache", shuffle=False)
+    assert [*map(source.__getitem__, range(len(source)))] == ["one", "two"]
+    with pytest.raises(UsageError, match=r"b\.txt\.gz is compressed"):
+        TextSource(tmp_path / "*.txt*")
+
+
+def test_an_archive_of_several_files(tmp_path: Path) -> None:
+    for count in (1, 2):
+        with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+            for number in range(count):
+                archive.writestr(str(number), TEXT)
+        if count == 1:
+            assert len(TextSource(tmp_path / "x.zip", cache=tmp_path / "cache")) == 500
+    with pytest.raises(UsageError, match=r"^\S*x\.zip has 2 files"):
+        TextSource(tmp_path / "x.zip", cache=tmp_path / "cache")
+
+
+def test_a_file_of_another_storage_that_changed_at_equal_size(tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    for content in (b"one\n", b"two\n"):
+        memory.pipe("/same/x.txt", content)
+        assert TextSource("memory://same/x.txt", cache=tmp_path)[0] == content.decode().strip()

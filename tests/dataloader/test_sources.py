@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bytecheckpoint.dataloader import TokenBufferLoader, TokenRecipe
 from bytecheckpoint.dataloader.sources.iterable import IterableSource
 from bytecheckpoint.dataloader.sources.sequence import SequenceSource
 from bytecheckpoint.errors import UsageError
@@ -157,3 +158,20 @@ def test_an_iterable_that_does_not_fit_its_state() -> None:
         IterableSource(plain, "counts").cursor(0, 1, 0, 0, {"taken": 60, "iterable": None})
     cursor = IterableSource(plain, "counts").cursor(0, 1, 0, 0, {"taken": 7, "iterable": {"next": 1}})
     assert drain(cursor) == list(range(7, 50))  # without a way to load the state, what was taken is read again
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (["one"], "not <U3"),
+        ([1.5], "not float64 from 1.5 to 1.5"),
+        ([-1, 2], "not int64 from -1 to 2"),
+        ([2**31], "not int64 from 2147483648"),
+        ([2**80], "not object"),
+        ([True], "not bool"),
+    ],
+)
+def test_documents_without_token_ids(document: list[Any], message: str) -> None:
+    source = SequenceSource([document], "x")
+    with pytest.raises(UsageError, match=f"document 0 of source 'x': token ids must be integers .* {message}"):
+        next(TokenBufferLoader(TokenRecipe(source, 2, 1)))

@@ -62,13 +62,7 @@ class Passes:
 
 
 def with_addition(additions: Additions, documents: int, states: Iterable[Mapping[str, Any]]) -> Additions:
-    """Return the additions to a source with the one that a load finds.
-
-    Args:
-        additions: additions before.
-        documents: number of documents before.
-        states: states of the source in all streams.
-    """
+    """Add an addition behind some documents, which a load finds, to those before, by the states of all streams."""
     # A stream without a cursor has ended the pass before.
     begun = max((state["epoch"] - (state["cursor"] is None) for state in states), default=-1)
     if begun < 0:  # nothing was fed, so all documents are of the first epoch

@@ -128,8 +128,7 @@ class TokenRecipe:
     def continued(self, shared: Mapping[str, Any], states: Iterable[Mapping[str, Any]] = ()) -> Self:
         """Return this recipe with what decides the batches of a run besides its arguments, as that run began.
 
-        That is the order in which a choice goes through the sources, the rounding of ratios, the rule of dealing, and
-        what was added to sources.
+        That is the order in which a choice goes through sources, the rounding of ratios, rule of dealing, and additions.
 
         Args:
             shared: description of the run's recipe, which fits this one but for allowed changes.
@@ -194,8 +193,11 @@ class TokenRecipe:
             raise UsageError(
                 f"a document is {type(tokens).__name__} and not a list of token ids: pass tokenizer=, which returns one"
             )
-        if array.size and array.dtype not in _SAFE and not _are_ids(array):
-            raise UsageError(f"token ids must be integers from 0 to 2**31 - 1, not {array.dtype} up to {array.max()}")
+        if array.size and array.dtype not in _SAFE:
+            least, most = (array.min(), array.max()) if array.dtype.kind in "iuf" else (-1, -1)
+            if array.dtype.kind == "f" or least < 0 or most >= 2**31:
+                bounds = f" from {least} to {most}" if array.dtype.kind in "iuf" else ""
+                raise UsageError(f"token ids must be integers from 0 to 2**31 - 1, not {array.dtype}{bounds}")
         if self.document_end is None:
             return array.astype(np.int32)  # a copy: the tokenizer may use its array again
         found = np.empty(len(array) + 1, np.int32)
@@ -274,8 +276,7 @@ def _checked_sizes(given: int | Mapping[int, int]) -> dict[int, int]:
         _check_int("global_batch", size, 1)
     if 0 not in sizes:
         raise UsageError(f"a global batch by batches begins with batch 0, as in {{0: 64, 20_000: 128}}, not {sizes}")
-    changes = sorted(sizes)
-    return {0: sizes[0]} | {b: sizes[b] for a, b in itertools.pairwise(changes) if sizes[a] != sizes[b]}
+    return {0: sizes[0]} | {b: sizes[b] for a, b in itertools.pairwise(sorted(sizes)) if sizes[a] != sizes[b]}
 
 
 def _check_int(name: str, value: object, least: int) -> None:
@@ -283,20 +284,10 @@ def _check_int(name: str, value: object, least: int) -> None:
         raise UsageError(f"{name} must be an int of at least {least}, not {value!r}")
 
 
-def _are_ids(array: NDArray[Any]) -> bool:
-    return array.dtype.kind in "iu" and int(array.max()) < 2**31 and int(array.min()) >= 0
-
-
 def comparisons(
     sources: Sequence[Source], allow: Collection[str], saved: Any
 ) -> dict[str, Callable[[Any, Any], list[str]]]:
-    """Return what compares entries of two descriptions (saved, own) with more than equality, in words.
-
-    Args:
-        sources: sources of this run.
-        allow: names of `ALLOWED` that are accepted.
-        saved: shared state in the checkpoint.
-    """
+    """Return what compares entries of a shared state (`saved`) with own ones by more than equality, in words."""
     return {
         "sources": partial(_changed_sources, allow=allow, sources=sources),
         "ratios": partial(_changed_shares, "ratios", allow="ratios" in allow),
@@ -319,9 +310,10 @@ def _changed_sources(saved: Any, own: Any, *, allow: Collection[str], sources: S
                 lost.remove(before)
                 new.remove(now[0])
         if lost:
-            found.append(f"it lacks the {_sources(lost)}{remedy('sources', ALLOWED)}")
+            found.append(f"it lacks the source{'s' * (len(lost) > 1)} {', '.join(lost)}{remedy('sources', ALLOWED)}")
         if new:
-            found.append(f"the checkpoint does not know the {_sources(new)}{remedy('sources', ALLOWED)}")
+            names = f"source{'s' * (len(new) > 1)} {', '.join(new)}"
+            found.append(f"the checkpoint does not know the {names}{remedy('sources', ALLOWED)}")
     for name in sorted(saved.keys() & own.keys()):
         if changes := _changes(saved[name], own[name]):
             source = next(source for source in sources if source.name == name)
@@ -383,8 +375,3 @@ def _changed_sizes(saved: Any, own: Any, *, allow: bool, batches: int) -> list[s
     if isinstance(own, dict) and batches and was != now:
         return [f"{text}, also in the {batches} batches before the checkpoint: keep what they had"]
     return [] if allow else [text + remedy("global_batch", ALLOWED)]
-
-
-def _sources(names: list[str]) -> str:
-    noun = "source" if len(names) == 1 else "sources"
-    return f"{noun} {', '.join(names)}"

@@ -75,10 +75,7 @@ class Source(ABC):
         return None
 
     def section(self, first: int, stop: int) -> Source:
-        """Return the documents from a number on up to another one, as a source of the same name.
-
-        A source needs this if `describe_first` returns a description.
-        """
+        """Return the documents from a number on up to another one, as a source of the same name, for `describe_first`."""
         raise NotImplementedError
 
     @property

@@ -11,7 +11,7 @@ import torch
 
 from bytecheckpoint.dataloader.checks import short
 from bytecheckpoint.dataloader.hugging_face_steps import steps_of
-from bytecheckpoint.dataloader.sources.fingerprint import value_fingerprint
+from bytecheckpoint.dataloader.sources.fingerprint import even_places, value_fingerprint
 from bytecheckpoint.representation.values.equality import equal
 
 __all__ = ["changed_facts", "data_facts"]
@@ -52,10 +52,10 @@ def changed_facts(saved: Any, own: dict[str, Any]) -> list[str]:
 
 def _facts_of_shards(shards: list[Any]) -> dict[str, Any]:
     if all(isinstance(shard, str) for shard in shards):
-        chosen = [shards[place] for place in _places(len(shards))]
+        chosen = [shards[place] for place in even_places(len(shards), _SAMPLES)]
         return {"number of files": len(shards), "names and sizes of files": [_name_and_size(path) for path in chosen]}
     if all(hasattr(shard, "num_rows") for shard in shards):
-        chosen = [shards[place] for place in _places(len(shards))]
+        chosen = [shards[place] for place in even_places(len(shards), _SAMPLES)]
         return {
             "numbers of rows": sum(shard.num_rows for shard in shards),
             "samples": value_fingerprint([_facts_of_items(shard) for shard in chosen]),
@@ -75,7 +75,7 @@ def _facts_of_items(items: Any) -> dict[str, Any]:
 def _sampled(items: Any) -> Iterator[Any]:
     """Yield some items that lie evenly, if reading them costs nothing and is the same at each time."""
     if isinstance(items, torch.utils.data.Subset):
-        yield value_fingerprint([items.indices[place] for place in _places(len(items))])
+        yield value_fingerprint([items.indices[place] for place in even_places(len(items), _SAMPLES)])
         items = items.dataset
     if isinstance(items, torch.utils.data.ConcatDataset):
         for part in items.datasets:
@@ -84,16 +84,11 @@ def _sampled(items: Any) -> Iterator[Any]:
     elif type(items) in (list, tuple, range) or isinstance(
         items, np.ndarray | torch.Tensor | torch.utils.data.TensorDataset
     ):
-        yield from (items[place] for place in _places(len(items)))
+        yield from (items[place] for place in even_places(len(items), _SAMPLES))
     elif hasattr(items, "with_format") and hasattr(items, "column_names"):  # of Hugging Face, undecoded
         rows = items.with_format("arrow")
-        for place in _places(len(items)):
+        for place in even_places(len(items), _SAMPLES):
             row = rows[place].to_pylist()[0]
             yield [value for _, value in sorted(row.items()) if not isinstance(value, dict)]  # a dict may have a path
     elif isinstance(files := getattr(items, "samples", None), list):  # of torchvision's folders
-        yield from ([_name_and_size(files[place][0]), *files[place][1:]] for place in _places(len(files)))
-
-
-def _places(count: int) -> list[int]:
-    samples = min(count, _SAMPLES)
-    return [i * (count - 1) // max(samples - 1, 1) for i in range(samples)]
+        yield from ([_name_and_size(files[place][0]), *files[place][1:]] for place in even_places(len(files), _SAMPLES))

@@ -1,34 +1,28 @@
-"""Find files by path or pattern, read them at positions, sample them for a fingerprint, and keep copies of some."""
+"""Read files at positions, and sample them for a fingerprint."""
 
 from __future__ import annotations
 
 import bisect
 import copy
-import fcntl
 import functools
-import glob
 import itertools
 import os
-import posixpath
-import shutil
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import IO, Any, Final, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, Self
 
 import numpy as np
 import xxhash
 from numpy.typing import DTypeLike, NDArray
 
 from bytecheckpoint.dataloader.sources.base import Document, MapSource
+from bytecheckpoint.dataloader.sources.fingerprint import even_places
+from bytecheckpoint.dataloader.sources.paths import Paths, SourceCache, local_files
 from bytecheckpoint.errors import StorageError, UsageError
 from bytecheckpoint.representation.values.equality import equal
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["Paths", "RangeSource", "SourceFiles"]
-
-#: A path, a pattern of `glob` ("**" crosses folders), or several paths. A pattern's files are sorted by path.
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+__all__ = ["RangeSource", "SourceFiles"]
 
 _MAX_OPEN: Final = 128
 
@@ -36,9 +30,6 @@ _MAX_OPEN: Final = 128
 _SAMPLE_BYTES: Final = 4096
 _SAMPLES: Final = 6
 _SAMPLED_FILES: Final = 64
-
-#: Endings of compressed files.
-_COMPRESSED: Final = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 
 
 class SourceFiles:
@@ -63,8 +54,8 @@ class SourceFiles:
 
     def __init__(self, paths: Paths, cache: str | os.PathLike[str] | None = None) -> None:
         given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-        self._cache = None if cache is None else _SourceCache(cache)
-        self.paths = tuple(found for path in given for found in _found(os.fspath(path), self._cache))
+        self._cache = None if cache is None else SourceCache(cache)
+        self.paths = tuple(found for path in given for found in local_files(os.fspath(path), self._cache))
         if not self.paths:
             raise UsageError("the list of paths is empty: give at least one file")
         self.sizes = np.fromiter((_size(path) for path in self.paths), np.int64, len(self.paths))
@@ -107,7 +98,7 @@ class SourceFiles:
             if self._cache is None:
                 yield find(file)
             else:
-                yield self._cache.index(path, kind, functools.partial(find, file))
+                yield self._cache.index(path, int(self.sizes[file]), kind, functools.partial(find, file))
 
     def check(self, file: int) -> None:
         """Check that a file has not vanished and was not cut short.
@@ -123,11 +114,7 @@ class SourceFiles:
             raise self._cut_short(file, size)
 
     def first(self, saved: Mapping[str, Any]) -> Self | None:
-        """Return the files as they were before some were added or the last one grew; None if they were not so.
-
-        Args:
-            saved: description of the source then.
-        """
+        """Return the files as a description has them, without what came behind them; None if it is of other files."""
         ends, size = np.cumsum(self.sizes), saved.get("bytes")
         # Up to a number of samples, each file has one; the last ones may be empty.
         last = max(int(np.searchsorted(ends, size or 0)), len(saved.get("files", ())) - 1)
@@ -138,10 +125,10 @@ class SourceFiles:
         other.__dict__.pop("_sampled", None)
         return other
 
-    @property
-    def fingerprint(self) -> str:
-        """Hash of all sizes, and of samples from up to 64 files."""
-        return self._sampled[0]
+    def describe(self) -> dict[str, Any]:
+        """Return the bytes of all files, a hash of their sizes and of samples from up to 64 of them, and one of each."""
+        fingerprint, files = self._sampled
+        return {"bytes": int(self.sizes.sum()), "fingerprint": fingerprint, "files": [*files.values()]}
 
     @property
     def sampled(self) -> dict[str, str]:
@@ -152,14 +139,12 @@ class SourceFiles:
     def _sampled(self) -> tuple[str, dict[str, str]]:
         running = xxhash.xxh3_64(self.sizes.astype("<i8").tobytes())
         files: dict[str, str] = {}
-        count = len(self.paths)
-        sampled = min(count, _SAMPLED_FILES)
-        for file in sorted({i * (count - 1) // max(sampled - 1, 1) for i in range(sampled)}):
+        for file in even_places(len(self.paths), _SAMPLED_FILES):
             size = int(self.sizes[file])
             if size <= _SAMPLES * _SAMPLE_BYTES:
                 samples = [self.read(file, 0, size)]
             else:
-                places = [i * (size - _SAMPLE_BYTES) // (_SAMPLES - 1) for i in range(_SAMPLES)]
+                places = even_places(size - _SAMPLE_BYTES + 1, _SAMPLES)
                 samples = [self.read(file, place, _SAMPLE_BYTES) for place in places]
             for sample in samples:
                 running.update(sample)
@@ -265,10 +250,8 @@ class RangeSource(MapSource):
         """Return the count, the sizes and samples of the files."""
         return {
             "documents": len(self),
-            "bytes": int(self._files.sizes.sum()),
             "shuffle": self.shuffle,
-            "fingerprint": self._files.fingerprint,
-            "files": [*self._files.sampled.values()],
+            **self._files.describe(),
         }
 
 
@@ -280,121 +263,8 @@ def _read(source: RangeSource, index: int) -> Document:
         return str(error)
 
 
-def _found(path: str, cache: _SourceCache | None) -> list[str]:
-    """Return the absolute paths of a path or pattern, or those of copies."""
-    if _is_foreign(path):
-        if cache is not None:
-            return cache.copies(path)
-        why = "is no local file" if "://" in path else "is compressed, so its documents have no positions"
-        raise UsageError(f"{path} {why}: pass cache=, a local folder for copies, or copy it yourself")
-    if glob.has_magic(path) and not os.path.exists(path):
-        found = sorted(os.path.abspath(one) for one in glob.iglob(path, recursive=True) if os.path.isfile(one))
-        if not found:
-            raise UsageError(f"no file matches {path}")
-        return found
-    if os.path.isdir(path):
-        raise UsageError(f"{path} is a folder: name its files, as in {os.path.join(path, '*')}")
-    return [os.path.abspath(path)]
-
-
 def _size(path: str) -> int:
     try:
         return os.stat(path).st_size
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _is_foreign(path: str) -> bool:
-    """Return whether documents of a file have no positions on a local disk."""
-    return "://" in path or path.lower().endswith(_COMPRESSED)
-
-
-class _SourceCache:
-    """A local folder with what was made of files. Processes of one machine share it; anything in it may be deleted.
-
-    Args:
-        folder: path of the folder.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._folder = os.path.abspath(folder)
-        os.makedirs(self._folder, exist_ok=True)
-
-    def copies(self, path: str) -> list[str]:
-        """Copy files, decompressed, unless that was done before; return the paths of the copies, in the order of the files.
-
-        Args:
-            path: URL of fsspec, or local path, of one file, or a pattern.
-
-        Raises:
-            UsageError: no file matches, or a package for the storage or the compression is missing.
-            StorageError: a file cannot be read or copied.
-        """
-        try:
-            import fsspec
-        except ImportError as error:
-            raise UsageError(f"{path} needs fsspec: pip install 'bytecheckpoint[fsspec]'") from error
-        try:
-            files, plain = fsspec.core.url_to_fs(path)
-            names = sorted(files.glob(plain)) if glob.has_magic(plain) else [plain]
-            if not names:
-                raise UsageError(f"no file matches {path}")
-            return [self._copy(files, name) for name in names]
-        except (ImportError, ValueError) as error:  # fsspec does not know the storage, or the compression
-            raise UsageError(f"{path} cannot be opened: {error}") from error
-        except UsageError:
-            raise
-        except Exception as error:  # storages and decompressors raise errors of their own
-            raise StorageError(f"{path} cannot be copied into {self._folder}: {error}") from error
-
-    def _copy(self, files: Any, name: str) -> str:
-        facts = files.info(name)
-        version = [str(facts.get(fact)) for fact in ("size", "mtime", "ETag", "etag", "LastModified", "last_modified")]
-        base, ending = os.path.splitext(posixpath.basename(name))
-        base = base if ending.lower() in _COMPRESSED else base + ending
-
-        def fill(target: IO[bytes]) -> None:
-            with files.open(name, "rb", compression="infer") as source:
-                shutil.copyfileobj(source, target, 8 << 20)
-
-        return self._make(f"{_key(files.unstrip_protocol(name), *version)}-{base}", fill)
-
-    def index(self, path: str, kind: str, find: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
-        """Return the bounds of the documents of a local file, which `find` finds unless that was done before.
-
-        Args:
-            path: local path of the file.
-            kind: name of the rule by which documents are found.
-            find: function that finds the bounds.
-        """
-        facts = os.stat(path)
-        name = f"{_key(path, str(facts.st_size), str(facts.st_mtime_ns), kind)}-{os.path.basename(path)}.npy"
-        made = self._make(name, lambda target: np.save(target, find()))
-        return np.load(made, allow_pickle=False)  # type: ignore[no-any-return]
-
-    def _make(self, name: str, fill: Callable[[IO[bytes]], object]) -> str:
-        """Make a file of the cache unless it is there, one process for all; return its path."""
-        path = os.path.join(self._folder, name)
-        if os.path.exists(path):
-            return path
-        with self._locked(name):
-            if not os.path.exists(path):
-                temporary = f"{path}.{os.getpid()}.tmp"
-                try:
-                    with open(temporary, "wb") as target:
-                        fill(target)
-                    os.replace(temporary, path)
-                finally:
-                    if os.path.exists(temporary):
-                        os.unlink(temporary)
-        return path
-
-    @contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
-        with open(os.path.join(self._folder, f".{name}.lock"), "wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
-
-
-def _key(*facts: str) -> str:
-    return xxhash.xxh3_64_hexdigest("\0".join(facts).encode())

@@ -9,7 +9,13 @@ import numpy as np
 import torch
 import xxhash
 
-__all__ = ["value_fingerprint"]
+__all__ = ["even_places", "value_fingerprint"]
+
+
+def even_places(count: int, most: int) -> list[int]:
+    """Return up to `most` places of `count` that lie evenly, the first and the last one among them."""
+    samples = min(count, most)
+    return [i * (count - 1) // max(samples - 1, 1) for i in range(samples)]
 
 
 def value_fingerprint(value: Any) -> str:

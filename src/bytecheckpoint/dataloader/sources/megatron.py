@@ -102,7 +102,7 @@ def _read_index(path: str, data: bytes, by: str) -> tuple[np.dtype[Any], NDArray
     dtype = np.dtype(_DTYPES[code])
     lengths, places, begins = _arrays(data, sequences, indices)
     ends = np.concatenate(([0], np.cumsum(lengths.astype(np.int64) * dtype.itemsize)))
-    if not np.array_equal(places, ends[:-1]):
+    if not np.array_equal(places, ends[:-1]) or (lengths < 0).any():
         raise UsageError(f"the sequences of {path} do not follow one another in the .bin file: write the data set anew")
     if by == "document":
         if indices < 1 or begins[0] != 0 or begins[-1] != sequences or (np.diff(begins) < 0).any():

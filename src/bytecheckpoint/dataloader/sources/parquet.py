@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 
 from bytecheckpoint.dataloader.permutation import Permutation, order_key
 from bytecheckpoint.dataloader.sources.base import Cursor, Document, OrderedCursor, Source, checked_taken
-from bytecheckpoint.dataloader.sources.files import Paths, SourceFiles
+from bytecheckpoint.dataloader.sources.files import SourceFiles
+from bytecheckpoint.dataloader.sources.paths import Paths
 from bytecheckpoint.errors import StorageError, UsageError, listed
 
 __all__ = ["ParquetSource"]
@@ -94,12 +95,10 @@ class ParquetSource(Source):
         return {
             "kind": "parquet",
             "documents": len(self),
-            "bytes": int(self._files.sizes.sum()),
             "column": self._column,
             "shuffle": self.shuffle,
             "window_bytes": self._window_bytes,
-            "fingerprint": self._files.fingerprint,
-            "files": [*self._files.sampled.values()],
+            **self._files.describe(),
         }
 
     def sampled_files(self) -> dict[str, str]:

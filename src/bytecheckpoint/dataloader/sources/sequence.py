@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
 from bytecheckpoint.dataloader.sources.base import Document, MapSource
-from bytecheckpoint.dataloader.sources.fingerprint import value_fingerprint
+from bytecheckpoint.dataloader.sources.fingerprint import even_places, value_fingerprint
 from bytecheckpoint.errors import UsageError
 
 __all__ = ["Items", "SequenceSource"]
@@ -79,8 +79,7 @@ class SequenceSource(MapSource):
         return self._described(count, self._sampled(count) if self._given is None else self._given)
 
     def _sampled(self, count: int) -> str:
-        samples = min(count, _SAMPLES)
-        return value_fingerprint([self[i * (count - 1) // max(samples - 1, 1)] for i in range(samples)])
+        return value_fingerprint([self[place] for place in even_places(count, _SAMPLES)])
 
     def _described(self, count: int, fingerprint: str) -> dict[str, Any]:
         return {

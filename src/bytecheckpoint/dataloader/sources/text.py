@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint.dataloader.sources.base import Document
-from bytecheckpoint.dataloader.sources.files import Paths, RangeSource, SourceFiles
+from bytecheckpoint.dataloader.sources.files import RangeSource, SourceFiles
+from bytecheckpoint.dataloader.sources.paths import Paths
 from bytecheckpoint.errors import UsageError
 
 __all__ = ["JsonLinesSource", "TextSource"]

@@ -10,7 +10,8 @@ import xxhash
 from numpy.typing import DTypeLike, NDArray
 
 from bytecheckpoint.dataloader.sources.base import Document
-from bytecheckpoint.dataloader.sources.files import Paths, RangeSource, SourceFiles
+from bytecheckpoint.dataloader.sources.files import RangeSource, SourceFiles
+from bytecheckpoint.dataloader.sources.paths import Paths
 from bytecheckpoint.errors import UsageError
 
 __all__ = ["TokenFileSource"]
@@ -65,14 +66,17 @@ class TokenFileSource(RangeSource):
             kind = f"{self._dtype.str} {document_end}"
             bounds = [*files.bounds(kind, lambda file: self._ended(files, file, document_end, counts[file]))]
         elif length is not None:
-            if length < 1:
-                raise UsageError(f"length is {length}: give the tokens of a document, at least 1")
+            if type(length) is not int or length < 1:
+                raise UsageError(f"length is {length!r}: give the tokens of a document, an int of at least 1")
             self._documents = {"length": length}
             bounds = [np.append(np.arange(0, count, length), count) for count in counts]
         else:
             if len(files.paths) != 1:
                 raise UsageError(f"offsets are for one file, not for {len(files.paths)}: make a source of each file")
-            loaded = np.load(offsets, allow_pickle=False) if isinstance(offsets, (str, os.PathLike)) else offsets
+            try:
+                loaded = np.load(offsets, allow_pickle=False) if isinstance(offsets, (str, os.PathLike)) else offsets
+            except (OSError, EOFError, ValueError) as error:
+                raise UsageError(f"offsets={offsets!r} is no .npy file of integers: {error}") from error
             bounds = [_checked(np.asarray(loaded), counts[0])]
             self._documents = {"offsets": None}
         super().__init__(files, name, shuffle, (one.astype(np.int64) * self._dtype.itemsize for one in bounds))
