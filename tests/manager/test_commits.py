@@ -61,6 +61,21 @@ def test_functions_are_called_in_order_with_committed_steps(tmp_path: Path) -> N
     assert seen == [(step, step / 2, "1a2b", True) for step in (2, 4, 6)]
 
 
+def test_a_function_may_change_what_it_is_given(tmp_path: Path) -> None:
+    """The rules choose by the metrics of the step."""
+
+    def takes(info: StepInfo) -> None:
+        info.metrics.pop("loss")  # type: ignore[attr-defined]
+        info.metadata["facts"].clear()
+
+    with manager_of(tmp_path, takes, every=1, keep=Retention(Best("loss"), grace=0)) as manager:
+        for step in (1, 2, 3):
+            manager.maybe_save(step, {"loss": float(step)}, {"facts": [step]})
+        manager.wait()
+        assert [info.metadata for info in manager.steps()][-1:] == [{"facts": [3]}]
+    assert steps_in(tmp_path) == [1, 3]
+
+
 def test_a_step_stays_while_a_function_reads_it(tmp_path: Path) -> None:
     go_on, found = threading.Event(), list[bool]()
 

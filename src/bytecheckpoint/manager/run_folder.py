@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import os
@@ -21,7 +22,6 @@ from bytecheckpoint.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     StorageConflictError,
-    StorageUnavailableError,
 )
 from bytecheckpoint.manager.rules import KeepRule, StepInfo, finite_metrics
 from bytecheckpoint.monitoring.alerts.evaluation import lacking_room
@@ -151,8 +151,6 @@ class RunFolder:
         if known is None or version != known[0]:
             try:
                 catalog = read_outline(step)
-            except StorageUnavailableError:
-                raise
             except (CheckpointNotFoundError, CorruptCheckpointError) as error:
                 _log.warning("%s", error)
                 return None
@@ -174,7 +172,7 @@ class RunFolder:
             )
             own_bytes = sum(file.size for file in catalog.files if not is_uri(file.name))
             known = self._known[name] = version, info, other_folders(catalog), own_bytes
-        return known[1]
+        return copy.deepcopy(known[1])  # functions and rules of the program may change its dicts
 
     # --- a run that goes back ---------------------------------------------------------------------------------------
 
