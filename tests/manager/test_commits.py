@@ -143,6 +143,17 @@ def test_the_wait_for_a_new_step(tmp_path: Path) -> None:
         assert third is not None and third.step == 4
 
 
+def test_a_step_that_is_deleted_under_the_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager_of(tmp_path) as manager:
+        manager.save(1)
+    faults = Faults().install_in_folders(monkeypatch)
+    faults.add("open", before=lambda: os.unlink(tmp_path / "step_00000001/metadata.parquet"))
+    assert wait_for_new_step(tmp_path, timeout=0.1, interval=0.01) is None
+    assert not caplog.text and steps_in(tmp_path) == []
+
+
 @pytest.mark.parametrize("wrong", [{"interval": 0}, {"interval": -1.0}, {"after": "3"}, {"after": 2.5}])
 def test_wrong_waits(tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(UsageError):

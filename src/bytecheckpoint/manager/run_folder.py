@@ -151,7 +151,9 @@ class RunFolder:
         if known is None or version != known[0]:
             try:
                 catalog = read_outline(step)
-            except (CheckpointNotFoundError, CorruptCheckpointError) as error:
+            except CheckpointNotFoundError:  # deleted meanwhile
+                return None
+            except CorruptCheckpointError as error:
                 _log.warning("%s", error)
                 return None
             metadata: Any = catalog.info.get("metadata", {})
