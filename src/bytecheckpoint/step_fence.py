@@ -262,6 +262,8 @@ def _arguments_of_waiting_step(
 
 def _may_change(optimizer: torch.optim.Optimizer, memory: frozenset[int]) -> bool:
     """Return whether a step may change memory: some was frozen in the call, and is trained now."""
+    if not memory:
+        return False
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad or parameter.grad is not None:

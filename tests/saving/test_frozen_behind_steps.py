@@ -71,7 +71,7 @@ def test_a_step_does_not_wait_for_frozen_parameters(tmp_path: Path, monkeypatch:
         before = training.model.adapter.weight.detach().clone()
         for _ in range(3):
             training.step()
-        assert gate.reached.is_set() and not handle.staged.done()
+        assert gate.reached.wait(60) and not handle.staged.done()
         gate.open.set()
         assert handle.result(60).bytes_adopted > FROZEN
         assert torch.equal(load_into(tmp_path / "step_2").model.adapter.weight, before)

@@ -16,12 +16,19 @@ import torch
 from bytecheckpoint.dataloader.rows import shared_tensor
 from bytecheckpoint.dataloader.stream import BUFFERS
 
-__all__ = ["ALIGN", "StateReceiver", "StateSender", "States", "on_tensors", "share_states"]
+__all__ = ["ALIGN", "StateReceiver", "StateSender", "States", "StreamSnapshot", "filled", "on_tensors", "share_states"]
 
 #: Alignment of tensors in bytes.
 ALIGN: Final = 64
 #: The states of a worker's streams, by number.
 States = Mapping[int, Any]
+#: State of a stream, and a function that fills its tensors.
+StreamSnapshot = tuple[Any, Callable[[], object]]
+
+
+def filled(states: States) -> dict[int, StreamSnapshot]:
+    """Return states whose tensors are filled and stay as they are, as snapshots."""
+    return {number: (state, lambda: None) for number, state in states.items()}
 
 
 def _carve(memory: torch.Tensor) -> Callable[[int, torch.dtype], torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from bytecheckpoint.dataloader.checks import check_allow, check_rank, check_shared, share
-from bytecheckpoint.dataloader.handover import on_tensors
+from bytecheckpoint.dataloader.handover import StreamSnapshot, filled, on_tensors
 from bytecheckpoint.dataloader.makers import LocalMaker, RestMaker
 from bytecheckpoint.dataloader.recipe import ALLOWED, FIXED_PARTS, TokenRecipe, comparisons
 from bytecheckpoint.dataloader.rows import PackedRows
@@ -334,15 +334,29 @@ class TokenBufferLoader:
             return {}
         return self._states_after(self._counts.position)
 
+    def stream_snapshots(self) -> dict[int, StreamSnapshot]:
+        """Return the same in memory of its own, which is filled behind the call; see `SupportsStreams`."""
+        if not self._saves:
+            return {}
+        batches = self._counts.position
+        if batches in self._held:
+            return filled(self._held[batches])
+        makers = self._asked(batches)
+        return {number: found for maker in makers for number, found in maker.snapshots(batches).items()}
+
     def _states_after(self, batches: int) -> dict[int, Any]:
         if batches in self._held:
             return {**self._held[batches]}
+        return {number: state for maker in self._asked(batches) for number, state in maker.states(batches).items()}
+
+    def _asked(self, batches: int) -> list[LocalMaker | Worker]:
+        """Request the states after that many batches; return the makers that know them."""
         makers = self._start()
         if self._rest is not None and batches < self._rest:
             makers = self._before_rest
         for maker, _ in makers:
             maker.ask(batches)
-        return {number: state for maker, _ in makers for number, state in maker.states(batches).items()}
+        return [maker for maker, _ in makers]
 
     def _hold(self, stop: int) -> None:
         """Hold the states from the position on, before that of `stop` batches, whose makers end."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bytecheckpoint.dataloader.handover import ALIGN, States, StateSender
+from bytecheckpoint.dataloader.handover import ALIGN, States, StateSender, StreamSnapshot
 from bytecheckpoint.dataloader.recipe import TokenRecipe
 from bytecheckpoint.dataloader.rows import PackedRows
 from bytecheckpoint.dataloader.stream import Snapshot, TokenStream
@@ -115,6 +115,10 @@ class LocalMaker:
         """Return the states of the streams after that many batches."""
         return {number: snapshot.to_state() for number, snapshot in self._after(batches).items()}
 
+    def snapshots(self, batches: int) -> dict[int, StreamSnapshot]:
+        """Return the same states, each with a function that fills its tensors; see `SupportsStreams`."""
+        return {number: kept.to_empty_state() for number, kept in self._after(batches).items()}
+
     def send_states(self, batches: int, sender: StateSender) -> Any:
         """Return a message with the states after that many batches, for a `StateReceiver`."""
         found = self._after(batches).items()
@@ -158,7 +162,13 @@ class RestMaker(LocalMaker):
 
     def states(self, batches: int) -> dict[int, Any]:
         """Return the states of the own streams after that many batches."""
-        states = super().states(batches)
+        return self._of_own(super().states(batches))
+
+    def snapshots(self, batches: int) -> dict[int, StreamSnapshot]:
+        """Return the same, each with a function that fills its tensors."""
+        return self._of_own(super().snapshots(batches))
+
+    def _of_own(self, states: dict[int, Any]) -> dict[int, Any]:
         return {number: states[number] for number in self._own}
 
     def _rebuild(self, batch: int) -> None:

@@ -53,8 +53,30 @@ class Snapshot:
 
     def to_state(self, allocate: Callable[[int, torch.dtype], torch.Tensor] = _empty) -> dict[str, Any]:
         """Return the state as plain values and tensors, in memory that `allocate` returns by length and dtype."""
-        buffers = (_joined(pieces, allocate) for pieces in (self.shuffled, self.pending))
-        return {**self.counters, "sources": self.sources, **dict(zip(BUFFERS, buffers, strict=True))}
+        state, fill = self.to_empty_state(allocate)
+        fill()
+        return state
+
+    def to_empty_state(
+        self, allocate: Callable[[int, torch.dtype], torch.Tensor] = _empty
+    ) -> tuple[dict[str, Any], Callable[[], None]]:
+        """Return the state with tensors that are not filled yet, and a function that fills them, in any thread."""
+        pairs = dict(zip(BUFFERS, (self.shuffled, self.pending), strict=True))
+        buffers = {
+            name: {
+                "tokens": allocate(sum(map(len, pieces)), torch.int32),
+                "lengths": allocate(len(pieces), torch.int64),
+            }
+            for name, pieces in pairs.items()
+        }
+
+        def fill() -> None:
+            for name, pieces in pairs.items():
+                if pieces:
+                    np.concatenate(pieces, out=buffers[name]["tokens"].numpy())
+                    buffers[name]["lengths"].numpy()[:] = [len(piece) for piece in pieces]
+
+        return {**self.counters, "sources": self.sources, **buffers}, fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,18 +243,6 @@ class TokenStream:
             if point < 0:
                 return i
         return live[int(np.argmax(owed))]
-
-
-def _joined(
-    pieces: tuple[Tokens, ...], allocate: Callable[[int, torch.dtype], torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Join pieces of tokens: the tokens, int32, and the length of each piece, int64."""
-    tokens = allocate(sum(map(len, pieces)), torch.int32)
-    if pieces:
-        np.concatenate(pieces, out=tokens.numpy())
-    lengths = allocate(len(pieces), torch.int64)
-    lengths.numpy()[:] = [len(piece) for piece in pieces]
-    return {"tokens": tokens, "lengths": lengths}
 
 
 def _split(joined: dict[str, torch.Tensor] | None) -> list[Tokens]:

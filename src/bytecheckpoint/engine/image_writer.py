@@ -159,6 +159,7 @@ def stage_image(
     chunk_bytes: int,
     writer: ImageWriter | None = None,
     shared: SharedCopy | None = None,
+    files: slice = slice(None),
 ) -> list[StagedChunk]:
     """Copy an image into a pool, which is all that the caller of an asynchronous save waits for.
 
@@ -169,15 +170,16 @@ def stage_image(
         chunk_bytes: length of a chunk.
         writer: open writer of the files, for a pool that is smaller than the image.
         shared: copy in which other threads take part, if the pool holds the image; None if the caller waits.
+        files: files whose tensors are copied now, if the pool holds the image.
 
     Returns:
-        The chunks in the pool that are not written yet.
+        The chunks of all files in the pool that are not written yet.
     """
     chunks = chunks_of(image.files, chunk_bytes)
     if not chunks:
         return []
     if pool.capacity >= image.nbytes:
-        image.stage(pool.tensor(), pool.generation, shared)
+        image.stage(pool.tensor(), pool.generation, shared, files)
         return [StagedChunk(c.file, c.start, image.files[c.file].start + c.start, c.nbytes) for c in chunks]
     assert writer is not None
     per_half = pool.capacity // chunk_bytes // 2

@@ -31,8 +31,8 @@ class SharedCopy:
 
     Attributes:
         begun: future, done when the pieces are known.
-        copied: future, done when the copy is proven, and the save still reads some memory that optimizers leave alone; its
-            result has the identities of that memory (`step_fence.storage_identity`).
+        copied: future, done when what optimizers change is copied and proven; its result has the identities of the memory
+            that the save still reads (`step_fence.storage_identity`): frozen parameters.
         helped: bytes that others than the copying thread have copied.
     """
 

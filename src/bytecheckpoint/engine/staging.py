@@ -128,20 +128,24 @@ class Image:
         last = self.files[-1] if self.files else None
         return last.start + -(-last.nbytes // 4096) * 4096 if last else 0
 
-    def stage(self, pool: torch.Tensor, generation: int, shared: SharedCopy | None = None) -> None:
-        """Copy all tensors into a pool: the blocking part of an asynchronous save.
+    def stage(
+        self, pool: torch.Tensor, generation: int, shared: SharedCopy | None = None, files: slice = slice(None)
+    ) -> None:
+        """Copy tensors into a pool: the blocking part of an asynchronous save.
 
         Args:
             pool: uint8, at least `nbytes` long.
             generation: growths of the pool so far, by which views of it are known.
             shared: copy in which other threads take part; None if nothing but the copy runs.
+            files: files whose tensors are copied: all or none of those of which views are known.
         """
-        parts = [self._parts(file) for file in self.files]
+        parts = [self._parts(file) for file in self.files[files]]
         key = (pool.data_ptr(), generation)
-        if self.known.key != key:
+        known = 0 if files.start else self.known.files
+        if known and self.known.key != key:
             self.known.key = key
-            self.known.views = self._views(pool, parts[: self.known.files])
-        targets = self.known.views + self._views(pool, parts[self.known.files :])
+            self.known.views = self._views(pool, parts[:known])
+        targets = self.known.views[: None if known else 0] + self._views(pool, parts[known:])
         with self.copies.queued():
             copy_all(targets, [tensor for part in parts for tensor in part.tensors], shared)
             for part in parts:

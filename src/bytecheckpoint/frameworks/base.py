@@ -301,7 +301,9 @@ class SupportsStreams(Protocol):
     changes.
 
     States are plain values, in which tensors and arrays may lie anywhere. Tensors must not change while the caller of a
-    save waits.
+    save waits. An object whose states are large may have a method `stream_snapshots` too: it returns what
+    `stream_states` does, but each state in a pair with a function that fills its tensors, which nothing else changes. The
+    function is called once, in any thread, so a save in the background copies nothing of these states in the call.
 
     A load proves that the ranks take over all streams, unless the object's attribute `takes_all_streams` is False.
     """

@@ -158,11 +158,13 @@ class LiveStream:
         name: its FQN in the state; those of its tensors begin with it and a dot.
         tree: its plain values, encoded.
         shards: its tensors.
+        fill: function that fills them, if nothing else can change them; to be called once. None: they are the program's.
     """
 
     name: str
     tree: bytes
     shards: list[LiveShard] = field(default_factory=list)
+    fill: Callable[[], object] | None = None
 
 
 @dataclass(slots=True)

@@ -31,8 +31,8 @@ _MOST_NAMES = 10
 def copy_volatile(states: Iterable[LiveState], *, detached: bool = False) -> int:
     """Copy what may change before an optimizer steps, and detach the rest from the program's own tensors.
 
-    Buffers, extra states and streams are copied; a copy lies on the device of its tensor. A tensor whose memory the program
-    exchanges (`.data =`) keeps the old memory here.
+    Buffers, extra states and streams are copied, but not streams that are snapshots; a copy lies on the device of its
+    tensor. A tensor whose memory the program exchanges (`.data =`) keeps the old memory here.
 
     Args:
         states: captured states.
@@ -44,7 +44,8 @@ def copy_volatile(states: Iterable[LiveState], *, detached: bool = False) -> int
     copied = 0
     with torch.no_grad():
         for state in states:
-            for shard in (*state.shards, *(shard for part in state.streams for shard in part.shards)):
+            streamed = (shard for part in state.streams if part.fill is None for shard in part.shards)
+            for shard in (*state.shards, *streamed):
                 if not _stands_still(shard):
                     shard.data = movable(shard.data).clone().view(shard.data.dtype)
                     copied += shard.data.nbytes
@@ -55,10 +56,9 @@ def copy_volatile(states: Iterable[LiveState], *, detached: bool = False) -> int
 
 def _stands_still(shard: LiveShard) -> bool:
     """Return whether a shard is a parameter, or optimizer state: nothing but a step changes it."""
-    if shard.volatile:
+    if shard.volatile or shard.by_content:  # values are copied behind the fence
         return False
-    is_parameter = shard.requires_grad or shard.frozen or shard.must_be_equal
-    return is_parameter or (bool(shard.key.slot) and not shard.by_content)
+    return shard.requires_grad or shard.frozen or shard.must_be_equal or bool(shard.key.slot)
 
 
 class SteadyShards:

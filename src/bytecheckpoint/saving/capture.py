@@ -180,6 +180,7 @@ class CapturedState:
         providers: objects that hand over pieces, by the name of their state.
         facts: facts that do not depend on the content of the shards.
         streams: number of streams of each state of which this rank has none.
+        fills: functions that fill values; empty once they were called.
     """
 
     shards: list[LiveShard]
@@ -192,6 +193,7 @@ class CapturedState:
     providers: Mapping[str, Any] = field(default_factory=dict)
     facts: ShardFacts = field(default_factory=ShardFacts)
     streams: Mapping[str, int] = field(default_factory=dict)
+    fills: list[Callable[[], object]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -215,6 +217,7 @@ class CapturedState:
         facts = facts or ShardFacts()
         shards: list[LiveShard] = []
         values: list[Value] = []
+        fills: list[Callable[[], object]] = []
         for state in states:
             for shard in state.shards:
                 if shard.by_content:
@@ -226,6 +229,7 @@ class CapturedState:
             for part in state.streams:
                 values.append(_value_of_tree(state, part.name, part.tree, merged=True))
                 values += (_value_of_shard(shard, merged=True, parts=state.stream_count) for shard in part.shards)
+                fills += [part.fill] if part.fill is not None else []
         # Before the events that `DeviceCopies` queues.
         proven = StateProof(shards, facts.steady(shards), full=proof == "full") if proof != "none" else None
         devices = facts.devices(shards) | {value.data.device for value in values}
@@ -234,9 +238,7 @@ class CapturedState:
         providers = {state.name: state.provider for state in states if state.provider is not None}
         streams = {state.name: state.stream_count for state in states if state.stream_count and not state.streams}
         selection = selection or SelectionReport()
-        return cls(
-            shards, values, copies, layouts, selection, proven, providers=providers, facts=facts, streams=streams
-        )
+        return cls(shards, values, copies, layouts, selection, proven, False, providers, facts, streams, fills)
 
     def describe(self) -> tuple[LocalTable, bytes]:
         """Return the table of the shards, and its signature, which is the key of the plan cache."""
@@ -244,7 +246,13 @@ class CapturedState:
 
     def hash_values(self) -> None:
         """Hash the values now, before the caller changes them."""
+        self.fill()
         self.values[:] = hash_all(self.values, self.copies)
+
+    def fill(self) -> None:
+        """Fill the values that are not filled yet; before they are read."""
+        while self.fills:
+            self.fills.pop()()
 
     def check_replicas(self, pairs: Sequence[tuple[int, int]], *, exact: bool) -> dict[str, float]:
         """Check that pairs of boxes, which are one box of one tensor, have one content.

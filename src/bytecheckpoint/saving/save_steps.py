@@ -191,7 +191,7 @@ class Save:
         self._writer.piece_files = self._pieces.adopt()
         if self._live:
             return StagedSave(agreed, *self._read_checks(agreed), self._writer.stage_live(agreed))
-        files = self._writer.copy(agreed, shared)
+        files, copy_values = self._writer.copy(agreed, shared)
         checks, samples = self._read_checks(agreed)
         proof, copies = agreed.captured.proof, agreed.captured.copies
         if proof is not None:
@@ -201,12 +201,15 @@ class Save:
             later = frozenset(sources[number][0] for number in self._writer.to_compare)
             with span("prove"), copies.queued():
                 proof.check(sources, images, copied, later)
+            assert shared is not None, "a save with a proof copies in the background"
+            shared.copied.set_result(proof.storages())  # the values are copies that the call made
+            files = copy_values()
             if later:
-                assert shared is not None, "a save with a proof copies in the background"
-                shared.copied.set_result(proof.storages())
                 self._writer.compare_rest(agreed)
                 with span("prove"), copies.queued():
                     proof.check((), (), None)
+        else:
+            files = copy_values()
         agreed.captured.release()
         return StagedSave(agreed, checks, samples, files)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -162,6 +162,7 @@ class RankWriter:
     def stage_live(self, agreed: AgreedPlan) -> StagedFiles:
         """Stage the planned files of a caller who waits until they are written."""
         self._operation.phase = "write"
+        agreed.captured.fill()
         files, places, image = self._lay_out_plan(agreed)
         values, pools, pool = agreed.captured.values, self._resources.pools, None
         if self._storage.capabilities.whole_files:
@@ -175,12 +176,15 @@ class RankWriter:
         chunks = stage_image(image, pool, self._settings.storage.chunk_bytes)
         return StagedFiles(files, places, values, pool, chunks, opened=opened)
 
-    def copy(self, agreed: AgreedPlan, shared: SharedCopy | None) -> StagedFiles:
-        """Copy everything into a staging pool, so that the caller may change the live tensors.
+    def copy(self, agreed: AgreedPlan, shared: SharedCopy | None) -> tuple[StagedFiles, Callable[[], StagedFiles]]:
+        """Copy all but the values into a staging pool, so that optimizers may step.
 
         Args:
             agreed: plan of the save.
             shared: copy in which other threads take part; None if the caller waits.
+
+        Returns:
+            What is staged, and a function that copies the values and returns all that is staged then.
         """
         self._operation.phase = "stage"
         files, places, image = self._lay_out_plan(agreed)
@@ -198,19 +202,30 @@ class RankWriter:
         opened = None
         fits = pool.capacity >= image.nbytes
         if not fits:
+            agreed.captured.fill()
             opened = self._output.open(files, self._needs(agreed), pool, by_helper=True)
             # No copy stays that could be hashed later.
             for value in hash_all((values[key] for key in places), image.copies):
                 values[value.key] = value.without_data()
+        plain = sum(not file.values for file in files)
         with busy(settings.timeout + nbytes / _SLOWEST_COPY), span("copy", image.nbytes):
-            chunks = stage_image(image, pool, settings.storage.chunk_bytes, opened[0] if opened else None, shared)
-        if fits:
-            first = len(self._adoption.records)
-            for key, (file, offset) in places.items():
-                values[key] = _staged(values[key], files[file - first].image.start + offset, pool)
-        values |= {value.key: value for value in _copy_spare(spare, spare_image, pool)}
-        self._operation.mark("stage")
-        return StagedFiles(files, places, [*values.values()], pool, chunks, opened=opened, pool_bytes=nbytes)
+            writer = opened[0] if opened else None
+            chunks = stage_image(image, pool, settings.storage.chunk_bytes, writer, shared, slice(plain))
+        staged = StagedFiles(files, places, (), pool, chunks, opened=opened, pool_bytes=nbytes)
+
+        def copy_values() -> StagedFiles:
+            agreed.captured.fill()
+            with busy(settings.timeout + nbytes / _SLOWEST_COPY), span("copy values"):
+                if fits and places:
+                    image.stage(pool.tensor(), pool.generation, None, slice(plain, None))
+                    first = len(self._adoption.records)
+                    for key, (file, offset) in places.items():
+                        values[key] = _staged(values[key], files[file - first].image.start + offset, pool)
+                copied = values | {value.key: value for value in _copy_spare(spare, spare_image, pool)}
+            self._operation.mark("stage")
+            return replace(staged, values=[*copied.values()])
+
+        return staged, copy_values
 
     def compare_rest(self, agreed: AgreedPlan) -> None:
         """Compare the frozen parameters that `copy` has only looked at with the files in their place.

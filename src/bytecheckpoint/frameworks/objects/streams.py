@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -27,16 +28,17 @@ def capture_streams(state_name: str, live: SupportsStreams) -> LiveState:
     Raises:
         UsageError: a number is not one of a stream, or something cannot be stored; the message names its place.
     """
-    count, states = live.stream_count, live.stream_states()
+    count, take = live.stream_count, getattr(live, "stream_snapshots", None)
+    found = {number: (state, None) for number, state in live.stream_states().items()} if take is None else take()
     if count < 1:
         raise UsageError(f"{state_name}: stream_count is {count}; a loader has at least one stream")
     state = LiveState(state_name, merged=True, stream_count=count)
-    if states:  # a rank without streams knows nothing that the others do not
+    if found:  # a rank without streams knows nothing that the others do not
         state.tree = _encoded(state_name, live.shared_state(), None)
-    for number, value in sorted(states.items()):
+    for number, (value, fill) in sorted(found.items(), key=itemgetter(0)):
         if type(number) is not int or not 0 <= number < count:
             raise UsageError(f"{state_name}: {number!r} is not the number of one of {count} streams: an int from 0 on")
-        part = LiveStream(f"{_PREFIX}{number}", b"")
+        part = LiveStream(f"{_PREFIX}{number}", b"", fill=fill)
         part.tree = _encoded(state_name, value, part)
         state.streams.append(part)
     return state
