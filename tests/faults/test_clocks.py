@@ -53,7 +53,7 @@ def test_a_publisher_at_work_is_not_taken_for_a_killed_one(tmp_path: Path, monke
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks")
 
-    at_work, killed = tmp_path / ".publishing-new", tmp_path / ".publishing-old"
+    at_work, killed = tmp_path / f".publishing-{1:016x}", tmp_path / f".publishing-{2:016x}"
     for path in (at_work, killed):
         path.write_bytes(b"")
     long_ago = time.time() - HOURS

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -74,6 +75,36 @@ def test_rm_removes_what_is_ours(tmp_path: Path, dry_run: bool) -> None:
     (removal,) = remove(str(path), dry_run=dry_run)
     assert removal.files == len(before) - 1
     assert files_of(path) == (before if dry_run else ["notes.txt"])
+
+
+@pytest.mark.parametrize("name", ["another program's", "an uncommitted save beside it", "a damaged catalog"])
+def test_a_catalog_without_a_seal_stays(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "step"
+    catalog = path / "metadata.parquet"
+    if name == "a damaged catalog":
+        save(path)
+        catalog.write_bytes(catalog.read_bytes()[:-1])
+    else:
+        path.mkdir()
+        pyarrow.parquet.write_table(pyarrow.table({"rows": [1, 2, 3]}), catalog)
+    content = catalog.read_bytes()
+    if name == "another program's":
+        with pytest.raises(CheckpointNotFoundError, match="has no catalog's seal"):
+            remove(str(path))
+        assert run(["rm", str(path)]) == 1
+    else:
+        uncommitted(path)
+        gone, kept = remove(str(path))
+        assert gone.files > 0 and "has no catalog's seal" in kept.kept
+        uncommitted(path)
+        assert run(["rm", str(path)]) == 1
+    assert files_of(path) == ["metadata.parquet"] and catalog.read_bytes() == content
+
+
+def test_gc_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["gc", str(tmp_path / "none")]) == 1
+    assert "there is nothing" in capsys.readouterr().err
+    assert run(["gc", str(tmp_path)]) == 0
 
 
 def test_rm_of_a_folder_without_other_files_removes_it(tmp_path: Path) -> None:
@@ -149,8 +180,8 @@ def test_gc_removes_what_killed_saves_left(tmp_path: Path) -> None:
         save(tmp_path / str(step), step)
     for step in (1, 2):
         uncommitted(tmp_path / str(step))
-    (tmp_path / "1" / ".publishing-0123abcd").write_text("x")
-    (tmp_path / "1" / "notes.txt").write_text("not ours")
+    (tmp_path / "1" / ".publishing-0123456789abcdef").write_text("x")
+    (tmp_path / "1" / ".publishing-notes").write_text("not ours")
     age(tmp_path / "1")
     before = {step: files_of(tmp_path / str(step)) for step in (1, 2, 3)}
     assert len(collect_garbage(str(tmp_path), older_than=86400, dry_run=True)) == 2

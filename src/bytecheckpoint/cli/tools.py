@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -181,11 +182,11 @@ def flush(path: str, *, replicas: bool, json: bool) -> int:
 
 
 def rm(paths: Sequence[str], *, cold: bool, dry_run: bool, json: bool) -> int:
-    """Remove checkpoints. Return 1 if one cannot be removed."""
+    """Remove checkpoints. Return 1 if one cannot be removed, or a file of that name stays."""
     from bytecheckpoint.tools import remove
 
     calls: _Calls = {path: partial(remove, path, cold=cold, dry_run=dry_run) for path in paths}
-    return _run(calls, dry_run=dry_run, json=json)
+    return _run(calls, dry_run=dry_run, json=json, whole=True)
 
 
 def gc(paths: Sequence[str], *, older_than: str, dry_run: bool, json: bool) -> int:
@@ -198,9 +199,14 @@ def gc(paths: Sequence[str], *, older_than: str, dry_run: bool, json: bool) -> i
     return _run(calls, dry_run=dry_run, json=json)
 
 
-def _run(calls: _Calls, *, dry_run: bool, json: bool) -> int:
-    """Run the calls, each for a place; print what they remove. An error of one does not stop the others."""
-    found, errors = [], {}
+def _run(calls: _Calls, *, dry_run: bool, json: bool, whole: bool = False) -> int:
+    """Run the calls, each for a place; print what they remove. An error of one does not stop the others.
+
+    Returns:
+        1 if there was an error, or something stays although the user wants the whole of it removed.
+    """
+    found: list[Any] = []
+    errors: dict[str, str] = {}
     for place, call in calls.items():
         try:
             found += call()
@@ -208,7 +214,7 @@ def _run(calls: _Calls, *, dry_run: bool, json: bool) -> int:
             errors[place] = str(error)
     if json:
         print_json({"ok": not errors, "dry_run": dry_run, "removed": [asdict(f) for f in found], "errors": errors})
-        return int(bool(errors))
+        return int(bool(errors) or (whole and any(f.kept for f in found)))
     if found:
         action = "would go" if dry_run else "removed"
         print_table(
@@ -226,8 +232,8 @@ def _run(calls: _Calls, *, dry_run: bool, json: bool) -> int:
             ],
         )
     for place, message in errors.items():
-        print(f"{printable(place)}: {printable(message)}")
+        print(f"{printable(place)}: {printable(message)}", file=sys.stderr)
     gone = [f for f in found if not f.kept]
     size = size_text(sum(f.nbytes for f in gone))
     print(f"{plural(sum(f.files for f in gone), 'file')} ({size}) {'would be removed' if dry_run else 'removed'}")
-    return int(bool(errors))
+    return int(bool(errors) or (whole and any(f.kept for f in found)))

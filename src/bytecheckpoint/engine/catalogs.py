@@ -35,6 +35,7 @@ __all__ = [
     "CatalogHead",
     "CatalogReader",
     "check_rank",
+    "is_sealed",
     "read_catalog",
     "read_catalog_file",
     "read_outline",
@@ -70,19 +71,28 @@ def refuse_foreign(storage: Storage) -> None:
         StorageConflictError: the file is of another program.
     """
     with contextlib.suppress(FileNotFoundError):
-        with contextlib.closing(storage.open(CATALOG_NAME)) as reader:
-
-            def read(start: int, count: int) -> bytes:
-                data = bytearray(count)
-                return bytes(data[: reader.read_into(start, [memoryview(data)])])
-
-            if has_seal(reader.size, read):
-                return
+        if is_sealed(storage):
+            return
         if not any(generation_of(name) is not None for name, _ in storage.list()):
             raise StorageConflictError(
                 f"{storage.url}/{CATALOG_NAME} is no catalog of a checkpoint, and the save would replace it: save to "
                 f"another folder, or remove the file"
             )
+
+
+def is_sealed(storage: Storage) -> bool:
+    """Return whether the file with the name of a catalog has a catalog's seal, sound or not.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    with contextlib.closing(storage.open(CATALOG_NAME)) as reader:
+
+        def read(start: int, count: int) -> bytes:
+            data = bytearray(count)
+            return bytes(data[: reader.read_into(start, [memoryview(data)])])
+
+        return has_seal(reader.size, read)
 
 
 def read_catalog_file(storage: Storage) -> bytes:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from bytecheckpoint.engine.catalogs import read_outline
+from bytecheckpoint.engine.catalogs import is_sealed, read_outline
 from bytecheckpoint.engine.file_set import other_folders
 from bytecheckpoint.errors import (
     CheckpointError,
@@ -31,13 +31,21 @@ from bytecheckpoint.tiers.names import INTERNAL_FILES
 from bytecheckpoint.tiers.room import hot_steps
 from bytecheckpoint.tiers.storage import PREFIX, TierStorage, hot_tier
 from bytecheckpoint.tools.catalog_repair import generations_of_whole_saves
-from bytecheckpoint.tools.retirement import TOMBSTONE, finish_retirement, remove_if_empty, tombstones, users_in
+from bytecheckpoint.tools.retirement import (
+    TOMBSTONE,
+    finish_retirement,
+    is_folder,
+    remove_if_empty,
+    tombstones,
+    users_in,
+)
 from bytecheckpoint.tools.subject import Subject, storage_of
 
 __all__ = ["Removal", "collect_garbage", "collect_hot_garbage", "remove"]
 
 #: Temporary files of publishes and probes. A process that ends removes its own.
-_TEMPORARY = re.compile(r"\.(publishing|bytecheckpoint-publishing|bytecheckpoint-probe)-[^/]+")
+_TEMPORARY = re.compile(r"\.(publishing|bytecheckpoint-publishing|bytecheckpoint-probe)-[0-9a-f]{16}(-[^/]+)?")
+_NO_SEAL = f"{CATALOG_NAME} has no catalog's seal: it is another program's, or its end is damaged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +72,8 @@ def remove(checkpoint: Subject, *, cold: bool = False, dry_run: bool = False) ->
     """Remove a checkpoint, committed or not, and what other saves have left at its path.
 
     The catalog goes first, so a kill leaves uncommitted files and no damaged checkpoint. Files that are not a
-    checkpoint's stay. At a `tier+` path both copies go, of the hot ones that on this machine.
+    checkpoint's stay, among them a `metadata.parquet` without a catalog's seal. At a `tier+` path both copies go, of the
+    hot ones that on this machine.
 
     Args:
         checkpoint: path, storage or open checkpoint.
@@ -86,12 +95,19 @@ def remove(checkpoint: Subject, *, cold: bool = False, dry_run: bool = False) ->
     if user := next(filter(None, map(_user, places)), ""):
         raise UsageError(f"{user} uses files of {storage.url}: remove that first")
     places += [with_time_limits(resolve(folder)) for folder in sorted(elsewhere)]
-    found = [(place, names) for place in places if (names := _own_names(place))]
+    foreign = [place for place in places if _has_foreign_catalog(place)]
+    hot = places[0] if isinstance(storage, TierStorage) else None
+    found = [(place, names) for place in places if (names := _own_names(place, hot=place is hot))]
+    for place, names in found:
+        if place in foreign:
+            del names[CATALOG_NAME]
     if not any(name == CATALOG_NAME or generation_of(name) is not None for _, names in found for name in names):
         steps = [name for name in storage.folders() if CATALOG_NAME in dict(resolve(f"{storage.url}/{name}").list())]
         hint = f"; it is a folder of {len(steps)} steps: name those" if steps else ""
+        hint = hint or (f": {_NO_SEAL}" if foreign else "")
         raise CheckpointNotFoundError(f"{storage.url} holds no checkpoint{hint}")
     removed = [_removal(place, "checkpoint", names) for place, names in found]
+    removed += [Removal(place.url, "checkpoint", 1, place.stat(CATALOG_NAME).size, kept=_NO_SEAL) for place in foreign]
     if dry_run:
         return removed
     with contextlib.ExitStack() as stack:
@@ -117,18 +133,26 @@ def _user(storage: Storage) -> str:
     return users.get(file_uri(storage, "").removesuffix("/"), "")
 
 
-def _own_names(storage: Storage) -> dict[str, int]:
-    """Return the files of a folder that belong to checkpoints, with their sizes."""
-    return {name: size for name, size in storage.list() if _is_own(name)}
+def _has_foreign_catalog(storage: Storage) -> bool:
+    """Return whether the file with the name of a catalog has no seal of one."""
+    try:
+        return not is_sealed(storage)
+    except FileNotFoundError:
+        return False
 
 
-def _is_own(name: str) -> bool:
+def _own_names(storage: Storage, *, hot: bool) -> dict[str, int]:
+    """Return the files of a folder that belong to checkpoints, with their sizes; `hot` for a folder of the hot tier."""
+    return {name: size for name, size in storage.list() if _is_own(name, hot=hot)}
+
+
+def _is_own(name: str, *, hot: bool) -> bool:
     return (
         name in (CATALOG_NAME, LEASE_FILE)
         or generation_of(name) is not None
         or _TEMPORARY.fullmatch(name) is not None
-        or INTERNAL_FILES.fullmatch(name) is not None
         or TOMBSTONE.fullmatch(name) is not None
+        or (hot and INTERNAL_FILES.fullmatch(name) is not None)
     )
 
 
@@ -152,12 +176,16 @@ def collect_garbage(checkpoint: Subject, *, older_than: float, dry_run: bool = F
         dry_run: only look.
 
     Raises:
+        CheckpointNotFoundError: there is no such folder.
         StorageError: the storage fails.
     """
     storage = storage_of(checkpoint)
     if isinstance(storage, TierStorage):
         storage = storage.durable
-    folders = [storage, *(resolve(f"{storage.url}/{name}") for name in sorted(storage.folders(), key=natural_order))]
+    names = sorted(storage.folders(), key=natural_order)
+    if not names and not storage.list() and not is_folder(storage):
+        raise CheckpointNotFoundError(f"{storage.url}: there is nothing")
+    folders = [storage, *(resolve(f"{storage.url}/{name}") for name in names)]
     before = functools.cache(lambda: _now(with_time_limits(storage), dry_run) - older_than)
     found = [removal for folder in folders for removal in _collect(with_time_limits(folder), before, dry_run)]
     return [*found, *_collect_uploads(with_time_limits(storage), older_than, dry_run)]

@@ -24,6 +24,7 @@ from bytecheckpoint.storage.posix.storage import PosixStorage
 __all__ = [
     "TOMBSTONE",
     "finish_retirement",
+    "is_folder",
     "is_link",
     "links_in",
     "remove_if_empty",
@@ -71,6 +72,14 @@ def is_link(storage: Storage) -> bool:
     if not isinstance(folder, PosixStorage):
         return False
     return call_with_timeout(call_timeout(folder), lambda: os.path.islink(folder.root))
+
+
+def is_folder(storage: Storage) -> bool:
+    """Return whether a folder is there for sure, although nothing may be in it: not all storages have folders."""
+    folder = resolve(storage.url)
+    return isinstance(folder, PosixStorage) and call_with_timeout(
+        call_timeout(folder), lambda: os.path.isdir(folder.root)
+    )
 
 
 def links_in(run: Storage) -> dict[str, str]:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from bytecheckpoint.storage.posix.files import durable_version, retry_stale, sta
 __all__ = ["publish"]
 
 _TEMPORARY = ".publishing-"
+_IS_TEMPORARY = re.compile(r"\.publishing-[0-9a-f]{16}")
 #: Timeout of a wait for another publisher of the same folder.
 _LOCK_SECONDS = 30.0
 #: Errors of file systems without hard links.
@@ -167,7 +169,7 @@ def _remove_abandoned(folder: str) -> None:
     with contextlib.suppress(OSError):
         entries = [*os.scandir(folder)]
         for entry in entries:
-            if not entry.name.startswith(_TEMPORARY):
+            if not _IS_TEMPORARY.fullmatch(entry.name):
                 continue
             fd = os.open(entry.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
