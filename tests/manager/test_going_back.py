@@ -16,7 +16,7 @@ from bytecheckpoint import CheckpointManager
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.engine import catalogs
-from bytecheckpoint.errors import CheckpointNotFoundError, StorageConflictError, UsageError
+from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageConflictError, UsageError
 from bytecheckpoint.frameworks.rng import rng_state
 from bytecheckpoint.manager import Best, Cadence, Every, Latest, Retention, StepInfo, Younger, run_folder
 from bytecheckpoint.manager.run_folder import RunFolder, by_age, step_folder
@@ -25,7 +25,7 @@ from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from tests.support.damage import damage, storage_file
 from tests.support.faulty_storage import Faults
 from tests.support.memory import hot_tier
-from tests.support.runs import Run, eventually, numbers, save_steps
+from tests.support.runs import Run, eventually, numbers, save_steps, steps_in
 from tests.support.variants import crossed
 
 
@@ -330,3 +330,19 @@ def test_the_clocks_of_machines_decide_nothing(
         assert go_on(url, 7, keep=[Latest(3)]) == [5, 6, 7]
         monkeypatch.setattr(time, "time", lambda: clock() + 20 * HOUR)
         assert go_on(url, 8, keep=2) == [7, 8]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "nonsense", '{"a": 1}', "\xff", '{"id": "x"}'])
+def test_damaged_files_of_the_manager(tmp_path: Path, text: str) -> None:
+    run = Run()
+    with CheckpointManager(tmp_path, run.states(), keep=Retention(1, grace=0)) as manager:
+        manager.save(1)
+        manager.wait()
+        (tmp_path / ".bytecheckpoint-manager").write_bytes(text.encode("latin-1"))
+        manager.save(2)
+    assert steps_in(tmp_path) == [2]
+    (tmp_path / ".bytecheckpoint-superseded").write_bytes(text.encode("latin-1"))
+    with CheckpointManager(tmp_path, run.states()) as manager:
+        for look in (manager.steps, manager.restore_latest):
+            with pytest.raises(CorruptCheckpointError, match="bytecheckpoint-superseded, which lists"):
+                look()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import logging
 import os
 import secrets
@@ -13,6 +12,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.engine.catalogs import read_catalog, read_outline
@@ -69,6 +70,15 @@ def step_metadata(
     return {**metadata, _METADATA: {**facts, "since_full": since_full} if since_full else facts}
 
 
+class _Owner(msgspec.Struct, frozen=True):
+    """The manager of a folder."""
+
+    id: str
+    host: str
+    pid: int
+    begun: float
+
+
 class RunFolder:
     """The folder of a run. Everything in it that has no name of a step is left alone.
 
@@ -90,12 +100,7 @@ class RunFolder:
         self._step_bytes = 0  # of the newest step
         self._foreign: set[int] = set()  # steps of another run, which stay
         self._retired: dict[tuple[str, str], float] = {}  # folder and tombstone -> time of the retirement
-        self._me = {
-            "id": manager or secrets.token_hex(8),
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "begun": time.time(),
-        }
+        self._me = _Owner(manager or secrets.token_hex(8), socket.gethostname(), os.getpid(), time.time())
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -187,7 +192,7 @@ class RunFolder:
         before = self._superseded()
         after = {**before, **{info.step: info.created for info in self._beyond(step)}}
         if before != after:
-            _durable(self.url).publish(_SUPERSEDED, json.dumps(after).encode())
+            _durable(self.url).publish(_SUPERSEDED, msgspec.json.encode(after))
 
     def leave_alone(self, step: int) -> list[int]:
         """Return the steps behind a step, which are of another run, and never delete them.
@@ -209,9 +214,14 @@ class RunFolder:
     def _superseded(self) -> dict[int, float]:
         """Return the superseded steps with their times of creation. A step that is saved anew has another time."""
         try:
-            return {int(step): float(at) for step, at in json.loads(_durable(self.url).read(_SUPERSEDED)).items()}
+            return msgspec.json.decode(_durable(self.url).read(_SUPERSEDED), type=dict[int, float])
         except FileNotFoundError:
             return {}
+        except msgspec.DecodeError as error:
+            raise CorruptCheckpointError(
+                f"{self.url}/{_SUPERSEDED}, which lists the steps that the run left behind, is damaged: {error}; remove it "
+                "and the steps that are not to count as the newest ones"
+            ) from error
 
     def pin(self, step: int, pinned: bool) -> None:
         """Keep a step from being deleted by any manager, or allow it again.
@@ -235,7 +245,7 @@ class RunFolder:
 
     def take_over(self) -> None:
         """Make this process the manager of the folder. The manager before it fails at its next save."""
-        _durable(self.url).publish(_OWNER, json.dumps(self._me).encode())
+        _durable(self.url).publish(_OWNER, msgspec.json.encode(self._me))
 
     def check_owner(self) -> None:
         """Check that no other manager has taken over.
@@ -243,13 +253,13 @@ class RunFolder:
         Raises:
             StorageConflictError: another manager has taken over.
         """
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            owner = json.loads(_durable(self.url).read(_OWNER))
-            if owner["id"] != self._me["id"]:
-                begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(owner["begun"]))
+        with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
+            owner = msgspec.json.decode(_durable(self.url).read(_OWNER), type=_Owner)
+            if owner.id != self._me.id:
+                begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(owner.begun))
                 raise StorageConflictError(
-                    f"another job manages {self.url}: process {owner['pid']} on {owner['host']}, begun {begun}; end one of "
-                    "the two, or give it a folder of its own"
+                    f"another job manages {self.url}: process {owner.pid} on {owner.host}, begun {begun}; end one of the "
+                    "two, or give it a folder of its own"
                 )
 
     # --- removal --------------------------------------------------------------------------------------------------
