@@ -119,6 +119,25 @@ def test_a_file_that_grows_while_its_documents_are_found(tmp_path: Path) -> None
     assert bounds.tolist() == [0, len(TEXT)] and len(TextSource(path, cache=cache)) == 501
 
 
+def test_an_index_of_a_file_that_was_replaced_at_equal_size_and_time(tmp_path: Path) -> None:
+    path, cache = tmp_path / "x.txt", tmp_path / "cache"
+    for lines in (["aa", "b"], ["a", "bb"]):
+        path.write_text("\n".join(lines))
+        os.utime(path, ns=(0, 0))
+        source = TextSource(path, cache=cache, shuffle=False)
+        assert [source[i] for i in range(2)] == lines
+
+
+def test_what_a_killed_process_left_is_used_again(tmp_path: Path) -> None:
+    path, cache = tmp_path / "x.txt", tmp_path / "cache"
+    path.write_bytes(TEXT)
+    TextSource(path, cache=cache)
+    (index,) = cache.glob("*.npy")
+    index.rename(f"{index}.tmp")
+    TextSource(path, cache=cache)
+    assert [*cache.glob("*.tmp")] == [] and index.exists()
+
+
 def test_folders_that_are_no_cache(tmp_path: Path) -> None:
     path = tmp_path / "x.txt"
     path.write_bytes(TEXT)

@@ -160,6 +160,31 @@ def test_an_iterable_that_does_not_fit_its_state() -> None:
     assert drain(cursor) == list(range(7, 50))  # without a way to load the state, what was taken is read again
 
 
+def test_a_list_that_grows_in_the_middle_of_a_job() -> None:
+    items = [[i] for i in range(6)]
+    source = SequenceSource(items, "x", shuffle=False)
+    loader = TokenBufferLoader(TokenRecipe(source, 1, 6))
+    described = loader.shared_state()
+    items += [[i] for i in range(6, 10)]
+    assert [next(loader)["tokens"].flatten().tolist() for _ in range(2)] == [[*range(6)]] * 2
+    assert loader.shared_state() | {"batches": 0} == described and source.describe() == described["sources"]["x"]
+
+
+def test_a_document_that_raises_stop_iteration() -> None:
+    """Which is no end of the epoch."""
+
+    class Items(list[list[int]]):
+        def __getitem__(self, index: Any) -> Any:
+            return next(iter([[1]] if index < 3 else []))
+
+    with pytest.raises(RuntimeError, match="document 3 raised StopIteration"):
+        [
+            *TokenBufferLoader(
+                TokenRecipe(SequenceSource(Items([[]] * 5), "x", shuffle=False, fingerprint="1"), 1, 1, epochs=1)
+            )
+        ]
+
+
 @pytest.mark.parametrize(
     ("document", "message"),
     [

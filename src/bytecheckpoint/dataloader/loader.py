@@ -365,8 +365,7 @@ class TokenBufferLoader:
 
     def choose_streams(self, shared: Any, saved: Sequence[int]) -> Sequence[int]:
         """Check that this loader feeds the data of a checkpoint; return its streams; see `SupportsStreams`."""
-        taken_over = {"batches", "dealing", "additions"}
-        own = {name: value for name, value in self.shared_state().items() if name not in taken_over}
+        own = {k: v for k, v in self.shared_state().items() if k not in ("batches", "dealing", "additions")}
         compare = comparisons(self._recipe.sources, self._allow, shared)
         check_shared(shared, own, allow=self._allow, allowed=ALLOWED, compare=compare)
         added = self._recipe.added(shared)

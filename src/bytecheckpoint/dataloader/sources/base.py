@@ -185,7 +185,10 @@ class OrderedCursor:
             self._block = (numbers if self._order is None else self._order.at(numbers)).tolist()
             self._first, inside = self._taken, 0
         self._last = self._block[inside]
-        document = self._documents[self._last]
+        try:
+            document = self._documents[self._last]
+        except StopIteration as error:  # which would end the epoch
+            raise RuntimeError(f"{self.place()} raised StopIteration") from error
         self._taken += 1
         return document
 

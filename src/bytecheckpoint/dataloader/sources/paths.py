@@ -9,6 +9,7 @@ import posixpath
 import shutil
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any, Final
 
 import numpy as np
@@ -24,8 +25,8 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 #: Endings of compressed files.
 _COMPRESSED: Final = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
-#: Facts of a storage that differ between two versions of a file.
-_FACTS: Final = ("size", "mtime", "ETag", "etag", "LastModified", "last_modified", "created", "updated", "modify")
+#: Facts of storages that differ between two versions of a file, of which some are written as "LastModified" or "ETag".
+_FACTS: Final = ("size", "mtime", "etag", "last_modified", "lastmodified", "last-modified", "created", "updated")
 #: Bytes of a file's name that are used in the cache, so that no name is too long.
 _NAME_BYTES: Final = 100
 
@@ -46,8 +47,8 @@ def local_files(path: str, cache: SourceCache | None) -> list[str]:
         if not found:
             raise UsageError(f"no file matches {path}")
         return [local for one in found for local in (local_files(one, cache) if _is_foreign(one) else [one])]
-    if os.path.isdir(path):
-        raise UsageError(f"{path} is a folder: name its files, as in {os.path.join(path, '*')}")
+    if os.path.isdir(path or "."):
+        raise UsageError(f"{path!r} is a folder: name its files, as in {os.path.join(path, '*')}")
     return [os.path.abspath(path)]
 
 
@@ -111,7 +112,8 @@ class SourceCache:
             with files.open(name, "rb", compression="infer") as source:
                 shutil.copyfileobj(source, target, 8 << 20)
 
-        return self._make(fill, base, files.unstrip_protocol(name), *(str(facts.get(fact)) for fact in _FACTS))
+        version = (str(facts[fact]) for fact in sorted(facts) if fact.lower() in _FACTS)
+        return self._make(fill, base, files.unstrip_protocol(name), *version)
 
     def index(self, path: str, size: int, kind: str, find: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
         """Return the bounds of the documents of a local file of some size, which `find` finds unless that was done before.
@@ -121,12 +123,12 @@ class SourceCache:
         """
         try:
             facts = os.stat(path)
-            key = path, str(facts.st_size), str(facts.st_mtime_ns), kind
+            key = path, str(facts.st_size), str(facts.st_mtime_ns), str(facts.st_ctime_ns), kind
             while facts.st_size == size:  # else the file grows now, and the bounds are not those of this size
                 made = self._make(lambda target: np.save(target, find()), f"{os.path.basename(path)}.npy", *key)
                 if (found := _bounds_in(made, size)) is not None:
                     return found
-                os.unlink(made)
+                Path(made).unlink(missing_ok=True)  # another process may have found the damage too
         except OSError as error:
             raise StorageError(f"the cache {self._folder} cannot be used: {error.strerror or error}") from error
         return find()
@@ -141,7 +143,7 @@ class SourceCache:
         with open(os.path.join(self._folder, f".{name}.lock"), "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not os.path.exists(path):
-                temporary = f"{path}.{os.getpid()}.tmp"
+                temporary = f"{path}.tmp"  # that of a process that was killed is written anew
                 try:
                     with open(temporary, "wb") as target:
                         fill(target)
@@ -158,7 +160,7 @@ def _bounds_in(path: str, size: int) -> NDArray[np.int64] | None:
     """Return the bounds of documents in a file of the cache; None if it is damaged."""
     try:
         found = np.load(path, allow_pickle=False)
-    except (EOFError, ValueError):
+    except (EOFError, ValueError, FileNotFoundError):
         return None
     good = found.dtype == np.int64 and found.ndim == 1 and len(found) and found[0] >= 0 and found[-1] <= size
     return found if good and (np.diff(found) > 0).all() else None

@@ -58,10 +58,12 @@ class SequenceSource(MapSource):
         self.shuffle = shuffle
         self._items = items
         self._column = column
-        self._fingerprint, self._given = fingerprint, fingerprint
+        self._fingerprint = fingerprint
+        self._length = len(items)  # a list may grow, but not in the middle of a job
+        self._sampled: dict[int, str] = {}  # number of first items -> fingerprint
 
     def __len__(self) -> int:
-        return len(self._items)
+        return self._length
 
     def __getitem__(self, index: int) -> Document:
         item = self._items[index]
@@ -69,24 +71,20 @@ class SequenceSource(MapSource):
 
     def describe(self) -> dict[str, Any]:
         """Return the number of items, and a fingerprint of 16 of them that lie evenly."""
-        if self._fingerprint is None:
-            self._fingerprint = self._sampled(len(self))
-        return self._described(len(self), self._fingerprint)
+        return self._described(len(self))
 
     def describe_first(self, saved: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Return the description of the first items; see `Source`."""
-        count = saved["documents"]
-        return self._described(count, self._sampled(count) if self._given is None else self._given)
+        return self._described(saved["documents"])
 
-    def _sampled(self, count: int) -> str:
-        return value_fingerprint([self[place] for place in even_places(count, _SAMPLES)])
-
-    def _described(self, count: int, fingerprint: str) -> dict[str, Any]:
+    def _described(self, count: int) -> dict[str, Any]:
+        if self._fingerprint is None and count not in self._sampled:
+            self._sampled[count] = value_fingerprint([self[place] for place in even_places(count, _SAMPLES)])
         return {
             "kind": "sequence",
             "documents": count,
             "bytes": None,
             "column": self._column,
             "shuffle": self.shuffle,
-            "fingerprint": fingerprint,
+            "fingerprint": self._sampled.get(count, self._fingerprint),
         }
