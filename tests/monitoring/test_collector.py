@@ -103,6 +103,22 @@ def test_a_failure_says_which_rank_and_where(tmp_path: Path, monkeypatch: pytest
     assert not any(secret in str(table.to_pylist()) for secret in ("secret", "own-signature"))
 
 
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+@pytest.mark.parametrize("kind", [StorageFullError, ValueError])
+def test_a_failure_is_that_of_the_rank_where_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception], culprit: int
+) -> None:
+    error = kind("rank 7: no space left")
+    Faults().install(monkeypatch).add("write", error, rank=culprit)
+    with collecting():
+        save_all(ThreadWorld(3), tmp_path / "run" / "step_00000001", 1)
+        wait_for_operations(tmp_path / "run", 1)
+    (operation,) = read_run(str(tmp_path / "run")).operations
+    first = operation.first_failure
+    assert (first.rank, first.stage) == (culprit, "write"), operation.failures
+    assert first.error.endswith(str(error)) and f"rank {culprit}" not in first.error
+
+
 def test_a_load_that_fails_before_its_first_phase(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The first job of a new run finds no checkpoint, which nobody has to look at."""
     with collecting():

@@ -120,7 +120,7 @@ def test_report_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     document = json.loads(capsys.readouterr().out)
     assert [operation["step"] for operation in document["operations"]] == [600, 700, 800]
     assert document["operations"][2]["failures"][1] == {
-        "rank": 1, "stage": "write", "error": "write failed: no space left on the storage",
+        "rank": 1, "stage": "write", "error": "StorageFullError: rank 1, write: no space left on the storage",
     }  # fmt: skip
     assert [alert["rule"] for alert in document["alerts"]] == ["failed"]
     assert document["findings"][0]["severity"] == "critical" and document["run"]["saves"] == 2

@@ -121,7 +121,7 @@ class SimulatedRun:
                 host=f"host-{rank // self.ranks_per_host:04d}",
                 mesh=mesh,
                 attempt=1,
-                error=self._error(rank, failed),
+                error=self._error(failed),
                 stage=failed.get(rank, "commit") if failed else "",
                 seconds=ends,
                 blocking_seconds=blocking,
@@ -227,9 +227,8 @@ class SimulatedRun:
             yield dict(zip(self.mesh, place, strict=True))
 
     @staticmethod
-    def _error(rank: int, failed: Mapping[int, str]) -> str:
+    def _error(failed: Mapping[int, str]) -> str:
         if not failed:
             return ""
         first = min(failed)
-        cause = f"{failed[first]} failed: no space left on the storage"
-        return cause if rank in failed else f"rank {first}: {cause}"
+        return f"StorageFullError: rank {first}, {failed[first]}: no space left on the storage"

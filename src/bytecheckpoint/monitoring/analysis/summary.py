@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bytecheckpoint import errors
 from bytecheckpoint.monitoring.table import MetricRows, OperationFacts, OperationRecord
 
 __all__ = ["SHARED_PHASES", "OperationSummary", "PhaseSummary", "RankFailure", "Straggler", "summarize"]
@@ -30,8 +31,8 @@ _DEVIATIONS, _SHARE, _LEAST_SECONDS = 6.0, 0.5, 0.25
 _NORMAL_MAD = 0.6745
 #: Seconds by which clocks may differ in a critical path.
 _SAME_TIME = 1e-3
-#: Beginning of an error of another rank.
-_OTHER_RANK = re.compile(r"\brank \d+\b")
+#: Class, rank and stage of a failure where it began, and its message; see `failures.Failure.as_error`.
+_ORIGIN = re.compile(r"(\w+): (?:an earlier asynchronous save failed: )?rank (\d+)(?:, ([^:]+))?: (.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,17 @@ class RankFailure:
     stage: str
     error: str
 
+    @property
+    def origin(self) -> RankFailure | None:
+        """The failure where it began, which ranks pass on to all others; None if the message does not say where."""
+        found = _ORIGIN.fullmatch(self.error)
+        if found is None or not hasattr(
+            errors, found[1]
+        ):  # the text of an error of the program may begin in this way, too
+            return None
+        name, rank, stage, message = found.groups()
+        return RankFailure(int(rank), stage or "", f"{name}: {message}")
+
 
 @dataclass(frozen=True, slots=True)
 class OperationSummary(OperationFacts):
@@ -125,8 +137,13 @@ class OperationSummary(OperationFacts):
 
     @property
     def first_failure(self) -> RankFailure:
-        """First failure that repeats no other rank's. The operation must have failed."""
-        return next((f for f in self.failures if not _OTHER_RANK.search(f.error)), self.failures[0])
+        """Failure with which the others began, on the rank where it happened. The operation must have failed."""
+        found = [(origin, f.rank) for f in self.failures if (origin := f.origin) is not None]
+        if not found:
+            return self.failures[0]
+        first = next((origin for origin, rank in found if origin.rank == rank), found[0][0])
+        stages = {f.rank: f.stage for f in self.failures}
+        return first if first.stage else replace(first, stage=stages.get(first.rank, ""))
 
     @property
     def failed(self) -> bool:
