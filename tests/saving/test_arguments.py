@@ -76,6 +76,14 @@ def test_staging(calls: dict[str, Call], staging: Any) -> None:
         calls["save"](async_checkpoint=True, staging=staging)
 
 
+def test_metadata_is_that_of_the_call(tmp_path: Path) -> None:
+    metadata = {"run": {"losses": [1.0]}}
+    handle = bytecheckpoint.save(tmp_path / "s", {"model": {}}, metadata=metadata, async_checkpoint=True)
+    metadata["run"]["losses"].append(2.0)
+    handle.result(60)
+    assert bytecheckpoint.open(tmp_path / "s").info["metadata"] == {"run": {"losses": [1.0]}}
+
+
 def test_metadata_is_what_json_gives_back(tmp_path: Path) -> None:
     cycle: dict[str, Any] = {}
     cycle["self"] = cycle

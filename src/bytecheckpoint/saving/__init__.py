@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -126,7 +127,15 @@ def save(
         # Now: in a background save the caller's counters continue.
         steps = steps_of_objects(requested.objects) if step is None else {"step=": check_step(step)}
         return SaveRequest(
-            storage, requested, settings, mode, extent, dict(metadata or {}), steps, incremental, why_blocking=reason
+            storage,
+            requested,
+            settings,
+            mode,
+            extent,
+            copy.deepcopy(dict(metadata or {})),
+            steps,
+            incremental,
+            why_blocking=reason,
         )
 
     request = checked(check)
