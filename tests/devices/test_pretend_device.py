@@ -133,8 +133,17 @@ def test_a_save_waits_for_its_copies(path: str, mode: str, staging_bytes: int) -
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("full", [False, True])
 @on_ranks(1)
-def test_small_tensors_are_joined_and_large_ones_are_cut(path: str, mode: str) -> None:
+def test_small_tensors_are_joined_and_large_ones_are_cut(path: str, mode: str, full: bool) -> None:
+    """If the device has memory for that."""
+    cat = torch.cat
+
+    def allocating(tensors: Any, **options: Any) -> torch.Tensor:
+        if full and len(tensors) > 1 and all(tensor.dim() == 1 for tensor in tensors) and not tensors[0].is_cpu:
+            raise torch.OutOfMemoryError
+        return cat(tensors, **options)
+
     pretend.load()
     wanted = {
         f"{size} {dtype}".replace(".", "_"): coded((size,), dtype, size)
@@ -146,7 +155,7 @@ def test_small_tensors_are_joined_and_large_ones_are_cut(path: str, mode: str) -
     wanted["strided"] = coded((90, 60), torch.float32).t()
     with (
         patch.multiple(device_copies, _QUEUED_BYTES=8000, _SMALL_BYTES=2000, _JOINED_BYTES=3000),
-        patch.object(torch, "cat", side_effect=torch.cat) as joined,
+        patch.object(torch, "cat", side_effect=allocating) as joined,
         pretend.delays(to_host=1),
     ):
         handle = save(path, {"model": module_of(state)}, mode)

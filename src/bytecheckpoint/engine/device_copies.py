@@ -156,9 +156,13 @@ def _pieces(
             end += sources[last].nbytes
             last += 1
         if last > first + 1:
-            # Its memory may be used again at once: by the same stream, in order.
-            joined = torch.cat([tensor.reshape(-1) for tensor in sources[first:last]])
-            yield target.as_strided((len(joined),), (1,)), joined
+            try:
+                # Its memory may be used again at once: by the same stream, in order.
+                joined = torch.cat([tensor.reshape(-1) for tensor in sources[first:last]])
+            except torch.OutOfMemoryError:
+                yield from zip(targets[first:last], sources[first:last], strict=True)
+            else:
+                yield target.as_strided((len(joined),), (1,)), joined
             first = last
             continue
         if source.nbytes > _QUEUED_BYTES and source.is_contiguous():
