@@ -89,9 +89,11 @@ def test_a_full_storage_that_says_so_in_a_save(
     options = SaveOptions(async_checkpoint=asynchronous)
     found = ThreadWorld(2).run(run_of, tmp_path, 25, save_options=options, timeout=60)
     assert found[0] == found[1]
-    again = found[0][1] if asynchronous else 10
-    assert found[0] == [10, again, 20] if asynchronous else [10, 20]
-    assert 10 <= again < 20 and steps_in(tmp_path) == [again, 20]
+    first, *saved = found[0]
+    if not asynchronous:
+        saved.insert(0, first)  # tried again in the call
+    # The step after the failure, if that was known before step 20.
+    assert first == 10 and saved[-1] == 20 and len(saved) <= 2 and steps_in(tmp_path) == saved
     assert not {1, 2, 3} & {*folders(tmp_path)} and "no room" in caplog.text
 
 
