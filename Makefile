@@ -113,9 +113,9 @@ test-frameworks: ## real DeepSpeed and Megatron-Core, and the interchange matrix
 	$(call frameworks,ShareMemCommBuilder FusedAdamBuilder CPUAdamBuilder)
 	$(WITH_FRAMEWORKS) -m pytest tests/frameworks/deepspeed tests/frameworks/megatron tests/frameworks/interchange
 
-test-frameworks-short: ## the part of the interchange matrix in which every framework saves and loads once (.venv-frameworks)
+test-frameworks-short: ## changes behind saves, and the part of the interchange matrix in which every framework saves and loads once (.venv-frameworks)
 	$(call frameworks,ShareMemCommBuilder)
-	$(WITH_FRAMEWORKS) -m pytest tests/frameworks/interchange -m short
+	$(WITH_FRAMEWORKS) -m pytest tests/frameworks/deepspeed tests/frameworks/megatron tests/frameworks/interchange -m short
 
 # Versions supported beside the pinned one (none so far): each is put into a folder that goes before the environment's own packages.
 DEEPSPEED_VERSIONS :=

@@ -78,25 +78,30 @@ class Trainer(MegatronModel):
         """Do what the program does after a load."""
         self.step = self.extra["step"]
 
-    def train(self, steps: int) -> list[float]:
+    def passes(self, *, forward_only: bool = False) -> list[dict[str, torch.Tensor]]:
+        """Run forward and backward of the next step; return the losses of the micro-batches."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
+        rows = self.local_rows()
+        batches = [iter(rows.split(MICROBATCH)) for _ in self.chunks]
+        outputs: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
+            forward_step_func=_forward,
+            data_iterator=batches if len(batches) > 1 else batches[0],
+            model=self.model,
+            num_microbatches=len(rows) // MICROBATCH,
+            seq_length=LENGTH,
+            micro_batch_size=MICROBATCH,
+            forward_only=forward_only,
+        )
+        return outputs
+
+    def train(self, steps: int) -> list[float]:
         losses = []
         for _ in range(steps):
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            rows = self.local_rows()
-            batches = [iter(rows.split(MICROBATCH)) for _ in self.chunks]
-            outputs = get_forward_backward_func()(
-                forward_step_func=_forward,
-                data_iterator=batches if len(batches) > 1 else batches[0],
-                model=self.model,
-                num_microbatches=len(rows) // MICROBATCH,
-                seq_length=LENGTH,
-                micro_batch_size=MICROBATCH,
-                forward_only=False,
-            )
+            outputs = self.passes()
             self.optimizer.step()
             self.scheduler.step(1)
             total = torch.tensor([sum(float(m["loss"]) for m in outputs), float(len(outputs))], dtype=torch.float64)
