@@ -60,10 +60,11 @@ def test_a_machine_is_lost(tmp_path: Path) -> None:
 
 
 def test_a_machine_falls_silent(tmp_path: Path) -> None:
-    """Its cable is cut, so nothing tells the other one, which has two ranks: they go on after the time-outs of TCP."""
+    """Its cable is cut, so nothing tells the other one, which has two ranks: they save after peer_timeout."""
+    given = {"GLOO_SOCKET_IFNAME": "eth0", "BYTECHECKPOINT_PEER_TIMEOUT": "40"}  # gloo waits 60 s
     with two_machines() as machines, ElasticJob(tmp_path, 60, 0.1, "10.99.9.1") as job:
         first, second = [
-            job.start("1:2", 2, within=inside(name), address=f"10.99.9.{number}", GLOO_SOCKET_IFNAME="eth0")
+            job.start("1:2", 2, within=inside(name), address=f"10.99.9.{number}", **given)
             for number, name in enumerate(machines, 1)
         ]
         job.wait_for(23)
