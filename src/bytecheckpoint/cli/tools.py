@@ -212,9 +212,10 @@ def _run(calls: _Calls, *, dry_run: bool, json: bool, whole: bool = False) -> in
             found += call()
         except CheckpointError as error:
             errors[place] = str(error)
+    code = int(bool(errors) or (whole and any(f.kept for f in found)))
     if json:
         print_json({"ok": not errors, "dry_run": dry_run, "removed": [asdict(f) for f in found], "errors": errors})
-        return int(bool(errors) or (whole and any(f.kept for f in found)))
+        return code
     if found:
         action = "would go" if dry_run else "removed"
         print_table(
@@ -236,4 +237,4 @@ def _run(calls: _Calls, *, dry_run: bool, json: bool, whole: bool = False) -> in
     gone = [f for f in found if not f.kept]
     size = size_text(sum(f.nbytes for f in gone))
     print(f"{plural(sum(f.files for f in gone), 'file')} ({size}) {'would be removed' if dry_run else 'removed'}")
-    return int(bool(errors) or (whole and any(f.kept for f in found)))
+    return code

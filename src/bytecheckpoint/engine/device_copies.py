@@ -144,17 +144,7 @@ def _pieces(
     first = 0
     while first < len(sources):
         target, source = targets[first], sources[first]
-        last, end = first, target.data_ptr()
-        stop = end + _JOINED_BYTES
-        while (
-            last < len(sources)
-            and sources[last].nbytes <= _SMALL_BYTES
-            and sources[last].dtype == source.dtype
-            and sources[last].device == source.device
-            and targets[last].data_ptr() == end <= stop
-        ):
-            end += sources[last].nbytes
-            last += 1
+        last = _end_of_run(targets, sources, first)
         if last > first + 1:
             try:
                 # Its memory may be used again at once: by the same stream, in order.
@@ -163,14 +153,28 @@ def _pieces(
                 yield from zip(targets[first:last], sources[first:last], strict=True)
             else:
                 yield target.as_strided((len(joined),), (1,)), joined
-            first = last
-            continue
-        if source.nbytes > _QUEUED_BYTES and source.is_contiguous():
+        elif source.nbytes > _QUEUED_BYTES and source.is_contiguous():
             elements = _QUEUED_BYTES // source.element_size()
             yield from zip(target.view(-1).split(elements), source.view(-1).split(elements), strict=True)
         else:
             yield target, source
-        first += 1
+        first = last
+
+
+def _end_of_run(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], first: int) -> int:
+    """Return the number behind the last tensor that can be joined with a first one."""
+    source, end = sources[first], targets[first].data_ptr()
+    stop, last = end + _JOINED_BYTES, first
+    while (
+        last < len(sources)
+        and sources[last].nbytes <= _SMALL_BYTES
+        and sources[last].dtype == source.dtype
+        and sources[last].device == source.device
+        and targets[last].data_ptr() == end <= stop
+    ):
+        end += sources[last].nbytes
+        last += 1
+    return max(last, first + 1)
 
 
 def _wait_for_queued(devices: Iterable[torch.device]) -> None:

@@ -141,11 +141,13 @@ class Image:
         """
         parts = [self._parts(file) for file in self.files[files]]
         key = (pool.data_ptr(), generation)
-        known = 0 if files.start else self.known.files
-        if known and self.known.key != key:
-            self.known.key = key
-            self.known.views = self._views(pool, parts[:known])
-        targets = self.known.views[: None if known else 0] + self._views(pool, parts[known:])
+        known, targets = self.known, list[torch.Tensor]()
+        first = 0 if files.start else known.files
+        if first:
+            if known.key != key:
+                known.key, known.views = key, self._views(pool, parts[:first])
+            targets += known.views
+        targets += self._views(pool, parts[first:])
         with self.copies.queued():
             copy_all(targets, [tensor for part in parts for tensor in part.tensors], shared)
             for part in parts:

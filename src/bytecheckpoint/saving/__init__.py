@@ -126,17 +126,8 @@ def save(
             _log.warning("the save to %s copies in the call, not in the background: %s", storage.url, reason)
         # Now: in a background save the caller's counters continue.
         steps = steps_of_objects(requested.objects) if step is None else {"step=": check_step(step)}
-        return SaveRequest(
-            storage,
-            requested,
-            settings,
-            mode,
-            extent,
-            copy.deepcopy(dict(metadata or {})),
-            steps,
-            incremental,
-            why_blocking=reason,
-        )
+        facts = copy.deepcopy(dict(metadata or {}))
+        return SaveRequest(storage, requested, settings, mode, extent, facts, steps, incremental, why_blocking=reason)
 
     request = checked(check)
     operation = Operation("save", "" if isinstance(target, Exception) else target.url)

@@ -193,7 +193,7 @@ class Save:
             return StagedSave(agreed, *self._read_checks(agreed), self._writer.stage_live(agreed))
         files, copy_values = self._writer.copy(agreed, shared)
         checks, samples = self._read_checks(agreed)
-        proof, copies = agreed.captured.proof, agreed.captured.copies
+        proof, copies, later = agreed.captured.proof, agreed.captured.copies, frozenset[int]()
         if proof is not None:
             copied = files.pool if files.opened is None else None  # else the bytes have passed through the pool
             images = [file.image for file in files.files if not file.values]
@@ -203,13 +203,11 @@ class Save:
                 proof.check(sources, images, copied, later)
             assert shared is not None, "a save with a proof copies in the background"
             shared.copied.set_result(proof.storages())  # the values are copies that the call made
-            files = copy_values()
-            if later:
-                self._writer.compare_rest(agreed)
-                with span("prove"), copies.queued():
-                    proof.check((), (), None)
-        else:
-            files = copy_values()
+        files = copy_values()
+        if proof is not None and later:
+            self._writer.compare_rest(agreed)
+            with span("prove"), copies.queued():
+                proof.check((), (), None)
         agreed.captured.release()
         return StagedSave(agreed, checks, samples, files)
 

@@ -207,15 +207,15 @@ class RankWriter:
             # No copy stays that could be hashed later.
             for value in hash_all((values[key] for key in places), image.copies):
                 values[value.key] = value.without_data()
-        plain = sum(not file.values for file in files)
-        with busy(settings.timeout + nbytes / _SLOWEST_COPY), span("copy", image.nbytes):
+        plain, limit = sum(not file.values for file in files), settings.timeout + nbytes / _SLOWEST_COPY
+        with busy(limit), span("copy", image.nbytes):
             writer = opened[0] if opened else None
             chunks = stage_image(image, pool, settings.storage.chunk_bytes, writer, shared, slice(plain))
         staged = StagedFiles(files, places, (), pool, chunks, opened=opened, pool_bytes=nbytes)
 
         def copy_values() -> StagedFiles:
             agreed.captured.fill()
-            with busy(settings.timeout + nbytes / _SLOWEST_COPY), span("copy values"):
+            with busy(limit), span("copy values"):
                 if fits and places:
                     image.stage(pool.tensor(), pool.generation, None, slice(plain, None))
                     first = len(self._adoption.records)

@@ -103,8 +103,8 @@ def remove(checkpoint: Subject, *, cold: bool = False, dry_run: bool = False) ->
             del names[CATALOG_NAME]
     if not any(name == CATALOG_NAME or generation_of(name) is not None for _, names in found for name in names):
         steps = [name for name in storage.folders() if CATALOG_NAME in dict(resolve(f"{storage.url}/{name}").list())]
-        hint = f"; it is a folder of {len(steps)} steps: name those" if steps else ""
-        hint = hint or (f": {_NO_SEAL}" if foreign else "")
+        no_seal = f": {_NO_SEAL}" if foreign else ""
+        hint = f"; it is a folder of {len(steps)} steps: name those" if steps else no_seal
         raise CheckpointNotFoundError(f"{storage.url} holds no checkpoint{hint}")
     removed = [_removal(place, "checkpoint", names) for place, names in found]
     removed += [Removal(place.url, "checkpoint", 1, place.stat(CATALOG_NAME).size, kept=_NO_SEAL) for place in foreign]

@@ -91,9 +91,8 @@ class RankFailure:
     def origin(self) -> RankFailure | None:
         """The failure where it began, which ranks pass on to all others; None if the message does not say where."""
         found = _ORIGIN.fullmatch(self.error)
-        if found is None or not hasattr(
-            errors, found[1]
-        ):  # the text of an error of the program may begin in this way, too
+        # The text of an error of the program may begin in this way, too.
+        if found is None or not hasattr(errors, found[1]):
             return None
         name, rank, stage, message = found.groups()
         return RankFailure(int(rank), stage or "", f"{name}: {message}")

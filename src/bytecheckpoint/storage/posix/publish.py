@@ -18,7 +18,7 @@ from bytecheckpoint.storage.posix.files import durable_version, retry_stale, sta
 __all__ = ["publish"]
 
 _TEMPORARY = ".publishing-"
-_IS_TEMPORARY = re.compile(r"\.publishing-[0-9a-f]{16}")
+_IS_TEMPORARY = re.compile(rf"{re.escape(_TEMPORARY)}[0-9a-f]{{16}}")
 #: Timeout of a wait for another publisher of the same folder.
 _LOCK_SECONDS = 30.0
 #: Errors of file systems without hard links.
