@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+import struct
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import chain
@@ -20,6 +21,7 @@ from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.dataloader import (
     JsonLinesSource,
+    MegatronSource,
     SequenceSource,
     TokenBufferLoader,
     TokenFileSource,
@@ -94,6 +96,17 @@ class Data:
             if write:
                 path.write_bytes(compress(np.arange(self.first, self.first + offsets[-1], dtype=np.uint32).tobytes()))
             return TokenFileSource(path, self.name, dtype="uint32", offsets=offsets, **options)
+        if self.kind == "megatron":
+            path = folder / self.name
+            if write:
+                lengths = np.array(self.lengths[:count], "<i4")
+                tokens = np.arange(self.first, self.first + lengths.sum(), dtype="<i4")
+                places = (np.cumsum(lengths) - lengths).astype("<i8") * 4
+                begins = np.arange(count + 1, dtype="<i8")
+                head = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, count, count + 1)
+                path.with_suffix(".bin").write_bytes(tokens.tobytes())
+                path.with_suffix(".idx").write_bytes(b"".join(map(bytes, (head, lengths, places, begins))))
+            return MegatronSource(path, self.name, **options)
         items = [document if i not in self.bad else ["bad"] for i, document in enumerate(documents[:count])]
         return SequenceSource(items, self.name, shuffle=self.shuffle)
 
@@ -161,9 +174,9 @@ def draw(seed: int, most_workers: int) -> Run:
             counts.append(counts[-1] + chance.choice([0, 1, 4, 30]))
         count = counts[-1]
         shuffle = chance.random() < 0.6
-        kind = chance.choice(["list", "jsonl", "tokens"])
-        bad = {i for i in range(1, count) if kind != "tokens" and skip_bad and chance.random() < 0.1}
-        least = 0 if kind != "tokens" and not shuffle and end is None and count > 4 else 1
+        kind = chance.choice(["list", "jsonl", "tokens", "megatron"])
+        bad = {i for i in range(1, count) if kind in ("list", "jsonl") and skip_bad and chance.random() < 0.1}
+        least = 0 if kind in ("list", "jsonl") and not shuffle and end is None and count > 4 else 1
         most = chance.choice([1.0, 1.3])
         lengths = [max(least, int(chance.lognormvariate(most, most))) for _ in range(count)]
         lengths[0] = lengths[0] or 3
@@ -174,7 +187,7 @@ def draw(seed: int, most_workers: int) -> Run:
                 bad, lengths = set(), [max(1, length) for length in lengths]  # else a stream would find no token
         share = {begin: chance.choice([1.0, 2.0, 3.0, *zero]) for begin in [0, *changes]}
         cuts = sorted({cut for cut in [*counts, chance.randrange(count)] if 0 < cut < count and chance.random() < 0.5})
-        ending = chance.choice(["", "", ".gz"]) if kind != "list" else ""
+        ending = chance.choice(["", "", ".gz"]) if kind in ("jsonl", "tokens") else ""
         of_files = {"cuts": cuts, "bad": bad, "ending": ending, "cached": chance.random() < 0.3}
         data.append(Data(f"source-{number}", kind, first, lengths, shuffle, share, counts, **of_files))
         first += sum(lengths)
