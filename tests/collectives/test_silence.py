@@ -46,7 +46,7 @@ def test_a_machine_that_vanishes_while_data_are_under_way() -> None:
             cut_cable(second)
             hub.stdin.write("go on\n")
             hub.stdin.flush()
-            assert 2 <= float(hub.stdout.readline()) < 40
+            assert 1 <= float(hub.stdout.readline()) < 40  # 2 s by the kernel's clock, which is coarser than ours
             assert hub.wait(30) == 0
         finally:
             for process in (hub, spoke):
