@@ -150,7 +150,11 @@ def parallel_map(function: Callable[[_A], _R], items: Iterable[_A], threads: int
         helpers.append(helper)
     work()
     for helper in helpers:
-        helper.join()
+        try:
+            helper.join()
+        except BaseException as error:  # noqa: BLE001  Ctrl-C: raised below, when the calls in progress have ended
+            errors.append(error)
+            helper.join()
     if errors:
         raise errors.pop()  # not of a list that its traceback holds, which would keep all callers alive
     return [results[number] for number in range(len(arguments))]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bytecheckpoint.concurrency import call_with_timeout
+from bytecheckpoint.concurrency import call_with_timeout, parallel_map
 from bytecheckpoint.errors import StorageUnavailableError, UsageError
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.posix.mounts import _recent_mounts, is_in_memory
@@ -92,7 +92,7 @@ def test_a_thread_that_hangs_is_not_given_another_call() -> None:
 def test_at_the_end_of_a_program_and_after_a_fork() -> None:
     program = """
 import atexit, os
-from bytecheckpoint.concurrency import call_with_timeout
+from bytecheckpoint.concurrency import call_with_timeout, parallel_map
 assert call_with_timeout(5, lambda: 1) == 1
 child = os.fork()
 assert call_with_timeout(5, lambda: 2) == 2
@@ -124,3 +124,26 @@ def test_what_is_in_memory(tmp_path: Path) -> None:
     assert is_in_memory(str(inside)) == is_in_memory(str(tmp_path))
     assert not is_in_memory("/proc/self")
     assert resolve(f"mem://test-{os.getpid()}/x").capabilities.in_memory
+
+
+def test_ctrl_c_waits_for_the_calls_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, join = threading.Event(), threading.Thread.join
+    ended: list[int] = []
+
+    def work(number: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            time.sleep(0.2)  # the other thread takes the other number
+        else:
+            release.wait(10)
+        ended.append(number)
+
+    def interrupted(thread: threading.Thread) -> None:
+        if not release.is_set():
+            release.set()
+            raise KeyboardInterrupt
+        join(thread)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        parallel_map(work, range(2), 2, "test")
+    assert sorted(ended) == [0, 1]

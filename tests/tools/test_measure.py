@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,11 +17,18 @@ from bytecheckpoint.cli.main import run
 from bytecheckpoint.errors import StorageError, StorageFullError, UsageError
 from bytecheckpoint.monitoring.reading import read_run
 from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER
+from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.tools import measure
 from tests.support.mounts import small_tmpfs
 
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def metrics_of_a_run(tmp_path: Path) -> Path:
+    (tmp_path / METRICS_FOLDER).mkdir()
+    return tmp_path / METRICS_FOLDER
 
 
 def test_the_bandwidths_stay_beside_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,6 +41,7 @@ def test_the_bandwidths_stay_beside_the_run(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_bytes_that_do_not_come_from_the_storage_are_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    resolve("mem://measured-here").publish("x", b"")
     assert measure("mem://measured-here", 8 * MIB, 2).read is None
     assert run(["measure", "mem://measured-here", "--size", "8MiB"]) == 0
     assert "read from this machine's memory, so not measured" in capsys.readouterr().out
@@ -45,14 +56,50 @@ def test_nothing_stays_of_a_measurement_that_fails_or_was_killed(tmp_path: Path)
     with small_tmpfs(tmp_path / "small", 8 * MIB):
         with pytest.raises(StorageFullError):
             measure(str(tmp_path / "small"), 64 * MIB, 2)
-        assert not list((tmp_path / "small").rglob("measure-*"))
-    killed, running = (tmp_path / METRICS_FOLDER / f"measure-{name}" for name in ("killed", "running"))
-    killed.parent.mkdir()
-    killed.write_bytes(b"1")
-    running.write_bytes(b"1")
-    os.utime(killed, (time.time() - 90_000,) * 2)
+        assert not os.listdir(tmp_path / "small")
+    killed, running = (tmp_path / f".bytecheckpoint-measure-{name}" for name in ("killed", "running"))
+    for folder in (killed, running):
+        folder.mkdir()
+        (folder / "0").write_bytes(b"1")
+    os.utime(killed / "0", (time.time() - 90_000,) * 2)
     measure(str(tmp_path), MIB, 1)
     assert running.exists() and not killed.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_nothing_stays_of_a_measurement_that_is_interrupted(tmp_path: Path, number: signal.Signals) -> None:
+    place = tmp_path / "a run\nof mine"
+    place.mkdir()
+    command = [sys.executable, "-m", "bytecheckpoint.cli.main", "measure", str(place), "--size", "2GiB"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while not list(place.glob("*/0")):
+            time.sleep(0.01)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == (130 if number == signal.SIGINT else 128 + number), err
+    assert not list(place.iterdir()) and "Traceback" not in err
+
+
+def test_a_folder_without_metrics_stays_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other").mkdir()
+    assert run(["measure", str(tmp_path / "other"), "--size", "1MiB"]) == 0
+    assert "kept nowhere" in capsys.readouterr().err and not list((tmp_path / "other").iterdir())
+
+
+def test_a_folder_that_is_absent_or_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "step" / "model").mkdir(parents=True)
+    (tmp_path / "step" / "metadata.parquet").write_bytes(b"x")
+    (tmp_path / "file").write_bytes(b"x")
+    for name, message in {
+        "absent": "does not exist",
+        "file": "does not exist",
+        "step": "/step is a checkpoint",
+        "step/model": "/step is a checkpoint",
+    }.items():
+        with pytest.raises(UsageError, match=message):
+            measure(str(tmp_path / name), MIB, 1)
+    assert sorted(os.listdir(tmp_path)) == [METRICS_FOLDER, "file", "step"]
+    assert sorted(os.listdir(tmp_path / "step")) == ["metadata.parquet", "model"]
 
 
 def test_a_file_that_is_cut_meanwhile_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,10 +111,10 @@ def test_a_file_that_is_cut_meanwhile_measures_nothing(tmp_path: Path, monkeypat
     monkeypatch.setattr(PosixStorage, "is_cached", lambda *_: False)
     with pytest.raises(StorageError, match="was cut or removed while it was measured"):
         measure(str(tmp_path), MIB, 2)
-    assert not list((tmp_path / METRICS_FOLDER).iterdir())
+    assert os.listdir(tmp_path) == [METRICS_FOLDER] and not os.listdir(tmp_path / METRICS_FOLDER)
 
 
 def test_too_few_bytes(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="1000 bytes are too few for 8 threads"):
         measure(str(tmp_path), 1000, 8)
-    assert not list(tmp_path.iterdir())
+    assert os.listdir(tmp_path) == [METRICS_FOLDER]

@@ -1,13 +1,14 @@
 """Run the `bytecheckpoint` command: errors and exit statuses.
 
 Exit status: 0 fine; 1 findings (a damaged block, a difference); 2 not readable as a checkpoint, or wrong usage; 130
-interrupted; 141 the output was closed. An error is one line on stderr.
+interrupted; 141 the output was closed; 128 + N ended by signal N. An error is one line on stderr.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,9 @@ FINE, FINDINGS, UNUSABLE, INTERRUPTED, PIPE = 0, 1, 2, 130, 141
 
 def main() -> None:
     """Run the `bytecheckpoint` command as a program."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # not `nohup`
+            signal.signal(number, _end)
     code = run(sys.argv[1:])
     stdout_works = code != PIPE
     try:
@@ -66,6 +70,11 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(str(error), FINDINGS if damaged else UNUSABLE)
     except Exception as error:  # noqa: BLE001  the user gets one line for any failure
         return _fail(_message(error), UNUSABLE)
+
+
+def _end(number: int, frame: object) -> None:
+    """End as after Ctrl-C: the verb removes its temporary files."""
+    raise SystemExit(128 + number)
 
 
 def _message(error: Any) -> str:

@@ -105,8 +105,11 @@ def monitor(root: str, *, reporter: Reporter, host: str, port: int, token: str) 
 def measure(root: str, *, size: str, threads: int, json: bool) -> int:
     """Measure the storage of a run and print its bandwidths."""
     from bytecheckpoint import tools
+    from bytecheckpoint.tools.bandwidth import keeps_limits
 
     limit = tools.measure(root, parse_size(size), threads)
+    if not keeps_limits(root):
+        print_notes([f"the bandwidths are kept nowhere: {root} has no metrics of saves yet (the setting `metrics`)"])
     if json:
         print_json(msgspec.to_builtins(limit))
         return 0
