@@ -259,7 +259,7 @@ def test_a_closure_runs_before_the_fence(
         optimizer.zero_grad()
         loss = net.large[:5].sum() + net.one.sum()
         loss.backward()
-        seen.append(handle.staged.done())
+        seen.append(gate.open.is_set())  # else the fence has not waited
         gate.open.set()
         return loss
 
