@@ -54,4 +54,8 @@ def test_only_a_rank_that_failed_makes_it_failed(capsys: pytest.CaptureFixture[s
     sink.progress(OperationProgress(record.id, "save", record.path, 1, 2, 0.0, 1e9, False, ranks))
     sink.deliver(record, summarize(record))
     first, *_, last = capsys.readouterr().err.splitlines()
-    assert "rank 0 in write" in first and last == f"save {record.path}: {outcome}"
+    assert (
+        "rank 0 in write: 0 of 0 MiB" in first
+        and first.endswith("s, about 1.0 s left")
+        and last == f"save {record.path}: {outcome}"
+    )

@@ -22,6 +22,7 @@ from bytecheckpoint.storage import NewFile
 from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.storage.testing import content, write_file
 from bytecheckpoint.storage.uploading import Pieces, UploadingStorage
+from bytecheckpoint.tracing.operation import Operation, bind_operation
 from bytecheckpoint.world import world_of
 from tests.support.mounts import small_tmpfs
 from tests.support.ranks import attempt
@@ -32,6 +33,7 @@ class Uploads(UploadingStorage, PosixStorage):
 
     def __init__(self, root: Path) -> None:
         super().__init__(str(root), str(root))
+        self.capabilities = UploadingStorage.capabilities
         self.files: dict[str, bytes] = {}
         self.pieces: list[tuple[int, int]] = []
         self.error: Exception | None = None
@@ -182,6 +184,27 @@ def test_abort_ends_an_upload_that_is_under_way(files_writer: Any, storage: Uplo
         writer.abort()
     assert isinstance(finished.result(), CheckpointError) and "was aborted" in str(finished.result())
     assert storage.files == {}
+
+
+@pytest.mark.parametrize("stable", [True, False])
+def test_bytes_count_as_written_when_they_are_on_their_way(files_writer: Any, storage: Uploads, stable: bool) -> None:
+    """Hashing them, and putting them into a spool, moves nothing to the storage."""
+    with Operation("save", storage.url).running() as operation, ThreadPoolExecutor(1) as pool:
+        writer, data = files_writer(stable)
+        writer.sums()
+        assert (operation.total("write").nbytes, operation.total("hash").nbytes) == (0, len(data))
+        storage.go_on.clear()
+        result = pool.submit(bind_operation(writer.finish), [b"\1" * 4096, b"\2" * 4096])
+        assert storage.begun.wait(10) and operation.total("write").nbytes < len(data) / 2
+        storage.go_on.set()
+        result.result()
+        assert operation.total("write").nbytes == len(data) + 2 * 4096
+
+
+@pytest.mark.parametrize(("scheme", "phases"), [("", {"write", "finish"}), ("fsspec+file://", {"write"})])
+def test_a_save_goes_on_writing_until_whole_files_are_sent(tmp_path: Path, scheme: str, phases: set[str]) -> None:
+    handle = bytecheckpoint.save(f"{scheme}{tmp_path}/run/step", {"model": {"w": torch.ones(3)}})
+    assert handle.result().phases.keys() & {"write", "finish"} == phases
 
 
 def test_a_synchronous_save_needs_no_spool_where_memory_has_room(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import TypedDict, cast
@@ -93,11 +94,24 @@ class OperationProgress(msgspec.Struct, frozen=True):
         """Number of bytes to move, of the ranks that know theirs."""
         return sum(self.ranks["planned"])
 
+    @property
+    def seconds_left(self) -> float:
+        """Seconds that the slowest rank needs for the rest at its speed so far; infinite if a rank has moved nothing."""
+        ranks = self.ranks
+        parts = zip(ranks["seconds"], ranks["done"], ranks["planned"], strict=True)
+        left = [
+            seconds * (all_bytes / done - 1) if done else math.inf
+            for seconds, done, all_bytes in parts
+            if all_bytes > done
+        ]
+        return max(left, default=0.0)
+
 
 def make_progress(operation: Operation, rank: int, host: str) -> RankProgress:
     """Describe the progress of this rank."""
     path = path_without_secrets(operation.path)
-    done = sum(operation.total(name).nbytes for name in _MOVING[operation.kind])
+    moved = sum(operation.total(name).nbytes for name in _MOVING[operation.kind])
+    done = min(moved, operation.planned_bytes or moved)  # repeated requests and headers count, too
     step = operation.step if operation.step is not None else step_of(path)
     return RankProgress(
         operation.kind, operation.number, path, step, rank, host,

@@ -154,8 +154,9 @@ class FileOutput:
             sums: block sums of each file.
             siblings: all files of the rank, for the headers.
         """
-        self._operation.mark("write")
-        self._operation.phase = "finish"
+        if not self._request.storage.capabilities.whole_files:  # else the bytes go out by `writer.finish`
+            self._operation.mark("write")
+            self._operation.phase = "finish"
         headers = [
             file.header.render(file_sums, self._origin.generation, *siblings)
             for file, file_sums in zip(files, sums, strict=True)
@@ -165,7 +166,7 @@ class FileOutput:
             record_of(self.name(file), file, header, file_sums)
             for file, header, file_sums in zip(files, headers, sums, strict=True)
         ]
-        self._operation.mark("finish")
+        self._operation.mark(self._operation.phase)
         return records
 
     def abort(self) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import os
 import tempfile
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -21,6 +22,7 @@ from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.base import Capabilities, FileWriter, NewFile, Storage, check_name
 from bytecheckpoint.storage.posix.files import translated
 from bytecheckpoint.storage.posix.open_files import write_fully
+from bytecheckpoint.tracing.operation import bind_operation, count
 
 __all__ = ["Pieces", "UploadingStorage"]
 
@@ -82,9 +84,12 @@ class _UploadWriter(FileWriter):
         for piece in self._pieces(start, stop):
             if self._aborted.is_set():
                 raise CheckpointError(f"the upload of {self._storage.url}/{self._name} was aborted")
+            begun = time.perf_counter()
             yield piece
+            self._count("write", 1, time.perf_counter() - begun, len(piece))
 
     def _upload(self, size: int) -> None:
+        self._count = bind_operation(count)  # a client takes the pieces on threads of its own
         self._storage.upload(self._name, size, self._until_aborted)
         self._sent = True
         self._release()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary
+from bytecheckpoint.monitoring.analysis.words import seconds_text
 from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.sinks.base import Sink
 from bytecheckpoint.monitoring.table import OperationRecord
@@ -92,4 +94,5 @@ def _label(progress: OperationProgress) -> str:
 def _line(progress: OperationProgress) -> str:
     seconds = progress.time - progress.began
     done, planned = progress.done / _MIB, progress.planned / _MIB
-    return f"{_label(progress)}: {done:.0f} of {planned:.0f} MiB after {seconds:.0f} s"
+    left = f", about {seconds_text(progress.seconds_left)} left" if 0 < progress.seconds_left < math.inf else ""
+    return f"{_label(progress)}: {done:.0f} of {planned:.0f} MiB after {seconds:.0f} s{left}"
