@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import pty
 import re
 import shutil
 import subprocess
@@ -106,7 +108,8 @@ def test_ls_of_a_folder_with_a_damaged_catalog_is_a_finding(cli: Cli, copied: Pa
     done = cli("ls", copied, "--json")
     assert done.code == 1
     assert [step["status"] for step in done.json["checkpoints"]] == ["damaged", "committed"]
-    assert "damaged" in cli("ls", copied).out
+    done = cli("ls", copied)
+    assert "damaged" in done.out and done.err.startswith("step_9: ") and done.err.count("\n") == 1
 
 
 def test_ls_of_one(cli: Cli, root: Path) -> None:
@@ -282,7 +285,7 @@ def test_repair(cli: Cli, copied: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["nonsense"], ["ls", "--nonsense"], ["verify"], ["diff", "a"], ["diff", "a", "b", "--rtol", "x"]]
+    "arguments", [["nonsense"], ["ls", "--nonsense"], ["verify"], ["diff", "a"], ["diff", "a", "b", "--rtol", "x"]]
 )
 def test_wrong_usage_is_2_and_one_line(cli: Cli, arguments: list[str]) -> None:
     done = cli(*arguments)
@@ -291,6 +294,7 @@ def test_wrong_usage_is_2_and_one_line(cli: Cli, arguments: list[str]) -> None:
 
 def test_version_and_help(cli: Cli) -> None:
     assert cli("--version") == Done(0, f"bytecheckpoint {bytecheckpoint.__version__}\n", "")
+    assert cli() == cli("--help")
     for verb in ("ls", "inspect", "verify", "diff", "export", "repair"):
         assert verb in cli("--help").out
         done = cli(verb, "--help")
@@ -332,6 +336,24 @@ def test_a_terminal_that_is_not_utf8(root: Path, monkeypatch: pytest.MonkeyPatch
     assert run(["inspect", str(tmp_path / "s")]) == 0
     sys.stdout.flush()
     assert b"gr\\xf6\\xdfe_\\u91cd\\u307f" in raw.getvalue()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_bash_completes_verbs_and_paths(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "step_9", tmp_path / "my run" / "step_9")
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "INPUTRC": os.devnull}
+    master, terminal = pty.openpty()
+    with subprocess.Popen(
+        ["bash", "--norc", "-i"], cwd=tmp_path, env=environment, stdin=terminal, stdout=terminal, stderr=terminal
+    ):
+        os.close(terminal)
+        os.write(master, b"source <(bytecheckpoint --show-completion)\nbytecheckpoint insp\tmy\tst\t --js\t\nexit\n")
+        seen = b""
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while data := os.read(master, 4096):
+                seen += data
+    os.close(master)
+    assert rb"bytecheckpoint inspect my\ run/step_9/ --json" in seen and b'"layout": ' in seen, seen
 
 
 _LIGHT = """

@@ -241,6 +241,17 @@ def test_the_report_is_written_to_files(tmp_path: Path, capsys: pytest.CaptureFi
     assert "cannot write" in capsys.readouterr().err
 
 
+def test_the_report_is_written_to_stdout(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_metrics(tmp_path, RUN.records())
+    assert command(["report", str(tmp_path), "-o", "-"]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith("<!doctype html>") and out.rstrip().endswith("</html>")
+    assert command(["report", str(tmp_path), "--trace", "-"]) == 0
+    assert json.loads(capfd.readouterr().out)["traceEvents"]
+    assert command(["report", str(tmp_path), "-o", "-", "--trace", "-"]) == 2
+    assert "only one" in capfd.readouterr().err
+
+
 def test_a_folder_whose_name_is_not_utf_8(tmp_path: Path) -> None:
     root, page = tmp_path / "a\udcff", tmp_path / "report.html"
     root.mkdir()

@@ -15,7 +15,6 @@ __all__ = ["app"]
 app = typer.Typer(
     help="Look into checkpoints, verify, compare, export and repair them. Exit status: 0 fine, 1 findings, "
     "2 not readable as a checkpoint, or wrong usage.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -230,10 +229,12 @@ def report(
     rules: Rules = "",
     output: Annotated[
         str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write a page for a browser instead: report.html."),
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Write a page for a browser instead: report.html; -: stdout."
+        ),
     ] = None,
     trace: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto instead: trace.json.")
+        str | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto instead: trace.json; -: stdout.")
     ] = None,
     json: Json = False,
 ) -> Job:

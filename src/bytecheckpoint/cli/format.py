@@ -8,7 +8,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bytecheckpoint.errors import UsageError, shown
@@ -20,6 +20,7 @@ __all__ = [
     "parse_age",
     "parse_size",
     "plural",
+    "print_errors",
     "print_json",
     "print_notes",
     "print_table",
@@ -78,6 +79,12 @@ def print_notes(notes: Iterable[str]) -> None:
     """Print each note on a line of stderr."""
     for note in notes:
         print(f"note: {printable(note)}", file=sys.stderr)
+
+
+def print_errors(errors: Mapping[str, str]) -> None:
+    """Print the error of each place on a line of stderr."""
+    for place, error in errors.items():
+        print(f"{printable(place)}: {printable(error)}", file=sys.stderr)
 
 
 def as_json(value: Any) -> Any:

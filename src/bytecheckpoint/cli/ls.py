@@ -10,6 +10,7 @@ import numpy as np
 from bytecheckpoint.cli.format import (
     format_time,
     plural,
+    print_errors,
     print_json,
     print_notes,
     print_table,
@@ -135,11 +136,12 @@ def _show_steps(storage: Storage, steps: list[dict[str, Any]], json: bool, unrea
                 str(step.get("tensors", "")),
                 str(step.get("files", "")),
                 str(step.get("world_size", "")),
-                ", ".join(step.get("state_names", ())) or printable(step.get("error", "")),
+                ", ".join(step.get("state_names", ())),
             ]
             for step in steps
         ],
     )
+    print_errors({step["name"]: step["error"] for step in steps if "error" in step})
     return bad
 
 

@@ -58,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         # The parser only chooses the job. The job runs here, where every error is caught.
         job: Callable[[], int] | int | None = app(
-            args=list(arguments), prog_name="bytecheckpoint", standalone_mode=False
+            args=list(arguments) or ["--help"], prog_name="bytecheckpoint", standalone_mode=False
         )
         return job() if callable(job) else int(job or FINE)
     except KeyboardInterrupt:

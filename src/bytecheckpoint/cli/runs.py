@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any, BinaryIO
 
@@ -59,6 +61,8 @@ def report(
     root: str, *, newest: int | None, reporter: Reporter, output: str | None, trace: str | None, json: bool
 ) -> int:
     """Print the report of a run, or write it to files. Return 1 if a finding is critical."""
+    if output == trace == "-":
+        raise UsageError("--output and --trace: only one of them can be written to stdout")
     metrics = read_run(root, newest)
     if not metrics.operations:
         damaged = f"; {plural(metrics.skipped, 'file')} cannot be read" if metrics.skipped else ""
@@ -159,8 +163,8 @@ def _write_files(root: str, report: Report, page: str | None, trace: str | None)
     Args:
         root: folder or URL of the run.
         report: report of the run.
-        page: file for the page; None for no page.
-        trace: file for the trace; None for no trace.
+        page: file for the page; "-" for stdout; None for no page.
+        trace: file for the trace; "-" for stdout; None for no trace.
     """
     from bytecheckpoint.monitoring.report.page import make_page, page_data
     from bytecheckpoint.monitoring.report.trace import write_trace
@@ -169,16 +173,24 @@ def _write_files(root: str, report: Report, page: str | None, trace: str | None)
         content = make_page(page_data(report, path_without_secrets(root), time.time()))
         with _opened(page) as file:
             file.write(content)
-        print(f"{printable(page)}: {size_text(len(content))}, opens in any browser")
+        _say(page, f"{size_text(len(content))}, opens in any browser")
     if trace is not None:
         with _opened(trace) as file:
             count = write_trace(report.metrics.records, file)
         known = len(report.metrics.operations)
         left_out = f", the newest of {known:,}" if count < known else ""
-        print(f"{printable(trace)}: {plural(count, 'operation')}{left_out}, for https://ui.perfetto.dev")
+        _say(trace, f"{plural(count, 'operation')}{left_out}, for https://ui.perfetto.dev")
 
 
-def _opened(path: str) -> BinaryIO:
+def _say(path: str, content: str) -> None:
+    """Print what a file has, unless it is stdout itself."""
+    if path != "-":
+        print(f"{printable(path)}: {content}")
+
+
+def _opened(path: str) -> AbstractContextManager[BinaryIO]:
+    if path == "-":
+        return contextlib.nullcontext(sys.stdout.buffer)
     try:
         return open(path, "wb")
     except OSError as error:

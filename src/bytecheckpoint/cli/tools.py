@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -13,6 +12,7 @@ from bytecheckpoint.cli.format import (
     parse_age,
     parse_size,
     plural,
+    print_errors,
     print_json,
     print_notes,
     print_table,
@@ -139,11 +139,12 @@ def cooldown(root: str, cold: str, *, older_than: str, keep: int, apply: bool, j
                 format_time(step.created) if step.created else "",
                 size_text(step.nbytes) if step.nbytes else "",
                 "moved" if step.done and step.action == "move" else "finished" if step.done else step.action,
-                printable(step.error or step.reason),
+                printable("failed" if step.error else step.reason),
             ]
             for step in steps
         ],
     )
+    print_errors({step.path: step.error for step in steps if step.error})
     chosen = [step for step in steps if step.action in ("move", "finish")]
     if apply:
         print(f"{plural(sum(step.done for step in chosen), 'step')} moved or finished")
@@ -168,14 +169,13 @@ def flush(path: str, *, replicas: bool, json: bool) -> int:
         print_json({"ok": good, "steps": reports})
         return int(not good)
     for report in reports:
-        line = f"{printable(report['path'])}: {report['state']}"
-        if report["state"] == "failed":
-            line += f": {printable(report['error'])}"
-        else:
+        if report["state"] != "failed":
+            line = f"{printable(report['path'])}: {report['state']}"
             line += f", {size_text(report['nbytes'])} copied in {plural(report['files'], 'file')}"
-        if report.get("lacking"):
-            line += f"; {plural(len(report['lacking']), 'file')} lacking, first {printable(report['lacking'][0])}"
-        print(line)
+            if report["lacking"]:
+                line += f"; {plural(len(report['lacking']), 'file')} lacking, first {printable(report['lacking'][0])}"
+            print(line)
+    print_errors({report["path"]: f"failed: {report['error']}" for report in reports if report["state"] == "failed"})
     if not reports:
         print("nothing to flush")
     return int(not good)
@@ -232,8 +232,7 @@ def _run(calls: _Calls, *, dry_run: bool, json: bool, whole: bool = False) -> in
                 for f in found
             ],
         )
-    for place, message in errors.items():
-        print(f"{printable(place)}: {printable(message)}", file=sys.stderr)
+    print_errors(errors)
     gone = [f for f in found if not f.kept]
     size = size_text(sum(f.nbytes for f in gone))
     print(f"{plural(sum(f.files for f in gone), 'file')} ({size}) {'would be removed' if dry_run else 'removed'}")
