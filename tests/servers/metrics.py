@@ -94,12 +94,13 @@ class Prometheus:
 
 
 @contextlib.contextmanager
-def prometheus(folder: Path, target: int) -> Iterator[Prometheus]:
-    """Run a Prometheus inside the block that scrapes a port of this machine every 200 ms."""
+def prometheus(folder: Path, target: int, rules: Path | None = None) -> Iterator[Prometheus]:
+    """Run a Prometheus inside the block that scrapes a port of this machine, and applies rules, every 200 ms."""
     program, port = program_of("prometheus"), free_port()
     folder.mkdir()
     (folder / "config.yml").write_text(
-        "global: {scrape_interval: 200ms}\nscrape_configs:\n- job_name: training\n"
+        f"global: {{scrape_interval: 200ms, evaluation_interval: 200ms}}\nrule_files: [{rules or ''}]\n"
+        "scrape_configs:\n- job_name: training\n"
         f"  static_configs: [{{targets: ['127.0.0.1:{target}']}}]\n"
     )
     command = [program, f"--config.file={folder}/config.yml", f"--storage.tsdb.path={folder}/data"]

@@ -62,6 +62,8 @@ class Collector:
         self._running: set[Operation] = set()
         self._progress_scheduled = False
         self._joined = _Joined(collective, self._background) if self._rank == 0 else None
+        if self._joined is not None and is_on():
+            open_sinks()  # an endpoint shows zeros before the first operation ends
 
     def begin(self, operation: Operation) -> None:
         """Send the progress of an operation from time to time, until `report` is called for it."""

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from bytecheckpoint.monitoring.record import LEVELS, ROW, RankRecord
 from bytecheckpoint.representation.arrow_columns import as_numpy, dictionary_array, number_array
+from bytecheckpoint.tiers.storage import PREFIX
 
 __all__ = [
     "KINDS",
@@ -26,6 +27,7 @@ __all__ = [
     "OperationRecord",
     "operation_id",
     "operation_record",
+    "run_of_path",
 ]
 
 #: Mesh dimensions that have columns of their own.
@@ -163,6 +165,19 @@ class _Strings:
 def operation_id(world_id: str, kind: str, number: int) -> str:
     """Return the id of an operation, unique among those of all jobs."""
     return f"{world_id}-{kind}-{number}"
+
+
+def run_of_path(path: str) -> str:
+    """Return the folder of the run of a checkpoint: the folder that holds the checkpoint's folder.
+
+    For a tier it is the folder in the durable storage.
+    """
+    path = path.removeprefix(PREFIX)
+    scheme, separator, rest = path.rpartition("://")
+    folder, _, name = rest.rstrip("/").rpartition("/")
+    if not name or not folder:
+        return path  # a bucket, or the root of a file system
+    return f"{scheme}{separator}{folder}"
 
 
 def operation_record(records: Sequence[RankRecord], world_id: str, world_size: int) -> OperationRecord:

@@ -8,16 +8,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from bytecheckpoint.concurrency import call_with_timeout
-from bytecheckpoint.errors import StorageFullError, UsageError
+from bytecheckpoint.errors import StorageFullError
 from bytecheckpoint.monitoring.alert import Alert
-from bytecheckpoint.monitoring.alerts.rules import OverdueRule, Rule, StorageRule, UnflushedRule, load_rules
+from bytecheckpoint.monitoring.alerts.rules import OFF, OverdueRule, Rule, StorageRule, UnflushedRule, rules_in_force
 from bytecheckpoint.monitoring.analysis.run import COMPARED
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.analysis.words import size_text
 from bytecheckpoint.monitoring.background import Background
 from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.record import without_secrets
-from bytecheckpoint.monitoring.sinks.files import run_of_path
+from bytecheckpoint.monitoring.table import run_of_path
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.optional import check_room
@@ -27,7 +27,6 @@ __all__ = ["AlertWatcher", "Evaluation", "lacking_room"]
 
 
 _log = logging.getLogger("bytecheckpoint")
-_OFF = "off"
 #: Most operations in the queue.
 _WAITING = 64
 _LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "critical": logging.ERROR}
@@ -133,12 +132,12 @@ class AlertWatcher:
 
     def ended(self, summary: OperationSummary) -> None:
         """Apply the rules to an operation that has ended, in the background. Returns at once."""
-        if settings().monitoring.alerts != _OFF and self._background.waiting() < _WAITING:
+        if settings().monitoring.alerts != OFF and self._background.waiting() < _WAITING:
             self._background.submit(lambda: self._after(summary))
 
     def progress(self, progress: OperationProgress) -> None:
         """Apply the rules to a running operation, in the background. Returns at once."""
-        if settings().monitoring.alerts != _OFF and self._background.waiting() <= self._clock_scheduled:
+        if settings().monitoring.alerts != OFF and self._background.waiting() <= self._clock_scheduled:
             self._background.submit(lambda: self._raise(self._current().while_running(progress)))
 
     def finish(self, timeout: float) -> None:
@@ -148,7 +147,7 @@ class AlertWatcher:
     def _current(self) -> Evaluation:
         path = settings().monitoring.alerts
         if self._evaluation is None or self._evaluation[0] != path:
-            self._evaluation = path, Evaluation(_rules(path))
+            self._evaluation = path, Evaluation(rules_in_force(path))
         return self._evaluation[1]
 
     def _after(self, summary: OperationSummary) -> None:
@@ -164,7 +163,7 @@ class AlertWatcher:
 
     def _look_at_clock(self) -> None:
         self._clock_scheduled = False
-        if settings().monitoring.alerts == _OFF:
+        if settings().monitoring.alerts == OFF:
             return
         evaluation = self._current()
         self._raise(evaluation.at(time.time()))
@@ -176,14 +175,6 @@ class AlertWatcher:
             where = f" ({alert.path})" if alert.path else ""
             _log.log(_LEVELS[alert.severity], "alert %s: %s%s", alert.rule, alert.text, where)
             self._on_alert(alert)
-
-
-def _rules(path: str) -> list[Rule]:
-    try:
-        return load_rules(path)
-    except UsageError as error:
-        _log.warning("%s; the built-in rules hold", error)
-        return load_rules()
 
 
 def lacking_room(path: str, nbytes: int) -> str:

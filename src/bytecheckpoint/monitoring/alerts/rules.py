@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
@@ -17,8 +19,11 @@ from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.analysis.words import bandwidth_text, rank_text, ranks_text, seconds_text, size_text
 from bytecheckpoint.monitoring.progress import OperationProgress
 
-__all__ = ["OverdueRule", "Rule", "StorageRule", "UnflushedRule", "load_rules"]
+__all__ = ["OFF", "OverdueRule", "Rule", "StorageRule", "UnflushedRule", "load_rules", "rules_in_force"]
 
+_log = logging.getLogger("bytecheckpoint")
+#: Value of the setting `alerts` for no rules.
+OFF = "off"
 #: Finite numbers: TOML also has inf and nan.
 _Number = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
@@ -47,6 +52,11 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
     operations: Literal["save", "load", "all"] = "all"
     repeat: _Number = 3600.0
 
+    @property
+    def title(self) -> str:
+        """Name of the rule in its alerts."""
+        return self.name or str(self.__struct_config__.tag)
+
     def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
         """Yield the alerts about an operation that has ended.
 
@@ -58,11 +68,10 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
 
     def alert(self, text: str, about: OperationSummary, **more: Any) -> Alert:
         """Return an alert about an operation."""
-        name = self.name or str(self.__struct_config__.tag)
         facts: dict[str, Any] = {
             "path": about.path, "operation": about.id, "step": about.step, "time": about.began
         } | more  # fmt: skip
-        return Alert(rule=name, severity=self.severity, text=f"{about.name}: {text}", **facts)
+        return Alert(rule=self.title, severity=self.severity, text=f"{about.name}: {text}", **facts)
 
 
 class ThresholdRule(Rule, frozen=True, kw_only=True, tag="threshold"):
@@ -246,7 +255,7 @@ class UnflushedRule(Rule, frozen=True, kw_only=True, tag="unflushed"):
         if running.kind == "save" and running.path.startswith(_TIER) and not running.ended and waited > self.seconds:
             text = f"save to {running.path}: in memory only, not in the durable storage after {seconds_text(waited)}"
             yield Alert(
-                rule=self.name or "unflushed", severity=self.severity, text=text, path=running.path,
+                rule=self.title, severity=self.severity, text=text, path=running.path,
                 operation=running.operation, step=running.step, phase="flush", value=waited, limit=self.seconds,
                 time=running.time,
             )  # fmt: skip
@@ -280,6 +289,18 @@ def load_rules(path: str = "") -> list[Rule]:
         raise UsageError(f"setting alerts: {path} cannot be read: {error.strerror}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise UsageError(f"setting alerts: {path}: {error}") from error
+
+
+@functools.cache
+def rules_in_force(setting: str) -> Sequence[Rule]:
+    """Return the rules of the setting `alerts`; the built-in ones, with a warning, if its file is wrong."""
+    if setting == OFF:
+        return ()
+    try:
+        return load_rules(setting)
+    except UsageError as error:
+        _log.warning("%s; the built-in rules hold", error)
+        return load_rules()
 
 
 def _metric(summary: OperationSummary, name: str) -> float | None:

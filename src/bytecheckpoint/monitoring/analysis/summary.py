@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from bytecheckpoint import errors
 from bytecheckpoint.monitoring.table import MetricRows, OperationFacts, OperationRecord
 
-__all__ = ["SHARED_PHASES", "OperationSummary", "PhaseSummary", "RankFailure", "Straggler", "summarize"]
+__all__ = ["PHASES", "SHARED_PHASES", "OperationSummary", "PhaseSummary", "RankFailure", "Straggler", "summarize"]
 
-#: The phases in their order.
-_ORDER = {
+#: The phases of a kind of operation, in their order.
+PHASES = {
     "save": ("wait", "capture", "plan", "stage", "write", "finish", "commit", "replicate", "flush"),
     "load": ("catalog", "destination", "plan", "agree", "read", "apply"),
 }
@@ -228,7 +228,7 @@ def _phases(kind: str, rows: MetricRows, rank: NDArray[np.int32], width: int) ->
     codes, strings = rows.texts("name")
     codes, rank = codes[at], rank[at]
     begin, seconds = rows.numbers("begin")[at].astype(np.float64), rows.numbers("seconds")[at].astype(np.float64)
-    order = {name: place for place, name in enumerate(_ORDER.get(kind, ()))}
+    order = {name: place for place, name in enumerate(PHASES.get(kind, ()))}
     names = sorted({strings[code] for code in np.unique(codes)}, key=lambda name: (order.get(name, len(order)), name))
     row_of = np.zeros(len(strings), np.int64)
     for row, name in enumerate(names):

@@ -19,11 +19,10 @@ from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.sinks.base import Sink
-from bytecheckpoint.monitoring.table import OperationRecord
+from bytecheckpoint.monitoring.table import OperationRecord, run_of_path
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.optional import folder_exists
 from bytecheckpoint.storage.time_limits import with_time_limits
-from bytecheckpoint.tiers.storage import PREFIX
 from bytecheckpoint.tuning import tuning
 
 __all__ = [
@@ -34,7 +33,6 @@ __all__ = [
     "decode_table",
     "encode_table",
     "remove_forgotten",
-    "run_of_path",
 ]
 
 #: Folder of the metrics, in the folder of the run.
@@ -50,19 +48,6 @@ _FORGOTTEN = 86400.0
 _SMALL = 1 << 18
 #: Fewest rows of a table for which better compression is worth its time.
 _MANY_ROWS = 1 << 14
-
-
-def run_of_path(path: str) -> str:
-    """Return the folder of the run of a checkpoint: the folder that holds the checkpoint's folder.
-
-    For a tier it is the folder in the durable storage.
-    """
-    path = path.removeprefix(PREFIX)
-    scheme, separator, rest = path.rpartition("://")
-    folder, _, name = rest.rstrip("/").rpartition("/")
-    if not name or not folder:
-        return path  # a bucket, or the root of a file system
-    return f"{scheme}{separator}{folder}"
 
 
 class FilesSink(Sink):

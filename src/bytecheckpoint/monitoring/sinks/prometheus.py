@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
+from bytecheckpoint.monitoring.alerts.rules import rules_in_force
+from bytecheckpoint.monitoring.analysis.summary import PHASES
 from bytecheckpoint.monitoring.sinks.base import Sink, split_address
 from bytecheckpoint.monitoring.table import KINDS, OperationRecord
+from bytecheckpoint.settings import settings
 
 if TYPE_CHECKING:
     from bytecheckpoint.monitoring.alert import Alert
@@ -67,14 +71,7 @@ class PrometheusSink(Sink):
             n: Histogram(prefix + n, text, _KIND, registry=registry, buckets=buckets)
             for n, text, buckets in _HISTOGRAMS
         }
-        # A counter that begins at 1 has no increase that PromQL could see.
-        for kind in KINDS:
-            for outcome in ("done", "failed"):
-                self._counters["operations"].labels(kind, outcome)
-            for name in ("bytes", "retries", "retry_seconds"):
-                self._counters[name].labels(kind)
-            for histogram in self._histograms.values():
-                histogram.labels(kind)
+        self._begin_with_zero()
         self._server, self._thread = start_http_server(parts.port or 9464, parts.hostname or "127.0.0.1", registry)
 
     @property
@@ -109,13 +106,27 @@ class PrometheusSink(Sink):
     def alert(self, alert: Alert) -> None:
         """Count an alert."""
         self._add(alerts=1, labels=(alert.rule, alert.severity))
-        self._show(last_alert_timestamp_seconds=alert.time, labels=(alert.rule, alert.severity))
+        # Not the alert's own time: a save that fails after an hour has begun an hour ago.
+        self._show(last_alert_timestamp_seconds=time.time(), labels=(alert.rule, alert.severity))
 
     def close(self) -> None:
         """Free the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+    def _begin_with_zero(self) -> None:
+        """Make all known series: PromQL sees no increase in a counter that begins at 1."""
+        for kind in KINDS:
+            for outcome in ("done", "failed"):
+                self._counters["operations"].labels(kind, outcome)
+            self._add(bytes=0, retries=0, retry_seconds=0, labels=(kind,))
+            for phase in PHASES[kind]:
+                self._add(phase_seconds=0, labels=(kind, phase))
+            for histogram in self._histograms.values():
+                histogram.labels(kind)
+        for rule in rules_in_force(settings().monitoring.alerts):
+            self._add(alerts=0, labels=(rule.title, rule.severity))
 
     def _add(self, *, labels: tuple[str, ...], **amounts: float) -> None:
         for name, amount in amounts.items():
