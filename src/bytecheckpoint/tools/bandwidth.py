@@ -17,7 +17,8 @@ import numpy as np
 from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.errors import StorageError, UsageError
 from bytecheckpoint.monitoring.analysis.limits import LIMITS_PREFIX, StorageLimit
-from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER, remove_forgotten, run_of_path
+from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER, remove_forgotten
+from bytecheckpoint.monitoring.table import run_of_path
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import Storage, resolve
