@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import bytecheckpoint
+import bytecheckpoint.storage.posix.memory  # `act` may be unable to: other users cannot read a clone of mode 0700
 from bytecheckpoint import CheckpointNotFoundError, StorageError, StorageFullError
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.collectives.testing import ThreadWorld
