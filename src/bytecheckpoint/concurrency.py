@@ -109,7 +109,13 @@ def storage_result(future: Future[_R], seconds: float, what: str, stopped: Futur
         del future
 
 
-def parallel_map(function: Callable[[_A], _R], items: Iterable[_A], threads: int, name: str) -> list[_R]:
+def parallel_map(
+    function: Callable[[_A], _R],
+    items: Iterable[_A],
+    threads: int,
+    name: str,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[_R]:
     """Call `function` with every item on several threads and return the results in the items' order.
 
     The calling thread takes part.
@@ -119,6 +125,7 @@ def parallel_map(function: Callable[[_A], _R], items: Iterable[_A], threads: int
         items: arguments, one for each call.
         threads: number of calls at the same time.
         name: prefix of the threads' names.
+        progress: function of (calls that have ended, calls in all), called by any of the threads.
 
     Raises:
         BaseException: the first error of a call. No further call begins, and all calls in progress have ended.
@@ -138,6 +145,8 @@ def parallel_map(function: Callable[[_A], _R], items: Iterable[_A], threads: int
                 return
             try:
                 results[number] = function(arguments[number])
+                if progress is not None:
+                    progress(len(results), len(arguments))
             except BaseException as error:  # noqa: BLE001  raised below
                 errors.append(error)
 

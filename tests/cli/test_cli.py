@@ -112,6 +112,14 @@ def test_ls_of_a_folder_with_a_damaged_catalog_is_a_finding(cli: Cli, copied: Pa
     assert "damaged" in done.out and done.err.startswith("step_9: ") and done.err.count("\n") == 1
 
 
+def test_progress_is_shown_on_a_terminal_only(cli: Cli, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = cli("ls", root)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    done = cli("ls", root)
+    assert done.out == plain.out and not plain.err and "reading checkpoints" in done.err and "checkpoints" in done.err
+
+
 def test_ls_of_one(cli: Cli, root: Path) -> None:
     done = cli("ls", root / "step_10")
     assert done.code == 0 and re.search(r"model +3 .* no$", done.out, re.MULTILINE)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.representation.boxes import BoxTable
 from bytecheckpoint.representation.catalog import Catalog
-from bytecheckpoint.representation.catalog_file import decode, encode
+from bytecheckpoint.representation.catalog_file import decode, decode_summary, encode
 from bytecheckpoint.representation.catalog_validation import catalog_problem
 from bytecheckpoint.representation.names import new_generation
 from bytecheckpoint.representation.shards import TensorKey
@@ -39,6 +40,7 @@ def test_catalogs_round_trip(tensors: Spec, files: int) -> None:
     again = decode(data)
     assert_same(catalog, again)
     assert encode(again) == data
+    assert decode_summary(data) == again.summary() and again.summary().states == again.states()
     assert again.keys() == [TensorKey(*key[:3]) for key, *_ in tensors]
 
 
@@ -231,6 +233,8 @@ def test_hostile_bytes_under_a_right_seal_raise_only_our_errors(data: st.DataObj
     for _ in range(data.draw(st.integers(1, 3))):
         at, changed = data.draw(st.integers(0, len(content) - 9)), data.draw(st.binary(min_size=1, max_size=300))
         content[at : at + len(changed)] = changed
+    with contextlib.suppress(CheckpointError):
+        decode_summary(resealed(bytes(content)))
     try:
         catalog = decode(resealed(bytes(content)))
     except CheckpointError:

@@ -15,7 +15,7 @@ from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError
 from bytecheckpoint.planning.intersect import intersect
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
-from bytecheckpoint.representation.catalog_file import decode, encode
+from bytecheckpoint.representation.catalog_file import decode, decode_summary, encode
 from bytecheckpoint.representation.catalog_footer import LOCATOR_BYTES, SEAL_BYTES, read_locator, seal, tail_start
 from bytecheckpoint.representation.catalog_groups import CatalogGroups
 from bytecheckpoint.representation.catalog_validation import catalog_problem
@@ -77,6 +77,7 @@ def test_parts_are_what_the_whole_says(tensors: Spec, files: int, data: st.DataO
     encoded = in_groups(catalog)
     assert encoded == in_groups(catalog)
     assert_same(catalog, decode(encoded))
+    assert decode_summary(encoded) == decode(encoded).summary()
     if encode(catalog) == encoded:
         return  # hardly any rows
     file = File(encoded)

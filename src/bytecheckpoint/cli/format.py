@@ -15,6 +15,7 @@ from bytecheckpoint.errors import UsageError, shown
 from bytecheckpoint.monitoring.analysis.words import plural, size_text
 
 __all__ = [
+    "Progress",
     "as_json",
     "format_time",
     "parse_age",
@@ -30,6 +31,8 @@ __all__ = [
     "typed_value",
 ]
 
+#: Function of (done, in all).
+Progress = Callable[[int, int], None]
 _AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([smhdw]?)", re.IGNORECASE)
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
@@ -114,18 +117,25 @@ def print_json(value: Any) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Draw a progress bar on stderr; yield a function to call with (done, in all), or None without a terminal."""
+def progress_bar(title: str, *, unit: str = "bytes") -> Iterator[Progress | None]:
+    """Draw a progress bar on stderr; yield a function to call with (done, in all), or None without a terminal.
+
+    Args:
+        title: text before the bar.
+        unit: things that are counted.
+    """
     if not sys.stderr.isatty():
         yield None
         return
+    from rich import progress as bars
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-    with Progress(
-        *columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
-    ) as bar:
+    columns: list[bars.ProgressColumn] = [bars.TextColumn("{task.description}"), bars.BarColumn()]
+    if unit == "bytes":
+        columns += [bars.DownloadColumn(binary_units=True), bars.TransferSpeedColumn()]
+    else:
+        columns += [bars.MofNCompleteColumn(), bars.TextColumn(unit)]
+    with bars.Progress(*columns, bars.TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

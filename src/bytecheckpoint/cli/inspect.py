@@ -27,7 +27,7 @@ def inspect(path: str, patterns: Sequence[str], *, values: bool, boxes: bool, ra
     info = catalog.info
     about = {
         "path": storage.url,
-        **summary(catalog),
+        **summary(catalog.summary()),
         "layout": info.get("layout"),
         "versions": info.get("versions"),
         "metadata": info.get("metadata"),

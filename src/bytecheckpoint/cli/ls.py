@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,13 @@ from bytecheckpoint.cli.format import (
     print_notes,
     print_table,
     printable,
+    progress_bar,
     size_text,
 )
 from bytecheckpoint.concurrency import call_with_timeout, parallel_map
-from bytecheckpoint.engine.catalogs import read_catalog, read_outline
+from bytecheckpoint.engine.catalogs import read_catalog, read_outline, read_summary
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageUnavailableError
-from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
+from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog, CatalogSummary
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, natural_order
 from bytecheckpoint.storage import Storage, resolve
@@ -28,6 +28,9 @@ from bytecheckpoint.tiers.storage import hot_part
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["explain_missing_catalog", "ls", "open_catalog", "summary"]
+
+#: Catalogs to read at the same time from a storage far away: small files, each of which it answers late.
+_READS = 16
 
 
 def open_catalog(path: str) -> tuple[Storage, Catalog]:
@@ -89,7 +92,7 @@ def _steps(storage: Storage) -> list[dict[str, Any]]:
         step = resolve(f"{storage.url}/{name}")
         step = hot_part(step) if only_first_tier else step
         try:
-            catalog = read_outline(step)
+            found = read_summary(step)
         except CheckpointNotFoundError:
             sizes = [nbytes for file, nbytes in step.list() if generation_of(file)]
             return {"name": name, "status": "uncommitted", "bytes": sum(sizes), "files": len(sizes)} if sizes else None
@@ -97,25 +100,26 @@ def _steps(storage: Storage) -> list[dict[str, Any]]:
             raise
         except CheckpointError as error:
             return {"name": name, "status": "damaged", "error": str(error)}
-        return {"name": name, "status": "committed", **summary(catalog)}
+        return {"name": name, "status": "committed", **summary(found)}
 
     names = sorted(storage.folders(), key=natural_order)
-    found = parallel_map(describe, names, storage.capabilities.parallel_reads, "bytecheckpoint-ls")
+    with progress_bar("reading checkpoints", unit="checkpoints") as progress:
+        reads = storage.capabilities.parallel_reads
+        threads = reads if storage.capabilities.page_cache else max(reads, _READS)
+        found = parallel_map(describe, names, threads, "bytecheckpoint-ls", progress)
     return [step for step in found if step is not None]
 
 
-def summary(catalog: Catalog) -> dict[str, Any]:
+def summary(found: CatalogSummary) -> dict[str, Any]:
     """Return the facts of a checkpoint that fit on one line."""
-    info: Mapping[str, Any] = catalog.info
-    values = catalog.slot.codes == catalog.slot.codes_of([VALUES_SLOT])[0]
     return {
-        "created": format_time(info.get("created")),
-        "bytes": sum(file.size for file in catalog.files),
-        "files": len(catalog.files),
-        "tensors": int((~values).sum()),
-        "state_names": catalog.states(),
-        "world_size": info.get("world_size"),
-        "framework": info.get("framework"),
+        "created": format_time(found.info.get("created")),
+        "bytes": sum(file.size for file in found.files),
+        "files": len(found.files),
+        "tensors": found.tensors,
+        "state_names": found.states,
+        "world_size": found.info.get("world_size"),
+        "framework": found.info.get("framework"),
     }
 
 
@@ -164,7 +168,13 @@ def _show_one(storage: Storage, catalog: Catalog, json: bool, unreachable: str) 
                 "plain_values": bool(values[chosen].any()),
             }
         )
-    about = {"path": storage.url, "type": "checkpoint", "status": "committed", **summary(catalog), "states": states}
+    about = {
+        "path": storage.url,
+        "type": "checkpoint",
+        "status": "committed",
+        **summary(catalog.summary()),
+        "states": states,
+    }
     if json:
         print_json({**about, "unreachable": unreachable})
         return

@@ -22,6 +22,7 @@ from bytecheckpoint.cli.format import (
     print_notes,
     print_table,
     printable,
+    progress_bar,
 )
 from bytecheckpoint.errors import CheckpointNotFoundError, UsageError
 from bytecheckpoint.monitoring.alerts import load_rules
@@ -63,7 +64,8 @@ def report(
     """Print the report of a run, or write it to files. Return 1 if a finding is critical."""
     if output == trace == "-":
         raise UsageError("--output and --trace: only one of them can be written to stdout")
-    metrics = read_run(root, newest)
+    with progress_bar("reading metrics", unit="files") as progress:
+        metrics = read_run(root, newest, progress)
     if not metrics.operations:
         damaged = f"; {plural(metrics.skipped, 'file')} cannot be read" if metrics.skipped else ""
         raise CheckpointNotFoundError(

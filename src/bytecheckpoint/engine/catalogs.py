@@ -22,8 +22,8 @@ from bytecheckpoint.errors import (
     UsageError,
 )
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
-from bytecheckpoint.representation.catalog import Catalog
-from bytecheckpoint.representation.catalog_file import decode
+from bytecheckpoint.representation.catalog import Catalog, CatalogSummary
+from bytecheckpoint.representation.catalog_file import decode, decode_summary
 from bytecheckpoint.representation.catalog_footer import has_seal
 from bytecheckpoint.representation.catalog_groups import CatalogGroups
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
@@ -39,6 +39,7 @@ __all__ = [
     "read_catalog",
     "read_catalog_file",
     "read_outline",
+    "read_summary",
     "refuse_foreign",
 ]
 
@@ -125,6 +126,18 @@ def read_outline(storage: Storage) -> Catalog:
     """
     with contextlib.closing(CatalogReader(storage)) as reader:
         return reader.catalog
+
+
+def read_summary(storage: Storage) -> CatalogSummary:
+    """Read the facts of a checkpoint that a list of many checkpoints shows.
+
+    Raises:
+        CheckpointError: as `read_catalog`.
+    """
+    with _located(storage):
+        if storage.stat(CATALOG_NAME).size * 4 < tuning().catalog_group_bytes:
+            return decode_summary(storage.read(CATALOG_NAME))
+    return read_outline(storage).summary()
 
 
 class CatalogHead(msgspec.Struct, frozen=True, array_like=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -66,9 +66,9 @@ class RunMetrics:
         return cls([summarize(record) for record in records], records)
 
 
-def read_run(root: str, newest: int | None = None) -> RunMetrics:
-    """Read the metrics of a run once, by a `RunReader`."""
-    return RunReader(root, newest).read()
+def read_run(root: str, newest: int | None = None, progress: Callable[[int, int], None] | None = None) -> RunMetrics:
+    """Read the metrics of a run once, by a `RunReader`. `progress` gets (files read, files in all) from any thread."""
+    return RunReader(root, newest).read(progress)
 
 
 class RunReader:
@@ -88,8 +88,11 @@ class RunReader:
         self._rows = 0  # in `_records`
         self._lock = threading.Lock()  # guards the four above while threads read files
 
-    def read(self) -> RunMetrics:
+    def read(self, progress: Callable[[int, int], None] | None = None) -> RunMetrics:
         """Return the metrics that the run's files hold now.
+
+        Args:
+            progress: function of (files read, files in all), called by any thread.
 
         Raises:
             StorageError: the storage does not answer, or refuses to list the folder.
@@ -97,7 +100,7 @@ class RunReader:
         for _ in range(_LISTINGS):
             names = _wanted(self._folder, self._newest)
             new = [name for name in names if name not in self._files]
-            parallel_map(self._take, new, self._folder.capabilities.parallel_reads, "bytecheckpoint-metrics")
+            parallel_map(self._take, new, self._folder.capabilities.parallel_reads, "bytecheckpoint-metrics", progress)
             if all(name in self._files for name in names):
                 break
         self._files = {name: self._files[name] for name in names if name in self._files}

@@ -26,6 +26,7 @@ __all__ = [
     "flat_list_array",
     "list_array",
     "number_array",
+    "read_codes",
     "read_flat_lists",
     "read_lists",
     "read_numbers",
@@ -84,12 +85,18 @@ def read_numbers(table: Any, name: str, arrow_type: Any) -> NDArray[Any]:
 
 def read_strings(table: Any, name: str) -> StringColumn:
     """Return a dictionary column of strings, unescaped."""
-    column = _joined_chunks(table[name].unify_dictionaries())
-    _check(name, not column.null_count and column.type == pa.dictionary(pa.int32(), pa.string()))
-    values = list(map(unescape, column.dictionary.to_pylist()))
+    codes, dictionary = read_codes(table, name)
+    values = list(map(unescape, dictionary.to_pylist()))
     if len(set(values)) != len(values):
         raise ColumnError(f"its column {name!r} has one string twice in its dictionary")
-    return StringColumn(as_numpy(column.indices).astype(np.int64), values)
+    return StringColumn(codes, values)
+
+
+def read_codes(table: Any, name: str) -> tuple[Int64s, Any]:
+    """Return the codes of a dictionary column of strings, and its dictionary, an Arrow array."""
+    column = _joined_chunks(table[name].unify_dictionaries())
+    _check(name, not column.null_count and column.type == pa.dictionary(pa.int32(), pa.string()))
+    return as_numpy(column.indices).astype(np.int64), column.dictionary
 
 
 def read_lists(table: Any, name: str, fill: int) -> tuple[Int64s, Int64s]:

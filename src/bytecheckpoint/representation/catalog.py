@@ -21,7 +21,7 @@ from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.string_column import StringColumn
 from bytecheckpoint.representation.tilings import Tilings
 
-__all__ = ["MAX_DIMS", "SHARED", "VALUES_SLOT", "Catalog", "StorageFile", "TensorTable", "row_order"]
+__all__ = ["MAX_DIMS", "SHARED", "VALUES_SLOT", "Catalog", "CatalogSummary", "StorageFile", "TensorTable", "row_order"]
 
 VALUES_SLOT: Final = "//values"
 """Slot of the uint8 tensor that holds a state's encoded tree of plain values; its FQN is ""."""
@@ -63,6 +63,23 @@ class StorageFile:
     def blocks(self) -> int:
         """Number of checksum blocks of the data section."""
         return block_count(self.size - self.data_offset, self.block_bytes) if self.block_bytes else 0
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogSummary:
+    """The facts of a checkpoint for which no rows are needed.
+
+    Attributes:
+        states: names of the states, in the order of their first tensors.
+        tensors: number of tensors, plain values not counted.
+        files: table of files.
+        info: facts about the save.
+    """
+
+    states: Sequence[str]
+    tensors: int
+    files: Sequence[StorageFile]
+    info: Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,6 +263,11 @@ class Catalog(TensorTable):
     def states(self) -> list[str]:
         """Return the states of the checkpoint, in the order of their first tensors."""
         return [self.state.values[code] for code in dict.fromkeys(self.state.codes.tolist())]
+
+    def summary(self) -> CatalogSummary:
+        """Return the facts of the checkpoint for which no rows are needed."""
+        values = self.slot.codes == self.slot.code_of(VALUES_SLOT)
+        return CatalogSummary(self.states(), int((~values).sum()), self.files, self.info)
 
     def of_state(self, state: str) -> Int64s:
         """Return the numbers of all tensors of `state`, ascending, with those that hold plain values."""

@@ -17,6 +17,7 @@ from bytecheckpoint.representation.arrow_columns import (
     ColumnError,
     list_array,
     number_array,
+    read_codes,
     read_flat_lists,
     read_lists,
     read_numbers,
@@ -24,7 +25,7 @@ from bytecheckpoint.representation.arrow_columns import (
     string_array,
 )
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
-from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog, CatalogSummary
 from bytecheckpoint.representation.catalog_footer import Footer, check_parquet_claims, damaged, files_of
 from bytecheckpoint.representation.catalog_validation import catalog_problem
 from bytecheckpoint.representation.string_column import StringColumn
@@ -36,6 +37,7 @@ __all__ = [
     "decoding",
     "open_parquet",
     "ranges",
+    "read_summary",
     "read_tensors",
     "sums_of_rows",
     "tensor_columns",
@@ -132,10 +134,7 @@ def read_tensors(table: Any) -> tuple[dict[str, Any], BoxTable]:
         raise damaged("a box has another number of dimensions than its tensor")
     owner = read_numbers(table, "owner", pa.int32())
     requires_grad = read_numbers(table, "requires_grad", pa.bool_())
-    first = np.ones(len(table), np.bool_)
-    first[1:] = False
-    for column in (strings["state"].codes, strings["fqn"].codes, strings["slot"].codes, owner):
-        first[1:] |= column[1:] != column[:-1]
+    first = _first_rows(strings["state"].codes, strings["fqn"].codes, strings["slot"].codes, owner)
     tensor = np.cumsum(first) - 1
     for column in (strings["dtype"].codes, strings["device"].codes, requires_grad, ndims, *shapes.T):
         if not np.array_equal(column[first][tensor], column):
@@ -144,6 +143,32 @@ def read_tensors(table: Any) -> tuple[dict[str, Any], BoxTable]:
     tensors |= {"shapes": shapes[first], "ndims": ndims[first]}
     tensors |= {"owner": owner[first], "requires_grad": requires_grad[first]}
     return tensors, BoxTable(tensor, offsets, lengths)
+
+
+def _first_rows(*columns: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return the rows in which one of the columns differs from the row before, and the first row, as a mask."""
+    first = np.ones(len(columns[0]), np.bool_)
+    first[1:] = False
+    for column in columns:
+        first[1:] |= column[1:] != column[:-1]
+    return first
+
+
+def read_summary(parquet: Any, footer: Footer) -> CatalogSummary:
+    """Return the facts of a checkpoint from a few columns of its catalog, which are not compared with the others.
+
+    Raises:
+        ColumnError: a column does not have the form that the format demands.
+    """
+    table = parquet.read(columns=["kind", "fqn", "slot", "owner"], use_threads=False)
+    table.validate(full=True)
+    state, slot = read_strings(table, "kind"), read_strings(table, "slot")
+    fqn, _ = read_codes(table, "fqn")  # thousands of strings, which are not needed
+    first = _first_rows(state.codes, fqn, slot.codes, read_numbers(table, "owner", pa.int32()))
+    begins = _first_rows(state.codes)
+    states = [state.values[code] for code in dict.fromkeys(state.codes[begins].tolist())]
+    tensors = int((slot.codes[first] != slot.code_of(VALUES_SLOT)).sum())
+    return CatalogSummary(states, tensors, tuple(files_of(footer)), footer.info)
 
 
 def sums_of_rows(catalog: Catalog) -> tuple[Int64s, Int64s]:
