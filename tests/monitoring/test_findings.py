@@ -11,7 +11,7 @@ import pytest
 
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.monitoring.analysis.limits import Limits, StorageLimit
-from bytecheckpoint.monitoring.analysis.run import summarize_run, usual
+from bytecheckpoint.monitoring.analysis.run import summarize_run
 from bytecheckpoint.monitoring.report.findings import findings
 from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER, encode_table
@@ -34,18 +34,69 @@ def test_nothing_is_wrong_with_a_healthy_run() -> None:
     ("fault", "severity", "title", "rank"),
     [
         (Fault("slow", [5], "write", first=4), "warning", "rank 5 on host-0000 is slow in write", 5),
-        (Fault("fail", [6], "write", first=9), "critical", "1 of 11 operations failed", 6),
+        (Fault("fail", [6], "write", first=9), "critical", "1 save failed by StorageFullError", 6),
         (Fault("missing", [2], first=9), "warning", "Ranks reported nothing", 2),
         (Fault("retry", [1], "finish", 1, first=9), "warning", "Requests are repeated", 1),
-        (Fault("slow", range(8), "write", 3, first=9), "warning", "The last save is slower than before", None),
+        (Fault("slow", range(8), "write", 3, first=9), "warning", "Saves are slow because of the storage", None),
         (Fault("slow", range(8), "write", 4, first=1), "warning", "Saves use", None),
     ],
     ids=lambda value: value.kind if isinstance(value, Fault) else "",
 )
 def test_what_is_wrong(fault: Fault, severity: str, title: str, rank: int | None) -> None:
     found = findings(simulated(fault))
-    (finding,) = [finding for finding in found if finding.title[:9] == title[:9]]
+    (finding,) = found
+    assert finding.title.startswith(title)
     assert finding.severity == severity and rank in (None, finding.rank) and finding.advice.endswith(".")
+
+
+def slow(ranks: range, *phases: str, last: int | None = None) -> list[Fault]:
+    return [Fault("slow", ranks, phase, 4 if phase == "write" else 100, first=10, last=last) for phase in phases]
+
+
+@pytest.mark.parametrize(
+    ("faults", "title"),
+    [
+        (slow(range(8, 16), "write", "finish", "stage"), "host-0001 is slow"),
+        (slow(range(8, 11), "write"), "host-0001 is slow"),
+        (slow(range(9, 10), "write", "stage"), "rank 9 on host-0001 is slow in write"),
+        (slow(range(24), "write"), "Saves are slow because of the storage"),
+        ([*slow(range(4), "write"), *slow(range(8, 12), "write"), *slow(range(16, 20), "write")],
+         "host-0000, host-0001, host-0002 are slow"),
+        (slow(range(32), "write", "finish"), "Saves are slow because of the storage"),
+        ([*slow(range(32), "write"), Fault("retry", range(32), first=10)], "Saves are slow because of the storage"),
+        ([Fault("slow", range(32), "capture", 400, first=10)], "Saves are slow in the training's processes"),
+    ],
+)  # fmt: skip
+def test_one_cause_is_one_finding(faults: list[Fault], title: str) -> None:
+    """All that follows from it is in the finding: other ranks and phases, the loss of bandwidth, slower saves."""
+    (finding,) = findings(simulated(*faults, mesh={"dp": 32}, saves=40))
+    assert finding.title == title and finding.episode is not None
+    assert (finding.episode.step, finding.episode.ended) == (1100, None), "since when"
+    assert finding.episode.operations == 30 and finding.episode.lost > 30
+
+
+def test_what_the_training_waited_for_is_said() -> None:
+    (write,) = findings(simulated(*slow(range(9, 10), "write"), mesh={"dp": 32}, saves=40))
+    assert write.text.endswith("It lasts since step 1100; the training did not wait for it.")
+    (capture,) = findings(simulated(*slow(range(9, 10), "capture"), mesh={"dp": 32}, saves=40))
+    assert capture.episode is not None and capture.episode.cost == pytest.approx(30 * 99 * 0.02, rel=0.3)
+    assert "Since step 1100, the training has waited " in capture.text
+
+
+def test_what_is_over_is_history() -> None:
+    """A failure of long ago is no alarm any more, and a run in which saves fail again and again is not healthy."""
+    faults = [Fault("fail", [3], first=2, last=3), *slow(range(8), "write", last=30)]
+    found = findings(simulated(*faults, mesh={"dp": 8}, saves=500))
+    assert [(one.severity, one.ended is not None) for one in found] == [("info", True)] * 2
+    assert found[1].title == "2 saves failed by StorageFullError"
+    again = [Fault("fail", [3], first=number, last=number) for number in range(0, 19, 3)]
+    (failing,) = findings(simulated(*again, saves=20))
+    assert failing.severity == "critical" and failing.title.startswith("7 saves")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_healthy_saves_whose_times_vary_a_lot_have_no_findings(seed: int) -> None:
+    assert findings(simulated(saves=300, loads=0, noise=0.3, seed=seed)) == []
 
 
 def test_the_phase_that_costs_most_comes_first() -> None:
@@ -93,12 +144,6 @@ def test_a_restart_costs_what_was_done_since_the_last_save() -> None:
     first, second = simulated(saves=3, loads=0), simulated(seed=1, began=1_790_000_000.0 + 3 * 900 + 600, loads=1)
     run = summarize_run(first + second)
     assert run.jobs == 2 and run.undone_seconds == pytest.approx(600) and run.interval == pytest.approx(900)
-
-
-def test_rolling_medians() -> None:
-    summaries = simulated(saves=10, loads=0)
-    assert usual(summaries, 2) == {}
-    assert usual(summaries, 9)["write"] == pytest.approx(summaries[9].phases[4].longest, rel=0.3)
 
 
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -270,11 +270,11 @@ def _print(made: Report) -> None:
         )
     _title("findings")
     for finding in made.findings:
-        print(printable(f"{finding.severity}: {finding.title}"))
+        print(printable(f"{finding.severity if finding.ended is None else 'over'}: {finding.title}"))
         print(printable(f"    {finding.text}"))
         print(printable(f"    {finding.advice}"))
-    if not made.findings:
-        print("nothing is wrong")
+    if all(finding.ended is not None for finding in made.findings):
+        print("nothing is wrong now")
     for sentence in made.words:
         print(sentence)
 

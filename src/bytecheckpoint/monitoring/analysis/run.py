@@ -1,4 +1,4 @@
-"""Sum up the cost of checkpoints in a run, and compare an operation with earlier ones."""
+"""Sum up the cost of checkpoints in a run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from itertools import pairwise
 
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 
-__all__ = ["COMPARED", "RunSummary", "Shares", "summarize_run", "time_shares", "usual"]
+__all__ = ["COMPARED", "FEWEST", "RunSummary", "Shares", "summarize_run", "time_shares"]
 
-#: Most earlier operations that a new one is compared with.
-COMPARED = 20
-_FEWEST = 3
+#: Most and fewest earlier operations that a new one is compared with.
+COMPARED, FEWEST = 20, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,29 +128,3 @@ def summarize_run(summaries: Sequence[OperationSummary]) -> RunSummary:
 
 def _job(summary: OperationSummary) -> str:
     return summary.id.rsplit("-", 2)[0]
-
-
-def usual(summaries: Sequence[OperationSummary], place: int) -> dict[str, float]:
-    """Return the rolling medians before an operation: "seconds", "bandwidth", and its phases by name (longest rank).
-
-    Args:
-        summaries: operations of a run, in order of time.
-        place: index of the operation.
-
-    Returns:
-        {} if fewer than three operations of this kind and world size came before.
-    """
-    now = summaries[place]
-    before = [
-        summary
-        for summary in summaries[:place]
-        if (summary.kind, summary.world_size) == (now.kind, now.world_size) and not summary.failed
-    ][-COMPARED:]
-    if len(before) < _FEWEST:
-        return {}
-    found = {name: statistics.median(getattr(b, name) for b in before) for name in ("seconds", "bandwidth")}
-    for phase in now.phases:
-        lengths = [part.longest for summary in before for part in summary.phases if part.name == phase.name]
-        if lengths:
-            found[phase.name] = statistics.median(lengths)
-    return found

@@ -1,32 +1,31 @@
-"""Find problems in the saves and loads of a run, and advise."""
+"""Find problems in the saves and loads of a run, and advise. One cause is one finding."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.alerts import rules
 from bytecheckpoint.monitoring.analysis.limits import Limits
-from bytecheckpoint.monitoring.analysis.run import summarize_run, usual
+from bytecheckpoint.monitoring.analysis.run import summarize_run
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary
-from bytecheckpoint.monitoring.analysis.words import bandwidth_text, rank_text, seconds_text, size_text
+from bytecheckpoint.monitoring.analysis.words import bandwidth_text, plural, seconds_text, size_text
+from bytecheckpoint.monitoring.report.episodes import RECENT, Episode, episodes
+from bytecheckpoint.monitoring.report.slowness import Slowness, slowness
 
 __all__ = ["RunFinding", "findings"]
 
 _SEVERITIES = ("critical", "warning", "info")
-#: Number of operations at the end of a run that are examined one by one.
-_RECENT = 10
-#: Fewest lost seconds for a finding about a rank that was slow once.
-_NOTABLE_SECONDS = 1.0
+#: Most findings about what is over, the newest.
+_HISTORY = 20
 #: Fewest saves or loads for which the best shows the bandwidth of the storage.
 _FEW = 5
 #: Rules whose alerts become findings. Their limits are lower than those of a running job: a finding sums up small losses.
 _FAILURES = (rules.FailedRule(), rules.VerificationRule())
 _MISSING = rules.MissingRule()
-_STRAGGLERS = rules.StragglerRule(ratio=1.0, seconds=0.0)
 _RETRIES = rules.RetriesRule(per_rank=0.0)
 #: Advice about a slow rank, by phase.
 _SLOW_PHASE = {
@@ -54,6 +53,30 @@ _LONG_PHASE = {
     "agree": "Ranks wait for each other: see which rank comes last in the critical path.",
     "read": "The storage limits the load: compare with its own measured bandwidth.",
 }  # fmt: skip
+#: Title and advice for a cause that is not a single rank. "{who}" names machines, "{Kind}" the operation.
+_CAUSES = {
+    "machine": (
+        "{who} is slow",
+        "Compare its disk, network and memory with other machines; drain it if it stays slow.",
+    ),
+    "machines": (
+        "{who} are slow",
+        "Look for what they have in common: a switch, a rack, a mount, another job.",
+    ),
+    "storage": (
+        "{Kind}s are slow because of the storage",
+        "Look for throttling and for other users of the storage; saves to tier+URL copy to memory first.",
+    ),
+    "network": (
+        "{Kind}s are slow because of the network between machines",
+        "Look at the links of the slowest rank's machine, or keep fewer replicas.",
+    ),
+    "earlier save": ("Saves wait for the save before", _LONG_PHASE["wait"]),
+    "processes": (
+        "{Kind}s are slow in the training's processes",
+        "Look for hooks of modules, garbage collection, swapping, or other programs on the machines.",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +84,14 @@ class RunFinding:
     """A problem of a run.
 
     Attributes:
-        severity: "critical", "warning" or "info".
+        severity: "critical", "warning" or "info". What is over is "info".
         title: problem in a few words.
         text: measurements that show it.
         advice: steps to solve it.
         operation: id of the operation that shows it best; "" for the run.
         rank: that it is about; None: no single one.
         phase: that it is about, or "".
+        episode: duration and cost of the problem; None if it is about the run as a whole.
     """
 
     severity: str
@@ -77,20 +101,41 @@ class RunFinding:
     operation: str = ""
     rank: int | None = None
     phase: str = ""
+    episode: Episode | None = None
+
+    @property
+    def ended(self) -> float | None:
+        """End of the problem, in seconds since 1970; None while it lasts."""
+        return None if self.episode is None else self.episode.ended
 
 
 def findings(summaries: Sequence[OperationSummary], limits: Limits | None = None) -> list[RunFinding]:
-    """Return the problems of a run, the worst first.
+    """Return the problems of a run: the worst first, and what is over last.
 
     Args:
         summaries: operations of the run, in order of time.
         limits: bandwidths of the storage. If unknown, the best bandwidth of the run stands for them.
     """
-    found: list[RunFinding] = []
-    for look in _LOOKS:
-        found += look(summaries)
-    found += _bandwidth(summaries, limits or Limits())
-    return sorted(found, key=lambda finding: _SEVERITIES.index(finding.severity))
+    slow = sorted(slowness(summaries), key=lambda one: -one.episode.lost)
+    lasting = [one for one in slow if one.episode.ended is None]
+    # Seconds of an operation, by kind, that a finding explains: a consequence is no finding of its own.
+    explained = {one.last.kind: one.episode.lost / one.episode.operations for one in reversed(lasting)}
+    found = [
+        *_failures(summaries),
+        *_missing(summaries),
+        *map(_slow, slow),
+        *_retries(summaries, [one.last.kind for one in lasting if one.cause == "storage"]),
+        *_balance(summaries),
+        *_bandwidth(summaries, limits or Limits(), explained),
+        *_cost(summaries, explained),
+    ]
+    now = [one for one in found if one.ended is None]
+    over = sorted((one for one in found if one.ended is not None), key=lambda one: -(one.ended or 0.0))
+    return [*sorted(now, key=lambda one: _SEVERITIES.index(one.severity)), *over[:_HISTORY]]
+
+
+def _severity(lasting: str, episode: Episode) -> str:
+    return lasting if episode.ended is None else "info"
 
 
 def _alerts(summaries: Sequence[OperationSummary], *chosen: rules.Rule) -> list[Alert]:
@@ -98,56 +143,63 @@ def _alerts(summaries: Sequence[OperationSummary], *chosen: rules.Rule) -> list[
     return [alert for summary in summaries for rule in chosen for alert in rule.check(summary, ())]
 
 
+def _joined(
+    summaries: Sequence[OperationSummary], cause: Callable[[OperationSummary], str], *chosen: rules.Rule
+) -> Iterator[tuple[str, str, Episode, Alert]]:
+    """Yield (kind, cause, episode, last alert) of the alerts of some rules, joined by kind and cause."""
+    for kind in ("save", "load"):
+        operations = [summary for summary in summaries if summary.kind == kind]
+        by_cause = defaultdict[str, dict[int, Alert]](dict)
+        for place, summary in enumerate(operations):
+            for alert in _alerts([summary], *chosen):
+                by_cause[cause(summary)][place] = alert
+        for name, alerts in by_cause.items():
+            costs = {place: (operations[place].seconds, operations[place].blocking_seconds) for place in alerts}
+            for episode, places in episodes(operations, costs):
+                yield kind, name, episode, alerts[places[-1]]
+
+
 def _failures(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
-    if failed := _alerts(summaries, *_FAILURES):
-        last = failed[-1]
+    def error(summary: OperationSummary) -> str:
+        return summary.first_failure.error.partition(":")[0]
+
+    for kind, name, episode, last in _joined(summaries, error, *_FAILURES):
         yield RunFinding(
-            "critical", f"{len(failed)} of {len(summaries)} operations failed", f"The last one, {last.text}",
+            _severity("critical", episode), f"{plural(episode.operations, kind)} failed by {name}",
+            f"{'The last' if episode.operations > 1 else 'It'}: {last.text}. {episode.words}",
             "Read the error; docs/how-to/when-things-fail.md says what each means.",
-            last.operation, last.rank, last.phase,
+            last.operation, last.rank, last.phase, episode,
         )  # fmt: skip
 
 
 def _missing(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
-    if hit := _alerts(summaries, _MISSING):
+    for kind, _, episode, last in _joined(summaries, lambda _: "", _MISSING):
         yield RunFinding(
-            "warning", "Ranks reported nothing", f"{hit[-1].text}; in {len(hit)} operations altogether.",
+            _severity("warning", episode), "Ranks reported nothing",
+            f"{last.text}; in {plural(episode.operations, kind)} altogether. {episode.words}",
             "A rank that ended, hung or was cut off sends no metrics. Look at its log and its machine.",
-            hit[-1].operation, hit[-1].rank,
+            last.operation, last.rank, "", episode,
         )  # fmt: skip
 
 
-def _stragglers(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
-    recent = summaries[-_RECENT:]
-    kinds = {summary.id: summary.kind for summary in recent}
-    seen = defaultdict[tuple[str, str], list[Alert]](list)
-    for alert in _alerts(recent, _STRAGGLERS):
-        seen[kinds[alert.operation], alert.phase].append(alert)
-    for (kind, phase), alerts in sorted(seen.items(), key=lambda item: -sum(map(_lost, item[1]))):
-        lost = defaultdict[int | None, float](float)
-        for alert in alerts:
-            lost[alert.rank] += _lost(alert)
-        rank = max(lost, key=lost.__getitem__)
-        own = [alert for alert in alerts if alert.rank == rank]
-        last = own[-1]
-        if len(own) > 1 or _lost(last) >= _NOTABLE_SECONDS:
-            of = sum(summary.kind == kind for summary in recent)
-            yield RunFinding(
-                "warning", f"{rank_text(rank or 0, last.host)} is slow in {phase}",
-                f"{last.text}; slowest in {len(own)} of the last {of} {kind}s.",
-                _SLOW_PHASE.get(phase, "Compare its timeline with that of another rank."),
-                last.operation, rank, phase,
-            )  # fmt: skip
+def _slow(slow: Slowness) -> RunFinding:
+    last = slow.last
+    if slow.rank is not None and slow.cause == "rank":
+        title, advice = f"{slow.who} is slow in {slow.phase}", _SLOW_PHASE.get(slow.phase, "")
+        advice = advice or "Compare its timeline with that of another rank."
+    else:
+        pattern, advice = _CAUSES[slow.cause]
+        title = pattern.format(who=slow.who, Kind=last.kind.capitalize())
+    text = f"{slow.text}; {plural(slow.episode.operations, 'slow ' + last.kind)}. {slow.episode.words}"
+    return RunFinding(
+        _severity("warning", slow.episode), title, text, advice, last.id, slow.rank, slow.phase, slow.episode
+    )
 
 
-def _lost(alert: Alert) -> float:
-    """Return the seconds that a straggler takes over the median, which is the limit of the rule."""
-    return (alert.value or 0.0) - (alert.limit or 0.0)
-
-
-def _retries(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
-    longest = {summary.id: summary.most_retries[1] for summary in summaries[-_RECENT:]}
-    if hit := _alerts(summaries[-_RECENT:], _RETRIES):
+def _retries(summaries: Sequence[OperationSummary], slow_storage: Sequence[str]) -> Iterator[RunFinding]:
+    recent = [summary for summary in summaries[-RECENT:] if summary.kind not in slow_storage]
+    longest = {summary.id: summary.most_retries[1] for summary in recent}
+    if hit := _alerts(recent, _RETRIES):
         worst = max(hit, key=lambda alert: longest[alert.operation])
         yield RunFinding(
             "warning" if longest[worst.operation] > 1 else "info", "Requests are repeated", f"{worst.text}.",
@@ -157,7 +209,7 @@ def _retries(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
 
 
 def _balance(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
-    saves = [s for s in summaries[-_RECENT:] if s.kind == "save" and not s.failed and s.world_size > 1]
+    saves = [s for s in summaries[-RECENT:] if s.kind == "save" and not s.failed and s.world_size > 1]
     if saves and saves[-1].balance > 1.5 and saves[-1].nbytes > 256 << 20:
         last = saves[-1]
         yield RunFinding(
@@ -168,36 +220,19 @@ def _balance(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
         )  # fmt: skip
 
 
-def _changes(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
-    for kind in ("save", "load"):
-        places = [place for place, s in enumerate(summaries) if s.kind == kind and not s.failed]
-        if not places:
-            continue
-        now, before = summaries[places[-1]], usual(summaries, places[-1])
-        if before and now.seconds > 1.5 * before["seconds"] and now.seconds - before["seconds"] > 1:
-            grown = max(
-                now.phases, key=lambda p: p.longest - before.get(p.name, p.longest) if p.name != "commit" else 0
-            )
-            yield RunFinding(
-                "warning", f"The last {kind} is slower than before",
-                f"{seconds_text(now.seconds)} instead of {seconds_text(before['seconds'])}; most of it in {grown.name}: "
-                f"{seconds_text(grown.longest)} instead of {seconds_text(before.get(grown.name, 0.0))}.",
-                "If one rank is slow, a finding says so. If all are, the storage or the network has changed.",
-                now.id, grown.slowest_rank, grown.name,
-            )  # fmt: skip
-
-
-def _bandwidth(summaries: Sequence[OperationSummary], limits: Limits) -> Iterator[RunFinding]:
+def _bandwidth(
+    summaries: Sequence[OperationSummary], limits: Limits, explained: Mapping[str, float]
+) -> Iterator[RunFinding]:
     for kind in ("save", "load"):
         known = [s for s in summaries if s.kind == kind and s.bandwidth and not s.failed]
         limit = limits.of(known[-1]) if known else None
         if not known or (limit is None and len(known) < _FEW):
             continue
         best, source = limit or (max(s.bandwidth for s in known), "the run has reached")
-        recent = known[-_RECENT:]
+        recent = known[-RECENT:]
         middle = statistics.median(s.bandwidth for s in recent)
         lost = statistics.median(s.nbytes / s.bandwidth - s.nbytes / best for s in recent)
-        if middle < 0.5 * best and lost > 1:
+        if middle < 0.5 * best and lost > max(1.0, 2 * explained.get(kind, 0.0)):
             phase = "write" if kind == "save" else "read"
             yield RunFinding(
                 "warning", f"{kind.capitalize()}s use {middle / best:.0%} of the storage's bandwidth",
@@ -208,15 +243,16 @@ def _bandwidth(summaries: Sequence[OperationSummary], limits: Limits) -> Iterato
             )  # fmt: skip
 
 
-def _cost(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
+def _cost(summaries: Sequence[OperationSummary], explained: Mapping[str, float]) -> Iterator[RunFinding]:
     run = summarize_run(summaries)
     saves = [s for s in summaries if s.kind == "save" and not s.failed]
     if not saves or not run.interval:
         return
     share = run.stall / run.interval
+    other = 2 * explained.get("save", 0.0)
     last = saves[-1]
     longest = max(last.critical_path, key=lambda part: part[3], default=("", 0, 0.0, 0.0))
-    if share > 0.03:
+    if share > 0.03 and run.stall > other:
         yield RunFinding(
             "warning", f"Saves stop the training for {share:.1%} of the time",
             f"{seconds_text(run.stall)} every {seconds_text(run.interval)}. Longest part of the last save: {longest[0]} of "
@@ -225,14 +261,9 @@ def _cost(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
             + "; `bytecheckpoint plan-interval` says how often a save pays.",
             last.id, longest[1], longest[0],
         )  # fmt: skip
-    if run.write > 0.8 * run.interval:
+    if run.write > 0.8 * run.interval and run.write > other:
         yield RunFinding(
             "warning", "A save takes as long as the time between saves",
             f"{seconds_text(run.write)} to the commit, {seconds_text(run.interval)} from save to save.",
             _LONG_PHASE.get(longest[0], "Save less often."), last.id, None, longest[0],
         )  # fmt: skip
-
-
-_LOOKS: tuple[Callable[[Sequence[OperationSummary]], Iterator[RunFinding]], ...] = (
-    _failures, _missing, _stragglers, _retries, _changes, _balance, _cost,
-)  # fmt: skip
