@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pytest
 
@@ -11,9 +14,10 @@ from bytecheckpoint.errors import StorageError, StorageUnavailableError
 from bytecheckpoint.monitoring import reading
 from bytecheckpoint.monitoring.analysis.summary import summarize
 from bytecheckpoint.monitoring.reading import RunReader, read_run
-from bytecheckpoint.monitoring.simulation import SimulatedRun
+from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 from bytecheckpoint.monitoring.sinks import files
 from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER, decode_table, encode_table
+from bytecheckpoint.monitoring.table import OperationRecord
 from bytecheckpoint.storage import resolve
 from tests.support.metrics_runs import write_metrics
 
@@ -38,6 +42,12 @@ def test_each_operation_once_in_order(tmp_path: Path, scheme: str) -> None:
     reader = RunReader(root, newest=2)
     for _ in range(2):
         assert [record.id for record in reader.read().records] == [record.id for record in RECORDS[-2:]]
+
+
+def bad_summaries(record: OperationRecord) -> list[bytes]:
+    """Return files with a summary that cannot be."""
+    changes: list[dict[str, Any]] = [{"kind": "other"}, {"began": 1e300}, {"world_size": 0}, {"phases": None}]
+    return [msgspec.json.encode([replace(summarize(record), **change)]) for change in changes]
 
 
 def test_damaged_and_foreign_files_are_counted(tmp_path: Path) -> None:
@@ -74,10 +84,14 @@ def test_damaged_and_foreign_files_are_counted(tmp_path: Path) -> None:
     bad_alerts += [b'[{"rule": "a", "x": ' + b"[" * 100_000]
     for number, data in enumerate(bad_alerts):
         put(str(tmp_path), f"alerts-{number}.json", data)
+    for number, data in enumerate([b"", b"[{}]", b"[[[", b"\xff", *bad_summaries(RECORDS[2])]):
+        put(str(tmp_path), f"summaries-{number}.json", data)
     put(str(tmp_path), "limits-1.json", b'{"host": "a"}')
     put(str(tmp_path), "limits-2.json", b'{"host":"a","time":1,"write":0,"read":null,"nbytes":1,"threads":1}')
     run = read_run(str(tmp_path))
-    assert [record.id for record in run.records] == [RECORDS[1].id] and run.skipped == len(bad) + len(bad_alerts) + 2
+    assert [record.id for record in run.records] == [RECORDS[1].id] and run.skipped == len(bad) + len(
+        bad_alerts
+    ) + 8 + 2
 
 
 def test_a_file_that_may_not_be_read_is_counted_and_a_storage_that_is_away_is_told(
@@ -160,3 +174,42 @@ def test_rows_of_the_newest_operations_only_stay_in_memory(tmp_path: Path, monke
 
 def test_no_metrics(tmp_path: Path) -> None:
     assert read_run(str(tmp_path)).operations == []
+
+
+def test_old_operations_become_summaries_and_the_history_stays_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = [Fault("fail", [1], first=4, last=4), Fault("slow", [1], factor=9, first=6, last=6)]
+    records = list(SimulatedRun({"dp": 4}, saves=40, loads=1, faults=faults).records())
+    write_metrics(tmp_path, records)
+    put(str(tmp_path), "0.parquet", b"damaged")
+    whole, folder = read_run(str(tmp_path)), resolve(f"{tmp_path}/{METRICS_FOLDER}")
+    live, delete = RunReader(str(tmp_path)), type(folder).delete
+    assert live.read().operations == whole.operations
+    size = sum(size for _, size in folder.list())
+    files.thin(folder, size, set())
+    assert len(folder.list()) == 42, "there is room"
+
+    def crash(storage: object, names: object) -> None:
+        raise OSError("killed")
+
+    monkeypatch.setattr(type(folder), "delete", crash)
+    with pytest.raises(OSError, match="killed"):
+        files.thin(folder, size / 2, set())
+    assert live.read().operations == read_run(str(tmp_path)).operations == whole.operations
+    monkeypatch.setattr(type(folder), "delete", delete)
+    full: set[str] = set()
+    for _ in range(2):
+        files.thin(folder, size / 2, full)
+        kept = sum(size for name, size in folder.list() if name.endswith(".parquet"))
+        assert 0.3 * size < kept <= 0.5 * size
+        for run in (read_run(str(tmp_path)), live.read()):
+            assert run.operations == whole.operations and run.skipped == 1
+    troubled = {one.id for one in whole.operations if one.failed or one.stragglers}
+    assert len(troubled) == 2 and len(full) == 3
+    assert troubled < {record.id for record in read_run(str(tmp_path)).records}
+    newest = [one.id for one in whole.operations[-30:]]
+    assert [one.id for one in read_run(str(tmp_path), 30).operations] == newest, "some of them are summaries"
+    files.thin(folder, 0, set())
+    assert [record.id for record in read_run(str(tmp_path)).records] == [records[-1].id]
+    assert read_run(str(tmp_path)).operations == whole.operations

@@ -26,6 +26,7 @@ from bytecheckpoint.monitoring import delivery
 from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summarize
 from bytecheckpoint.monitoring.progress import OperationProgress, RankProgress
+from bytecheckpoint.monitoring.reading import read_run
 from bytecheckpoint.monitoring.record import make_record
 from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 from bytecheckpoint.monitoring.sinks import Sink, make_sink, shown
@@ -444,6 +445,19 @@ def test_the_end_of_an_operation_does_not_hide_the_next_one(tmp_path: Path) -> N
         sink.progress(OperationProgress.of([step], operation, 1, ended=ended))
     shown = json.loads((tmp_path / ".bytecheckpoint-metrics/live-mine.json").read_text())
     assert (shown["operation"], shown["ended"]) == ("mine-save-2", False)
+
+
+def test_the_files_of_a_run_stay_below_their_limit(tmp_path: Path) -> None:
+    with collecting("files://?keep_gib=0"), tuned(files_delay=0.0):
+        for step in range(18):
+            bytecheckpoint.save(tmp_path / f"step_{step}", STATES)
+        assert wait_until(lambda: len(read_run(str(tmp_path)).operations) == 18, 30)
+    run = read_run(str(tmp_path))
+    assert [one.step for one in run.operations] == list(range(18))
+    assert [record.step for record in run.records] == [16, 17], "looked at after the first operation and each 16th"
+    for wrong in ("files://?keep_gib=-1", "files://?keep_gib=nan", "files://?keep=3", "files:///x"):
+        with pytest.raises(bytecheckpoint.UsageError, match="keep_gib"):
+            make_sink(wrong)
 
 
 def test_two_sinks_at_once_and_a_change_in_the_middle(tmp_path: Path) -> None:

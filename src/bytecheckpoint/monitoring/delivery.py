@@ -45,7 +45,7 @@ class SinkQueue:
         self._failed: str | None = None  # "records" or "alerts" that did not reach the sink, "" for progress
         self._late = False
         # Programs that save into a temporary folder remove it at once, and a file that is being written would prevent that.
-        self._delay = tuning().files_delay if address == "files" else 0.0
+        self._delay = tuning().files_delay if self._shown.split(":")[0] == "files" else 0.0
         self.dropped = 0
         self._background.submit(lambda: self._call(lambda _: None))  # importing a client may take seconds
 

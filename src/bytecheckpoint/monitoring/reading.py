@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 import pyarrow as pa
 
 from bytecheckpoint.concurrency import parallel_map
@@ -17,12 +15,12 @@ from bytecheckpoint.errors import StorageError, StorageUnavailableError
 from bytecheckpoint.monitoring.alert import DATES_END, Alert
 from bytecheckpoint.monitoring.analysis.limits import LIMITS_PREFIX, StorageLimit
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summarize
-from bytecheckpoint.monitoring.sinks.files import ALERTS_PREFIX, METRICS_FOLDER, decode_table
-from bytecheckpoint.monitoring.table import KINDS, MESH_AXES, NULLABLE, SCHEMA, MetricRows, OperationRecord
+from bytecheckpoint.monitoring.sinks.files import ALERTS_PREFIX, METRICS_FOLDER, SUMMARIES_PREFIX, decode_table
+from bytecheckpoint.monitoring.table import KINDS, OperationRecord, conform, records_of
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
 
-__all__ = ["KEPT_ROWS", "RunMetrics", "RunReader", "read_run", "records_of"]
+__all__ = ["KEPT_ROWS", "RunMetrics", "RunReader", "read_run"]
 
 _T = TypeVar("_T")
 _JOINED = "joined-"
@@ -33,8 +31,6 @@ _TIME = len("20261124T235959")
 _LISTINGS = 3
 #: Most rows in memory, some 200 MB: seven operations of 8,960 ranks.
 KEPT_ROWS = 2_000_000
-#: A file with more ranks is damaged.
-_MOST_RANKS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +40,7 @@ class RunMetrics:
     Attributes:
         operations: saves and loads in order of time, each once.
         records: records of the newest operations and of the newest of each kind, in order of time: all would take too much
-            memory.
+            memory, and of old operations files may have summaries only.
         skipped: number of files that are damaged or foreign, or that this user may not read.
         alerts: alerts of the jobs.
         limits: measured bandwidths of the storage.
@@ -140,17 +136,22 @@ class RunReader:
 
     def _take(self, name: str) -> None:
         """Read a file, unless it is gone."""
+        found: list[OperationRecord] = []
         try:
-            found = list(records_of(_conform(decode_table(self._folder.read(name)))))
-            summaries = [summarize(record) for record in found]
+            data = self._folder.read(name)
+            if name.startswith(SUMMARIES_PREFIX):
+                summaries = _decode_summaries(data)
+            else:
+                found = list(records_of(conform(decode_table(data))))
+                summaries = [summarize(record) for record in found]
         except FileNotFoundError:
             return
         except StorageUnavailableError:
             raise
-        except (StorageError, pa.ArrowException, OSError, ValueError, KeyError):
+        except (StorageError, pa.ArrowException, msgspec.MsgspecError, OSError, ValueError, KeyError, RecursionError):
             found, summaries = [], []
         with self._lock:
-            self._files[name] = [record.id for record in found]
+            self._files[name] = [summary.id for summary in summaries]
             self._operations.update((summary.id, summary) for summary in summaries)
             self._records.update((record.id, record) for record in found)
             self._rows += sum(record.table.num_rows for record in found)
@@ -171,67 +172,27 @@ class RunReader:
 
 def _wanted(folder: Storage, newest: int | None) -> list[str]:
     """Return the names of the files with the newest operations. A name begins with the time of the first operation."""
-    names = sorted((name for name, _ in folder.list() if name.endswith(_SUFFIX)), reverse=True)
+    listed = [name for name, _ in folder.list()]
+    names = sorted((name for name in listed if name.endswith(_SUFFIX)), reverse=True)
+    summaries = [name for name in listed if name.startswith(SUMMARIES_PREFIX)]  # small, and of any age
     if newest is None:
-        return names
+        return names + summaries
     joined = [name for name in names if name.startswith(_JOINED)]
     single = [name for name in names if not name.startswith(_JOINED)]
     if len(single) > newest:  # names give the second only
         oldest = single[newest - 1][:_TIME]
         single = [name for name in single if name[:_TIME] >= oldest]
     # A joined file holds many operations; of jobs that ran side by side, the times of two may overlap.
-    return single + joined[: newest // 64 + 2]
+    return single + joined[: newest // 64 + 2] + summaries
 
 
-def _conform(table: pa.Table) -> pa.Table:
-    """Return the columns of `SCHEMA` of a table; a later version may have added others.
+def _decode_summaries(data: bytes) -> list[OperationSummary]:
+    """Return the summaries of a file.
 
     Raises:
-        KeyError: a column is missing.
-        ValueError: a column has another type, or an impossible value.
+        ValueError: a summary has an impossible value.
     """
-    columns = []
-    for field in SCHEMA:
-        if field.name in MESH_AXES and field.name not in table.column_names:
-            columns.append(pa.nulls(len(table), field.type))
-            continue
-        column = table.column(field.name)
-        if pa.types.is_dictionary(field.type) and not pa.types.is_dictionary(column.type):
-            column = column.cast(pa.string()).dictionary_encode()
-        columns.append(column.cast(field.type))
-    conform = pa.table(columns, schema=SCHEMA)
-    if not len(conform) or any(conform[name].null_count for name in SCHEMA.names if name not in NULLABLE):
-        raise ValueError("no rows, or rows without a value")
-    rows = MetricRows(conform)
-    ranks, sizes, began = rows.numbers("rank"), rows.numbers("world_size"), conform["began"].cast(pa.int64()).to_numpy()
-    if ranks.min() < 0 or (ranks >= sizes).any() or sizes.max() > _MOST_RANKS:
-        raise ValueError("impossible ranks")
-    if not all(np.isfinite(rows.numbers(name)).all() for name in ("begin", "seconds")):
-        raise ValueError("impossible times")
-    if began.min() < 0 or began.max() >= DATES_END * 1_000_000 or not set(rows.texts("kind")[1]) <= set(KINDS):
+    summaries = msgspec.json.decode(data, type=list[OperationSummary])
+    if not all(0 <= one.began < DATES_END and one.kind in KINDS and one.world_size > 0 for one in summaries):
         raise ValueError("impossible operations")
-    return conform
-
-
-def records_of(table: pa.Table) -> Iterator[OperationRecord]:
-    """Iterate over the operations of a table."""
-    codes, names = MetricRows(table).texts("operation")
-    edges = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), len(codes)]
-    parts: dict[str, list[pa.Table]] = {}
-    for first, last in itertools.pairwise(edges):
-        parts.setdefault(names[codes[first]], []).append(table.slice(first, last - first))
-    for name, slices in parts.items():
-        rows = pa.concat_tables(slices)
-        own = MetricRows(rows)
-        missing = own.numbers("rank")[own.where("level", "rank") & own.where("name", "missing")]
-        first_row = rows.slice(0, 1).to_pylist()[0]
-        yield OperationRecord(
-            name,
-            first_row["kind"],
-            first_row["path"],
-            first_row["step"],
-            first_row["began"].timestamp(),
-            first_row["world_size"],
-            tuple(sorted(set(missing.tolist()))),
-            rows,
-        )
+    return summaries

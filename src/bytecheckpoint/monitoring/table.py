@@ -5,7 +5,8 @@ Arrays are made from buffers: `pa.array` imports pandas, which takes a second of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
+from bytecheckpoint.monitoring.alert import DATES_END
 from bytecheckpoint.monitoring.record import LEVELS, ROW, RankRecord
 from bytecheckpoint.representation.arrow_columns import as_numpy, dictionary_array, number_array
 from bytecheckpoint.tiers.storage import PREFIX
@@ -25,8 +27,10 @@ __all__ = [
     "MetricRows",
     "OperationFacts",
     "OperationRecord",
+    "conform",
     "operation_id",
     "operation_record",
+    "records_of",
     "run_of_path",
 ]
 
@@ -36,6 +40,8 @@ MESH_AXES = ("dp", "tp", "pp", "cp", "ep")
 NULLABLE = {"step", *MESH_AXES}
 #: The kinds of operations.
 KINDS = ("save", "load")
+#: A table with more ranks is damaged.
+_MOST_RANKS = 1 << 22
 _TEXT = pa.dictionary(pa.int32(), pa.string())
 #: Columns of `ROW` that hold indices of strings.
 _TEXTS = ("name", "phase", "subject")
@@ -204,6 +210,60 @@ def operation_record(records: Sequence[RankRecord], world_id: str, world_size: i
     }
     table = _table(records, missing, constants)
     return OperationRecord(identity, first.kind, known[0].path, step, first.began, world_size, tuple(missing), table)
+
+
+def conform(table: pa.Table) -> pa.Table:
+    """Return the columns of `SCHEMA` of a table; a later version may have added others.
+
+    Raises:
+        KeyError: a column is missing.
+        ValueError: a column has another type, or an impossible value.
+    """
+    columns = []
+    for field in SCHEMA:
+        if field.name in MESH_AXES and field.name not in table.column_names:
+            columns.append(pa.nulls(len(table), field.type))
+            continue
+        column = table.column(field.name)
+        if pa.types.is_dictionary(field.type) and not pa.types.is_dictionary(column.type):
+            column = column.cast(pa.string()).dictionary_encode()
+        columns.append(column.cast(field.type))
+    conform = pa.table(columns, schema=SCHEMA)
+    if not len(conform) or any(conform[name].null_count for name in SCHEMA.names if name not in NULLABLE):
+        raise ValueError("no rows, or rows without a value")
+    rows = MetricRows(conform)
+    ranks, sizes, began = rows.numbers("rank"), rows.numbers("world_size"), conform["began"].cast(pa.int64()).to_numpy()
+    if ranks.min() < 0 or (ranks >= sizes).any() or sizes.max() > _MOST_RANKS:
+        raise ValueError("impossible ranks")
+    if not all(np.isfinite(rows.numbers(name)).all() for name in ("begin", "seconds")):
+        raise ValueError("impossible times")
+    if began.min() < 0 or began.max() >= DATES_END * 1_000_000 or not set(rows.texts("kind")[1]) <= set(KINDS):
+        raise ValueError("impossible operations")
+    return conform
+
+
+def records_of(table: pa.Table) -> Iterator[OperationRecord]:
+    """Iterate over the operations of a table."""
+    codes, names = MetricRows(table).texts("operation")
+    edges = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), len(codes)]
+    parts: dict[str, list[pa.Table]] = {}
+    for first, last in itertools.pairwise(edges):
+        parts.setdefault(names[codes[first]], []).append(table.slice(first, last - first))
+    for name, slices in parts.items():
+        rows = pa.concat_tables(slices)
+        own = MetricRows(rows)
+        missing = own.numbers("rank")[own.where("level", "rank") & own.where("name", "missing")]
+        first_row = rows.slice(0, 1).to_pylist()[0]
+        yield OperationRecord(
+            name,
+            first_row["kind"],
+            first_row["path"],
+            first_row["step"],
+            first_row["began"].timestamp(),
+            first_row["world_size"],
+            tuple(sorted(set(missing.tolist()))),
+            rows,
+        )
 
 
 def _table(records: Sequence[RankRecord], missing: Sequence[int], constants: Mapping[str, Any]) -> pa.Table:

@@ -102,6 +102,8 @@ class RankFailure:
 class OperationSummary(OperationFacts):
     """A summary of one save or load over all ranks. Times are in seconds.
 
+    Files of a run hold summaries of its old operations, so a further field needs a default.
+
     Attributes:
         seconds: time from the call to the end, of the slowest rank.
         blocking_seconds: time for which the caller waited, of the slowest rank.

@@ -8,18 +8,19 @@ import os
 import tempfile
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 
 import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from bytecheckpoint.errors import StorageError, StorageUnavailableError, UsageError
 from bytecheckpoint.monitoring.alert import Alert
-from bytecheckpoint.monitoring.analysis.summary import OperationSummary
+from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summarize
 from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.sinks.base import Sink
-from bytecheckpoint.monitoring.table import OperationRecord, run_of_path
+from bytecheckpoint.monitoring.table import OperationRecord, conform, records_of, run_of_path
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.optional import folder_exists
 from bytecheckpoint.storage.time_limits import with_time_limits
@@ -29,10 +30,12 @@ __all__ = [
     "ALERTS_PREFIX",
     "LIVE_PREFIX",
     "METRICS_FOLDER",
+    "SUMMARIES_PREFIX",
     "FilesSink",
     "decode_table",
     "encode_table",
     "remove_forgotten",
+    "thin",
 ]
 
 #: Folder of the metrics, in the folder of the run.
@@ -42,6 +45,13 @@ LIVE_PREFIX = "live-"
 #: Prefix of the files of alerts, one per process, and most alerts in one.
 ALERTS_PREFIX = "alerts-"
 _ALERTS = 200
+#: Prefix of the files with summaries of old operations.
+SUMMARIES_PREFIX = "summaries-"
+#: Bytes of the records of a run, beyond which the oldest become summaries.
+_KEPT_BYTES = 1 << 30
+#: Number of operations after which a job looks at the size of its folder.
+_THINNED_EVERY = 16
+_JOINED = "joined-"
 #: Seconds without news after which the file of a running operation belongs to a killed job.
 _FORGOTTEN = 86400.0
 #: Most bytes of a file that is joined with others.
@@ -56,10 +66,17 @@ class FilesSink(Sink):
     A load writes only where saves have left metrics: reading a folder should not leave files in it. Nothing is written into
     the system's folder for temporary files. A checkpoint directly in it, as of
     `with TemporaryDirectory() as path: save(path, states)`, belongs to no run, and the folder belongs to all users.
+
+    Args:
+        address: "files", or files://?keep_gib=N to keep N GiB of a run's records instead of one; of older operations,
+            summaries stay.
     """
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
+        self._keep = _kept_bytes(address)
+        self._delivered: Counter[str] = Counter()  # operations by folder
+        self._full: dict[str, set[str]] = {}  # files that stay full, by folder
         self._runs: set[str] = set()  # runs with a folder of metrics
         self._homeless: set[str] = set()  # running operations of runs without a folder of metrics
         self._small: dict[str, dict[str, pa.Table]] = {}  # tables of this process's small files, by folder
@@ -85,6 +102,9 @@ class FilesSink(Sink):
             if len(small) >= tuning().files_joined:
                 del self._small[folder.url]
                 _join(folder, small)
+        if self._delivered[folder.url] % _THINNED_EVERY == 0:  # also in a job that is restarted often
+            thin(folder, self._keep, self._full.setdefault(folder.url, set()))
+        self._delivered[folder.url] += 1
 
     def progress(self, progress: OperationProgress) -> None:
         """Replace the file with the progress of the running operation."""
@@ -150,8 +170,68 @@ def _join(folder: Storage, files: Mapping[str, pa.Table]) -> None:
     names = sorted(name for name, _ in folder.list() if name in files)  # a user may have removed some
     if names:
         joined = pa.concat_tables([files[name] for name in names])
-        folder.publish(f"joined-{names[0]}", encode_table(joined))
+        folder.publish(f"{_JOINED}{names[0]}", encode_table(joined))
         folder.delete(names)
+
+
+def thin(folder: Storage, keep: float, full: set[str]) -> None:
+    """Replace the files of the oldest operations by one of their summaries, if all files take more than `keep` bytes.
+
+    Files of failed and slow operations stay longer, up to half of these bytes. A reader that sees a record and a summary of
+    an operation counts it once.
+
+    Args:
+        folder: folder of the metrics.
+        keep: bytes that may stay. A quarter less stays, so that this is needed seldom.
+        full: names of files that stay; gets those of operations that failed or were slow, and of damaged files.
+    """
+    sizes = {name: size for name, size in folder.list() if name.endswith(".parquet")}
+    if (excess := sum(sizes.values()) - keep) <= 0:
+        return
+    excess += keep / 4
+    room = keep / 2 - sum(sizes.get(name, 0) for name in full)
+    summaries: list[OperationSummary] = []
+    thinned: list[str] = []
+    by_time = sorted(sizes, key=lambda name: name.removeprefix(_JOINED))
+    for name in by_time[:-1]:
+        if excess <= 0:
+            break
+        if name in full:
+            continue
+        try:
+            found = [summarize(record) for record in records_of(conform(decode_table(folder.read(name))))]
+        except FileNotFoundError:  # another job thins too
+            continue
+        except StorageUnavailableError:
+            raise
+        except (StorageError, pa.ArrowException, ValueError, KeyError):
+            full.add(name)
+            continue
+        if sizes[name] <= room and any(one.failed or one.missing or one.stragglers for one in found):
+            full.add(name)
+            room -= sizes[name]
+        else:
+            thinned.append(name)
+            summaries += found
+            excess -= sizes[name]
+    if thinned:
+        folder.publish(f"{SUMMARIES_PREFIX}{uuid.uuid4().hex}.json", msgspec.json.encode(summaries))
+        folder.delete(thinned)
+
+
+def _kept_bytes(address: str) -> float:
+    """Return the bytes that an address allows.
+
+    Raises:
+        UsageError: the address has another form.
+    """
+    _, _, options = address.partition("://?keep_gib=")
+    if address in ("files", "files://"):
+        return _KEPT_BYTES
+    with contextlib.suppress(ValueError):
+        if (gib := float(options)) >= 0:
+            return gib * (1 << 30)
+    raise UsageError("setting metrics: write files, or files://?keep_gib=N with a number N")
 
 
 def encode_table(table: pa.Table) -> bytes:
