@@ -227,6 +227,9 @@ def report(
     bandwidth: Bandwidth = None,
     mtbf: Mtbf = None,
     rules: Rules = "",
+    everything: Annotated[
+        bool, typer.Option("--all", help="Show all operations, stragglers and alerts, not only the last and the worst.")
+    ] = False,
     output: Annotated[
         str | None,
         typer.Option(
@@ -242,7 +245,9 @@ def report(
     from bytecheckpoint.cli.runs import make_reporter, report
 
     reporter = make_reporter(rules, bandwidth, mtbf)
-    return partial(report, root, newest=newest, reporter=reporter, output=output, trace=trace, json=json)
+    return partial(
+        report, root, newest=newest, reporter=reporter, everything=everything, output=output, trace=trace, json=json
+    )
 
 
 @app.command()

@@ -6,28 +6,25 @@ import contextlib
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 
 from bytecheckpoint.cli.format import (
-    format_time,
     parse_age,
     parse_size,
     plural,
     print_json,
     print_notes,
-    print_table,
     printable,
     progress_bar,
 )
+from bytecheckpoint.cli.report_text import print_report
 from bytecheckpoint.errors import CheckpointNotFoundError, UsageError
 from bytecheckpoint.monitoring.alerts import load_rules
-from bytecheckpoint.monitoring.analysis.summary import OperationSummary
-from bytecheckpoint.monitoring.analysis.words import bandwidth_text, rank_text, seconds_text, size_text
+from bytecheckpoint.monitoring.analysis.words import bandwidth_text, size_text
 from bytecheckpoint.monitoring.reading import read_run
 from bytecheckpoint.monitoring.record import path_without_secrets
 from bytecheckpoint.monitoring.report.report import Report, Reporter
@@ -35,8 +32,6 @@ from bytecheckpoint.monitoring.report.server import RunView, make_app, require_t
 from bytecheckpoint.settings import settings
 
 __all__ = ["make_reporter", "measure", "monitor", "plan_interval", "report"]
-
-_SHOWN_STRAGGLERS = 20
 
 
 def make_reporter(rules: str, bandwidth: str | None, mtbf: str | None) -> Reporter:
@@ -59,7 +54,14 @@ def make_reporter(rules: str, bandwidth: str | None, mtbf: str | None) -> Report
 
 
 def report(
-    root: str, *, newest: int | None, reporter: Reporter, output: str | None, trace: str | None, json: bool
+    root: str,
+    *,
+    newest: int | None,
+    reporter: Reporter,
+    everything: bool,
+    output: str | None,
+    trace: str | None,
+    json: bool,
 ) -> int:
     """Print the report of a run, or write it to files. Return 1 if a finding is critical."""
     if output == trace == "-":
@@ -80,7 +82,7 @@ def report(
     elif json:
         _print_json(root, made)
     else:
-        _print(made)
+        print_report(made, everything=everything)
     return int(any(finding.severity == "critical" for finding in made.findings))
 
 
@@ -215,101 +217,3 @@ def _print_json(root: str, made: Report) -> None:
             "alerts": [msgspec.to_builtins(alert) for alert in made.alerts],
         }
     )
-
-
-def _print(made: Report) -> None:
-    _title("operations")
-    _table(
-        ["operation", "began", "ranks>", "took>", "blocked>", "bytes>", "bandwidth>", "retries>", "slowest phase", "state"],
-        [
-            [
-                f"{o.kind} {'' if o.step is None else o.step}".rstrip(), format_time(o.began), str(o.world_size),
-                seconds_text(o.seconds), seconds_text(o.blocking_seconds), size_text(o.nbytes),
-                bandwidth_text(o.bandwidth) if o.bandwidth else "", str(o.retries or ""), _slowest(o),
-                "failed" if o.failed else f"{plural(len(o.missing), 'rank')} missing" if o.missing else "done",
-            ]
-            for o in made.metrics.operations
-        ],
-    )  # fmt: skip
-    last = made.metrics.operations[-1]
-    _title(f"phases of the last operation, the {last.name}")
-    waited = {(phase, rank): seconds for phase, rank, _, seconds in last.critical_path}
-    _table(
-        ["phase", "median>", "longest>", "slowest rank>", "everybody waited for"],
-        [
-            [
-                phase.name, seconds_text(phase.median), seconds_text(phase.longest), str(phase.slowest_rank),
-                ", ".join(f"rank {r}: {seconds_text(s)}" for (name, r), s in waited.items() if name == phase.name),
-            ]
-            for phase in last.phases
-        ],
-    )  # fmt: skip
-    plan = last.total("cached plan")[0]
-    print(
-        f"\nreplicas spare {last.spared_share:.0%} of the bytes; the busiest rank has {last.balance:.2f} times the mean; "
-        f"{plan} of {plural(last.world_size, 'rank')} used a cached plan"
-    )
-    slow = [(o, s) for o in reversed(made.metrics.operations) for s in o.stragglers]
-    if slow:
-        _title("stragglers, the newest first")
-        _table(
-            ["operation", "rank>", "host", "phase", "took>", "median>", "bytes over mean>"],
-            [
-                [f"{o.kind} {o.step}", str(s.rank), s.host, s.phase, seconds_text(s.seconds), seconds_text(s.median),
-                 f"{s.load:.2f}"]
-                for o, s in slow[:_SHOWN_STRAGGLERS]
-            ],
-        )  # fmt: skip
-        if len(slow) > _SHOWN_STRAGGLERS:
-            print(f"and {len(slow) - _SHOWN_STRAGGLERS} more")
-    if made.alerts:
-        _title("alerts")
-        _table(
-            ["time", "severity", "rule", "alert"],
-            [[format_time(a.time), a.severity, a.rule, a.text] for a in made.alerts],
-        )
-    _title("findings")
-    for finding in made.findings:
-        print(printable(f"{finding.severity if finding.ended is None else 'over'}: {finding.title}"))
-        print(printable(f"    {finding.text}"))
-        print(printable(f"    {finding.advice}"))
-    if all(finding.ended is not None for finding in made.findings):
-        print("nothing is wrong now")
-    for sentence in made.words:
-        print(sentence)
-
-
-def _slowest(operation: OperationSummary) -> str:
-    """Return the longest part of the critical path."""
-    if not operation.critical_path:
-        return ""
-    phase, rank, _, seconds = max(operation.critical_path, key=lambda part: part[3])
-    host = next((s.host for s in operation.stragglers if s.rank == rank), "")
-    return f"{phase} of {rank_text(rank, host)}: {seconds_text(seconds)}"
-
-
-def _title(text: str) -> None:
-    if sys.stdout.isatty():
-        from rich.console import Console
-
-        Console().print(f"\n[bold]{text}[/bold]")
-    else:
-        print(f"\n{text}:")
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a table, in colour and fitted to the terminal where there is one."""
-    if not sys.stdout.isatty():
-        print_table(titles, rows)
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in titles:
-        table.add_column(title.rstrip(">"), justify="right" if title.endswith(">") else "left")
-    for row in rows:
-        style = "red" if {"failed", "critical"} & set(row) else "yellow" if "warning" in row else ""
-        table.add_row(*(Text(printable(cell)) for cell in row), style=style)
-    Console().print(table)
