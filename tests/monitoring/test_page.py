@@ -14,6 +14,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import pytest
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.monitoring.alerts import load_rules
-from bytecheckpoint.monitoring.reading import RunMetrics
+from bytecheckpoint.monitoring.reading import RunMetrics, RunReader
 from bytecheckpoint.monitoring.report import page as page_columns
 from bytecheckpoint.monitoring.report.page import make_page, page_data
 from bytecheckpoint.monitoring.report.report import Reporter
@@ -226,6 +227,35 @@ def test_damaged_progress_is_not_shown(view: RunView, tmp_path: Path) -> None:
         (folder / f"live-{number}.json").write_text(text)
     assert view.news()["running"] == []
     assert view.news()["error"] == ""
+
+
+def test_a_save_in_which_the_job_was_killed(view: RunView, tmp_path: Path) -> None:
+    """It runs no more once another job saves, and is in the history with what is known of it."""
+    last = [*RUN.records()][-1]
+    ranks = {
+        "rank": [0, 1],
+        "host": ["a", "a"],
+        "phase": ["write"] * 2,
+        "seconds": [5.0] * 2,
+        "done": [3, 1],
+        "planned": [4, 4],
+    }
+    news = {
+        "operation": "killed-save-9", "kind": "save", "path": "/run/step_9", "step": 9, "world_size": 2,
+        "began": last.began - 35.0, "time": last.began - 30.0, "ended": False, "ranks": ranks,
+    }  # fmt: skip
+    file = tmp_path / ".bytecheckpoint-metrics/live-killed.json"
+    assert "killed-save-9" not in str(view.data())
+    for time_of_news, running in ((time.time(), ["killed-save-9"]), (last.began - 30.0, [])):
+        file.write_text(json.dumps(news | {"time": time_of_news}))
+        view._view = replace(view._view, time=0.0)
+        assert [one["operation"] for one in view.news()["running"]] == running
+    (cut_off,) = [one for one in json.loads(view.data())["operations"] if one["id"] == "killed-save-9"]
+    assert cut_off["state"] == "cut off" and cut_off["critical"] == [["write", 1, 0.0, 5.0]] and cut_off["nbytes"] == 4
+    (finding,) = [one for one in json.loads(view.data())["findings"] if "ended" in one["title"]]
+    assert finding["title"] == "A job ended in 1 save" and finding["severity"] == "info", "another save came later"
+    file.write_text(json.dumps(news | {"world_size": 1 << 40}))
+    assert RunReader(str(tmp_path)).read().operations[-1].id == last.id
 
 
 # --- command ---

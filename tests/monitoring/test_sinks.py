@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 import sys
@@ -428,14 +427,18 @@ def test_an_operation_without_a_path_has_no_files() -> None:
 
 
 def test_files_of_killed_jobs_go(tmp_path: Path) -> None:
+    """Not of those killed in an operation: the file is its only trace."""
     folder = tmp_path / ".bytecheckpoint-metrics"
     folder.mkdir()
-    for name, age in (("live-killed.json", 90_000), ("live-running.json", 5), ("foreign.json", 90_000)):
-        (folder / name).write_text("{}")
-        os.utime(folder / name, (time.time() - age,) * 2)
     step = msgspec.structs.replace(PROGRESS, path=str(tmp_path / "step_1"))
+    for name, ended, age in (("ended", True, 90_000), ("running", True, 5), ("cut-off", False, 90_000)):
+        progress = OperationProgress.of([step], f"{name}-save-1", 1, ended=ended)
+        progress = msgspec.structs.replace(progress, time=time.time() - age)
+        (folder / f"live-{name}.json").write_bytes(msgspec.json.encode(progress))
+    (folder / "live-damaged.json").write_text("{}")
     make_sink("files").progress(OperationProgress.of([step], "mine-save-1", 1, ended=False))
-    assert {path.name for path in folder.iterdir()} == {"live-running.json", "live-mine.json", "foreign.json"}
+    left = {path.stem.removeprefix("live-") for path in folder.iterdir()}
+    assert left == {"running", "cut-off", "damaged", "mine"}
 
 
 def test_the_end_of_an_operation_does_not_hide_the_next_one(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def _print_operations(operations: Sequence[OperationSummary]) -> None:
                 f"{o.kind} {'' if o.step is None else o.step}".rstrip(), _when(o.began), str(o.world_size),
                 seconds_text(o.seconds), seconds_text(o.blocking_seconds), size_text(o.nbytes),
                 bandwidth_text(o.bandwidth) if o.bandwidth else "", str(o.retries or ""), _slowest(o),
-                "failed" if o.failed else f"{len(o.missing):,} missing" if o.missing else "done",
+                o.state,
             ]
             for o in operations
         ],

@@ -95,6 +95,12 @@ class OperationProgress(msgspec.Struct, frozen=True):
         return sum(self.ranks["planned"])
 
     @property
+    def furthest_behind(self) -> int:
+        """Place of the rank that has moved the smallest part of its bytes."""
+        done, planned = self.ranks["done"], self.ranks["planned"]
+        return min(range(len(done)), key=lambda place: done[place] / max(planned[place], 1))
+
+    @property
     def seconds_left(self) -> float:
         """Seconds that the slowest rank needs for the rest at its speed so far; infinite if a rank has moved nothing."""
         ranks = self.ranks

@@ -15,6 +15,7 @@ from bytecheckpoint.errors import StorageError, StorageUnavailableError
 from bytecheckpoint.monitoring.alert import DATES_END, Alert
 from bytecheckpoint.monitoring.analysis.limits import LIMITS_PREFIX, StorageLimit
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summarize
+from bytecheckpoint.monitoring.live import cut_off_summary, is_cut_off, read_live
 from bytecheckpoint.monitoring.sinks.files import ALERTS_PREFIX, METRICS_FOLDER, SUMMARIES_PREFIX, decode_table
 from bytecheckpoint.monitoring.table import KINDS, OperationRecord, conform, records_of
 from bytecheckpoint.storage import Storage, resolve
@@ -38,7 +39,7 @@ class RunMetrics:
     """The metrics of a run.
 
     Attributes:
-        operations: saves and loads in order of time, each once.
+        operations: saves and loads in order of time, each once, with those in which a job was killed.
         records: records of the newest operations and of the newest of each kind, in order of time: all would take too much
             memory, and of old operations files may have summaries only.
         skipped: number of files that are damaged or foreign, or that this user may not read.
@@ -104,12 +105,14 @@ class RunReader:
         self._operations = {identity: self._operations[identity] for identity in ids}
         self._records = {identity: record for identity, record in self._records.items() if identity in ids}
         self._keep_newest()
-        operations = sorted(self._operations.values(), key=lambda one: one.began)
+        listed = [name for name, _ in self._folder.list()]
+        live = [one for one in read_live(self._folder, listed) if one.operation not in self._operations]
+        cut_off = [cut_off_summary(one) for one in live if is_cut_off(one, self._operations.values())]
+        operations = sorted([*self._operations.values(), *cut_off], key=lambda one: one.began)
         if self._newest is not None:
             operations = operations[-self._newest :]
         skipped = sum(not found for found in self._files.values())
         records = [self._records[one.id] for one in operations if one.id in self._records]
-        listed = [name for name, _ in self._folder.list()]
         lists, damaged_alerts = self._read_json(listed, ALERTS_PREFIX, list[Alert])
         limits, damaged_limits = self._read_json(listed, LIMITS_PREFIX, StorageLimit)
         skipped += damaged_alerts + damaged_limits

@@ -22,6 +22,7 @@ from bytecheckpoint.tiers.storage import PREFIX
 __all__ = [
     "KINDS",
     "MESH_AXES",
+    "MOST_RANKS",
     "NULLABLE",
     "SCHEMA",
     "MetricRows",
@@ -38,10 +39,10 @@ __all__ = [
 MESH_AXES = ("dp", "tp", "pp", "cp", "ep")
 #: Columns in which a value may be unknown.
 NULLABLE = {"step", *MESH_AXES}
+#: A file with more ranks is damaged.
+MOST_RANKS = 1 << 22
 #: The kinds of operations.
 KINDS = ("save", "load")
-#: A table with more ranks is damaged.
-_MOST_RANKS = 1 << 22
 _TEXT = pa.dictionary(pa.int32(), pa.string())
 #: Columns of `ROW` that hold indices of strings.
 _TEXTS = ("name", "phase", "subject")
@@ -233,7 +234,7 @@ def conform(table: pa.Table) -> pa.Table:
         raise ValueError("no rows, or rows without a value")
     rows = MetricRows(conform)
     ranks, sizes, began = rows.numbers("rank"), rows.numbers("world_size"), conform["began"].cast(pa.int64()).to_numpy()
-    if ranks.min() < 0 or (ranks >= sizes).any() or sizes.max() > _MOST_RANKS:
+    if ranks.min() < 0 or (ranks >= sizes).any() or sizes.max() > MOST_RANKS:
         raise ValueError("impossible ranks")
     if not all(np.isfinite(rows.numbers(name)).all() for name in ("begin", "seconds")):
         raise ValueError("impossible times")

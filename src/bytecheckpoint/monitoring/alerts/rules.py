@@ -168,7 +168,7 @@ class MissingRule(Rule, frozen=True, kw_only=True, tag="missing"):
     """Alerts if ranks have reported nothing."""
 
     def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
-        if now.missing:
+        if now.missing and not now.cut_off:
             text = f"{ranks_text(now.missing)} reported nothing: gone, hanging, or cut off"
             yield self.alert(text, now, rank=now.missing[0], value=float(len(now.missing)), limit=0.0)
 

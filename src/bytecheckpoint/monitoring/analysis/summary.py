@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint import errors
+from bytecheckpoint.monitoring.analysis.words import plural
 from bytecheckpoint.monitoring.table import MetricRows, OperationFacts, OperationRecord
 
 __all__ = ["PHASES", "SHARED_PHASES", "OperationSummary", "PhaseSummary", "RankFailure", "Straggler", "summarize"]
@@ -147,9 +148,23 @@ class OperationSummary(OperationFacts):
         return first if first.stage else replace(first, stage=stages.get(first.rank, ""))
 
     @property
+    def cut_off(self) -> bool:
+        """True if the job ended in the operation: no rank has reported anything."""
+        return len(self.missing) == self.world_size
+
+    @property
     def failed(self) -> bool:
-        """True if a rank failed."""
-        return bool(self.failures)
+        """True if a rank failed, or the job ended in the operation."""
+        return bool(self.failures) or self.cut_off
+
+    @property
+    def state(self) -> str:
+        """Outcome in words."""
+        if self.cut_off:
+            return "cut off"
+        if self.failed:
+            return "failed"
+        return f"{plural(len(self.missing), 'rank')} missing" if self.missing else "done"
 
     @property
     def spared_share(self) -> float:

@@ -123,6 +123,7 @@ def findings(summaries: Sequence[OperationSummary], limits: Limits | None = None
     found = [
         *_failures(summaries),
         *_missing(summaries),
+        *_cut_off(summaries),
         *map(_slow, slow),
         *_retries(summaries, [one.last.kind for one in lasting if one.cause == "storage"]),
         *_balance(summaries),
@@ -180,6 +181,22 @@ def _missing(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
             "A rank that ended, hung or was cut off sends no metrics. Look at its log and its machine.",
             last.operation, last.rank, "", episode,
         )  # fmt: skip
+
+
+def _cut_off(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
+    for kind in ("save", "load"):
+        operations = [summary for summary in summaries if summary.kind == kind]
+        places = {place: (one.seconds, 0.0) for place, one in enumerate(operations) if one.cut_off}
+        for episode, group in episodes(operations, places):
+            last = operations[group[-1]]
+            phase, rank, _, seconds = last.critical_path[0]
+            yield RunFinding(
+                _severity("warning", episode), f"A job ended in {plural(episode.operations, kind)}",
+                f"{last.name}: nothing more was heard after {seconds_text(seconds)}, in {phase}, with "
+                f"{size_text(last.nbytes)} moved.{'' if episode.ended is None else ' It is over.'}",
+                "Look at the end of the job's log. What was cut off is no checkpoint; the next save removes its files.",
+                last.id, rank, phase, episode,
+            )  # fmt: skip
 
 
 def _slow(slow: Slowness) -> RunFinding:

@@ -119,6 +119,7 @@ def _operation(summary: OperationSummary) -> dict[str, Any]:
         "failureCount": len(summary.failures),
         "missing": list(summary.missing[:LISTED]),
         "missingCount": len(summary.missing),
+        "state": summary.state,
     }
 
 

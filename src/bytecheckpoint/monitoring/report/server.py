@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from bytecheckpoint.errors import CheckpointError, StorageError, StorageUnavailableError, UsageError
-from bytecheckpoint.monitoring.progress import OperationProgress
+from bytecheckpoint.errors import CheckpointError, UsageError
+from bytecheckpoint.monitoring.live import is_cut_off, read_live
 from bytecheckpoint.monitoring.reading import RunReader
 from bytecheckpoint.monitoring.record import path_without_secrets, without_secrets
 from bytecheckpoint.monitoring.report.page import OPERATIONS, content_security_policy, make_page, page_data
 from bytecheckpoint.monitoring.report.report import Reporter
 from bytecheckpoint.monitoring.sinks.files import LIVE_PREFIX, METRICS_FOLDER
+from bytecheckpoint.monitoring.table import OperationFacts
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
 
@@ -40,8 +41,6 @@ __all__ = ["RunView", "make_app", "require_token"]
 
 #: Fewest seconds between two reads of the storage, for any number of browsers.
 _REFRESH = 1.0
-#: Seconds without news after which a running operation belongs to a killed job.
-_FORGOTTEN = 600.0
 
 
 def require_token(host: str, token: str) -> None:
@@ -70,9 +69,10 @@ class _RunSnapshot:
 
     Attributes:
         time: `time.monotonic` of the last attempt to read.
-        files: names and sizes of the files of metrics; None before the first read.
+        files: names and sizes of the files of metrics, and ids of killed operations; None before the first read.
         version: count of changes of `data`.
         data: data of the page as JSON.
+        operations: operations that have ended.
         running: progress of running operations.
         error: reason why the last attempt failed, "" if it did not.
     """
@@ -81,6 +81,7 @@ class _RunSnapshot:
     files: list[tuple[str, int]] | None = None
     version: int = 0
     data: bytes = b"null"
+    operations: Sequence[OperationFacts] = ()
     running: Sequence[dict[str, Any]] = ()
     error: str = ""
 
@@ -123,28 +124,19 @@ class RunView:
 
     def _read(self) -> _RunSnapshot:
         listed = sorted(self._folder.list())
-        live = [self._progress(name) for name, _ in listed if name.startswith(LIVE_PREFIX)]
-        running = [operation for operation in live if operation is not None]
-        files = [(name, size) for name, size in listed if not name.startswith(LIVE_PREFIX)]  # files of alerts grow
         view = self._view
+        live = {one.operation: one for one in read_live(self._folder, [name for name, _ in listed])}
+        cut_off = {name for name, one in live.items() if is_cut_off(one, view.operations)}
+        files = [(name, size) for name, size in listed if not name.startswith(LIVE_PREFIX)]  # files of alerts grow
+        files += [(name, 0) for name in sorted(cut_off)]
         if files != view.files:
-            data = page_data(self._reporter.report(self._reader.read()), self._shown, time.time())
+            metrics = self._reader.read()
+            data = page_data(self._reporter.report(metrics), self._shown, time.time())
             encoded = json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
-            view = replace(view, files=files, version=view.version + 1, data=encoded)
+            view = replace(view, files=files, version=view.version + 1, data=encoded, operations=metrics.operations)
+        ended = cut_off.union(one.id for one in view.operations)
+        running = [msgspec.to_builtins(one) for name, one in live.items() if name not in ended]
         return replace(view, time=time.monotonic(), running=running, error="")
-
-    def _progress(self, name: str) -> dict[str, Any] | None:
-        """Return the progress of an operation; None if its file is gone, old or unreadable, or the operation has ended."""
-        try:
-            progress = msgspec.json.decode(self._folder.read(name), type=OperationProgress)
-        except StorageUnavailableError:
-            raise
-        except (StorageError, FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return None
-        operation: dict[str, Any] = msgspec.to_builtins(progress)
-        sizes = {len(column) for column in operation["ranks"].values()}
-        forgotten = time.time() - progress.time > _FORGOTTEN
-        return None if progress.ended or forgotten or len(sizes) > 1 else operation
 
 
 def make_app(view: RunView, token: str = "") -> App:

@@ -86,7 +86,7 @@ def _write(line: str) -> None:
 def _label(progress: OperationProgress) -> str:
     """Return the operation, and the phase of the rank that is furthest behind."""
     ranks = progress.ranks
-    behind = min(range(len(ranks["rank"])), key=lambda i: ranks["done"][i] / max(ranks["planned"][i], 1))
+    behind = progress.furthest_behind
     step = "" if progress.step is None else f" step {progress.step}"
     return f"{progress.kind}{step}, rank {ranks['rank'][behind]} in {ranks['phase'][behind]}"
 

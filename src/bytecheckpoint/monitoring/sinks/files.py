@@ -122,7 +122,7 @@ class FilesSink(Sink):
             if progress.ended and written != progress.operation:
                 return  # the next operation runs already
             if not written:
-                remove_forgotten(folder, LIVE_PREFIX)
+                _remove_ended(folder)
             folder.publish(name, msgspec.json.encode(progress))
             self._live[folder.url, name] = folder, progress.operation
 
@@ -162,6 +162,16 @@ def remove_forgotten(folder: Storage, prefix: str) -> None:
             with contextlib.suppress(FileNotFoundError):
                 modified = folder.stat(name).modified
                 if modified and time.time() - modified > _FORGOTTEN:
+                    folder.delete([name])
+
+
+def _remove_ended(folder: Storage) -> None:
+    """Remove old files of jobs that were killed between operations. That of one killed in an operation is its trace."""
+    for name, _ in folder.list():
+        if name.startswith(LIVE_PREFIX):
+            with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+                progress = msgspec.json.decode(folder.read(name), type=OperationProgress)
+                if progress.ended and time.time() - progress.time > _FORGOTTEN:
                     folder.delete([name])
 
 

@@ -14,7 +14,8 @@ const formatCount = (value) => String(value).replace(/\B(?=(\d{3})+$)/g, ",");
 
 function formatSeconds(seconds) {
   if (seconds === null || seconds === undefined) return "–";
-  if (seconds >= 3600) return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
+  const minutes = Math.round(seconds / 60);
+  if (minutes >= 60) return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
   if (seconds >= 100) return `${Math.round(seconds)} s`;
   if (seconds >= 1) return `${seconds.toFixed(seconds >= 10 ? 1 : 2)} s`;
   if (seconds >= 0.001) return `${(seconds * 1000).toFixed(seconds >= 0.1 ? 0 : 1)} ms`;

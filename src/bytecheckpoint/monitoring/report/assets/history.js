@@ -20,18 +20,21 @@ function showHistory(data, kind, chosen, choose) {
   const chart = chartOf(node);
   chart.setOption({
     ...chartBase(),
-    legend: { top: 0, data: [...names, "whole, slowest rank", "blocking", "bandwidth"], type: "scroll", textStyle: { color: colour("text"), fontSize: 12 }, pageTextStyle: { color: colour("text") }, pageIconColor: colour("text"), itemHeight: 9, itemWidth: 16 },
+    legend: { top: 0, data: [...names, "whole, slowest rank", "blocking", "bandwidth", "not done"], type: "scroll", textStyle: { color: colour("text"), fontSize: 12 }, pageTextStyle: { color: colour("text") }, pageIconColor: colour("text"), itemHeight: 9, itemWidth: 16 },
     tooltip: { ...chartBase().tooltip, trigger: "axis", axisPointer: { type: "shadow" }, formatter: (points) => {
       const operation = operations[points[0].dataIndex];
       return tip(operationTitle(operation), [
         `${formatSeconds(operation.seconds)} in all, ${formatSeconds(operation.blocking)} blocking`,
         `${formatRate(operation.bandwidth)}, ${formatSize(operation.nbytes)}`,
         ...operation.phases.map(([name, middle, longest]) => `${name}: median ${formatSeconds(middle)}, longest ${formatSeconds(longest)}`),
-        operation.failureCount || operation.missingCount ? "not complete" : "",
+        operation.state === "done" ? "" : operation.state,
       ]);
     } },
     axisPointer: { link: [{ xAxisIndex: "all" }] },
-    grid: [{ ...grid, top: 62, height: "50%" }, { ...grid, top: "76%", bottom: 34 }],
+    // With Ctrl, because the wheel alone scrolls the page.
+    dataZoom: [{ type: "inside", xAxisIndex: [0, 1], zoomOnMouseWheel: "ctrl", moveOnMouseWheel: false },
+      { type: "slider", xAxisIndex: [0, 1], height: 16, bottom: 4, show: operations.length > 30 }],
+    grid: [{ ...grid, top: 62, height: "50%" }, { ...grid, top: "76%", bottom: operations.length > 30 ? 54 : 34 }],
     xAxis: [0, 1].map((gridIndex) => ({
       ...style, gridIndex, type: "category", data: titles, axisLabel: { ...style.axisLabel, show: gridIndex === 1, hideOverlap: true },
     })),
@@ -44,6 +47,8 @@ function showHistory(data, kind, chosen, choose) {
       line("whole, slowest rank", operations.map((operation) => operation.seconds), "circle", colour("text")),
       line("blocking", operations.map((operation) => operation.blocking), "triangle", colour("serious")),
       { ...line("bandwidth", operations.map((operation) => (operation.bandwidth || 0) / 1024 ** unit), "rect", colour("accent")), xAxisIndex: 1, yAxisIndex: 1 },
+      { name: "not done", type: "scatter", symbol: "diamond", symbolSize: 13, z: 6, itemStyle: { color: colour("serious") },
+        data: operations.map((operation) => (operation.state === "done" ? null : operation.seconds)) },
       { id: "chosen", type: "line", data: [], markLine: { silent: true, symbol: "none", label: { show: false },
         lineStyle: { color: colour("accent"), type: "dashed", width: 2 }, data: chosen ? [{ xAxis: operations.indexOf(chosen) }] : [] } },
     ],
@@ -55,10 +60,10 @@ function showHistory(data, kind, chosen, choose) {
     const operation = point && operations[Math.round(point[0])];
     if (operation && event.offsetY > 50) choose({ operation: operation.id });
   });
-  fillTable(find("history-table"), "Operations of the run", ["Operation", "Began", "Whole>", "Blocking>", "Bandwidth>", "Bytes>", "Retries>"],
+  fillTable(find("history-table"), "Operations of the run", ["Operation", "Began", "Result", "Whole>", "Blocking>", "Bandwidth>", "Bytes>", "Retries>"],
     [...operations].reverse().map((operation) => [
       element("button", { type: "button", onclick: () => choose({ operation: operation.id }) }, operationTitle(operation)),
-      formatTime(operation.began), formatSeconds(operation.seconds), formatSeconds(operation.blocking),
+      formatTime(operation.began), operation.state, formatSeconds(operation.seconds), formatSeconds(operation.blocking),
       formatRate(operation.bandwidth), formatSize(operation.nbytes), formatCount(operation.retries),
     ]));
 }

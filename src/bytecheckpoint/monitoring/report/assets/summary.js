@@ -18,7 +18,7 @@ function showTiles(operation) {
     tile("Blocking", formatSeconds(operation.blocking), "the caller waited, at most"),
     tile("Bandwidth", formatRate(operation.bandwidth), `${formatSize(operation.nbytes)} in all`),
     tile("Retries", formatCount(operation.retries), operation.retries ? `${formatSeconds(operation.retrySeconds)} waited` : "none was needed"),
-    tile("Result", troubles ? "not complete" : "done", troubles
+    tile("Result", operation.state, troubles
       ? `${formatCount(operation.failureCount)} failed, ${formatCount(operation.missingCount)} without a report`
       : `${plural(operation.stragglerCount, "straggler")}`)
   );
@@ -26,19 +26,22 @@ function showTiles(operation) {
 
 function showFindings(data, choose) {
   const body = find("findings-body");
-  if (!data.findings.length) {
+  const isOver = (finding) => finding.episode !== null && finding.episode.ended !== null;
+  const now = data.findings.filter((finding) => !isOver(finding)).map((finding) => showFinding(finding, data, choose));
+  const over = data.findings.filter(isOver).map((finding) => showFinding(finding, data, choose));
+  if (!now.length) {
     const text = data.operations.length
-      ? "Nothing stands out: no failures, no stragglers, no retries, and no save much slower than those before it."
+      ? "Nothing stands out now: no failures, no stragglers, no retries, and no save much slower than those before it."
       : "There are no metrics of this run yet.";
-    body.replaceChildren(element("div", { className: "finding fine" }, element("p", {}, text)));
-    return;
+    now.push(element("div", { className: "finding fine" }, element("p", {}, text)));
   }
-  body.replaceChildren(...data.findings.map((finding) => showFinding(finding, data, choose)));
+  const history = element("details", {}, element("summary", {}, `${plural(over.length, "finding")} about what is over`), ...over);
+  body.replaceChildren(...now, ...(over.length ? [history] : []));
 }
 
 function showFinding(finding, data, choose) {
   const [kind, word] = SEVERITIES[finding.severity] || ["info", "Note"];
-  const box = element("div", { className: `finding ${kind}` }, element("h3", {}, `${word}: ${finding.title}`), element("p", {}, finding.text));
+  const box = element("div", { className: `finding ${kind}` }, element("h3", {}, `${finding.episode?.ended ? formatTime(finding.episode.ended).slice(0, 16) + ", over" : word}: ${finding.title}`), element("p", {}, finding.text));
   if (finding.advice) box.append(element("p", {}, element("b", {}, "What to do: "), finding.advice));
   const operation = data.operations.find((one) => one.id === finding.operation);
   if (operation && finding.rank !== null) {
