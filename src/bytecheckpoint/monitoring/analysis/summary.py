@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint import errors
-from bytecheckpoint.monitoring.analysis.words import plural
 from bytecheckpoint.monitoring.table import MetricRows, OperationFacts, OperationRecord
 
 __all__ = ["PHASES", "SHARED_PHASES", "OperationSummary", "PhaseSummary", "RankFailure", "Straggler", "summarize"]
@@ -164,7 +163,7 @@ class OperationSummary(OperationFacts):
             return "cut off"
         if self.failed:
             return "failed"
-        return f"{plural(len(self.missing), 'rank')} missing" if self.missing else "done"
+        return f"{len(self.missing):,} missing" if self.missing else "done"
 
     @property
     def spared_share(self) -> float:
