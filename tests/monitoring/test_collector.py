@@ -54,7 +54,7 @@ def test_progress_of_a_save_that_hangs_keeps_it_not_alive(tmp_path: Path) -> Non
 
     def one(collective: Collective) -> None:
         if collective.rank != 2:
-            bytecheckpoint.save(tmp_path / "step", states(collective.rank, 3, 1), timeout=1.0)
+            bytecheckpoint.save(tmp_path / "step_1", states(collective.rank, 3, 1), timeout=1.0)
 
     with collecting(), tuned(progress_interval=0.2, metrics_wait=0.5):
         for error in outcomes(world, one, timeout=30)[:2]:

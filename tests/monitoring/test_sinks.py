@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 import sys
@@ -21,6 +22,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 import bytecheckpoint
+from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.monitoring import delivery
 from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summarize
@@ -31,6 +33,7 @@ from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 from bytecheckpoint.monitoring.sinks import Sink, make_sink, shown
 from bytecheckpoint.monitoring.sinks.clickhouse import tab_separated
 from bytecheckpoint.monitoring.table import OperationRecord, operation_record
+from bytecheckpoint.representation.names import METRICS_FOLDER
 from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.tracing.operation import Operation
 from bytecheckpoint.tuning import tuned
@@ -386,6 +389,22 @@ def test_a_run_that_is_removed_at_once_stays_removed(tmp_path: Path) -> None:
         (files,) = delivery.queues().values()
         assert wait_until(lambda: files.waiting() == 0, 30)
     assert [path.name for path in tmp_path.iterdir()] == ["stays"] and len(tables(tmp_path / "stays")) == 1
+
+
+def test_a_checkpoint_by_itself_keeps_its_metrics_in_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with collecting():
+        for path in ("ckpt", "ckpt", "run/step_1", "run/last"):
+            bytecheckpoint.save(path, STATES)
+            bytecheckpoint.load(path, STATES)
+        for root in ("ckpt", "run"):
+            wait_for_operations(root, 4)
+    assert sorted(os.listdir()) == ["ckpt", "run"] and sorted(os.listdir("run")) == [METRICS_FOLDER, "last", "step_1"]
+    assert len(read_run("ckpt").operations) == len(read_run("run").operations) == 4
+    assert command(["verify", "ckpt"]) == 0 and "not ours" not in "".join(capsys.readouterr())
+    assert command(["rm", "ckpt"]) == 0 and os.listdir("ckpt") == []
 
 
 def test_the_folder_for_temporary_files_gets_no_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

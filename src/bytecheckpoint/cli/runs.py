@@ -72,7 +72,7 @@ def report(
         damaged = f"; {plural(metrics.skipped, 'file')} cannot be read" if metrics.skipped else ""
         raise CheckpointNotFoundError(
             f"{root} holds no metrics of saves and loads (the setting `metrics`){damaged}; give the folder of the run, in "
-            "which the folders of its checkpoints lie"
+            "which the folders of its checkpoints lie, or a checkpoint that belongs to no run"
         )
     if metrics.skipped and not json:
         print_notes([f"{plural(metrics.skipped, 'damaged or foreign file')} skipped"])

@@ -13,6 +13,7 @@ from bytecheckpoint.errors import UsageError
 __all__ = [
     "CATALOG_NAME",
     "GENERATION_LENGTH",
+    "METRICS_FOLDER",
     "STEP_FOLDER",
     "check_file_name",
     "escape",
@@ -30,6 +31,8 @@ __all__ = [
 
 CATALOG_NAME: Final = "metadata.parquet"
 GENERATION_LENGTH: Final = 24
+#: Folder of the metrics, in the folder of the run, or of a checkpoint by itself.
+METRICS_FOLDER: Final = ".bytecheckpoint-metrics"
 #: Names of the folders in which managers save steps.
 STEP_FOLDER = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
 

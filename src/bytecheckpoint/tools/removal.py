@@ -19,7 +19,7 @@ from bytecheckpoint.errors import (
     StorageError,
     UsageError,
 )
-from bytecheckpoint.representation.names import CATALOG_NAME, STEP_FOLDER, generation_of, natural_order
+from bytecheckpoint.representation.names import CATALOG_NAME, METRICS_FOLDER, STEP_FOLDER, generation_of, natural_order
 from bytecheckpoint.saving.commit import stale_uploads
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.optional import abort_uploads, unfinished_uploads
@@ -150,6 +150,7 @@ def _is_own(name: str, *, hot: bool) -> bool:
     return (
         name in (CATALOG_NAME, LEASE_FILE)
         or generation_of(name) is not None
+        or name.startswith(f"{METRICS_FOLDER}/")
         or _TEMPORARY.fullmatch(name) is not None
         or TOMBSTONE.fullmatch(name) is not None
         or (hot and INTERNAL_FILES.fullmatch(name) is not None)

@@ -16,7 +16,7 @@ from bytecheckpoint.concurrency import call_with_timeout, parallel_map
 from bytecheckpoint.engine.catalogs import read_outline
 from bytecheckpoint.engine.file_set import other_folders
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
-from bytecheckpoint.representation.names import CATALOG_NAME
+from bytecheckpoint.representation.names import CATALOG_NAME, METRICS_FOLDER
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.storage.posix.storage import PosixStorage
@@ -132,7 +132,7 @@ def finish_retirement(storage: Storage, stone: str, *, dry_run: bool = False) ->
     try:
         named -= {file.name for file in read_outline(storage).files}
     except CheckpointNotFoundError:
-        pass
+        named |= {name for name, _ in storage.list() if name.startswith(f"{METRICS_FOLDER}/")}  # its own
     except CheckpointError:  # damaged, or of a newer version: nobody knows what it names
         return {}
     gone = {name: size for name, size in storage.list() if name in named}

@@ -17,7 +17,7 @@ from bytecheckpoint.planning.coverage import overlapping
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
 from bytecheckpoint.representation.checksums import block_sums
 from bytecheckpoint.representation.header_reader import StorageHeader, parse_header
-from bytecheckpoint.representation.names import CATALOG_NAME, escape, generation_of
+from bytecheckpoint.representation.names import CATALOG_NAME, METRICS_FOLDER, escape, generation_of
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import FileReader, Storage, open_named
 from bytecheckpoint.storage.time_limits import with_time_limits
@@ -330,6 +330,8 @@ def _notes(storage: Storage, catalog: Catalog) -> tuple[str, ...]:
         f"{file.name} has no checksums: only its size was checked" for file in catalog.files if not file.block_bytes
     ]
     for name, size in stray:
+        if name.startswith(f"{METRICS_FOLDER}/"):
+            continue
         whose = (
             "left by a save that did not commit; the next save here removes it" if generation_of(name) else "not ours"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import tempfile
 import time
 import uuid
@@ -21,9 +22,11 @@ from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summari
 from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.sinks.base import Sink
 from bytecheckpoint.monitoring.table import OperationRecord, conform, records_of, run_of_path
+from bytecheckpoint.representation.names import METRICS_FOLDER
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.optional import folder_exists
 from bytecheckpoint.storage.time_limits import with_time_limits
+from bytecheckpoint.tiers.storage import PREFIX
 from bytecheckpoint.tuning import tuning
 
 __all__ = [
@@ -38,8 +41,6 @@ __all__ = [
     "thin",
 ]
 
-#: Folder of the metrics, in the folder of the run.
-METRICS_FOLDER = ".bytecheckpoint-metrics"
 #: Prefix of the files of running operations, one per job.
 LIVE_PREFIX = "live-"
 #: Prefix of the files of alerts, one per process, and most alerts in one.
@@ -52,6 +53,8 @@ _KEPT_BYTES = 1 << 30
 #: Number of operations after which a job looks at the size of its folder.
 _THINNED_EVERY = 16
 _JOINED = "joined-"
+#: End of the path of a checkpoint of a run: step_100, epoch=3.ckpt.
+_NUMBERED = re.compile(r"\d(\.\w+)?$")
 #: Seconds without news after which the file of a running operation belongs to a killed job.
 _FORGOTTEN = 86400.0
 #: Most bytes of a file that is joined with others.
@@ -62,6 +65,9 @@ _MANY_ROWS = 1 << 14
 
 class FilesSink(Sink):
     """Writes files to the storage of the run that an operation belongs to.
+
+    A path that ends in a number, or lies in a folder with metrics, is a checkpoint of a run. Any other, such as "ckpt" in
+    the working directory, is one by itself, and its metrics lie in its own folder.
 
     A load writes only where saves have left metrics: reading a folder should not leave files in it. Nothing is written into
     the system's folder for temporary files. A checkpoint directly in it, as of
@@ -144,9 +150,14 @@ class FilesSink(Sink):
         """Return the folder for the metrics of an operation; None if it has none."""
         if not path:  # the argument was no path
             return None
-        run = run_of_path(path)
+        run, alone = run_of_path(path), path.removeprefix(PREFIX).rstrip("/")
         storage = with_time_limits(resolve(run))
-        if storage.url == os.path.abspath(tempfile.gettempdir()) or not folder_exists(storage):
+        if storage.url == os.path.abspath(tempfile.gettempdir()):
+            return None
+        in_run = run in self._runs or _NUMBERED.search(alone) or METRICS_FOLDER in storage.folders()
+        if alone in self._runs or not in_run:
+            run, storage = alone, with_time_limits(resolve(alone))
+        if not folder_exists(storage):
             return None
         if run not in self._runs:
             if kind != "save" and METRICS_FOLDER not in storage.folders():
