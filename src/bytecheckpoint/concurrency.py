@@ -165,6 +165,7 @@ def parallel_map(
             errors.append(error)
             helper.join()
     if errors:
+        del errors[1:]
         raise errors.pop()  # not of a list that its traceback holds, which would keep all callers alive
     return [results[number] for number in range(len(arguments))]
 

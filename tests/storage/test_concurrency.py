@@ -133,9 +133,11 @@ def test_ctrl_c_waits_for_the_calls_in_progress(monkeypatch: pytest.MonkeyPatch)
     def work(number: int) -> None:
         if threading.current_thread() is threading.main_thread():
             time.sleep(0.2)  # the other thread takes the other number
+            ended.append(number)
         else:
             release.wait(10)
-        ended.append(number)
+            ended.append(number)
+            raise ValueError("later")
 
     def interrupted(thread: threading.Thread) -> None:
         if not release.is_set():

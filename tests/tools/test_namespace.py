@@ -35,7 +35,8 @@ def test_every_tool_takes_every_subject(step: Path, tmp_path: Path, kind: str) -
     assert not tools.repair(subject).written
     assert tools.compare(subject, step).equal and tools.compare(step, subject).equal
     assert tools.export(subject, tmp_path / "hf").tensors == 1
-    assert tools.measure(subject, 1 << 20, 1).nbytes == 1 << 20
+    with pytest.raises(UsageError, match="give the folder of the run"):
+        tools.measure(subject, 1 << 20, 1)
     assert tools.collect_garbage(subject, older_than=3600.0) == []
     (removal,) = tools.remove(subject)
     assert removal.path == str(step) and not list(step.rglob("*.safetensors"))
