@@ -211,6 +211,7 @@ def test_damaged_bytes_and_a_full_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = ThreadWorld(2)
+    caplog.set_level(logging.INFO)
     with collecting():
         succeeded(save_all(world, tmp_path / "step_1", 1))
         wait_for_operations(tmp_path, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -121,6 +122,7 @@ def test_a_failure_is_that_of_the_rank_where_it_began(
 
 def test_a_load_that_fails_before_its_first_phase(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The first job of a new run finds no checkpoint, which nobody has to look at."""
+    caplog.set_level(logging.INFO)
     with collecting():
         save_all(ThreadWorld(1), tmp_path / "step_1", 1)
         wait_for_operations(tmp_path, 1)

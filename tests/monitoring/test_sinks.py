@@ -423,10 +423,12 @@ def test_a_call_that_fails_at_once_has_a_path_that_leads_to_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.INFO)  # no warning: the caller gets the error
     with collecting(), pytest.raises(bytecheckpoint.UsageError):
         bytecheckpoint.save("run/step_1", STATES, staging="unknown")
     assert wait_until(lambda: "alert failed" in caplog.text, 30)
     assert f"({tmp_path}/run/step_1)" in caplog.text
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
 @pytest.mark.parametrize("path", ["", "s3:/bucket/step_1", STATES])

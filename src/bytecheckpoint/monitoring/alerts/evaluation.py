@@ -151,7 +151,7 @@ class AlertWatcher:
         return self._evaluation[1]
 
     def _after(self, summary: OperationSummary) -> None:
-        self._raise(self._current().after(summary, lacking_room))
+        self._raise(self._current().after(summary, lacking_room), summary.id if summary.failed else "")
         self._schedule_clock()
 
     def _schedule_clock(self) -> None:
@@ -170,10 +170,12 @@ class AlertWatcher:
         if (evaluation.next_time or 0.0) > time.time():  # a save has come meanwhile
             self._schedule_clock()
 
-    def _raise(self, alerts: Sequence[Alert]) -> None:
+    def _raise(self, alerts: Sequence[Alert], failed: str = "") -> None:
+        """Log alerts and pass them on. The program gets the error of the operation `failed`, so no warning repeats it."""
         for alert in alerts:
+            level = logging.INFO if failed and alert.operation == failed else _LEVELS[alert.severity]
             where = f" ({alert.path})" if alert.path else ""
-            _log.log(_LEVELS[alert.severity], "alert %s: %s%s", alert.rule, alert.text, where)
+            _log.log(level, "alert %s: %s%s", alert.rule, alert.text, where)
             self._on_alert(alert)
 
 
