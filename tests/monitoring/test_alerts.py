@@ -188,7 +188,12 @@ def test_a_slow_rank_and_then_a_slow_store(
 ) -> None:
     faults = Faults().install(monkeypatch)
     world = ThreadWorld(4)
-    with receiver(204) as received, collecting(f"files,webhook+http://127.0.0.1:{received.port}/token"):
+    (tmp_path / "rules.toml").write_text('[[rule]]\nkind = "straggler"\n[[rule]]\nkind = "bandwidth"\nnbytes = 0')
+    with (
+        receiver(204) as received,
+        collecting(f"files,webhook+http://127.0.0.1:{received.port}/token"),
+        using(alerts=str(tmp_path / "rules.toml")),
+    ):
         for step in range(6):
             succeeded(save_all(world, tmp_path / f"step_{step}", step))
         faults.add("write", delay=3.0, rank=2, times=1)

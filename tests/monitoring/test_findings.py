@@ -142,8 +142,13 @@ def test_the_cost_of_a_run() -> None:
 
 def test_a_restart_costs_what_was_done_since_the_last_save() -> None:
     first, second = simulated(saves=3, loads=0), simulated(seed=1, began=1_790_000_000.0 + 3 * 900 + 600, loads=1)
+    later = simulated(seed=1, began=1_790_000_000.0 + 3 * 900 + 86400, loads=1)
+    run = summarize_run(first + later)
+    assert run.undone_seconds == pytest.approx(900 + run.write)
+    assert run.undone_seconds + run.between_seconds == pytest.approx(86400)
     run = summarize_run(first + second)
     assert run.jobs == 2 and run.undone_seconds == pytest.approx(600) and run.interval == pytest.approx(900)
+    assert run.between_seconds == 0
 
 
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

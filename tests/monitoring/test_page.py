@@ -11,6 +11,7 @@ import json
 import re
 import socket
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ from bytecheckpoint.monitoring.report.server import RunView, make_app, require_t
 from bytecheckpoint.monitoring.report.trace import write_trace
 from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 from tests.support.metrics_runs import hostile_record, write_metrics
+from tests.support.processes import wait_until
 
 RUN = SimulatedRun({"pp": 2, "dp": 2, "tp": 2}, saves=4, faults=[Fault("slow", [3], first=2), Fault("retry", [1])])
 
@@ -178,15 +180,32 @@ def view(tmp_path: Path) -> RunView:
     return RunView(str(tmp_path), Reporter())
 
 
-def test_the_server_shows_the_run_and_what_runs_now(view: RunView) -> None:
+def test_the_server_shows_the_run_and_what_runs_now(view: RunView, tmp_path: Path) -> None:
     app = make_app(view)
     status, headers, page = ask(app, "/")
     assert status == 200
     assert "frame-ancestors 'none'" in headers["content-security-policy"]
     assert b'data-live="true"' in page
     assert len(json.loads(ask(app, "/data.json")[2])["operations"]) == 5
-    assert json.loads(ask(app, "/live.json")[2]) == {"version": "1", "running": [], "error": ""}
+    news = json.loads(ask(app, "/live.json")[2])
+    assert (news["running"], news["error"]) == ([], "")
+    assert json.loads(ask(make_app(RunView(str(tmp_path), Reporter())), "/live.json")[2])["version"] != news["version"]
     assert ask(app, "/etc/passwd")[0] == 404
+
+
+def test_a_long_read_is_told_meanwhile(view: RunView, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    read = view._reader.read
+
+    def slowly(progress: Any) -> Any:
+        progress(3, 50)
+        assert go_on.wait(30)
+        return read(progress)
+
+    monkeypatch.setattr(view._reader, "read", slowly)
+    assert view.news()["error"] == "Reading the metrics: 3 of 50 files." and view.data() == b"null"
+    go_on.set()
+    assert wait_until(lambda: view.news()["error"] == "", 30) and len(json.loads(view.data())["operations"]) == 5
 
 
 @pytest.mark.parametrize("host", ["evil.example:8765", "169.254.0.1", ""])
@@ -248,7 +267,7 @@ def test_a_save_in_which_the_job_was_killed(view: RunView, tmp_path: Path) -> No
     assert "killed-save-9" not in str(view.data())
     for time_of_news, running in ((time.time(), ["killed-save-9"]), (last.began - 30.0, [])):
         file.write_text(json.dumps(news | {"time": time_of_news}))
-        view._view = replace(view._view, time=0.0)
+        view._view = replace(view._view, read_at=0.0)
         assert [one["operation"] for one in view.news()["running"]] == running
     (cut_off,) = [one for one in json.loads(view.data())["operations"] if one["id"] == "killed-save-9"]
     assert cut_off["state"] == "cut off" and cut_off["critical"] == [["write", 1, 0.0, 5.0]] and cut_off["nbytes"] == 4

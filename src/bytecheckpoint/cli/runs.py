@@ -30,6 +30,9 @@ from bytecheckpoint.monitoring.record import path_without_secrets
 from bytecheckpoint.monitoring.report.report import Report, Reporter
 from bytecheckpoint.monitoring.report.server import RunView, make_app, require_token
 from bytecheckpoint.settings import settings
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.optional import folder_exists
+from bytecheckpoint.storage.time_limits import with_time_limits
 
 __all__ = ["make_reporter", "measure", "monitor", "plan_interval", "report"]
 
@@ -90,6 +93,8 @@ def monitor(root: str, *, reporter: Reporter, host: str, port: int, token: str) 
     """Serve the page of a run until interrupted."""
     host, token = host.strip("[]"), token.strip()  # a token that comes from a file may end with a line break
     require_token(host, token)
+    if not folder_exists(with_time_limits(resolve(root))):
+        raise CheckpointNotFoundError(f"{root} does not exist; give the folder of a run")
     try:
         import uvicorn
 

@@ -129,10 +129,11 @@ class BandwidthRule(Rule, frozen=True, kw_only=True, tag="bandwidth"):
     fraction: _Positive = 0.4
     after: int = 5
     seconds: _Number = 2.0
+    nbytes: _Number = 64 << 20
 
     def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
         known = [summary.bandwidth for summary in before if summary.bandwidth]
-        if now.failed or not now.bandwidth or len(known) < max(self.after, 1):
+        if now.failed or not now.bandwidth or now.nbytes < self.nbytes or len(known) < max(self.after, 1):
             return
         usual = statistics.median(known)
         limit = self.fraction * usual

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,9 +63,10 @@ class RunSummary:
         write: median time from the beginning of a save to its commit.
         restart: median time of a load.
         stalled_seconds: total time for which the training waited for saves and loads.
-        undone_seconds: total time between the last save of a job and the first load of the next one: an upper bound of the
-            lost work, as metrics do not show the end of a job.
-        effective: share of `seconds` that is neither stalled nor undone, a lower bound: the measured ETTR.
+        undone_seconds: total work that restarts undid, an upper bound, as metrics do not show the end of a job: the time
+            from a job's last save to the first load of the next, or the usual time to the commit of one more save.
+        between_seconds: total of the rest of that time, in which no job trained for certain: a lower bound.
+        effective: share of `seconds` that is in none of these three, a lower bound: the measured ETTR.
     """
 
     saves: int
@@ -78,6 +80,7 @@ class RunSummary:
     restart: float
     stalled_seconds: float
     undone_seconds: float
+    between_seconds: float
     effective: float
 
     def at(self, mtbf: float) -> Shares | None:
@@ -104,12 +107,16 @@ def summarize_run(summaries: Sequence[OperationSummary]) -> RunSummary:
         (s.began for s in summaries), default=0.0
     )
     stalled = sum(summary.blocking_seconds for summary in summaries)
-    undone = 0.0
+    write = _median([save.seconds for save in saves])
+    most = _median(gaps) + write if gaps else math.inf
+    undone = between = 0.0
     for earlier, later in pairwise(summaries):
         if _job(earlier) != _job(later) and later.kind == "load":
             before = [save.began for save in saves if save.began < later.began]
-            undone += later.began - before[-1] if before else 0.0
-    effective = max(1 - (stalled + undone) / seconds, 0.0) if seconds > 0 else 1.0
+            gap = later.began - before[-1] if before else 0.0
+            undone += min(gap, most)
+            between += max(gap - most, 0.0)
+    effective = max(1 - (stalled + undone + between) / seconds, 0.0) if seconds > 0 else 1.0
     return RunSummary(
         saves=len(saves),
         loads=len(loads),
@@ -118,10 +125,11 @@ def summarize_run(summaries: Sequence[OperationSummary]) -> RunSummary:
         seconds=seconds,
         interval=_median(gaps),
         stall=_median([save.blocking_seconds for save in saves]),
-        write=_median([save.seconds for save in saves]),
+        write=write,
         restart=_median([load.seconds for load in loads]),
         stalled_seconds=stalled,
         undone_seconds=undone,
+        between_seconds=between,
         effective=effective,
     )
 

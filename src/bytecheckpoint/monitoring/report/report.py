@@ -79,9 +79,10 @@ def _identity(alert: Alert) -> tuple[str, str, int | None, str]:
 
 
 def _sentence(run: RunSummary) -> str:
+    between = f", {seconds_text(run.between_seconds)} at least passed between jobs" if run.between_seconds else ""
     return (
         f"{plural(run.saves, 'save')}, {plural(run.loads, 'load')} and {run.failed} that failed, by "
         f"{plural(run.jobs, 'job')} in {seconds_text(run.seconds)}: "
         f"the training waited {seconds_text(run.stalled_seconds)}, at most {seconds_text(run.undone_seconds)} of work were "
-        f"undone; {run.effective:.2%} of the time counts (ETTR)"
+        f"undone{between}; at least {run.effective:.2%} of the time counts (ETTR)"
     )

@@ -10,16 +10,18 @@ import json
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from bytecheckpoint.concurrency import Workers
 from bytecheckpoint.errors import CheckpointError, UsageError
 from bytecheckpoint.monitoring.live import is_cut_off, read_live
 from bytecheckpoint.monitoring.reading import RunReader
 from bytecheckpoint.monitoring.record import path_without_secrets, without_secrets
-from bytecheckpoint.monitoring.report.page import OPERATIONS, content_security_policy, make_page, page_data
+from bytecheckpoint.monitoring.report.page import content_security_policy, make_page, page_data
 from bytecheckpoint.monitoring.report.report import Reporter
 from bytecheckpoint.monitoring.sinks.files import LIVE_PREFIX, METRICS_FOLDER
 from bytecheckpoint.monitoring.table import OperationFacts
@@ -39,8 +41,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RunView", "make_app", "require_token"]
 
-#: Fewest seconds between two reads of the storage, for any number of browsers.
-_REFRESH = 1.0
+#: Fewest seconds between two reads of the storage, for any number of browsers, and most for which one waits for a read.
+_REFRESH, _PATIENCE = 1.0, 2.0
 
 
 def require_token(host: str, token: str) -> None:
@@ -68,18 +70,19 @@ class _RunSnapshot:
     """The monitor's knowledge of a run at one time.
 
     Attributes:
-        time: `time.monotonic` of the last attempt to read.
+        read_at: `time.monotonic` of the last attempt to read.
         files: names and sizes of the files of metrics, and ids of killed operations; None before the first read.
-        version: count of changes of `data`.
+        version: number that grows with each change of `data`. It begins with the time, so that a page takes the data of a
+            monitor that was restarted.
         data: data of the page as JSON.
         operations: operations that have ended.
         running: progress of running operations.
         error: reason why the last attempt failed, "" if it did not.
     """
 
-    time: float = -_REFRESH
+    read_at: float = -_REFRESH
     files: list[tuple[str, int]] | None = None
-    version: int = 0
+    version: int = field(default_factory=time.time_ns)
     data: bytes = b"null"
     operations: Sequence[OperationFacts] = ()
     running: Sequence[dict[str, Any]] = ()
@@ -97,9 +100,12 @@ class RunView:
     def __init__(self, root: str, reporter: Reporter) -> None:
         self._shown = path_without_secrets(root)
         self._reporter = reporter
-        self._reader = RunReader(root, OPERATIONS)
+        self._reader = RunReader(root)
         self._folder = with_time_limits(resolve(f"{root.rstrip('/')}/{METRICS_FOLDER}"))
-        self._lock = threading.Lock()
+        self._worker = Workers(1, "bytecheckpoint-monitor")
+        self._reading: Future[_RunSnapshot] | None = None
+        self._files_read = (0, 0)  # of all, by the read that runs
+        self._lock = threading.Lock()  # guards `_view` and `_reading`
         self._view = _RunSnapshot()
 
     def news(self) -> dict[str, Any]:
@@ -113,14 +119,28 @@ class RunView:
         return self._current().data
 
     def _current(self) -> _RunSnapshot:
-        with self._lock:  # other threads wait for the one that reads
-            if time.monotonic() - self._view.time >= _REFRESH:
+        """Return what is known, after a read if the last one was a while ago, unless that takes long."""
+        with self._lock:
+            if self._reading is None and time.monotonic() - self._view.read_at >= _REFRESH:
+                self._reading = self._worker.submit(self._read)
+            reading = self._reading
+        if reading is not None:
+            wait([reading], _PATIENCE)
+        with self._lock:
+            if self._reading is not None and self._reading.done():
                 try:
-                    self._view = self._read()
+                    self._view = self._reading.result()
                 except (CheckpointError, OSError) as error:
                     text = f"The metrics cannot be read now: {without_secrets(str(error))}"
-                    self._view = replace(self._view, time=time.monotonic(), error=text)
+                    self._view = replace(self._view, read_at=time.monotonic(), error=text)
+                self._reading = None
+            if self._view.files is None and self._reading is not None:
+                done, in_all = self._files_read
+                return replace(self._view, error=f"Reading the metrics: {done:,} of {in_all:,} files.")
             return self._view
+
+    def _note_progress(self, done: int, in_all: int) -> None:
+        self._files_read = done, in_all
 
     def _read(self) -> _RunSnapshot:
         listed = sorted(self._folder.list())
@@ -130,13 +150,13 @@ class RunView:
         files = [(name, size) for name, size in listed if not name.startswith(LIVE_PREFIX)]  # files of alerts grow
         files += [(name, 0) for name in sorted(cut_off)]
         if files != view.files:
-            metrics = self._reader.read()
+            metrics = self._reader.read(self._note_progress)
             data = page_data(self._reporter.report(metrics), self._shown, time.time())
             encoded = json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
             view = replace(view, files=files, version=view.version + 1, data=encoded, operations=metrics.operations)
         ended = cut_off.union(one.id for one in view.operations)
         running = [msgspec.to_builtins(one) for name, one in live.items() if name not in ended]
-        return replace(view, time=time.monotonic(), running=running, error="")
+        return replace(view, read_at=time.monotonic(), running=running, error="")
 
 
 def make_app(view: RunView, token: str = "") -> App:

@@ -46,7 +46,8 @@ async function follow(changed) {
       if (news.version !== version) {
         const data = await fetch("data.json", { cache: "no-store" });
         if (!data.ok) throw new Error(`the monitor answers with status ${data.status}`);
-        changed(await data.json());
+        const read = await data.json();
+        if (read) changed(read); // else the monitor is still reading
         version = news.version;
       }
       notify(news.error);
