@@ -144,6 +144,21 @@ def test_a_checkpoint_is_a_mapping(trained: tuple[str, Any, Any]) -> None:
             checkpoint.info["world_size"] = 2  # type: ignore[index]
 
 
+def test_the_tensors_alone(trained: tuple[str, Any, Any]) -> None:
+    path, model, _ = trained
+    with bytecheckpoint.open(path) as checkpoint:
+        tensors = checkpoint.tensors
+        assert list(tensors) == [key for key, value in checkpoint.items() if isinstance(value, Entry)]
+        assert len(tensors) == len(list(tensors)) and "optimizer/param_groups" not in tensors
+        assert torch.equal(tensors["model/mid.weight"][...], model.mid.weight)
+        for wrong, why in (
+            ("optimizer/param_groups", "a plain value"),
+            ("model/mid.weigth", "did you mean 'model/mid.w"),
+        ):
+            with pytest.raises(MissingKeyError, match=why):
+                tensors[wrong]
+
+
 def test_the_error_for_a_missing_key_names_a_similar_key(trained: tuple[str, Any, Any]) -> None:
     with pytest.raises(KeyError, match=r"did you mean 'model/emb\.weight'") as caught:
         bytecheckpoint.open(trained[0])["model/emb.weigth"]

@@ -108,6 +108,10 @@ with bytecheckpoint.open("ckpt", rank=0) as checkpoint:
     assert_type(checkpoint.info, Mapping[str, Any])
     mapping: Mapping[str, Any] = checkpoint
     entry: bytecheckpoint.Entry = checkpoint["model/weight"]
+    assert_type(checkpoint["extra_states/step"], Any)  # an entry or a plain value, by the key
+    assert_type(checkpoint.tensors["model/weight"][0:2], torch.Tensor)
+    assert_type({name: one.shape for name, one in checkpoint.tensors.items()}, dict[str, torch.Size])
+    print(checkpoint.tensors["model/weight"].shap)  # type: ignore[attr-defined]
     assert_type(entry.dtype, torch.dtype)
     assert_type(entry.nbytes, int)
     assert_type(entry.ndim, int)

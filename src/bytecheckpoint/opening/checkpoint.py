@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -51,6 +52,8 @@ class Checkpoint(Mapping[str, Any]):
     `<state>/<path joined by dots>`. Every name of a tied tensor is a key. If two values have the same key, the second
     key gets `#2`. The value of a key is an `Entry` for a tensor, else the plain value that was saved.
 
+    The type of such a value depends on the key, so type checkers see `Any`; in `tensors` they see an `Entry`.
+
     Several threads may use one checkpoint. After a fork the child may continue to use it.
 
     Args:
@@ -97,6 +100,11 @@ class Checkpoint(Mapping[str, Any]):
     def ranks(self) -> tuple[int, ...]:
         """The ranks with values of their own; `open(path, rank=...)` shows these values."""
         return tuple(int(r) for r in np.unique(self._catalog.owner) if r != SHARED)
+
+    @property
+    def tensors(self) -> Mapping[str, Entry]:
+        """The tensors alone, under the same keys. Reads no plain values."""
+        return _Tensors(self)
 
     def __iter__(self) -> Iterator[str]:
         for state in self.states:
@@ -211,6 +219,29 @@ class Checkpoint(Mapping[str, Any]):
         requests = [BoxRequest(t, [(0,) * len(shape)], shape) for t, shape in zip(tensors, shapes, strict=True)]
         read = self._reader.read(requests)
         return [stored_tree(self._catalog, t, data.numpy().tobytes()) for t, data in zip(tensors, read, strict=True)]
+
+
+class _Tensors(Mapping[str, Entry]):
+    """The tensors of a checkpoint; see `Checkpoint.tensors`."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def __getitem__(self, key: str) -> Entry:
+        number = self._checkpoint._number(key)
+        if number is not None:
+            return Entry(self._checkpoint._reader, number, key)
+        plain = key in self._checkpoint
+        raise MissingKeyError(
+            f"{self._checkpoint.path} holds a plain value under {key!r}, no tensor: read checkpoint[{key!r}]"
+            if plain else f"{self._checkpoint.path} has no {key!r}{self._checkpoint._similar(key)}"
+        )  # fmt: skip
+
+    def __iter__(self) -> Iterator[str]:
+        return itertools.chain.from_iterable(self._checkpoint._keys.of_state.values())
+
+    def __len__(self) -> int:
+        return len(self._checkpoint._keys.number)
 
 
 def _returning(value: Any) -> Callable[[], Any]:
