@@ -188,7 +188,7 @@ def test_a_shard_in_place_of_the_whole_is_never_drift(
 
 def test_the_metrics_name_the_tensors_that_drifted(tmp_path: Path) -> None:
     with collecting():
-        succeeded(save(ThreadWorld(2), tmp_path / "s", lambda own: own[0].weight.mul_(1 + 1e-6), rank=1))
+        succeeded(save(ThreadWorld(2), tmp_path / "step_1", lambda own: own[0].weight.mul_(1 + 1e-6), rank=1))
         (table,) = wait_for_operations(tmp_path, 1)
     (row,) = [row for row in table.to_pylist() if row["level"] == "drift"]
     assert (row["rank"], row["name"], row["subject"]) == (0, "replica drift", "model/0.weight")
