@@ -15,6 +15,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from bytecheckpoint._distribution import warn_of_other
 from bytecheckpoint._version import __version__
 
 # Imported eagerly: a later import of the module `settings` would put the module in place of the function.
@@ -28,6 +29,8 @@ from bytecheckpoint.settings import (
     configure,
     settings,
 )
+
+warn_of_other()
 
 if TYPE_CHECKING:
     from bytecheckpoint import tools as tools

@@ -334,7 +334,7 @@ def test_without_its_extra_it_says_what_to_install(cli: Cli, monkeypatch: pytest
     monkeypatch.delitem(sys.modules, "bytecheckpoint.cli.app", raising=False)
     monkeypatch.setitem(sys.modules, "typer", None)
     done = cli("ls", ".")
-    assert done.code == 2 and "pip install 'bytecheckpoint[cli]'" in done.err and one_line(done.err)
+    assert done.code == 2 and "pip install 'bytecheckpoint-unified[cli]'" in done.err and one_line(done.err)
 
 
 def test_a_terminal_that_is_not_utf8(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -544,5 +544,5 @@ def test_an_unknown_scheme_and_a_missing_package_say_what_to_do(monkeypatch: pyt
         make_sink("kafka://host")
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     monkeypatch.delitem(sys.modules, "bytecheckpoint.monitoring.sinks.prometheus", raising=False)
-    with pytest.raises(bytecheckpoint.UsageError, match=r"pip install 'bytecheckpoint\[prometheus\]'"):
+    with pytest.raises(bytecheckpoint.UsageError, match=r"pip install 'bytecheckpoint-unified\[prometheus\]'"):
         make_sink("prometheus://")

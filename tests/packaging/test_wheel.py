@@ -107,10 +107,21 @@ def test_the_core_needs_no_extra(installed: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_authors_package_beside_this_one_is_told(installed: Path, tmp_path: Path) -> None:
+    """It has the same import name, so pip puts the files of both into one folder."""
+    quiet = run("import bytecheckpoint", installed, tmp_path)
+    assert quiet.returncode == 0 and not quiet.stderr
+    (tmp_path / "bytecheckpoint/checkpointer").mkdir(parents=True)
+    (tmp_path / "bytecheckpoint/checkpointer/base_checkpointer.py").touch()
+    told = run("import sys; sys.path.append('.'); sys.path.remove(''); import bytecheckpoint", installed, tmp_path)
+    assert told.returncode == 0 and "the distribution 'bytecheckpoint' of the paper's authors" in told.stderr
+    assert "beside 'bytecheckpoint-unified'" in told.stderr
+
+
 def test_the_command_without_its_extra_is_one_line(installed: Path, tmp_path: Path) -> None:
     done = run(NO_COMMAND_LINE, installed, tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.splitlines() == [
-        "bytecheckpoint: the command line needs an extra: pip install 'bytecheckpoint[cli]'"
+        "bytecheckpoint: the command line needs an extra: pip install 'bytecheckpoint-unified[cli]'"
     ]

@@ -180,7 +180,7 @@ for url, _, _ in {_MISSING!r}:
     lines = run_program(program).stdout.splitlines()
     assert len(lines) == len(_MISSING)
     for line, (_, package, extra) in zip(lines, _MISSING, strict=True):
-        assert f"needs the package {package}: pip install 'bytecheckpoint[{extra}]'" in line
+        assert f"needs the package {package}: pip install 'bytecheckpoint-unified[{extra}]'" in line
 
 
 def test_a_scheme_of_another_package(plugin: Path) -> None:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bytecheckpoint._distribution import install_command
 from bytecheckpoint.cli.format import printable
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError
 from bytecheckpoint.representation.names import CATALOG_NAME
@@ -54,7 +55,7 @@ def run(arguments: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("typer", "rich", "click"):
             raise
-        return _fail("the command line needs an extra: pip install 'bytecheckpoint[cli]'", UNUSABLE)
+        return _fail(f"the command line needs an extra: {install_command('cli')}", UNUSABLE)
     try:
         # The parser only chooses the job. The job runs here, where every error is caught.
         job: Callable[[], int] | int | None = app(

@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from bytecheckpoint._distribution import install_command
 from bytecheckpoint.cli.format import (
     parse_age,
     parse_size,
@@ -102,7 +103,7 @@ def monitor(root: str, *, reporter: Reporter, host: str, port: int, token: str) 
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("uvicorn", "starlette"):
             raise
-        raise UsageError("the monitor needs an extra: pip install 'bytecheckpoint[monitor]'") from None
+        raise UsageError(f"the monitor needs an extra: {install_command('monitor')}") from None
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family)

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+from bytecheckpoint._distribution import install_command
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, StorageError, UsageError
 from bytecheckpoint.representation.names import generation_of, is_uri
 from bytecheckpoint.settings import settings
@@ -226,7 +227,7 @@ def _import_backend(builtin: _Builtin, scheme: str) -> Callable[[str], Storage]:
         if not builtin.needs or (error.name or "").partition(".")[0] != builtin.needs:
             raise
         raise UsageError(
-            f"{scheme}:// needs the package {builtin.needs}: pip install 'bytecheckpoint[{builtin.extra}]' ({error})"
+            f"{scheme}:// needs the package {builtin.needs}: {install_command(builtin.extra)} ({error})"
         ) from None
     return factory
 

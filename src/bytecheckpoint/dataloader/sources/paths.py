@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from bytecheckpoint._distribution import install_command
 from bytecheckpoint.errors import StorageError, UsageError
 
 __all__ = ["Paths", "SourceCache", "local_files"]
@@ -84,7 +85,7 @@ class SourceCache:
         try:
             import fsspec
         except ImportError as error:
-            raise UsageError(f"{path} needs fsspec: pip install 'bytecheckpoint[fsspec]'") from error
+            raise UsageError(f"{path} needs fsspec: {install_command('fsspec')}") from error
         try:
             files, plain = fsspec.core.url_to_fs(path)
             pattern = glob.has_magic(plain) and not files.exists(plain)

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, urlsplit
 
+from bytecheckpoint._distribution import install_command
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.monitoring.record import without_secrets
 
@@ -119,5 +120,5 @@ def make_sink(address: str) -> Sink:
     except ImportError as error:
         if not extra:
             raise
-        raise UsageError(f"{scheme}:// needs a package: pip install 'bytecheckpoint[{extra}]' ({error})") from None
+        raise UsageError(f"{scheme}:// needs a package: {install_command(extra)} ({error})") from None
     return sink

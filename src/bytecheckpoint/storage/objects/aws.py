@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from bytecheckpoint._distribution import install_command
 from bytecheckpoint.errors import UsageError
 
 __all__ = ["CREDENTIAL_FILES", "S3Access", "has_sdk", "s3_access"]
@@ -75,7 +76,7 @@ def s3_access(variables: Mapping[str, str]) -> S3Access:
         if named or (not endpoint and any("endpoint_url" in file.read_text(errors="replace") for file in files)):
             wanted = f"profile {named}" if named else "the endpoint_url in the files of the AWS tools"
             raise UsageError(
-                f"cannot use s3://: {wanted} needs the package boto3: pip install 'bytecheckpoint[s3-profiles]', or set "
+                f"cannot use s3://: {wanted} needs the package boto3: {install_command('s3-profiles')}, or set "
                 f"AWS_ENDPOINT_URL and the keys in the environment"
             )
         return S3Access(endpoint, region)
