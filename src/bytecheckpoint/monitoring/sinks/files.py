@@ -52,6 +52,8 @@ SUMMARIES_PREFIX = "summaries-"
 _KEPT_BYTES = 1 << 30
 #: Number of operations after which a job looks at the size of its folder.
 _THINNED_EVERY = 16
+#: Most files that are read then: of 8,960 ranks, for six seconds of a core.
+_READ_AT_ONCE = 64
 _JOINED = "joined-"
 #: End of the path of a checkpoint of a run: step_100, epoch=3.ckpt.
 _NUMBERED = re.compile(r"\d(\.\w+)?$")
@@ -214,11 +216,9 @@ def thin(folder: Storage, keep: float, full: set[str]) -> None:
     summaries: list[OperationSummary] = []
     thinned: list[str] = []
     by_time = sorted(sizes, key=lambda name: name.removeprefix(_JOINED))
-    for name in by_time[:-1]:
+    for name in [name for name in by_time[:-1] if name not in full][:_READ_AT_ONCE]:
         if excess <= 0:
             break
-        if name in full:
-            continue
         try:
             found = [summarize(record) for record in records_of(conform(decode_table(folder.read(name))))]
         except FileNotFoundError:  # another job thins too
