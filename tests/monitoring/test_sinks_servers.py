@@ -22,7 +22,7 @@ from bytecheckpoint.monitoring.sinks import make_sink
 from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER, encode_table
 from bytecheckpoint.monitoring.table import SCHEMA
 from tests.servers.metrics import ClickHouse, clickhouse, collector, prometheus
-from tests.servers.process import free_port
+from tests.servers.process import free_port, program_of
 from tests.support.metrics import STATES, collecting
 from tests.support.processes import ROOT, environment, python, wait_until
 
@@ -127,7 +127,7 @@ def test_the_alert_rules_fire_when_they_should(tmp_path: Path) -> None:
     tests = (ROOT / "tests/monitoring/prometheus-rules.yml").read_text().replace("RULES", str(RULES))
     (tmp_path / "tests.yml").write_text(tests)
     done = subprocess.run(
-        ["promtool", "test", "rules", tmp_path / "tests.yml"], capture_output=True, text=True, check=False
+        [program_of("promtool"), "test", "rules", tmp_path / "tests.yml"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
