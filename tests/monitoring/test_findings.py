@@ -176,6 +176,20 @@ def test_report_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert document["findings"][0]["severity"] == "critical" and document["run"]["saves"] == 2
 
 
+def test_two_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b", Fault("slow", range(4), "write", 2))
+    assert command(["compare", first, second]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["save", "operations", "8", "8", "1.00"] in rows and ["kind", "number", "first", "second", "ratio"] in rows
+    assert command(["compare", first, second, "--json"]) == 0
+    numbers = {(row["kind"], row["name"]): row["ratio"] for row in json.loads(capsys.readouterr().out)["numbers"]}
+    assert numbers["save", "phase.write"] == pytest.approx(2, rel=0.2) and numbers["load", "seconds"] == 1
+    assert numbers["save", "bandwidth"] == pytest.approx(0.5, rel=0.2) and numbers["save", "failed"] is None
+    assert command(["compare", first, str(tmp_path)]) == 2
+
+
 def test_report_needs_no_torch(tmp_path: Path) -> None:
     script = (
         "import sys; from bytecheckpoint.cli.main import run; sys.exit(run(sys.argv[1:]) or 'torch' in sys.modules)"

@@ -251,6 +251,16 @@ def report(
 
 
 @app.command()
+def compare(
+    root: Root, other: Annotated[str, typer.Argument(help="Folder or URL of another run.")], json: Json = False
+) -> Job:
+    """Show the metrics of two runs side by side: medians of saves and loads and of their phases."""
+    from bytecheckpoint.cli.runs import compare
+
+    return partial(compare, root, other, json=json)
+
+
+@app.command()
 def measure(
     root: Root,
     size: Annotated[str, typer.Option(help="Bytes to write, e.g. 4GiB.")] = "1GiB",

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from bytecheckpoint.cli.format import format_time, plural, print_table, printable
+from bytecheckpoint.monitoring.analysis.comparison import RunComparison
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.analysis.words import bandwidth_text, rank_text, seconds_text, size_text
 from bytecheckpoint.monitoring.report.report import Report
 
-__all__ = ["print_report"]
+__all__ = ["print_comparison", "print_report"]
 
 #: Rows of a table that are the last, and the worst, of many.
 _ROWS = 10
@@ -49,7 +50,7 @@ def print_report(made: Report, *, everything: bool) -> None:
         _table(
             ["operation", "rank>", "host", "phase", "took>", "median>", "bytes over mean>"],
             [
-                [f"{o.kind} {o.step}", str(s.rank), s.host, s.phase, seconds_text(s.seconds), seconds_text(s.median),
+                [_title_of(o), str(s.rank), s.host, s.phase, seconds_text(s.seconds), seconds_text(s.median),
                  f"{s.load:.2f}"]
                 for o, s in shown
             ],
@@ -92,7 +93,7 @@ def _print_operations(operations: Sequence[OperationSummary]) -> None:
         ["operation", "began", "ranks>", "took>", "blocked>", "bytes>", "bandwidth>", "retries>", "slowest phase", "state"],
         [
             [
-                f"{o.kind} {'' if o.step is None else o.step}".rstrip(), _when(o.began), str(o.world_size),
+                _title_of(o), _when(o.began), str(o.world_size),
                 seconds_text(o.seconds), seconds_text(o.blocking_seconds), size_text(o.nbytes),
                 bandwidth_text(o.bandwidth) if o.bandwidth else "", str(o.retries or ""), _slowest(o),
                 o.state,
@@ -141,6 +142,30 @@ def _when(seconds: float) -> str:
 def _width() -> int:
     """Return the number of columns of the terminal; 0 without a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+
+
+def print_comparison(rows: Sequence[RunComparison]) -> None:
+    """Print numbers of two runs side by side."""
+
+    def shown(name: str, value: float | None) -> str:
+        if value is None:
+            return ""
+        if name in ("operations", "failed", "retries"):
+            return f"{value:,.0f}"
+        return {"nbytes": size_text, "bandwidth": bandwidth_text}.get(name, seconds_text)(value)
+
+    _table(
+        ["kind", "number", "first>", "second>", "ratio>"],
+        [
+            [row.kind, row.name, shown(row.name, row.first), shown(row.name, row.second),
+             "" if row.ratio is None else f"{row.ratio:.2f}"]
+            for row in rows
+        ],
+    )  # fmt: skip
+
+
+def _title_of(operation: OperationSummary) -> str:
+    return operation.kind if operation.step is None else f"{operation.kind} {operation.step}"
 
 
 def _title(text: str) -> None:

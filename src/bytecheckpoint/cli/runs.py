@@ -22,11 +22,12 @@ from bytecheckpoint.cli.format import (
     printable,
     progress_bar,
 )
-from bytecheckpoint.cli.report_text import print_report
+from bytecheckpoint.cli.report_text import print_comparison, print_report
 from bytecheckpoint.errors import CheckpointNotFoundError, UsageError
 from bytecheckpoint.monitoring.alerts import load_rules
+from bytecheckpoint.monitoring.analysis.comparison import compare_runs
 from bytecheckpoint.monitoring.analysis.words import bandwidth_text, size_text
-from bytecheckpoint.monitoring.reading import read_run
+from bytecheckpoint.monitoring.reading import RunMetrics, read_run
 from bytecheckpoint.monitoring.record import path_without_secrets
 from bytecheckpoint.monitoring.report.report import Report, Reporter
 from bytecheckpoint.monitoring.report.server import RunView, make_app, require_token
@@ -57,6 +58,18 @@ def make_reporter(rules: str, bandwidth: str | None, mtbf: str | None) -> Report
     return Reporter(load_rules("" if chosen == "off" else chosen), limit, seconds)
 
 
+def _read(root: str, newest: int | None = None) -> RunMetrics:
+    with progress_bar("reading metrics", unit="files") as progress:
+        metrics = read_run(root, newest, progress)
+    if not metrics.operations:
+        damaged = f"; {plural(metrics.skipped, 'file')} cannot be read" if metrics.skipped else ""
+        raise CheckpointNotFoundError(
+            f"{root} holds no metrics of saves and loads (the setting `metrics`){damaged}; give the folder of the run, in "
+            "which the folders of its checkpoints lie, or a checkpoint that belongs to no run"
+        )
+    return metrics
+
+
 def report(
     root: str,
     *,
@@ -70,14 +83,7 @@ def report(
     """Print the report of a run, or write it to files. Return 1 if a finding is critical."""
     if output == trace == "-":
         raise UsageError("--output and --trace: only one of them can be written to stdout")
-    with progress_bar("reading metrics", unit="files") as progress:
-        metrics = read_run(root, newest, progress)
-    if not metrics.operations:
-        damaged = f"; {plural(metrics.skipped, 'file')} cannot be read" if metrics.skipped else ""
-        raise CheckpointNotFoundError(
-            f"{root} holds no metrics of saves and loads (the setting `metrics`){damaged}; give the folder of the run, in "
-            "which the folders of its checkpoints lie, or a checkpoint that belongs to no run"
-        )
+    metrics = _read(root, newest)
     if metrics.skipped and not json:
         print_notes([f"{plural(metrics.skipped, 'damaged or foreign file')} skipped"])
     made = reporter.report(metrics)
@@ -88,6 +94,17 @@ def report(
     else:
         print_report(made, everything=everything)
     return int(any(finding.severity == "critical" for finding in made.findings))
+
+
+def compare(root: str, other: str, *, json: bool) -> int:
+    """Print the metrics of two runs side by side."""
+    rows = list(compare_runs(*(_read(run).operations for run in (root, other))))
+    if json:
+        print_json({"first": path_without_secrets(root), "second": path_without_secrets(other),
+                    "numbers": [asdict(row) | {"ratio": row.ratio} for row in rows]})  # fmt: skip
+    else:
+        print_comparison(rows)
+    return 0
 
 
 def monitor(root: str, *, reporter: Reporter, host: str, port: int, token: str) -> int:

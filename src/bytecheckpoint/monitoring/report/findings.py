@@ -207,7 +207,8 @@ def _slow(slow: Slowness) -> RunFinding:
     else:
         pattern, advice = _CAUSES[slow.cause]
         title = pattern.format(who=slow.who, Kind=last.kind.capitalize())
-    text = f"{slow.text}; {plural(slow.episode.operations, 'slow ' + last.kind)}. {slow.episode.words}"
+    count = plural(slow.episode.operations, f"slow {last.kind}")
+    text = f"{slow.text[0].upper()}{slow.text[1:]}; {count}. {slow.episode.words}"
     return RunFinding(
         _severity("warning", slow.episode), title, text, advice, last.id, slow.rank, slow.phase, slow.episode
     )

@@ -27,8 +27,10 @@ function showRunning(operation) {
   const share = (place) => (planned[place] ? done[place] / planned[place] : 1);
   const last = [...rank.keys()].sort((a, b) => share(a) - share(b)).slice(0, 5);
   const table = element("table");
-  fillTable(table, "Ranks that are furthest behind", ["Furthest behind", "Host", "Phase", "Bytes>", "For>"], last.map((place) => [
-    `rank ${rank[place]}`, host[place], phase[place], `${formatSize(done[place])} of ${formatSize(planned[place])}`, formatSeconds(seconds[place]),
+  // Few columns, as a phone is narrow.
+  fillTable(table, "Ranks that are furthest behind", ["Furthest behind", "Phase", "Bytes>"], last.map((place) => [
+    `rank ${rank[place]}${host[place] && ` on ${host[place]}`}`, phase[place],
+    planned[place] ? `${Math.floor((100 * done[place]) / planned[place])} % of ${formatSize(planned[place])}` : "",
   ]));
   box.append(element("div", { className: "scroll" }, table));
   return box;

@@ -63,6 +63,8 @@ function drawTimeline(lanes) {
         row.nbytes ? `${formatSize(row.nbytes)}, ${formatRate(row.nbytes / row.seconds)}` : "", row.subject, row.failed ? "failed" : ""].filter(Boolean));
     } },
     grid: { left, right: 18, top: 6, bottom: 46 },
+    // With Ctrl, because the wheel alone scrolls the page; what is partly outside stays.
+    dataZoom: [{ type: "inside", filterMode: "weakFilter", zoomOnMouseWheel: "ctrl", moveOnMouseWheel: false }],
     xAxis: { ...style, type: "value", min: 0, name: "seconds after the operation began", nameLocation: "middle", nameGap: 28 },
     yAxis: { ...style, type: "category", inverse: true, data: lanes.map((lane) => lane.title), axisTick: { show: false },
       axisLabel: { ...style.axisLabel, interval: 0, width: left - 10, overflow: "truncate" } },
