@@ -225,6 +225,24 @@ def test_verify(cli: Cli, copied: Path) -> None:
     assert (finding["kind"], finding["file"], found["ok"]) == ("block", file, False)
 
 
+def test_verify_of_a_run(cli: Cli, copied: Path) -> None:
+    (copied / "step_9").rename(copied / f"step_{HOSTILE[:-1]}")
+    done = cli("verify", copied)
+    assert done.code == 0 and not done.err and done.out.count("\n") == 3
+    assert done.out.endswith(": 2 checkpoints, all sound\n") and "evil\\x1b[31m\\n" in done.out
+    damage(copied / "step_10")
+    shutil.copytree(copied / "step_10", copied / "step_11")
+    (copied / "step_11" / "metadata.parquet").write_bytes(b"PAR1")
+    done = cli("verify", copied)
+    assert done.code == 1 and done.out.endswith(": 3 checkpoints, 2 of them bad\n")
+    assert re.search(r"^step_10: .*: 1 finding\n    .*checksum mismatch", done.out, re.MULTILINE)
+    assert re.search(r"^step_11: not readable: ", done.out, re.MULTILINE)
+    found = cli("verify", copied, "--json", "--threads", 2)
+    assert found.code == 1 and found.json.keys() == {"ok", "path", "steps"} and not found.json["ok"]
+    assert [step["ok"] for step in found.json["steps"]] == [False, False, True]
+    assert found.json["steps"][1].keys() == {"ok", "path", "error"}
+
+
 def test_diff(cli: Cli, copied: Path) -> None:
     a, b = copied / "step_9", copied / "step_10"
     assert cli("diff", a, a).code == 0

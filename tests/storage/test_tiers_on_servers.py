@@ -234,6 +234,18 @@ def test_cooldown_to_and_from_a_server(durable: str, direction: str, tmp_path: P
     assert command(["export", f"{root}/1", str(tmp_path / "hf")]) == 0
 
 
+@pytest.mark.parametrize("direction", ["to", "from"])
+def test_a_run_is_copied_to_and_from_a_server(durable: str, direction: str, tmp_path: Path) -> None:
+    here, there = str(tmp_path / "a run"), f"{durable}/a run"
+    root, copy = (here, there) if direction == "to" else (there, here)
+    for step in (1, 2):
+        bytecheckpoint.save(f"{root}/{step}", states(step=step))
+    assert command(["cp", root, copy]) == command(["cp", root, copy]) == 0
+    assert resolve(f"{copy}/1").list() == resolve(f"{root}/1").list()
+    assert command(["verify", copy]) == 0 and [load_step(f"{copy}/{step}") for step in (1, 2)] == [1, 2]
+    assert command(["cp", f"{root}/1", f"{copy}/2"]) == 2
+
+
 @pytest.mark.parametrize("can_copy", [True, False])
 def test_cooldown_inside_a_bucket_is_left_to_the_store(
     bucket: str, can_copy: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

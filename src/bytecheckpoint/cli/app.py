@@ -79,14 +79,32 @@ def inspect(
 
 @app.command()
 def verify(
-    path: Path,
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="Folder or URL of one checkpoint, or of a run.", show_default=False)
+    ],
     threads: Annotated[int, typer.Option(min=0, help="Concurrent reads; 0: the default.")] = 0,
     json: Json = False,
 ) -> Job:
-    """Check every byte of a checkpoint against its checksums."""
+    """Check every byte of a checkpoint, or of all checkpoints of a run, against its checksums."""
     from bytecheckpoint.cli.tools import verify
 
     return partial(verify, path, threads=threads, json=json)
+
+
+@app.command()
+def cp(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="A checkpoint, or a folder of them.", show_default=False)
+    ],
+    destination: Annotated[
+        str, typer.Argument(metavar="DESTINATION", help="A new folder, in any storage.", show_default=False)
+    ],
+    json: Json = False,
+) -> Job:
+    """Copy a checkpoint, or all of a run, to another folder or storage; every byte is verified on its way."""
+    from bytecheckpoint.cli.tools import cp
+
+    return partial(cp, source, destination, json=json)
 
 
 @app.command()

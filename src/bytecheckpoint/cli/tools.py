@@ -1,11 +1,11 @@
-"""Run the verbs that work on whole checkpoints: verify, diff, export, repair, flush, cooldown, rm, gc."""
+"""Run the verbs that work on whole checkpoints: verify, cp, diff, export, repair, flush, cooldown, rm, gc."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bytecheckpoint.cli.format import (
     format_time,
@@ -20,38 +20,150 @@ from bytecheckpoint.cli.format import (
     progress_bar,
     size_text,
 )
-from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
-from bytecheckpoint.storage import resolve
+from bytecheckpoint.concurrency import parallel_map
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageUnavailableError, UsageError
+from bytecheckpoint.representation.names import CATALOG_NAME, natural_order
+from bytecheckpoint.storage import Storage, resolve
 
-__all__ = ["cooldown", "diff", "export", "flush", "gc", "repair", "rm", "verify"]
+if TYPE_CHECKING:
+    from bytecheckpoint.tools import VerifyReport
 
+__all__ = ["cooldown", "cp", "diff", "export", "flush", "gc", "repair", "rm", "verify"]
+
+#: Findings of one step that are shown in a verification of many.
+_SHOWN_FINDINGS = 3
 #: Removals by place, as functions that return `Removal`s.
 _Calls = dict[str, Callable[[], list[Any]]]
 
 
 def verify(path: str, *, threads: int, json: bool) -> int:
-    """Verify a checkpoint and print the findings. Return 1 if there are any."""
-    from bytecheckpoint.cli.ls import explain_missing_catalog
+    """Verify a checkpoint, or all of a run, and print the findings. Return 1 if there are any."""
     from bytecheckpoint.monitoring import delivery
-    from bytecheckpoint.tools import verify
 
     storage = resolve(path)
+    steps = _steps_of_run(storage)
+    code = _verify_one(storage, threads, json) if steps is None else _verify_run(storage, steps, threads, json)
+    delivery.finish()  # an alert may be on its way
+    return code
+
+
+def _verify_one(storage: Storage, threads: int, json: bool) -> int:
+    from bytecheckpoint.cli.ls import explain_missing_catalog
+    from bytecheckpoint.tools import verify
+
     try:
         with progress_bar("verifying") as progress:
             report = verify(storage, progress, threads=threads)
     except CheckpointNotFoundError as error:
         raise explain_missing_catalog(storage, error) from None
-    delivery.finish()  # an alert may be on its way
     if json:
         print_json({"ok": report.ok, **asdict(report)})
         return int(not report.ok)
     _print_messages(report.findings, report.notes)
+    print(f"{printable(report.path)}: {_verdict(report)}")
+    return int(not report.ok)
+
+
+def _verify_run(run: Storage, steps: Sequence[str], threads: int, json: bool) -> int:
+    """Verify the steps of a run one after the other; print a line for each as soon as it is known."""
+    from bytecheckpoint.tools import verify
+
+    found: list[dict[str, Any]] = []
+    for number, name in enumerate(steps, 1):
+        step = resolve(f"{run.url}/{name}")
+        messages: Sequence[str] = ()
+        try:
+            with progress_bar(f"verifying {number} of {len(steps)}") as progress:
+                report = verify(step, progress, threads=threads)
+        except CheckpointNotFoundError:
+            continue  # removed meanwhile
+        except StorageUnavailableError:  # the step may be sound, and the other steps would time out too
+            raise
+        except CheckpointError as error:
+            found.append({"ok": False, "path": step.url, "error": str(error)})
+            line = f"not readable: {printable(str(error))}"
+        else:
+            found.append({"ok": report.ok, **asdict(report)})
+            line, messages = _verdict(report), [finding.message for finding in report.findings]
+        if not json:
+            print(f"{printable(name)}: {line}", flush=True)
+            for message in messages[:_SHOWN_FINDINGS]:
+                print(f"    {printable(message)}")
+            if len(messages) > _SHOWN_FINDINGS:
+                print(f"    and {len(messages) - _SHOWN_FINDINGS:,} more: bytecheckpoint verify {printable(step.url)}")
+    bad = sum(not step["ok"] for step in found)
+    if json:
+        print_json({"ok": not bad, "path": run.url, "steps": found})
+    else:
+        print(
+            f"{printable(run.url)}: {plural(len(found), 'checkpoint')}, {f'{bad} of them bad' if bad else 'all sound'}"
+        )
+    return int(bool(bad))
+
+
+def _verdict(report: VerifyReport) -> str:
     verdict = "sound" if report.ok else plural(len(report.findings), "finding")
     content = f"{plural(report.tensors, 'tensor')}, {size_text(report.bytes_read)} in {plural(report.files, 'file')}"
-    print(
-        f"{printable(report.path)}: {content}: {verdict}" + (f"; {printable(report.verdict)}" if report.verdict else "")
-    )
-    return int(not report.ok)
+    return f"{content}: {verdict}" + (f"; {printable(report.verdict)}" if report.verdict else "")
+
+
+def _steps_of_run(storage: Storage) -> list[str] | None:
+    """Return the names of the checkpoints in a folder; None if it is a checkpoint itself, or holds none."""
+
+    def has_catalog(name: str) -> bool:
+        return bool(resolve(f"{storage.url}/{name}").version(CATALOG_NAME))
+
+    try:
+        if storage.version(CATALOG_NAME):
+            return None
+        names = sorted(storage.folders(), key=natural_order)
+        found = parallel_map(has_catalog, names, storage.capabilities.parallel_reads, "bytecheckpoint-steps")
+    except StorageUnavailableError:
+        return None  # a hot tier may have the checkpoint, else reading it raises the error
+    return [name for name, there in zip(names, found, strict=True) if there] or None
+
+
+def cp(source: str, target: str, *, json: bool) -> int:
+    """Copy a checkpoint, or all of a run. Return 1 if a step of a run cannot be copied."""
+    from bytecheckpoint.cli.ls import explain_missing_catalog
+    from bytecheckpoint.tools.copying import check_apart, copy
+
+    storage, destination = resolve(source), resolve(target)
+    names = _steps_of_run(storage)
+    reports: list[dict[str, Any]] = []
+    if names is None:
+        try:
+            with progress_bar("copying") as progress:
+                reports.append(asdict(copy(storage, target, progress)))
+        except CheckpointNotFoundError as error:
+            raise explain_missing_catalog(storage, error) from None
+    else:
+        check_apart(storage, destination)
+        held = [name for name in destination.folders() if name not in names and not name.startswith(".")]
+        if held or destination.version(CATALOG_NAME):
+            what = held[0] if held else CATALOG_NAME
+            raise UsageError(f"{destination.url} holds {what}, which is not of {storage.url}: choose a new folder")
+        for number, name in enumerate(reversed(names), 1):  # the newest, which is worth most, first
+            step, place = resolve(f"{storage.url}/{name}"), f"{destination.url}/{name}"
+            try:
+                with progress_bar(f"copying {number} of {len(names)}") as progress:
+                    reports.append(asdict(copy(step, place, progress)))
+            except CheckpointNotFoundError:
+                continue  # removed meanwhile
+            except StorageUnavailableError:
+                raise
+            except CheckpointError as error:
+                reports.append({"path": step.url, "target": place, "state": "failed", "error": str(error)})
+    failed = {report["path"]: f"failed: {report['error']}" for report in reports if report["state"] == "failed"}
+    if json:
+        print_json({"ok": not failed, "steps": reports})
+        return int(bool(failed))
+    for report in reports:
+        if report["state"] != "failed":
+            content = f"{size_text(report['nbytes'])} copied, {plural(report['files'], 'file')}"
+            print(f"{printable(report['target'])}: {report['state']}, {content}")
+    print_errors(failed)
+    return int(bool(failed))
 
 
 def diff(a: str, b: str, *, rtol: float, atol: float, json: bool) -> int:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
-from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.errors import (
     CheckpointError,
@@ -31,10 +30,8 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_file import encode
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, is_uri, natural_order
-from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import COLD_FOLDERS, Storage, resolve
-from bytecheckpoint.storage.optional import copy_on_server
-from bytecheckpoint.tiers.copying import commit, copy_if_missing, is_sound, own_files
+from bytecheckpoint.tiers.copying import commit, copy_files, own_files
 from bytecheckpoint.tiers.lease import LEASE_FILE, Lease, leased
 
 __all__ = ["CoolStep", "cool", "file_uri", "plan_cooldown"]
@@ -216,7 +213,7 @@ def cool(step: CoolStep, progress: Callable[[int], None] = lambda _: None) -> Co
 
     Args:
         step: planned by `plan_cooldown`; other actions than "move" and "finish" do nothing.
-        progress: function of the bytes of each file that was moved.
+        progress: function of the bytes of each piece that was moved.
 
     Returns:
         The step, with `done` or `error` set. Errors are not raised, so that the other steps can continue.
@@ -282,25 +279,8 @@ def _copy_and_verify(
     except FileNotFoundError:
         pass
     hot.check_publish(CATALOG_NAME, version)
-    present = dict(cold.list())
-
-    def copy_file(number: int) -> None:
-        file = catalog.files[number]
-        there = present.get(file.name)
-        if there is None and copy_on_server(hot, cold, file.name, file.size):
-            there = file.size  # and verified next
-        copied = copy_if_missing(hot, cold, catalog, number, there, lease.check)
-        # The hot file is removed later, so its copy must be proved to be readable.
-        if copied and not is_sound(cold, catalog, number):
-            raise CorruptCheckpointError(
-                f"{cold.url}/{file.name} does not read back as it was written; check that storage", file=file.name
-            )
-        progress(file.size)
-
-    try:
-        parallel_map(copy_file, own_files(catalog), settings().storage.write_threads, "bytecheckpoint-cool")
-    except FileNotFoundError as error:
-        raise CorruptCheckpointError(f"{hot.url} lacks {error.filename}, so it cannot be moved") from error
+    # The hot files are removed later, so their copies must be proved to be readable.
+    copy_files(hot, cold, catalog, check=lease.check, progress=progress, read_back=True)
 
 
 def _publish_catalogs(hot: Storage, cold: Storage, catalog: Catalog, data: bytes, version: str, lease: Lease) -> None:

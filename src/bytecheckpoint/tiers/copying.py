@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from bytecheckpoint.concurrency import call_with_timeout
+from bytecheckpoint.concurrency import call_with_timeout, parallel_map
 from bytecheckpoint.engine.earlier_files import read_header
 from bytecheckpoint.errors import (
     CheckpointError,
@@ -20,8 +21,10 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.checksums import block_sum, block_sums
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, is_uri, natural_order
+from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import FileReader, NewFile, Storage, resolve
 from bytecheckpoint.storage.base import call_timeout, file_size
+from bytecheckpoint.storage.optional import copy_on_server
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.storage.uploading import UploadingStorage
 from bytecheckpoint.tracing.operation import span
@@ -29,6 +32,7 @@ from bytecheckpoint.tracing.operation import span
 __all__ = [
     "commit",
     "copy_file",
+    "copy_files",
     "copy_if_missing",
     "has_adopted",
     "has_header",
@@ -40,6 +44,12 @@ __all__ = [
 _log = logging.getLogger("bytecheckpoint")
 _PIECE = 8 << 20
 _EVERYTHING = 1 << 62
+#: Function of the bytes of each piece that was copied. It may raise, which ends the copy.
+Progress = Callable[[int], None]
+
+
+def _ignore(nbytes: int) -> None:
+    pass
 
 
 def own_files(catalog: Catalog) -> list[int]:
@@ -56,8 +66,10 @@ class _VerifiedPieces:
         CorruptCheckpointError: a checksum differs, or the file is cut.
     """
 
-    def __init__(self, reader: FileReader, label: str, catalog: Catalog, number: int) -> None:
-        self._reader, self._label = reader, label
+    def __init__(
+        self, reader: FileReader, label: str, catalog: Catalog, number: int, progress: Progress = _ignore
+    ) -> None:
+        self._reader, self._label, self._progress = reader, label, progress
         self._file, self._sums = catalog.files[number], catalog.sums(number)
         if not self._file.block_bytes:
             raise CorruptCheckpointError(
@@ -71,6 +83,7 @@ class _VerifiedPieces:
         for begin, end in zip(begins, [*begins[1:], file.size], strict=True):
             if begin < stop and end > start:
                 piece = self._read(begin, end)
+                self._progress(len(piece))
                 yield piece[max(start - begin, 0) : max(stop - begin, 0)]
 
     def _read(self, begin: int, end: int) -> memoryview:
@@ -94,7 +107,7 @@ class _VerifiedPieces:
         return memoryview(data)
 
 
-def copy_file(source: Storage, target: Storage, catalog: Catalog, number: int) -> None:
+def copy_file(source: Storage, target: Storage, catalog: Catalog, number: int, progress: Progress = _ignore) -> None:
     """Copy one file to a storage that has none of that name. The copy is durable when this returns.
 
     Args:
@@ -102,6 +115,7 @@ def copy_file(source: Storage, target: Storage, catalog: Catalog, number: int) -
         target: the storage that gets it.
         catalog: names and checksums.
         number: number of the file.
+        progress: function of the bytes of each piece.
 
     Raises:
         FileNotFoundError: `source` does not have it.
@@ -110,26 +124,25 @@ def copy_file(source: Storage, target: Storage, catalog: Catalog, number: int) -
     """
     file = catalog.files[number]
     with span("transfer", nbytes=file.size, subject=file.name):
-        _copy_file(source, target, catalog, number)
+        _copy_file(source, target, catalog, number, progress)
 
 
-def _copy_file(source: Storage, target: Storage, catalog: Catalog, number: int) -> None:
+def _copy_file(source: Storage, target: Storage, catalog: Catalog, number: int, progress: Progress) -> None:
     file = catalog.files[number]
     label = f"{source.url}/{file.name}"
     reader = with_time_limits(source).open(file.name)
     try:
         if not reader.match_size(file.size):
             raise CorruptCheckpointError(f"{label} has {reader.size} bytes instead of {file.size}", file=file.name)
+        pieces = _VerifiedPieces(reader, label, catalog, number, progress)
         if isinstance(target, UploadingStorage):
-            upload = functools.partial(
-                target.upload, file.name, file.size, _VerifiedPieces(reader, label, catalog, number)
-            )
+            upload = functools.partial(target.upload, file.name, file.size, pieces)
             call_with_timeout(call_timeout(target, file.size), upload, f"cannot upload {target.url}/{file.name}")
             return
         writer = with_time_limits(target).create(NewFile(file.name, file.size))
         try:
             position, header = 0, memoryview(b"")
-            for piece in _VerifiedPieces(reader, label, catalog, number)():
+            for piece in pieces():
                 if position == 0:
                     header = piece  # written last, as in a save
                 else:
@@ -210,6 +223,7 @@ def copy_if_missing(
     number: int,
     present: int | None,
     check: Callable[[], None] = lambda: None,
+    progress: Progress = _ignore,
 ) -> int:
     """Copy one file, unless `target` has a sound copy already, or another step of its run has the file.
 
@@ -220,6 +234,7 @@ def copy_if_missing(
         number: number of the file.
         present: bytes that `target` lists under the name, None when it lists none.
         check: function to call before `target` is changed; it raises if the change is not allowed.
+        progress: function of the bytes of each piece.
 
     Returns:
         Bytes that were copied.
@@ -232,8 +247,65 @@ def copy_if_missing(
         target.delete([catalog.files[number].name])
     elif link_if_beside(target, catalog, number):
         return 0
-    copy_file(source, target, catalog, number)
+    copy_file(source, target, catalog, number, progress)
     return size
+
+
+def copy_files(
+    source: Storage,
+    target: Storage,
+    catalog: Catalog,
+    *,
+    check: Callable[[], None],
+    progress: Progress,
+    read_back: bool = False,
+) -> int:
+    """Copy the files of a checkpoint that lie in its own folder and that `target` lacks, several at a time.
+
+    Args:
+        source: folder of the checkpoint.
+        target: folder that gets the files.
+        catalog: names and checksums.
+        check: function to call before `target` is changed; it raises if the change is not allowed.
+        progress: function of the bytes that were copied or found in `target`, piece by piece.
+        read_back: flag to read the copies again, because the source is removed next.
+
+    Returns:
+        Bytes that were copied.
+
+    Raises:
+        CorruptCheckpointError: `source` lacks a file, a checksum differs, or a copy does not read back as it was written.
+        StorageError: either storage fails.
+    """
+    present, stopped = dict(target.list()), threading.Event()
+
+    def moved(nbytes: int) -> None:
+        if stopped.is_set():  # by Ctrl-C or an error in another thread, whose error is raised
+            raise StorageError(f"the copy to {target.url} was stopped")
+        progress(nbytes)
+
+    def copy(number: int) -> int:
+        file = catalog.files[number]
+        try:
+            there = present.get(file.name)
+            if there is None and copy_on_server(source, target, file.name, file.size):
+                there = file.size  # and verified next
+            copied = copy_if_missing(source, target, catalog, number, there, check, moved)
+            if not copied:
+                moved(file.size)
+            elif read_back and not is_sound(target, catalog, number):
+                raise CorruptCheckpointError(
+                    f"{target.url}/{file.name} does not read back as it was written; check that storage", file=file.name
+                )
+        except BaseException:
+            stopped.set()
+            raise
+        return copied
+
+    try:
+        return sum(parallel_map(copy, own_files(catalog), settings().storage.write_threads, "bytecheckpoint-copy"))
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(f"{source.url} lacks {error.filename}, so it cannot be copied") from error
 
 
 def commit(target: Storage, catalog: Catalog, data: bytes, expected: str) -> None:

@@ -1,4 +1,4 @@
-"""Hold a lease on a cold folder, so that one process at a time fills it (decision 0057).
+"""Hold a lease on a folder, so that one process at a time fills it (decision 0057).
 
 A second process would take the first one's unfinished files for damaged ones and remove them. The lease is a small file
 that is created like a catalog: of several creators one succeeds. Its holder renews it. A lease that stays unchanged for
@@ -59,7 +59,7 @@ class Lease:
         if not self.is_in(self._storage):
             raise StorageConflictError(
                 f"{self._storage.url}: this process lost {LEASE_FILE}, which it had not renewed for "
-                f"{tuning().lease_expiry:g} s; run cooldown again"
+                f"{tuning().lease_expiry:g} s; try again"
             )
 
     def is_in(self, storage: Storage) -> bool:
@@ -96,7 +96,7 @@ class Lease:
     def _conflict(self) -> StorageConflictError:
         holder = _read(self._storage).partition("\n")[0] or "an unknown process"
         return StorageConflictError(
-            f"{self._storage.url} is being filled by another cooldown ({holder}); let it finish"
+            f"{self._storage.url} is being filled by another cooldown or copy ({holder}); let it finish"
         )
 
 

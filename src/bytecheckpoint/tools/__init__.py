@@ -1,4 +1,4 @@
-"""Work on whole checkpoints: verify, repair, compare, export and remove them, and measure their storage.
+"""Work on whole checkpoints: verify, repair, compare, copy, export and remove them, and measure their storage.
 
 Each function takes a path, a storage or an open checkpoint. All names are imported at their first use, and those that need
 no torch do not import it.
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from bytecheckpoint.tools.bandwidth import measure
     from bytecheckpoint.tools.catalog_repair import GenerationReport, RepairReport, repair
     from bytecheckpoint.tools.comparison import CompareReport, Difference, compare
+    from bytecheckpoint.tools.copying import CopyReport, copy
     from bytecheckpoint.tools.huggingface import ExportReport, export
     from bytecheckpoint.tools.reading import stream
     from bytecheckpoint.tools.removal import Removal, collect_garbage, collect_hot_garbage, remove
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CompareReport",
+    "CopyReport",
     "Difference",
     "ExportReport",
     "GenerationReport",
@@ -33,6 +35,7 @@ __all__ = [
     "collect_garbage",
     "collect_hot_garbage",
     "compare",
+    "copy",
     "export",
     "measure",
     "remove",
@@ -46,6 +49,7 @@ _HOME = {
     "stream": "reading",
     **dict.fromkeys(("GenerationReport", "RepairReport", "repair"), "catalog_repair"),
     **dict.fromkeys(("CompareReport", "Difference", "compare"), "comparison"),
+    **dict.fromkeys(("CopyReport", "copy"), "copying"),
     **dict.fromkeys(("ExportReport", "export"), "huggingface"),
     **dict.fromkeys(("Removal", "collect_garbage", "collect_hot_garbage", "remove"), "removal"),
     **dict.fromkeys(("VerifyFinding", "VerifyReport", "verify"), "verification"),

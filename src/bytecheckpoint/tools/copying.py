@@ -1,0 +1,132 @@
+"""Copy a checkpoint from one storage to another. Torch is not needed."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from bytecheckpoint.engine.catalogs import read_catalog, read_catalog_file
+from bytecheckpoint.engine.file_set import other_folders
+from bytecheckpoint.errors import CorruptCheckpointError, UsageError
+from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
+from bytecheckpoint.storage import Storage, other_folder, resolve
+from bytecheckpoint.storage.optional import check_room
+from bytecheckpoint.tiers.copying import commit, copy_files, own_files
+from bytecheckpoint.tiers.lease import LEASE_FILE, leased
+from bytecheckpoint.tiers.storage import PREFIX
+from bytecheckpoint.tools.subject import Subject, storage_of
+from bytecheckpoint.tools.verify_files import Progress
+
+__all__ = ["CopyReport", "check_apart", "copy"]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """The result of a copy.
+
+    Attributes:
+        path: the checkpoint.
+        target: folder of its copy.
+        state: "copied", or "already there": the folder has the same checkpoint.
+        files: number of its storage files.
+        nbytes: bytes that were copied now, without those that an interrupted copy had left.
+    """
+
+    path: str
+    target: str
+    state: str
+    files: int
+    nbytes: int
+
+
+def copy(checkpoint: Subject, target: str, progress: Progress | None = None) -> CopyReport:
+    """Copy a checkpoint to a folder that holds none, and check every byte against its checksum on the way.
+
+    The copy is committed last, as a save is. The next call with the same arguments continues one that was interrupted.
+    Of a checkpoint that was moved to a cold storage, the files there are copied.
+
+    Args:
+        checkpoint: path, storage or open checkpoint.
+        target: folder or URL of the copy.
+        progress: function of (bytes copied, bytes in all), called by one thread at a time.
+
+    Raises:
+        UsageError: `target` holds something else, or is or contains the checkpoint.
+        CheckpointNotFoundError: there is no checkpoint.
+        CorruptCheckpointError: the checkpoint is damaged; `target` has no checkpoint then.
+        StorageConflictError: another process fills `target`, or has saved to it.
+        StorageError: a storage fails.
+    """
+    source, destination = storage_of(checkpoint), resolve(target)
+    check_apart(source, destination)
+    path, (catalog, data) = source.url, read_catalog(source)
+    if others := other_folders(catalog):
+        if own_files(catalog) or len(others) > 1:
+            raise UsageError(
+                f"{path} uses files of other folders ({', '.join(sorted(others))}): load it and save it again"
+            )
+        source = other_folder(source, others.pop())
+        catalog, data = read_catalog(source)
+    report = CopyReport(path, destination.url, "already there", len(catalog.files), 0)
+    if _is_there(destination, catalog, data):
+        return report
+    nbytes = [catalog.files[number].size for number in own_files(catalog)]
+    check_room(destination, sum(nbytes))
+    with leased(destination) as lease:
+        if lease.is_in(source):
+            raise UsageError(f"{source.url} and {destination.url} are the same folder")
+        counted = _Counted(sum(nbytes), progress)
+        copied = copy_files(source, destination, catalog, check=lease.check, progress=counted.add)
+        lease.check()
+        commit(destination, catalog, data, "")
+    return CopyReport(path, destination.url, "copied", len(catalog.files), copied)
+
+
+def check_apart(source: Storage, destination: Storage) -> None:
+    """Refuse a destination that does not last, and two folders of which one lies in the other.
+
+    Raises:
+        UsageError: the destination is a tier, or the source, or in it, or around it.
+    """
+    if destination.capabilities.machine_only:
+        raise UsageError(f"{destination.url}: copies go to a storage that lasts: leave tier+ out of the path")
+    first, second = f"{source.url.removeprefix(PREFIX).rstrip('/')}/", f"{destination.url.rstrip('/')}/"
+    if first.startswith(second) or second.startswith(first):
+        raise UsageError(f"a copy of {source.url} to {destination.url}: neither may lie in the other")
+
+
+def _is_there(target: Storage, catalog: Catalog, data: bytes) -> bool:
+    """Return whether a folder has the same checkpoint already. Refuse a folder that holds something else.
+
+    Storage files without a catalog are of a copy or a save that did not end.
+    """
+    try:
+        if read_catalog_file(target) == data:
+            return True
+    except FileNotFoundError:
+        pass
+    except CorruptCheckpointError as error:
+        raise UsageError(f"{target.url} holds a damaged checkpoint ({error}): choose another folder") from error
+    else:
+        raise UsageError(f"{target.url} holds another checkpoint: choose another folder, or remove it before")
+    expected = {LEASE_FILE, *(file.name for file in catalog.files)}
+    for name, _ in target.list():
+        if name not in expected and generation_of(name) is None and not name.rpartition("/")[2].startswith("."):
+            raise UsageError(f"{target.url} is not empty (it holds {name}): choose a new folder")
+    target.check_publish(CATALOG_NAME, "")
+    return False
+
+
+class _Counted:
+    """A sum of bytes, for a function of progress."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._done, self._total, self._progress = 0, total, progress
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self._done = min(self._done + nbytes, self._total)  # an upload that is repeated counts twice
+            if self._progress is not None:
+                self._progress(self._done, self._total)
