@@ -298,8 +298,11 @@ def test_the_report_is_written_to_stdout(tmp_path: Path, capfd: pytest.CaptureFi
     assert out.startswith("<!doctype html>") and out.rstrip().endswith("</html>")
     assert command(["report", str(tmp_path), "--trace", "-"]) == 0
     assert json.loads(capfd.readouterr().out)["traceEvents"]
-    assert command(["report", str(tmp_path), "-o", "-", "--trace", "-"]) == 2
-    assert "only one" in capfd.readouterr().err
+    for options in (["-o", "-", "--trace", "-"], ["-o", "-", "--json"], ["--trace", "-", "--json"]):
+        assert command(["report", str(tmp_path), *options]) == 2
+        assert "only one" in capfd.readouterr().err
+    assert command(["report", str(tmp_path), "-o", str(tmp_path / "page"), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["operations"] and (tmp_path / "page").exists()
 
 
 @pytest.mark.parametrize("terminal", [True, False])

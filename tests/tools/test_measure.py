@@ -35,7 +35,7 @@ def test_the_bandwidths_stay_beside_the_run(tmp_path: Path, capsys: pytest.Captu
     assert run(["measure", str(tmp_path), "--size", "20MiB", "--threads", "2", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     (limit,) = read_run(str(tmp_path)).limits
-    assert printed == {name: getattr(limit, name) for name in limit.__struct_fields__}
+    assert printed == {name: getattr(limit, name) for name in limit.__struct_fields__} | {"kept": True}
     assert limit.nbytes == 20 * MIB and limit.threads == 2 and 0 < limit.write < 1e12
     assert [name.split("-")[0] for name in os.listdir(tmp_path / METRICS_FOLDER)] == ["limits"]
 

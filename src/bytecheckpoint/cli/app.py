@@ -310,11 +310,13 @@ def monitor(
     bandwidth: Bandwidth = None,
     mtbf: Mtbf = None,
     rules: Rules = "",
+    json: Json = False,
 ) -> Job:
     """Serve the page of a run, with the progress of running saves and loads. It only reads."""
     from bytecheckpoint.cli.runs import make_reporter, monitor
 
-    return partial(monitor, root, reporter=make_reporter(rules, bandwidth, mtbf), host=host, port=port, token=token)
+    reporter = make_reporter(rules, bandwidth, mtbf)
+    return partial(monitor, root, reporter=reporter, host=host, port=port, token=token, json=json)
 
 
 @app.command()

@@ -81,16 +81,18 @@ def report(
     json: bool,
 ) -> int:
     """Print the report of a run, or write it to files. Return 1 if a finding is critical."""
-    if output == trace == "-":
-        raise UsageError("--output and --trace: only one of them can be written to stdout")
+    if (output == "-") + (trace == "-") + json > 1:
+        raise UsageError("--output, --trace and --json: only one of them can be written to stdout")
     metrics = _read(root, newest)
     if metrics.skipped and not json:
         print_notes([f"{plural(metrics.skipped, 'damaged or foreign file')} skipped"])
     made = reporter.report(metrics)
-    if output is not None or trace is not None:
-        _write_files(root, made, output, trace)
-    elif json:
+    lines = _write_files(root, made, output, trace)
+    if json:
         _print_json(root, made)
+    elif lines is not None:
+        for line in lines:
+            print(line)
     else:
         print_report(made, everything=everything)
     return int(any(finding.severity == "critical" for finding in made.findings))
@@ -107,7 +109,7 @@ def compare(root: str, other: str, *, json: bool) -> int:
     return 0
 
 
-def monitor(root: str, *, reporter: Reporter, host: str, port: int, token: str) -> int:
+def monitor(root: str, *, reporter: Reporter, host: str, port: int, token: str, json: bool) -> int:
     """Serve the page of a run until interrupted."""
     host, token = host.strip("[]"), token.strip()  # a token that comes from a file may end with a line break
     require_token(host, token)
@@ -127,7 +129,12 @@ def monitor(root: str, *, reporter: Reporter, host: str, port: int, token: str) 
     except OSError as error:
         raise UsageError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     shown = f"[{host}]" if family is socket.AF_INET6 else host
-    print(f"http://{shown}:{listener.getsockname()[1]}/  (Ctrl-C ends it)", flush=True)
+    address = f"http://{shown}:{listener.getsockname()[1]}/"
+    if json:
+        print_json({"address": address})
+    else:
+        print(f"{address}  (Ctrl-C ends it)")
+    sys.stdout.flush()
     config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, lifespan="off")
     uvicorn.Server(config).run([listener])
     return 0
@@ -139,11 +146,12 @@ def measure(root: str, *, size: str, threads: int, json: bool) -> int:
     from bytecheckpoint.tools.bandwidth import keeps_limits
 
     limit = tools.measure(root, parse_size(size), threads)
-    if not keeps_limits(root):
-        print_notes([f"the bandwidths are kept nowhere: {root} has no metrics of saves yet (the setting `metrics`)"])
+    kept = keeps_limits(root)
     if json:
-        print_json(msgspec.to_builtins(limit))
+        print_json({**msgspec.to_builtins(limit), "kept": kept})
         return 0
+    if not kept:
+        print_notes([f"the bandwidths are kept nowhere: {root} has no metrics of saves yet (the setting `metrics`)"])
     read = "from this machine's memory, so not measured" if limit.read is None else bandwidth_text(limit.read)
     print(
         f"{plural(limit.threads, 'file')} of {size_text(limit.nbytes / limit.threads)} from {printable(limit.host)}: "
@@ -184,7 +192,7 @@ def plan_interval(
     return 0
 
 
-def _write_files(root: str, report: Report, page: str | None, trace: str | None) -> None:
+def _write_files(root: str, report: Report, page: str | None, trace: str | None) -> list[str] | None:
     """Write the page and the trace of a run to files.
 
     Args:
@@ -192,27 +200,30 @@ def _write_files(root: str, report: Report, page: str | None, trace: str | None)
         report: report of the run.
         page: file for the page; "-" for stdout; None for no page.
         trace: file for the trace; "-" for stdout; None for no trace.
+
+    Returns:
+        A line about each file but stdout; None without files.
     """
+    if page is None and trace is None:
+        return None
     from bytecheckpoint.monitoring.report.page import make_page, page_data
     from bytecheckpoint.monitoring.report.trace import write_trace
 
+    lines = []
     if page is not None:
         content = make_page(page_data(report, path_without_secrets(root), time.time()))
         with _opened(page) as file:
             file.write(content)
-        _say(page, f"{size_text(len(content))}, opens in any browser")
+        if page != "-":
+            lines.append(f"{printable(page)}: {size_text(len(content))}, opens in any browser")
     if trace is not None:
         with _opened(trace) as file:
             count = write_trace(report.metrics.records, file)
         known = len(report.metrics.operations)
         left_out = f", the newest of {known:,}" if count < known else ""
-        _say(trace, f"{plural(count, 'operation')}{left_out}, for https://ui.perfetto.dev")
-
-
-def _say(path: str, content: str) -> None:
-    """Print what a file has, unless it is stdout itself."""
-    if path != "-":
-        print(f"{printable(path)}: {content}")
+        if trace != "-":
+            lines.append(f"{printable(trace)}: {plural(count, 'operation')}{left_out}, for https://ui.perfetto.dev")
+    return lines
 
 
 def _opened(path: str) -> AbstractContextManager[BinaryIO]:
