@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-__all__ = ["ROOT", "environment", "python", "run_program", "running", "state_of", "wait_until"]
+__all__ = ["ROOT", "environment", "interrupted", "python", "run_program", "running", "state_of", "wait_until"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,6 +32,19 @@ def run_program(code: str, *arguments: object) -> subprocess.CompletedProcess[st
     return subprocess.run(
         command, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False
     )
+
+
+def interrupted(command: list[str], number: signal.Signals, begun: Callable[[], object]) -> tuple[int, str]:
+    """Send a signal to a command that has begun; return its exit code and errors."""
+    # A program in the background of a shell, or below nohup, ignores some signals, and so would its children.
+    heed = partial(signal.signal, number, signal.SIG_DFL)
+    pipes = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": heed}
+    with subprocess.Popen(command, **pipes) as process:  # waits at its end
+        while not begun() and process.poll() is None:
+            time.sleep(0.005)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    return process.returncode, err
 
 
 def state_of(pid: int) -> str:

@@ -6,9 +6,7 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from bytecheckpoint.tiers.lease import LEASE_FILE
 from bytecheckpoint.tuning import tuned
 from tests.support.coded import check_steps, files_of, load_step, save_steps
 from tests.support.damage import flip_bit, storage_file
-from tests.support.processes import run_program
+from tests.support.processes import interrupted, run_program
 from tests.support.settings import using
 
 
@@ -95,12 +93,8 @@ def test_ctrl_c_ends_a_copy(tmp_path: Path, number: signal.Signals) -> None:
     step, target = tmp_path / "step", tmp_path / "copy"
     bytecheckpoint.save(step, {"model": {f"w{i}": bytes_of(16 << 20) for i in range(4)}})
     command = [sys.executable, "-m", "bytecheckpoint.cli.main", "cp", str(step), str(target)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        while not list(target.glob("model/*")):
-            time.sleep(0.005)
-        process.send_signal(number)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == (130 if number == signal.SIGINT else 128 + number), err
+    code, err = interrupted(command, number, lambda: list(target.glob("model/*")))
+    assert code == (130 if number == signal.SIGINT else 128 + number), err
     assert not (target / LEASE_FILE).exists() and not (target / "metadata.parquet").exists()
     assert run(["cp", str(step), str(target)]) == 0 and same(step, str(target))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -21,6 +20,7 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.tools import measure
 from tests.support.mounts import small_tmpfs
+from tests.support.processes import interrupted
 
 MIB = 1 << 20
 
@@ -71,12 +71,8 @@ def test_nothing_stays_of_a_measurement_that_is_interrupted(tmp_path: Path, numb
     place = tmp_path / "a run\nof mine"
     place.mkdir()
     command = [sys.executable, "-m", "bytecheckpoint.cli.main", "measure", str(place), "--size", "2GiB"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        while not list(place.glob("*/0")):
-            time.sleep(0.01)
-        process.send_signal(number)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == (130 if number == signal.SIGINT else 128 + number), err
+    code, err = interrupted(command, number, lambda: list(place.glob("*/0")))
+    assert code == (130 if number == signal.SIGINT else 128 + number), err
     assert not list(place.iterdir()) and "Traceback" not in err
 
 

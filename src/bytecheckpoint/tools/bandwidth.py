@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -35,6 +35,8 @@ _PREFIX = ".bytecheckpoint-measure-"
 _PAGE = mmap.PAGESIZE
 #: Bytes of one call.
 _CHUNK = 8 << 20
+#: Seconds for which files may appear that a thread was making when the measurement was interrupted.
+_LATE_FILES = 5.0
 
 
 def measure(run: Subject, nbytes: int, threads: int) -> StorageLimit:
@@ -74,7 +76,7 @@ def measure(run: Subject, nbytes: int, threads: int) -> StorageLimit:
         reading = time.perf_counter() - begin
     finally:
         with contextlib.suppress(StorageError):  # an error above says more
-            storage.delete(names)
+            _remove(storage, folder, names)
     total = share * threads
     limit = StorageLimit(
         host=host, time=time.time(), write=total / writing, read=None if cached else total / reading,
@@ -85,6 +87,15 @@ def measure(run: Subject, nbytes: int, threads: int) -> StorageLimit:
         name = f"{LIMITS_PREFIX}{when}-{re.sub(r'[^A-Za-z0-9.-]', '_', host)}.json"
         _beside(storage, METRICS_FOLDER).publish(name, msgspec.json.encode(limit))
     return limit
+
+
+def _remove(run: Storage, folder: str, names: Sequence[str]) -> None:
+    """Remove the files. An interrupted `create` continues in a thread of its own, and may make one more."""
+    deadline = time.monotonic() + _LATE_FILES
+    run.delete(names)
+    while folder in run.folders() and time.monotonic() < deadline:
+        time.sleep(0.05)
+        run.delete(names)
 
 
 def keeps_limits(run: Subject) -> bool:
