@@ -21,6 +21,7 @@ from bytecheckpoint.tiers.lease import LEASE_FILE
 from bytecheckpoint.tuning import tuned
 from tests.support.coded import check_steps, files_of, load_step, save_steps
 from tests.support.damage import flip_bit, storage_file
+from tests.support.memory import hot_tier
 from tests.support.processes import interrupted, run_program
 from tests.support.settings import using
 
@@ -165,6 +166,19 @@ def test_where_no_copy_may_go(root: Path, tmp_path: Path) -> None:
     assert files_of(tmp_path) == before
     assert run(["cp", str(step), str(tmp_path / "link" / "1")]) == 0  # it is there already
     assert files_of(tmp_path) == before
+
+
+def test_steps_in_a_hot_tier_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_url = f"tier+file://{tmp_path}/run"
+    with hot_tier(monkeypatch), using(writer="thread"):
+        save_steps(run_url, 1, 2)
+        shutil.rmtree(tmp_path / "run" / "2", ignore_errors=True)  # as if it were not flushed
+        assert run(["cp", f"{run_url}/2", str(tmp_path / "copy")]) == 0
+        assert run(["cp", run_url, str(tmp_path / "runs")]) == 0
+        assert run(["cp", run_url, str(tmp_path / "run")]) == 2  # where it is flushed to
+        assert run(["verify", run_url]) == 0
+    assert load_step(tmp_path / "copy") == 2
+    check_steps(tmp_path / "runs", 1, 2)
 
 
 def test_a_cooled_step_is_copied_whole(root: Path, tmp_path: Path) -> None:

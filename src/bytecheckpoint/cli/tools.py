@@ -119,7 +119,9 @@ def _steps_of_run(storage: Storage) -> list[str] | None:
         names = sorted(storage.folders(), key=natural_order)
         found = parallel_map(has_catalog, names, storage.capabilities.parallel_reads, "bytecheckpoint-steps")
     except StorageUnavailableError:
-        return None  # a hot tier may have the checkpoint, else reading it raises the error
+        if not storage.capabilities.machine_only:
+            raise
+        return None  # the hot tier may have the checkpoint; else reading it raises the error
     return [name for name, there in zip(names, found, strict=True) if there] or None
 
 

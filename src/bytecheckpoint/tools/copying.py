@@ -14,7 +14,7 @@ from bytecheckpoint.storage import Storage, other_folder, resolve
 from bytecheckpoint.storage.optional import check_room
 from bytecheckpoint.tiers.copying import commit, copy_files, own_files
 from bytecheckpoint.tiers.lease import LEASE_FILE, leased
-from bytecheckpoint.tiers.storage import PREFIX
+from bytecheckpoint.tiers.storage import tier_of
 from bytecheckpoint.tools.subject import Subject, storage_of
 from bytecheckpoint.tools.verify_files import Progress
 
@@ -91,7 +91,9 @@ def check_apart(source: Storage, destination: Storage) -> None:
     """
     if destination.capabilities.machine_only:
         raise UsageError(f"{destination.url}: copies go to a storage that lasts: leave tier+ out of the path")
-    first, second = f"{source.url.removeprefix(PREFIX).rstrip('/')}/", f"{destination.url.rstrip('/')}/"
+    tier = tier_of(source)
+    origin = source if tier is None else tier.durable
+    first, second = f"{origin.url.rstrip('/')}/", f"{destination.url.rstrip('/')}/"
     if first.startswith(second) or second.startswith(first):
         raise UsageError(f"a copy of {source.url} to {destination.url}: neither may lie in the other")
 
