@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,12 @@ def test_the_command_line_reference_has_every_verb_and_option() -> None:
                 assert option in found[verb], f"docs/reference-cli.md says nothing of {verb} {option}"
     synopsis = (DOCS / "reference-cli.md").read_text(encoding="utf-8").split("##")[0]
     assert all(re.search(rf"\b{verb}\b", synopsis) for verb in verbs)
+
+
+def test_every_extra_is_listed() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    table = sections(DOCS / "compatibility.md")["Extras"]
+    assert all(f"`{extra}`" in table for extra in extras)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
