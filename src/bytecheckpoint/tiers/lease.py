@@ -43,6 +43,8 @@ class Lease:
         self._storage = storage
         self._holder = f"process {os.getpid()} on {host_id()}, {secrets.token_hex(8)}"
         found, deadline = _read(storage), time.monotonic() + tuning().lease_expiry
+        if found:
+            _log.warning("%s is leased by %s: waiting for it to expire", storage.url, found.partition("\n")[0])
         while (present := _read(storage)) and time.monotonic() < deadline:
             if present != found:
                 raise self._conflict()
