@@ -10,6 +10,7 @@ import itertools
 import json
 import re
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -298,6 +299,11 @@ def test_the_report_is_written_to_stdout(tmp_path: Path, capfd: pytest.CaptureFi
     assert out.startswith("<!doctype html>") and out.rstrip().endswith("</html>")
     assert command(["report", str(tmp_path), "--trace", "-"]) == 0
     assert json.loads(capfd.readouterr().out)["traceEvents"]
+    program = [sys.executable, "-u", "-m", "bytecheckpoint.cli.main", "report", str(tmp_path), "-o", "-"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdout is not None and process.stdout.read(9) == b"<!doctype"
+        process.stdout.close()
+        assert process.wait(60) == 141
     for options in (["-o", "-", "--trace", "-"], ["-o", "-", "--json"], ["--trace", "-", "--json"]):
         assert command(["report", str(tmp_path), *options]) == 2
         assert "only one" in capfd.readouterr().err

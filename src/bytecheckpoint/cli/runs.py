@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import sys
 import time
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import BinaryIO
 
@@ -226,10 +224,10 @@ def _write_files(root: str, report: Report, page: str | None, trace: str | None)
     return lines
 
 
-def _opened(path: str) -> AbstractContextManager[BinaryIO]:
-    if path == "-":
-        return contextlib.nullcontext(sys.stdout.buffer)
+def _opened(path: str) -> BinaryIO:
     try:
+        if path == "-":  # `sys.stdout.buffer` may be unbuffered, and then writes a part if the reader ends
+            return open(sys.stdout.fileno(), "wb", closefd=False)
         return open(path, "wb")
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
