@@ -21,7 +21,7 @@ from bytecheckpoint.tiers.lease import LEASE_FILE
 from bytecheckpoint.tuning import tuned
 from tests.support.coded import check_steps, files_of, load_step, save_steps
 from tests.support.damage import flip_bit, storage_file
-from tests.support.memory import hot_tier
+from tests.support.memory import folder_in_memory, hot_tier
 from tests.support.processes import interrupted, run_program
 from tests.support.settings import using
 
@@ -56,6 +56,8 @@ def test_a_copy_is_the_same_checkpoint(root: Path, tmp_path: Path, place: str) -
         tools.copy(root / "3", target)
     assert same(root / "2", target)
     tools.remove(target)
+    if target.startswith("mem://"):
+        shutil.rmtree(folder_in_memory(target.removesuffix("/step")))
 
 
 def test_an_interrupted_copy_is_no_checkpoint_and_is_continued(root: Path, tmp_path: Path) -> None:
