@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,28 @@ def test_one_cause_is_one_finding(faults: list[Fault], title: str) -> None:
     assert finding.title == title and finding.episode is not None
     assert (finding.episode.step, finding.episode.ended) == (1100, None), "since when"
     assert finding.episode.operations == 30 and finding.episode.lost > 30
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_one_cause_of_a_run_by_chance(seed: int) -> None:
+    chance = random.Random(seed)
+    hosts, per = chance.choice([1, 3, 4, 8]), chance.choice([2, 4, 8])
+    host = chance.randrange(hosts)
+    rank = host * per + chance.randrange(per)
+    of_machine = range(host * per, host * per + per)
+    ranks, title = chance.choice(
+        [
+            (range(rank, rank + 1), f"rank {rank} on host-{host:04d} is slow in "),
+            (of_machine if hosts > 1 else range(per), f"host-{host:04d} is slow" if hosts > 1 else "Saves are slow "),
+            (range(hosts * per), "Saves are slow "),
+        ]
+    )
+    phase, factor = chance.choice([("write", 5), ("finish", 90), ("stage", 120), ("capture", 500)])
+    fault = Fault("slow", ranks, phase, factor, first=chance.randrange(4, 38))
+    options = {"mesh": {"dp": hosts * per}, "ranks_per_host": per, "saves": 40, "noise": 0.1, "seed": seed}
+    (found,) = findings(simulated(fault, **options))
+    assert found.title.startswith(title) and found.phase == phase and found.ended is None
+    assert found.episode is not None and found.episode.step == 100 * (fault.first + 1)
 
 
 def test_what_the_training_waited_for_is_said() -> None:

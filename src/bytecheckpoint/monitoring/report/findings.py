@@ -63,6 +63,10 @@ _CAUSES = {
         "{who} are slow",
         "Look for what they have in common: a switch, a rack, a mount, another job.",
     ),
+    "some ranks": (
+        "{Kind}s are slow on a part of the ranks",
+        "The heat map of the page shows which; look for what they have in common.",
+    ),
     "storage": (
         "{Kind}s are slow because of the storage",
         "Look for throttling and for other users of the storage; saves to tier+URL copy to memory first.",

@@ -19,10 +19,12 @@ __all__ = ["Slowness", "slowness"]
 _SECOND = 0.2
 #: Fewest machines with slow ranks at once, and their part of all, that have a common cause.
 _MACHINES, _MACHINES_SHARE = 3, 0.25
+#: Growth of a phase's median as a part of that of the slowest rank, below which only some ranks are slow.
+_ALL = 0.6
 #: Factor of the usual time and seconds above it, from which an operation is slow.
 _FACTOR, _SECONDS = 1.5, 1.0
-#: Fewest seconds lost at once, or part of the time of operations lost again and again.
-_NOTABLE_SECONDS, _NOTABLE_SHARE = 1.0, 0.1
+#: Fewest seconds lost at once, and as a part of the operation; part of the time of operations lost again and again.
+_NOTABLE_SECONDS, _NOTABLE_PART, _NOTABLE_SHARE = 1.0, 0.4, 0.1
 #: Fewest seconds in all, or operations, of something that is over.
 _HISTORIC_SECONDS, _HISTORIC_OPERATIONS = 60.0, 5
 #: Cause of a slowness of all ranks, by the phase that has grown most.
@@ -37,7 +39,7 @@ class Slowness:
     """Slow operations of one kind with one cause.
 
     Attributes:
-        cause: "rank", "machine", "machines", "storage", "network", "earlier save" or "processes".
+        cause: "rank", "machine", "machines", "some ranks", "storage", "network", "earlier save" or "processes".
         who: rank or machines in words; "" for other causes.
         text: measurements of the last such operation.
         last: last operation.
@@ -102,7 +104,7 @@ def _names(hosts: Collection[str]) -> str:
 def _is_notable(episode: Episode, operations: Sequence[OperationSummary], most: float) -> bool:
     again = len(operations) > 1 and episode.lost > _NOTABLE_SHARE * sum(one.seconds for one in operations)
     if episode.ended is None:
-        return again or most >= _NOTABLE_SECONDS
+        return again or most >= max(_NOTABLE_SECONDS, _NOTABLE_PART * operations[-1].seconds)
     return episode.lost > _HISTORIC_SECONDS or (again and len(operations) >= _HISTORIC_OPERATIONS)
 
 
@@ -132,22 +134,27 @@ def _growth(now: OperationSummary, usual: Sequence[OperationSummary]) -> _Sympto
     seconds = statistics.median(one.seconds for one in usual)
     if now.seconds <= _FACTOR * seconds or now.seconds - seconds <= _SECONDS:
         return None
-    known = {
-        phase.name: statistics.median(p.longest for one in usual for p in one.phases if p.name == phase.name)
-        for phase in usual[-1].phases
-    }
+    longest, median = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    for phase in (phase for one in usual for phase in one.phases):
+        longest[phase.name].append(phase.longest)
+        median[phase.name].append(phase.median)
+    known = {name: (statistics.median(longest[name]), statistics.median(median[name])) for name in longest}
     # A commit waits for the slowest rank, so that another phase explains its length.
     grown = max(
-        now.phases, key=lambda p: (p.longest - known.get(p.name, p.longest)) * (0.5 if p.name == "commit" else 1)
+        now.phases,
+        key=lambda p: (p.longest - known.get(p.name, (p.longest, 0))[0]) * (0.5 if p.name == "commit" else 1),
     )
+    before, typical = known.get(grown.name, (0.0, 0.0))
     text = (
         f"{seconds_text(now.seconds)} instead of {seconds_text(seconds)}; most of it in {grown.name}: "
-        f"{seconds_text(grown.longest)} instead of {seconds_text(known.get(grown.name, 0.0))}"
+        f"{seconds_text(grown.longest)} instead of {seconds_text(before)}"
     )
     if now.retries:
         text += f"; {plural(now.retries, 'request')} repeated, with {seconds_text(now.retry_seconds)} of waiting"
     cost = max(now.blocking_seconds - statistics.median(one.blocking_seconds for one in usual), 0.0)
     cause = _CAUSES.get(grown.name, "processes")
+    if cause != "earlier save" and grown.median - typical < _ALL * (grown.longest - before):
+        cause = "some ranks"
     rank = grown.slowest_rank
     return _Symptom((cause, ""), now.seconds - seconds, cost, text, rank, grown.name, frozenset([rank]))
 
@@ -197,11 +204,17 @@ def _join(found: dict[tuple[str, str], dict[int, _Symptom]], hosts: Mapping[int,
     lost = {cause: sum(symptom.lost for symptom in symptoms.values()) for cause, symptoms in found.items()}
     ranks = {cause: {rank for one in symptoms.values() for rank in one.ranks} for cause, symptoms in found.items()}
     machines = {cause: {hosts[rank] for rank in ranks[cause] if rank in hosts} for cause in found}
-    wide = [cause for cause in found if cause[0] in ("machine", "machines")]
+
+    def is_part(cause: tuple[str, str], other: tuple[str, str]) -> bool:
+        if cause[0] in ("rank", "machine"):
+            return other[0] in ("machine", "machines") and machines[cause] <= machines[other]
+        # The median of a noisy storage may be quick.
+        if {cause[0], other[0]} == {"some ranks", "storage"}:
+            return True
+        return other[0] in ("rank", "machine", "machines") and ranks[cause] <= ranks[other]
+
     for cause in sorted(found, key=lost.__getitem__):
-        part_of = machines if cause[0] in ("rank", "machine") else ranks
-        for other in wide:
-            if other in found and other != cause and part_of[cause] <= part_of[other] and lost[cause] <= lost[other]:
-                for place, symptom in found.pop(cause).items():
-                    found[other].setdefault(place, symptom)
-                break
+        wider = [other for other in found if other != cause and lost[cause] <= lost[other] and is_part(cause, other)]
+        if wider:
+            for place, symptom in found.pop(cause).items():
+                found[wider[0]].setdefault(place, symptom)
