@@ -112,6 +112,8 @@ def test_what_is_over_is_history() -> None:
     found = findings(simulated(*faults, mesh={"dp": 8}, saves=500))
     assert [(one.severity, one.ended is not None) for one in found] == [("info", True)] * 2
     assert found[1].title == "2 saves failed by StorageFullError"
+    twice = [Fault("slow", [3], factor=9, first=first, last=first + 9) for first in (20, 60)]
+    assert [one.title for one in findings(simulated(*twice, saves=100))] == ["rank 3 on host-0000 is slow in write"] * 2
     again = [Fault("fail", [3], first=number, last=number) for number in range(0, 19, 3)]
     (failing,) = findings(simulated(*again, saves=20))
     assert failing.severity == "critical" and failing.title.startswith("7 saves")

@@ -84,15 +84,17 @@ def slowness(summaries: Sequence[OperationSummary]) -> Iterator[Slowness]:
         hosts = {slow.rank: slow.host for operation in operations for slow in operation.stragglers}
         _join(found, hosts)
         for (cause, who), symptoms in found.items():
+            if cause == "rank":
+                shown = rank_text(int(who), hosts[int(who)])
+            elif cause == "machines":
+                shown = _names({hosts[rank] for one in symptoms.values() for rank in one.ranks if rank in hosts})
+            else:
+                shown = who
             affected = {place: (symptom.lost, symptom.cost) for place, symptom in symptoms.items()}
             for episode, places in episodes(operations, affected):
                 if _is_notable(episode, [operations[place] for place in places], max(affected[p][0] for p in places)):
                     last = symptoms[places[-1]]
-                    if cause == "rank":
-                        who = rank_text(int(who), hosts[int(who)])
-                    elif cause == "machines":
-                        who = _names({hosts[rank] for one in symptoms.values() for rank in one.ranks if rank in hosts})
-                    yield Slowness(cause, who, last.text, operations[places[-1]], last.rank, last.phase, episode)
+                    yield Slowness(cause, shown, last.text, operations[places[-1]], last.rank, last.phase, episode)
 
 
 def _names(hosts: Collection[str]) -> str:
