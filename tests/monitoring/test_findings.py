@@ -100,7 +100,7 @@ def test_the_one_cause_of_a_run_by_chance(seed: int) -> None:
 
 def test_what_the_training_waited_for_is_said() -> None:
     (write,) = findings(simulated(*slow(range(9, 10), "write"), mesh={"dp": 32}, saves=40))
-    assert write.text.endswith("It lasts since step 1100; the training did not wait for it.")
+    assert write.text.endswith("It has lasted since step 1100; the training did not wait for it.")
     (capture,) = findings(simulated(*slow(range(9, 10), "capture"), mesh={"dp": 32}, saves=40))
     assert capture.episode is not None and capture.episode.cost == pytest.approx(30 * 99 * 0.02, rel=0.3)
     assert "Since step 1100, the training has waited " in capture.text

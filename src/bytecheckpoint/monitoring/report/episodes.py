@@ -47,7 +47,7 @@ class Episode:
             return f"It is over{began and ', began at' + began}, and the training {waited} for it."
         if self.cost >= _LEAST:
             return f"Since{began or ' then'}, the training has {waited} for it."
-        return f"It lasts{began and ' since' + began}; the training did not wait for it."
+        return f"It has lasted{began and ' since' + began}; the training did not wait for it."
 
 
 def waited_for(operation: OperationSummary, phase: str) -> bool:
