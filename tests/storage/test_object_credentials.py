@@ -228,7 +228,9 @@ def test_profiles_need_the_sdk(
     use(monkeypatch, s3.environment())
     check_save(f"s3://{bucket}/step", 1)
     monkeypatch.setenv("AWS_PROFILE", "team")
-    with pytest.raises(UsageError, match=r"profile team needs the package boto3.*bytecheckpoint\[s3-profiles\]"):
+    with pytest.raises(
+        UsageError, match=r"profile team needs the package boto3.*bytecheckpoint-unified\[s3-profiles\]"
+    ):
         resolve("s3://bucket/step")
 
 

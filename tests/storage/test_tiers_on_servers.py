@@ -262,9 +262,9 @@ def test_cooldown_inside_a_bucket_is_left_to_the_store(
     through: list[str] = []
     real = copying.copy_file
 
-    def copy_file(source: Storage, target: Storage, catalog: Catalog, number: int) -> None:
+    def copy_file(source: Storage, target: Storage, catalog: Catalog, number: int, *more: Any) -> None:
         through.append(catalog.files[number].name)
-        real(source, target, catalog, number)
+        real(source, target, catalog, number, *more)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise obstore.exceptions.NotSupportedError("not here")

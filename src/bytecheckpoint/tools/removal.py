@@ -184,7 +184,7 @@ def collect_garbage(checkpoint: Subject, *, older_than: float, dry_run: bool = F
     if isinstance(storage, TierStorage):
         storage = storage.durable
     names = sorted(storage.folders(), key=natural_order)
-    if not names and not storage.list() and not is_folder(storage):
+    if not names and not storage.list() and not is_folder(storage) and not _has_uploads(storage):
         raise CheckpointNotFoundError(f"{storage.url}: there is nothing")
     folders = [storage, *(resolve(f"{storage.url}/{name}") for name in names)]
     before = functools.cache(lambda: _now(with_time_limits(storage), dry_run) - older_than)
@@ -207,6 +207,13 @@ def _now(storage: Storage, dry_run: bool) -> float:
     except (StorageError, FileNotFoundError):  # then nothing can be removed here either
         return now
     return min(now, modified or now)
+
+
+def _has_uploads(storage: Storage) -> bool:
+    try:
+        return bool(unfinished_uploads(with_time_limits(storage)))
+    except StorageError:  # some servers refuse to list them
+        return False
 
 
 def _collect_uploads(storage: Storage, older_than: float, dry_run: bool) -> Iterator[Removal]:
