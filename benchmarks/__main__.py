@@ -91,8 +91,10 @@ def _parse() -> argparse.Namespace:
 def _about(options: Options) -> dict[str, Any]:
     from importlib.metadata import PackageNotFoundError, version
 
+    from bytecheckpoint._distribution import DISTRIBUTION
+
     versions = {}
-    for name in ("bytecheckpoint", "torch", "torch-checkpointing", "safetensors", "megatron-core", "numpy"):
+    for name in (DISTRIBUTION, "torch", "torch-checkpointing", "safetensors", "megatron-core", "numpy"):
         try:
             versions[name] = version(name)
         except PackageNotFoundError:

@@ -33,6 +33,7 @@ from benchmarks.measure import Arm, Extras, Result, World, measure
 from benchmarks.report import table
 from benchmarks.storage_places import PLACES, Peer, Place
 from bytecheckpoint import loading
+from bytecheckpoint._distribution import DISTRIBUTION
 from bytecheckpoint.storage import NewFile, Storage, resolve
 from bytecheckpoint.storage.testing import content
 from bytecheckpoint.storage.testing.wrappers import Meter, MeteredStorage
@@ -282,7 +283,7 @@ def _measure_place(name: str, nbytes: int, rounds: int, threads: list[int]) -> l
 
 
 def _about(nbytes: int) -> dict[str, Any]:
-    packages = ("bytecheckpoint", "hdfs-native", "obstore")
+    packages = (DISTRIBUTION, "hdfs-native", "obstore")
     return {
         "versions": {package: version(package) for package in packages},
         "python": platform.python_version(),
