@@ -448,7 +448,7 @@ def test_an_operation_without_a_path_has_no_files() -> None:
 
 
 def test_files_of_killed_jobs_go(tmp_path: Path) -> None:
-    """Not of those killed in an operation: the file is its only trace."""
+    """Of one killed in an operation a summary stays: its only trace."""
     folder = tmp_path / ".bytecheckpoint-metrics"
     folder.mkdir()
     step = msgspec.structs.replace(PROGRESS, path=str(tmp_path / "step_1"))
@@ -458,8 +458,16 @@ def test_files_of_killed_jobs_go(tmp_path: Path) -> None:
         (folder / f"live-{name}.json").write_bytes(msgspec.json.encode(progress))
     (folder / "live-damaged.json").write_text("{}")
     make_sink("files").progress(OperationProgress.of([step], "mine-save-1", 1, ended=False))
-    left = {path.stem.removeprefix("live-") for path in folder.iterdir()}
-    assert left == {"running", "cut-off", "damaged", "mine"}
+    assert {path.stem for path in folder.glob("live-*")} == {"live-running", "live-damaged", "live-mine"}
+    (trace,) = [one for one in read_run(str(tmp_path)).operations if one.id == "cut-off-save-1"]
+    assert trace.cut_off and trace.state == "cut off" and trace.nbytes == PROGRESS.done
+    # The job was only suspended: its record counts.
+    operation = Operation("save", str(tmp_path / "step_1"))
+    operation.number = 1
+    record = make_record(operation, 0, "host", {}, RuntimeError("late"), 10)
+    make_sink("files").deliver(late := operation_record([record], "cut-off", 1), summarize(late))
+    (kept,) = [one for one in read_run(str(tmp_path)).operations if one.id == late.id == trace.id]
+    assert kept.state == "failed"
 
 
 def test_the_end_of_an_operation_does_not_hide_the_next_one(tmp_path: Path) -> None:

@@ -10,18 +10,19 @@ import msgspec
 from bytecheckpoint.errors import StorageError, StorageUnavailableError
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.progress import OperationProgress
-from bytecheckpoint.monitoring.sinks.files import LIVE_PREFIX
 from bytecheckpoint.monitoring.table import MOST_RANKS, OperationFacts
 from bytecheckpoint.storage import Storage
 
-__all__ = ["cut_off_summary", "is_cut_off", "read_live"]
+__all__ = ["LIVE_PREFIX", "cut_off_summary", "is_cut_off", "read_live"]
 
+#: Prefix of the files of running operations, one per job.
+LIVE_PREFIX = "live-"
 #: Seconds without news after which a job was killed for certain, and those after which another job's save shows it.
 _FORGOTTEN, _QUIET = 600.0, 10.0
 
 
-def read_live(folder: Storage, names: Iterable[str]) -> list[OperationProgress]:
-    """Return the progress of operations that have not ended, as far as it can be read.
+def read_live(folder: Storage, names: Iterable[str]) -> dict[str, OperationProgress]:
+    """Return the last news of the newest operation of each job, by the names of their files, as far as they can be read.
 
     Args:
         folder: folder of the metrics of a run.
@@ -30,7 +31,7 @@ def read_live(folder: Storage, names: Iterable[str]) -> list[OperationProgress]:
     Raises:
         StorageUnavailableError: the storage does not answer.
     """
-    found = []
+    found = {}
     for name in names:
         if not name.startswith(LIVE_PREFIX):
             continue
@@ -41,22 +42,22 @@ def read_live(folder: Storage, names: Iterable[str]) -> list[OperationProgress]:
         except (StorageError, FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             continue
         lengths = {len(column) for column in msgspec.to_builtins(progress.ranks).values()}
-        if not progress.ended and len(lengths) == 1 and 0 < lengths.pop() <= progress.world_size <= MOST_RANKS:
-            found.append(progress)
+        if len(lengths) == 1 and 0 < lengths.pop() <= progress.world_size <= MOST_RANKS:
+            found[name] = progress
     return found
 
 
 def is_cut_off(progress: OperationProgress, operations: Iterable[OperationFacts]) -> bool:
-    """Return whether the job was killed: it gives no news, and another job saves, or much time has passed.
+    """Return whether the job was killed in the operation: no news come, and another job saves, or much time has passed.
 
     Args:
-        progress: last news of an operation that has not ended.
+        progress: last news of the operation.
         operations: operations of the run that have ended.
     """
     quiet = time.time() - progress.time
     job = _job_of(progress.operation)
     later = (one.kind == "save" and one.began > progress.time and _job_of(one.id) != job for one in operations)
-    return quiet > _FORGOTTEN or (quiet > _QUIET and any(later))
+    return not progress.ended and (quiet > _FORGOTTEN or (quiet > _QUIET and any(later)))
 
 
 def _job_of(operation: str) -> str:

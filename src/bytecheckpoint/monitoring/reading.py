@@ -106,7 +106,8 @@ class RunReader:
         self._records = {identity: record for identity, record in self._records.items() if identity in ids}
         self._keep_newest()
         listed = [name for name, _ in self._folder.list()]
-        live = [one for one in read_live(self._folder, listed) if one.operation not in self._operations]
+        news = read_live(self._folder, listed).values()
+        live = [one for one in news if one.operation not in self._operations]
         cut_off = [cut_off_summary(one) for one in live if is_cut_off(one, self._operations.values())]
         operations = sorted([*self._operations.values(), *cut_off], key=lambda one: one.began)
         if self._newest is not None:
@@ -155,7 +156,9 @@ class RunReader:
             found, summaries = [], []
         with self._lock:
             self._files[name] = [summary.id for summary in summaries]
-            self._operations.update((summary.id, summary) for summary in summaries)
+            for summary in summaries:  # the record of an operation says more than a summary of its last news
+                if found or summary.id not in self._operations:
+                    self._operations[summary.id] = summary
             self._records.update((record.id, record) for record in found)
             self._rows += sum(record.table.num_rows for record in found)
             if self._rows > 2 * KEPT_ROWS:

@@ -18,12 +18,12 @@ import msgspec
 
 from bytecheckpoint.concurrency import Workers
 from bytecheckpoint.errors import CheckpointError, UsageError
-from bytecheckpoint.monitoring.live import is_cut_off, read_live
+from bytecheckpoint.monitoring.live import LIVE_PREFIX, is_cut_off, read_live
 from bytecheckpoint.monitoring.reading import RunReader
 from bytecheckpoint.monitoring.record import path_without_secrets, without_secrets
 from bytecheckpoint.monitoring.report.page import content_security_policy, make_page, page_data
 from bytecheckpoint.monitoring.report.report import Reporter
-from bytecheckpoint.monitoring.sinks.files import LIVE_PREFIX, METRICS_FOLDER
+from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER
 from bytecheckpoint.monitoring.table import OperationFacts
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
@@ -145,7 +145,8 @@ class RunView:
     def _read(self) -> _RunSnapshot:
         listed = sorted(self._folder.list())
         view = self._view
-        live = {one.operation: one for one in read_live(self._folder, [name for name, _ in listed])}
+        news = read_live(self._folder, [name for name, _ in listed]).values()
+        live = {one.operation: one for one in news if not one.ended}
         cut_off = {name for name, one in live.items() if is_cut_off(one, view.operations)}
         files = [(name, size) for name, size in listed if not name.startswith(LIVE_PREFIX)]  # files of alerts grow
         files += [(name, 0) for name in sorted(cut_off)]

@@ -10,7 +10,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import pyarrow as pa
@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from bytecheckpoint.errors import StorageError, StorageUnavailableError, UsageError
 from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summarize
+from bytecheckpoint.monitoring.live import LIVE_PREFIX, cut_off_summary, is_cut_off, read_live
 from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.sinks.base import Sink
 from bytecheckpoint.monitoring.table import OperationRecord, conform, records_of, run_of_path
@@ -31,7 +32,6 @@ from bytecheckpoint.tuning import tuning
 
 __all__ = [
     "ALERTS_PREFIX",
-    "LIVE_PREFIX",
     "METRICS_FOLDER",
     "SUMMARIES_PREFIX",
     "FilesSink",
@@ -41,8 +41,6 @@ __all__ = [
     "thin",
 ]
 
-#: Prefix of the files of running operations, one per job.
-LIVE_PREFIX = "live-"
 #: Prefix of the files of alerts, one per process, and most alerts in one.
 ALERTS_PREFIX = "alerts-"
 _ALERTS = 200
@@ -130,7 +128,7 @@ class FilesSink(Sink):
             if progress.ended and written != progress.operation:
                 return  # the next operation runs already
             if not written:
-                _remove_ended(folder)
+                _put_away_killed(folder)
             folder.publish(name, msgspec.json.encode(progress))
             self._live[folder.url, name] = folder, progress.operation
 
@@ -178,14 +176,18 @@ def remove_forgotten(folder: Storage, prefix: str) -> None:
                     folder.delete([name])
 
 
-def _remove_ended(folder: Storage) -> None:
-    """Remove old files of jobs that were killed between operations. That of one killed in an operation is its trace."""
-    for name, _ in folder.list():
-        if name.startswith(LIVE_PREFIX):
-            with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
-                progress = msgspec.json.decode(folder.read(name), type=OperationProgress)
-                if progress.ended and time.time() - progress.time > _FORGOTTEN:
-                    folder.delete([name])
+def _put_away_killed(folder: Storage) -> None:
+    """Remove the files of jobs that were killed. Of one killed in an operation a summary stays, its only trace."""
+    for name, progress in read_live(folder, [name for name, _ in folder.list()]).items():
+        cut_off = is_cut_off(progress, ())
+        if cut_off:
+            _publish_summaries(folder, [cut_off_summary(progress)])
+        if cut_off or time.time() - progress.time > _FORGOTTEN:
+            folder.delete([name])
+
+
+def _publish_summaries(folder: Storage, summaries: Sequence[OperationSummary]) -> None:
+    folder.publish(f"{SUMMARIES_PREFIX}{uuid.uuid4().hex}.json", msgspec.json.encode(summaries))
 
 
 def _join(folder: Storage, files: Mapping[str, pa.Table]) -> None:
@@ -236,7 +238,7 @@ def thin(folder: Storage, keep: float, full: set[str]) -> None:
             summaries += found
             excess -= sizes[name]
     if thinned:
-        folder.publish(f"{SUMMARIES_PREFIX}{uuid.uuid4().hex}.json", msgspec.json.encode(summaries))
+        _publish_summaries(folder, summaries)
         folder.delete(thinned)
 
 
