@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+import bytecheckpoint
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.monitoring.analysis.limits import Limits, StorageLimit
 from bytecheckpoint.monitoring.analysis.run import summarize_run
-from bytecheckpoint.monitoring.report.findings import findings
+from bytecheckpoint.monitoring.report.findings import _ERROR_ADVICE, findings
 from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER, encode_table
 from tests.support.metrics_runs import simulated
@@ -117,6 +118,11 @@ def test_what_is_over_is_history() -> None:
     again = [Fault("fail", [3], first=number, last=number) for number in range(0, 19, 3)]
     (failing,) = findings(simulated(*again, saves=20))
     assert failing.severity == "critical" and failing.title.startswith("7 saves")
+    assert failing.advice.startswith("Free space")
+
+
+def test_advice_names_errors_that_exist() -> None:
+    assert all(issubclass(getattr(bytecheckpoint, name), bytecheckpoint.CheckpointError) for name in _ERROR_ADVICE)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -53,6 +53,19 @@ _LONG_PHASE = {
     "agree": "Ranks wait for each other: see which rank comes last in the critical path.",
     "read": "The storage limits the load: compare with its own measured bandwidth.",
 }  # fmt: skip
+#: Advice after a failed operation, by the class of its error.
+_ERROR_ADVICE = {
+    "StorageFullError": "Free space or keep fewer steps; a replaced checkpoint needs room for both until it is committed.",
+    "StorageUnavailableError": "Look at the device, the mount or the network; the next save tries again.",
+    "StorageConflictError": "End the other job that saves there, or give each save a folder of its own.",
+    "StorageError": "The storage refuses: look at path, permissions and credentials.",
+    "CorruptCheckpointError": "Load an older step; `bytecheckpoint verify` lists all damage, `repair` keeps the rest.",
+    "IncompatibleCheckpointError": "The checkpoint does not fit: follow the message (cast, strict, exclude, rename).",
+    "PeerLostError": "A rank died or left: look at its log and its machine, and start the job again.",
+    "StateChangedError": 'Call `bytecheckpoint.fence()` before the code that changes the state, or use staging="blocking".',
+    "CheckpointTimeoutError": "A rank or the storage hangs: see whether that rank has called `save` or `load` at all.",
+    "UsageError": "The call or the states are wrong: fix the program.",
+}
 #: Title and advice for a cause that is not a single rank. "{who}" names machines, "{Kind}" the operation.
 _CAUSES = {
     "machine": (
@@ -172,7 +185,7 @@ def _failures(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
         yield RunFinding(
             _severity("critical", episode), f"{plural(episode.operations, kind)} failed by {name}",
             f"{'The last' if episode.operations > 1 else 'It'}: {last.text}. {episode.words}",
-            "Read the error; docs/how-to/when-things-fail.md says what each means.",
+            _ERROR_ADVICE.get(name, "Read the error: it says what failed, where and why."),
             last.operation, last.rank, last.phase, episode,
         )  # fmt: skip
 
