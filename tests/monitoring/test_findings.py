@@ -121,6 +121,11 @@ def test_what_is_over_is_history() -> None:
     assert failing.advice.startswith("Free space")
 
 
+def test_a_lost_rank_is_the_cause_of_a_failure() -> None:
+    (found,) = findings(simulated(Fault("fail", [0], first=9), Fault("missing", [2], first=9)))
+    assert found.rank == 2 and "rank 2 reported nothing" in found.text
+
+
 def test_advice_names_errors_that_exist() -> None:
     assert all(issubclass(getattr(bytecheckpoint, name), bytecheckpoint.CheckpointError) for name in _ERROR_ADVICE)
 

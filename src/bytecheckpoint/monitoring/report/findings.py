@@ -12,7 +12,7 @@ from bytecheckpoint.monitoring.alerts import rules
 from bytecheckpoint.monitoring.analysis.limits import Limits
 from bytecheckpoint.monitoring.analysis.run import summarize_run
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary
-from bytecheckpoint.monitoring.analysis.words import bandwidth_text, plural, seconds_text, size_text
+from bytecheckpoint.monitoring.analysis.words import bandwidth_text, plural, ranks_text, seconds_text, size_text
 from bytecheckpoint.monitoring.report.episodes import RECENT, Episode, episodes
 from bytecheckpoint.monitoring.report.slowness import Slowness, slowness
 
@@ -163,8 +163,8 @@ def _alerts(summaries: Sequence[OperationSummary], *chosen: rules.Rule) -> list[
 
 def _joined(
     summaries: Sequence[OperationSummary], cause: Callable[[OperationSummary], str], *chosen: rules.Rule
-) -> Iterator[tuple[str, str, Episode, Alert]]:
-    """Yield (kind, cause, episode, last alert) of the alerts of some rules, joined by kind and cause."""
+) -> Iterator[tuple[str, OperationSummary, Episode, Alert]]:
+    """Yield (cause, last operation, episode, last alert) of the alerts of some rules, joined by kind and cause."""
     for kind in ("save", "load"):
         operations = [summary for summary in summaries if summary.kind == kind]
         by_cause = defaultdict[str, dict[int, Alert]](dict)
@@ -174,29 +174,33 @@ def _joined(
         for name, alerts in by_cause.items():
             costs = {place: (operations[place].seconds, operations[place].blocking_seconds) for place in alerts}
             for episode, places in episodes(operations, costs):
-                yield kind, name, episode, alerts[places[-1]]
+                yield name, operations[places[-1]], episode, alerts[places[-1]]
 
 
 def _failures(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
     def error(summary: OperationSummary) -> str:
         return summary.first_failure.error.partition(":")[0]
 
-    for kind, name, episode, last in _joined(summaries, error, *_FAILURES):
+    for name, last, episode, alert in _joined(summaries, error, *_FAILURES):
+        text = alert.text[0].upper() + alert.text[1:]
+        if last.missing:  # they are the cause, and no finding of their own
+            text += f"; {ranks_text(last.missing)} reported nothing"
         yield RunFinding(
-            _severity("critical", episode), f"{plural(episode.operations, kind)} failed by {name}",
-            f"{'The last' if episode.operations > 1 else 'It'}: {last.text}. {episode.words}",
+            _severity("critical", episode), f"{plural(episode.operations, last.kind)} failed by {name}",
+            f"{text}." + (f" {episode.words}" if episode.operations > 1 or episode.ended is not None else ""),
             _ERROR_ADVICE.get(name, "Read the error: it says what failed, where and why."),
-            last.operation, last.rank, last.phase, episode,
+            last.id, last.missing[0] if last.missing else alert.rank, alert.phase, episode,
         )  # fmt: skip
 
 
 def _missing(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
-    for kind, _, episode, last in _joined(summaries, lambda _: "", _MISSING):
+    done = [summary for summary in summaries if not summary.failed]
+    for _, last, episode, alert in _joined(done, lambda _: "", _MISSING):
         yield RunFinding(
             _severity("warning", episode), "Ranks reported nothing",
-            f"{last.text}; in {plural(episode.operations, kind)} altogether. {episode.words}",
+            f"{alert.text}; in {plural(episode.operations, last.kind)} altogether. {episode.words}",
             "A rank that ended, hung or was cut off sends no metrics. Look at its log and its machine.",
-            last.operation, last.rank, "", episode,
+            last.id, alert.rank, "", episode,
         )  # fmt: skip
 
 
