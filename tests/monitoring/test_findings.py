@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,12 @@ def test_what_the_training_waited_for_is_said() -> None:
     (capture,) = findings(simulated(*slow(range(9, 10), "capture"), mesh={"dp": 32}, saves=40))
     assert capture.episode is not None and capture.episode.cost == pytest.approx(30 * 99 * 0.02, rel=0.3)
     assert "Since step 1100, the training has waited " in capture.text
+
+
+def test_a_copy_in_the_background_costs_no_more_than_the_call() -> None:
+    found = simulated(*slow(range(9, 10), "stage"), mesh={"dp": 32}, saves=40)
+    (stage,) = findings([replace(one, blocking_seconds=0.005) for one in found])
+    assert stage.episode is not None and stage.episode.lost > 100 and stage.episode.cost == pytest.approx(0.15)
 
 
 def test_what_is_over_is_history() -> None:

@@ -14,7 +14,7 @@ __all__ = ["RECENT", "Episode", "episodes", "waited_for"]
 RECENT = 10
 #: Fewest seconds to speak of.
 _LEAST = 0.01
-#: Phases of a save for which the training waits in every mode.
+#: Phases of a save for which the training waits, unless the copy is made in the background.
 _BLOCKING = ("wait", "capture", "plan", "stage")
 
 

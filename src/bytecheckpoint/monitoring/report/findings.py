@@ -222,7 +222,7 @@ def _cut_off(summaries: Sequence[OperationSummary]) -> Iterator[RunFinding]:
 
 def _slow(slow: Slowness) -> RunFinding:
     last = slow.last
-    if slow.rank is not None and slow.cause == "rank":
+    if slow.cause == "rank":
         title, advice = f"{slow.who} is slow in {slow.phase}", _SLOW_PHASE.get(slow.phase, "")
         advice = advice or "Compare its timeline with that of another rank."
     else:

@@ -196,7 +196,8 @@ def _symptom(now: OperationSummary, cause: tuple[str, str], slow_ranks: Sequence
     text = f"{ranks} {takes} {seconds_text(slowest.seconds)} for {phase}{load}; the median is {median}"
     if len(lost) > 1:
         text += f"; slow in {', '.join(sorted(lost.keys() - {phase}))}, too"
-    cost = sum(seconds for name, seconds in lost.items() if waited_for(now, name))
+    # A copy in the background takes time in `stage` for which nobody waits.
+    cost = min(sum(seconds for name, seconds in lost.items() if waited_for(now, name)), now.blocking_seconds)
     everybody = frozenset(slow.rank for slow in slow_ranks)
     return _Symptom(cause, sum(lost.values()), cost, text, slowest.rank, phase, everybody)
 

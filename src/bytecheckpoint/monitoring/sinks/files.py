@@ -154,8 +154,10 @@ class FilesSink(Sink):
         storage = with_time_limits(resolve(run))
         if storage.url == os.path.abspath(tempfile.gettempdir()):
             return None
-        in_run = run in self._runs or _NUMBERED.search(alone) or METRICS_FOLDER in storage.folders()
-        if alone in self._runs or not in_run:
+        in_run = alone not in self._runs and (
+            run in self._runs or _NUMBERED.search(alone) or METRICS_FOLDER in storage.folders()
+        )
+        if not in_run:
             run, storage = alone, with_time_limits(resolve(alone))
         if not folder_exists(storage):
             return None
