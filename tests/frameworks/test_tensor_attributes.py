@@ -135,8 +135,8 @@ def test_readers_of_plain_values_see_tensors(path: str) -> None:
 def test_malformed_attributes(saved: Any) -> None:
     from msgspec.msgpack import Ext
 
+    from bytecheckpoint.representation.values.codes import Code
     from bytecheckpoint.representation.values.encoder import pack
-    from bytecheckpoint.representation.values.types import Code
 
     blob = b"\xc1\x01" + pack(Ext(Code.REGISTERED.value, pack(["torch.Tensor", saved])))
     with pytest.raises(CorruptCheckpointError, match="attributes that it cannot have"):

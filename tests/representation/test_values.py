@@ -40,7 +40,7 @@ from bytecheckpoint.representation.values.codec import (
     leaves_with_paths,
     register,
 )
-from bytecheckpoint.representation.values.types import Code
+from bytecheckpoint.representation.values.codes import Code
 from bytecheckpoint.tuning import tuned
 
 

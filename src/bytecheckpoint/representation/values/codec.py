@@ -15,6 +15,7 @@ import msgspec
 from msgspec.msgpack import Ext
 
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.representation.values.codes import Code
 from bytecheckpoint.representation.values.encoder import Encoder, OnTensor, pack
 from bytecheckpoint.representation.values.equality import equal
 from bytecheckpoint.representation.values.numpy_values import array_of_tensor
@@ -28,7 +29,7 @@ from bytecheckpoint.representation.values.tree import (
     leaves_with_paths,
     naming_file,
 )
-from bytecheckpoint.representation.values.types import FROM_SIMPLE, NATIVE_TYPES, STR_ONLY, Code
+from bytecheckpoint.representation.values.types import FROM_SIMPLE, NATIVE_TYPES, STR_ONLY
 
 __all__ = [
     "MAX_DEPTH",

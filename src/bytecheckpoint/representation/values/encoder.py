@@ -12,6 +12,7 @@ import torch
 from msgspec.msgpack import Ext
 
 from bytecheckpoint.errors import UsageError
+from bytecheckpoint.representation.values.codes import Code
 from bytecheckpoint.representation.values.numpy_values import (
     TENSOR_DTYPES,
     NotStorableError,
@@ -26,7 +27,6 @@ from bytecheckpoint.representation.values.types import (
     STORE_INSTEAD,
     STR_ONLY,
     TO_SIMPLE,
-    Code,
     factory_name,
 )
 from bytecheckpoint.tuning import tuning

@@ -11,7 +11,6 @@ import argparse
 import collections
 import datetime
 import decimal
-import enum
 import fractions
 import pathlib
 import types
@@ -25,56 +24,15 @@ import torch
 
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.representation.values import numpy_values
+from bytecheckpoint.representation.values.codes import Code
 from bytecheckpoint.representation.values.numpy_values import NotStorableError
 
-__all__ = ["FROM_SIMPLE", "NATIVE_TYPES", "STORE_INSTEAD", "STR_ONLY", "TO_SIMPLE", "Code", "factory_name"]
+__all__ = ["FROM_SIMPLE", "NATIVE_TYPES", "STORE_INSTEAD", "STR_ONLY", "TO_SIMPLE", "factory_name"]
 
 NATIVE_TYPES = frozenset((type(None), bool, int, float, str, bytes))
 """Scalar types that MessagePack has, except for ints of more than 64 bits and strings with lone surrogates."""
 
 STR_ONLY = frozenset((str,))
-
-
-class Code(enum.IntEnum):
-    """MessagePack extension codes (docs/format-values.md). A code never gets a second meaning."""
-
-    TUPLE = 1
-    DICT = 2
-    ORDERED_DICT = 3
-    DEFAULT_DICT = 4
-    COUNTER = 5
-    SET = 6
-    FROZENSET = 7
-    DEQUE = 8
-    BIG_INT = 9
-    COMPLEX = 10
-    BYTEARRAY = 11
-    SURROGATE_STR = 12
-    RANGE = 13
-    SLICE = 14
-    SIMPLE_NAMESPACE = 15
-    ARGPARSE_NAMESPACE = 16
-    DATETIME = 20
-    DATE = 21
-    TIME = 22
-    TIMEDELTA = 23
-    TIMEZONE = 24
-    ZONEINFO = 25
-    PATH = 26
-    UUID = 27
-    DECIMAL = 28
-    FRACTION = 29
-    NUMPY_DTYPE = 40
-    NUMPY_SCALAR = 41
-    NUMPY_STR = 42
-    NUMPY_BYTES = 43
-    NUMPY_ARRAY = 44
-    TORCH_DTYPE = 50
-    TORCH_DEVICE = 51
-    TORCH_SIZE = 52
-    TENSOR = 60
-    REGISTERED = 61
-    ARRAY_TENSOR = 62
 
 
 _Conversion = Callable[[Any], object]

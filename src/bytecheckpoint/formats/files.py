@@ -1,0 +1,86 @@
+"""Ranged reads of foreign files: exactly the bytes asked for, with a time limit, or an error that names the file."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from bytecheckpoint.concurrency import call_with_timeout, parallel_map
+from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
+from bytecheckpoint.storage import FileReader, Storage
+from bytecheckpoint.storage.base import call_timeout
+
+__all__ = ["RangedFile", "open_file"]
+
+
+class RangedFile:
+    """A part of an open foreign file, usually all of it.
+
+    Attributes:
+        name: name of the file inside its folder.
+        label: address of the file, for messages.
+        start: first byte of the part.
+        size: length of the part in bytes.
+    """
+
+    def __init__(
+        self, storage: Storage, name: str, reader: FileReader, start: int = 0, size: int | None = None
+    ) -> None:
+        self.name = name
+        self.label = f"{storage.url}/{name}"
+        self.start = start
+        self.size = reader.size if size is None else size
+        self._storage = storage
+        self._reader = reader
+
+    def part(self, start: int, size: int) -> RangedFile:
+        """Return a part of this part. Raises CorruptCheckpointError: the part lies outside."""
+        if start < 0 or size < 0 or start + size > self.size:
+            raise self.damaged(f"it has {self.size} bytes, and bytes {start} to {start + size} are needed")
+        return RangedFile(self._storage, self.name, self._reader, self.start + start, size)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Read bytes of this part.
+
+        Raises:
+            CorruptCheckpointError: the bytes lie outside of this part, or the file is shorter than its stated size.
+            StorageError: the storage fails.
+        """
+        part = self.part(offset, length)
+        data = bytearray(length)
+        if length:
+            timeout = call_timeout(self._storage, length)
+            read = partial(self._reader.read_into, part.start, [memoryview(data)])
+            memory = self._storage.capabilities.in_memory
+            if (read() if memory else call_with_timeout(timeout, read, f"cannot read {self.label}")) != length:
+                raise self.damaged(f"it ends before byte {part.start + length}")
+        return bytes(data)
+
+    def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Read several ranges (offset, length), as many at a time as suits the storage. Raises as `read`."""
+        threads = 1 if self._storage.capabilities.in_memory else self._storage.capabilities.parallel_reads
+        return parallel_map(lambda item: self.read(*item), ranges, threads, "bytecheckpoint-foreign")
+
+    def damaged(self, what: str) -> CorruptCheckpointError:
+        """Return the error of a file whose content contradicts itself."""
+        return CorruptCheckpointError(f"{self.label} is damaged: {what}", file=self.name)
+
+
+@contextlib.contextmanager
+def open_file(storage: Storage, name: str) -> Iterator[RangedFile]:
+    """Open a file of a foreign checkpoint for the `with` block.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        StorageError: the storage fails.
+    """
+    label = f"{storage.url}/{name}"
+    try:
+        reader = call_with_timeout(call_timeout(storage), lambda: storage.open(name), f"cannot open {label}")
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"{label}: there is no such file") from None
+    try:
+        yield RangedFile(storage, name, reader)
+    finally:
+        reader.close()

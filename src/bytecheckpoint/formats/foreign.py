@@ -1,0 +1,176 @@
+"""A foreign checkpoint as a catalog, and the columns of which a reader makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytecheckpoint.formats.files import RangedFile
+from bytecheckpoint.formats.meanings import StoredTensor
+from bytecheckpoint.representation.boxes import BoxTable, Int64s
+from bytecheckpoint.representation.catalog import SHARED, Catalog, StorageFile, TensorTable, row_order
+from bytecheckpoint.representation.dtypes import itemsize
+
+__all__ = ["FileSums", "ForeignCheckpoint", "ForeignColumns"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileSums:
+    """CRC32 of byte ranges of foreign files, as columns; `n` ranges.
+
+    Attributes:
+        file: position in the catalog's table of files, int32 [n].
+        offset: first byte of each range in its file, int64 [n].
+        length: bytes of each range, int64 [n].
+        crc: CRC32 of each range, uint32 [n].
+    """
+
+    file: NDArray[np.int32]
+    offset: Int64s
+    length: Int64s
+    crc: NDArray[np.uint32]
+
+    @staticmethod
+    def of(rows: Sequence[tuple[int, int, int, int]]) -> FileSums:
+        """Return the columns of (file, offset, length, crc)."""
+        columns = np.array(rows, np.int64).reshape(len(rows), 4)
+        return FileSums(
+            columns[:, 0].astype(np.int32), columns[:, 1].copy(), columns[:, 2].copy(), columns[:, 3].astype(np.uint32)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignCheckpoint:
+    """A checkpoint of another program, as it lies.
+
+    Attributes:
+        format: name of the format: "torch-save", "dcp", "safetensors", ...
+        catalog: all tensors and rows. A row has as many bytes as lie between its first and its last element.
+        strides: elements between two neighbours of each row, int64 [rows, d]; None: all rows are row-major.
+        values: the encoded tree of plain values of each state (docs/format-values.md). No file holds these bytes.
+        sums: CRC32 of ranges of the files, where the format has them.
+        notes: facts that a user should know: values that were left out, sizes that nothing proves.
+    """
+
+    format: str
+    catalog: Catalog
+    strides: Int64s | None
+    values: Mapping[str, bytes]
+    sums: FileSums
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class ForeignColumns:
+    """The columns of a catalog in the making.
+
+    Attributes:
+        files: table of files.
+        states, fqns, dtypes, shapes, requires_grad: facts of each tensor.
+        rows: tensor, offsets, lengths, file, first byte and strides of each row.
+        aliases: FQN under which a tied tensor is stored, by state and further name.
+    """
+
+    files: list[StorageFile] = field(default_factory=list)
+    states: list[str] = field(default_factory=list)
+    fqns: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    requires_grad: list[bool] = field(default_factory=list)
+    rows: list[tuple[int, tuple[int, ...], tuple[int, ...], int, int, tuple[int, ...]]] = field(default_factory=list)
+    aliases: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def add_file(self, file: RangedFile, rank: int = 0) -> int:
+        """Add a file to the table; return its position."""
+        self.files.append(StorageFile(file.name, "model", rank, file.size, 0, 0, 0, "", format="foreign"))
+        return len(self.files) - 1
+
+    def add_tensor(self, state: str, fqn: str, dtype: str, shape: tuple[int, ...], requires_grad: bool = False) -> int:
+        """Add a tensor; return its number."""
+        self.states.append(state)
+        self.fqns.append(fqn)
+        self.dtypes.append(dtype)
+        self.shapes.append(shape)
+        self.requires_grad.append(requires_grad)
+        return len(self.fqns) - 1
+
+    def add_whole(self, state: str, tensors: Mapping[str, StoredTensor], places: Mapping[str, tuple[int, int]]) -> None:
+        """Add tensors that lie whole in one storage each; those that are the same view of one storage are tied.
+
+        Args:
+            state: state of the tensors.
+            tensors: tensors by FQN.
+            places: file and first byte of each storage, by key.
+        """
+        first: dict[object, str] = {}
+        for fqn, tensor in tensors.items():
+            file, begin = places[tensor.storage.key]
+            view = (tensor.storage.key, tensor.start, tensor.dtype, tensor.shape, tensor.strides)
+            if tensor.span and (stored := first.setdefault(view, fqn)) is not fqn:
+                self.aliases.setdefault(state, {})[fqn] = stored
+                continue
+            number = self.add_tensor(state, fqn, tensor.dtype, tensor.shape, tensor.requires_grad)
+            zeros = (0,) * len(tensor.shape)
+            self.rows.append((number, zeros, tensor.shape, file, begin + tensor.start, tensor.strides))
+
+    def build(self, info: Mapping[str, Any]) -> tuple[Catalog, Int64s | None]:
+        """Return the catalog and the strides of its rows."""
+        tensor, offsets, lengths, file, begin, steps = zip(*self.rows, strict=True) if self.rows else ((),) * 6
+        boxes = BoxTable.build(tensor, offsets, lengths)
+        strides = BoxTable.build(tensor, steps, lengths, boxes.ndim).offsets
+        return self.build_rows(boxes, np.array(file, np.int32), np.array(begin, np.int64), strides, info)
+
+    def build_rows(
+        self, boxes: BoxTable, file: NDArray[np.int32], begin: Int64s, strides: Int64s | None, info: Mapping[str, Any]
+    ) -> tuple[Catalog, Int64s | None]:
+        """Return the catalog with rows that are columns already, and the strides of its rows."""
+        shapes = BoxTable.build(range(len(self.shapes)), self.shapes, self.shapes, boxes.ndim).lengths
+        sizes = np.array([itemsize(name) for name in self.dtypes], np.int64)
+        item = sizes[boxes.tensor] if len(boxes) else np.zeros(0, np.int64)
+        empty = (boxes.lengths == 0).any(axis=1)
+        dense = row_major_strides(boxes.lengths)
+        if strides is not None:
+            moves = boxes.lengths > 1  # along a dimension of one element, any stride will do
+            strides = np.where(moves, strides, dense)
+            strides[empty] = dense[empty]
+            if bool((strides == dense).all()):
+                strides = None
+        steps = dense if strides is None else strides
+        length = np.where(empty, 0, (((boxes.lengths - 1) * steps).sum(axis=1) + 1) * item)
+        order = row_order(boxes)
+        if order is not None:
+            boxes, file, begin, length = boxes.take(order), file[order], begin[order], length[order]
+            strides = None if strides is None else strides[order]
+        catalog = Catalog.build(
+            TensorTable.of(
+                states=self.states,
+                fqns=self.fqns,
+                slots=[""] * len(self.fqns),
+                dtypes=self.dtypes,
+                shapes=shapes,
+                ndims=np.array([len(shape) for shape in self.shapes], np.int64),
+                owner=np.full(len(self.fqns), SHARED, np.int32),
+                requires_grad=np.array(self.requires_grad, np.bool_),
+            ),
+            boxes=boxes,
+            file=file,
+            byte_offset=begin,
+            byte_length=length,
+            files=self.files,
+            sums=[np.zeros(0, np.uint64)] * len(self.files),
+            aliases=self.aliases,
+            info=info,
+        )
+        return catalog, strides
+
+
+def row_major_strides(lengths: Int64s) -> Int64s:
+    """Return the strides of row-major boxes, int64 [n, d]; boxes are padded on the right with length 1."""
+    strides = np.ones_like(lengths)
+    for k in range(lengths.shape[1] - 2, -1, -1):
+        strides[:, k] = strides[:, k + 1] * np.maximum(lengths[:, k + 1], 1)
+    return strides

@@ -1,0 +1,206 @@
+"""Read files of `torch.save` (.pt, .bin, .ckpt) as they lie: tensors are views of byte ranges, all else plain values."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.formats.archives import StoredMember, is_zip, locate, read_directory, read_member
+from bytecheckpoint.formats.files import RangedFile, open_file
+from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns
+from bytecheckpoint.formats.meanings import CONSTANTS, MEANINGS, StorageRef, StoredTensor, storage_of
+from bytecheckpoint.formats.trees import Tree
+from bytecheckpoint.formats.unpickling import MAX_PICKLE_BYTES, PickleEndsError, read_pickle
+from bytecheckpoint.representation.dtypes import itemsize
+from bytecheckpoint.storage import Storage
+
+__all__ = ["TorchObject", "read_object", "read_torch_save", "states_of"]
+
+#: First value of a file before torch 1.6, and the version that follows.
+_MAGIC: Final = 0x1950A86A20F9469CFC6C
+_PROTOCOL: Final = 1001
+#: Bytes of an old file that are read first; more while its pickles go on.
+_FIRST_READ: Final = 1 << 20
+#: Keys under which programs keep the state_dict of the model in a larger dict.
+_MODEL_KEYS: Final = ("state_dict", "model_state_dict", "model", "module")
+#: Name of the state that holds what is neither a dict nor a list.
+_REST: Final = "extra_states"
+
+
+@dataclass(frozen=True, slots=True)
+class TorchObject:
+    """The object of one file of `torch.save`.
+
+    Attributes:
+        value: the object, inert; tensors are `StoredTensor`s.
+        storages: place of each storage in the file, by key.
+    """
+
+    value: Any
+    storages: Mapping[str, StoredMember]
+
+
+def read_torch_save(storage: Storage, name: str) -> ForeignCheckpoint:
+    """Read a file of `torch.save`.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        CorruptCheckpointError: the file is damaged.
+        IncompatibleCheckpointError: the file holds what this package does not read; the message says what.
+    """
+    columns = ForeignColumns()
+    values: dict[str, bytes] = {}
+    with open_file(storage, name) as file:
+        found = read_object(file)
+        number = columns.add_file(file)
+        tree = Tree(file.label)
+        places = {key: (number, member.offset) for key, member in found.storages.items()}
+        for state, value in states_of(found.value).items():
+            values[state] = tree.encode(value)
+            columns.add_whole(state, tree.tensors, places)
+    catalog, strides = columns.build({"format": "torch-save"})
+    sums = FileSums.of([(number, m.offset, m.size, m.crc) for m in found.storages.values() if m.crc is not None])
+    return ForeignCheckpoint("torch-save", catalog, strides, values, sums, tuple(tree.notes))
+
+
+def states_of(value: object) -> dict[str, Any]:
+    """Divide the object of a file into states.
+
+    A dict in which one of the usual keys ("state_dict", "model_state_dict", "model", "module") holds a dict with tensors is
+    the checkpoint of a program: that entry is the state "model", every other dict or list is a state under its own key,
+    and the rest is the state "extra_states". Anything else is the state "model" as a whole.
+    """
+    if not isinstance(value, dict):
+        return {"model": value}
+    model = next((key for key in _MODEL_KEYS if _holds_tensors(value.get(key))), None)
+    if model is None:
+        return {"model": value}
+    states: dict[str, Any] = {"model": value[model]}
+    rest = {}
+    for key, item in value.items():
+        if key == model:
+            continue
+        if type(key) is str and key and key not in {"model", _REST} and isinstance(item, dict | list) and item:
+            states[key] = item
+        else:
+            rest[key] = item
+    return {**states, _REST: rest} if rest else states
+
+
+def _holds_tensors(value: object) -> bool:
+    return isinstance(value, dict) and any(isinstance(item, StoredTensor) for item in value.values())
+
+
+def read_object(file: RangedFile) -> TorchObject:
+    """Read the object of a file of `torch.save`, of any version.
+
+    Raises:
+        CorruptCheckpointError: the file is damaged.
+        IncompatibleCheckpointError: the file holds what this package does not read; the message says what.
+    """
+    first = file.read(0, min(file.size, 512))
+    if is_zip(first):
+        return _read_zip(file)
+    if first[257:262] == b"ustar":
+        raise IncompatibleCheckpointError(
+            f"{file.label} is a tar file, as torch before 0.1.10 wrote: load it with torch, and save it again"
+        )
+    return _read_old(file)
+
+
+def _read_zip(file: RangedFile) -> TorchObject:
+    directory = read_directory(file)
+    entry = directory.get("data.pkl")
+    if entry is None:
+        raise IncompatibleCheckpointError(f"{file.label} is a zip file without 'data.pkl', which torch.save writes")
+    pickle = read_member(file, locate(file, [entry])[entry.name])
+    if order := directory.get("byteorder"):
+        text = read_member(file, locate(file, [order])[order.name]) if order.size < 16 else b""
+        if text != b"little":
+            raise IncompatibleCheckpointError(f"{file.label} has the byte order {text!r}, only 'little' is supported")
+    refs: dict[str, StorageRef] = {}
+    value, _ = _unpickle(file, pickle, 0, refs)
+    wanted = {}
+    for key in refs:
+        if (found := directory.get(f"data/{key}")) is None:
+            raise file.damaged(f"its pickle names the storage {key[:200]!r}, which it lacks")
+        wanted[key] = found
+    members = locate(file, wanted.values())
+    storages = {key: members[found.name] for key, found in wanted.items()}
+    for key, ref in refs.items():
+        if storages[key].size != ref.nbytes:
+            raise file.damaged(f"its storage {key!r} has {storages[key].size} bytes, its pickle says {ref.nbytes}")
+    return TorchObject(value, storages)
+
+
+def _unpickle(file: RangedFile, data: bytes, start: int, refs: dict[str, StorageRef]) -> tuple[Any, int]:
+    """Return the value of a pickle and its end; add its storages, each at its full size, to `refs`."""
+
+    def persistent(identity: object) -> StorageRef:
+        ref = storage_of(identity)
+        known = refs.setdefault(ref.key, ref)
+        if known.nbytes != ref.nbytes:
+            raise ValueError(f"two sizes of storage {ref.key!r}")
+        return ref
+
+    label = file.label
+    return read_pickle(data, file=label, meanings=MEANINGS, constants=CONSTANTS, persistent=persistent, start=start)
+
+
+def _read_old(file: RangedFile) -> TorchObject:
+    """Read a file as torch before 1.6 wrote it: five pickles, then the number of elements and the bytes of each storage."""
+    length = min(file.size, _FIRST_READ)
+    while True:
+        data = file.read(0, length)
+        refs: dict[str, StorageRef] = {}
+        try:
+            value, keys, at = _old_pickles(file, data, refs)
+            break
+        except PickleEndsError:
+            if length == file.size or length >= MAX_PICKLE_BYTES:
+                raise
+            length = min(file.size, 4 * length)
+    if type(keys) is not list or set(map(type, keys)) - {str} or len(set(keys)) != len(keys):
+        raise file.damaged("its list of storages is none")
+    if missing := refs.keys() - set(keys):
+        raise file.damaged(f"its pickle names the storage {min(missing)[:200]!r}, which it lacks")
+    storages = {}
+    counts = {}
+    for key in keys:
+        if key not in refs:
+            raise file.damaged(f"its storage {key[:200]!r} has no size")
+        ref = refs[key]
+        counts[at] = ref.nbytes // itemsize(ref.dtype)
+        storages[key] = StoredMember(at + 8, ref.nbytes, None)
+        at += 8 + ref.nbytes
+        if at > file.size:
+            raise file.damaged(f"it has {file.size} bytes, and its storages end at byte {at}")
+    if at != file.size:
+        raise file.damaged(f"{file.size - at} bytes follow its last storage")
+    for (place, count), text in zip(counts.items(), file.read_many([(place, 8) for place in counts]), strict=True):
+        if struct.unpack("<q", text) != (count,):
+            raise file.damaged(f"the storage at byte {place} has {struct.unpack('<q', text)[0]} elements, not {count}")
+    return TorchObject(value, storages)
+
+
+def _old_pickles(file: RangedFile, data: bytes, refs: dict[str, StorageRef]) -> tuple[Any, Any, int]:
+    try:
+        magic, at = _unpickle(file, data, 0, refs)
+    except CorruptCheckpointError as error:
+        if isinstance(error, PickleEndsError) and len(data) < file.size:
+            raise
+        raise IncompatibleCheckpointError(f"{file.label} is no file of torch.save: {error}") from None
+    if magic != _MAGIC:
+        raise IncompatibleCheckpointError(f"{file.label} is no file of torch.save: it is another pickle")
+    protocol, at = _unpickle(file, data, at, refs)
+    system, at = _unpickle(file, data, at, refs)
+    if protocol != _PROTOCOL:
+        raise IncompatibleCheckpointError(f"{file.label} has version {protocol!r} of the old format, not {_PROTOCOL}")
+    if type(system) is not dict or system.get("little_endian") is not True:
+        raise IncompatibleCheckpointError(f"{file.label} was written with another byte order than little endian")
+    value, at = _unpickle(file, data, at, refs)
+    keys, at = _unpickle(file, data, at, refs)
+    return value, keys, at

@@ -1,0 +1,233 @@
+"""Encode trees of foreign values as plain values (docs/format-values.md), and take the tensors out, without torch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from msgspec.msgpack import Ext
+
+from bytecheckpoint.errors import IncompatibleCheckpointError
+from bytecheckpoint.formats.inert import CallRecord, GlobalName
+from bytecheckpoint.formats.meanings import (
+    Dtype,
+    NumpyArray,
+    NumpyDtype,
+    NumpyScalar,
+    Size,
+    StorageRef,
+    StoredTensor,
+    TorchDevice,
+)
+from bytecheckpoint.representation.values.codes import Code
+from bytecheckpoint.representation.values.tree import MAX_DEPTH, TENSOR_CLASS, key_of_path
+
+__all__ = ["Tree"]
+
+#: Values of all trees of one file, long ones counted by their bytes. A pickle may refer to one object from many places, so
+#: a small pickle can be a huge tree.
+_MOST_VALUES: Final = 500_000
+_BYTES_PER_VALUE: Final = 64
+_INT64_MIN, _UINT64_MAX = -(2**63), 2**64 - 1
+#: Steps of a module that a pickle holds whole, which its names of parameters lack.
+_MODULE_STEPS = frozenset(("_modules", "_parameters", "_buffers"))
+_NUMBERS = frozenset((type(None), bool, int, float))
+_PATHS = frozenset(("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"))
+
+_pack = msgspec.msgpack.Encoder().encode
+
+
+class Tree:
+    """The encoder of the trees of one file.
+
+    Attributes:
+        tensors: tensors of the tree that was encoded last, by name.
+        notes: values that were left out, in words.
+    """
+
+    def __init__(self, file: str) -> None:
+        self.tensors: dict[str, StoredTensor] = {}
+        self.notes: list[str] = []
+        self._file = file
+        self._left = _MOST_VALUES
+        self._path: list[object] = []
+
+    def encode(self, value: object) -> bytes:
+        """Return a value as an encoded value; references in it name its tensors by their paths.
+
+        Raises:
+            IncompatibleCheckpointError: the tree has too many values, or too many levels.
+        """
+        self.tensors = {}
+        return bytes((0xC1, 1)) + _pack(self._native(value, 0))
+
+    def _native(self, value: Any, depth: int) -> object:
+        self._charge(0)
+        if depth > MAX_DEPTH:
+            self._refuse(
+                f"its values are nested more than {MAX_DEPTH} levels deep below {key_of_path(tuple(self._path[:8]))!r}"
+            )
+        encode = _ENCODERS.get(type(value))
+        return self._left_out(f"a {type(value).__name__}") if encode is None else encode(self, value, depth + 1)
+
+    def _charge(self, nbytes: int) -> None:
+        self._left -= 1 + nbytes // _BYTES_PER_VALUE
+        if self._left < 0:
+            self._refuse(f"it holds more than {_MOST_VALUES} values, or values of too many bytes")
+
+    def _refuse(self, what: str) -> None:
+        raise IncompatibleCheckpointError(f"{self._file}: {what}")
+
+    def _left_out(self, what: str) -> object:
+        if len(self.notes) < 100:
+            self.notes.append(f"{key_of_path(tuple(self._path)) or 'the value'}: {what} is left out")
+        return None
+
+    def _same(self, value: object, _: int) -> object:
+        return value
+
+    def _int(self, value: int, _: int) -> object:
+        if _INT64_MIN <= value <= _UINT64_MAX:
+            return value
+        self._charge(value.bit_length() // 8)
+        return _ext(Code.BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True))
+
+    def _bytes(self, value: bytes | bytearray, _: int) -> object:
+        self._charge(len(value))
+        return value if type(value) is bytes else _ext(Code.BYTEARRAY, bytes(value))
+
+    def _str(self, value: str, _: int) -> object:
+        self._charge(len(value))
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return _ext(Code.SURROGATE_STR, value.encode("utf-8", "surrogatepass"))
+        return value
+
+    def _items(self, items: Iterable[object], depth: int, steps: Iterable[object] | None = None) -> Any:
+        kinds = set(map(type, items)) if type(items) is list else {object}
+        if kinds and kinds <= _NUMBERS:
+            try:
+                packed = _pack(items)
+            except OverflowError:  # of an int, which has a code of its own
+                pass
+            else:
+                self._charge(len(packed))
+                return msgspec.Raw(packed)
+        native = []
+        self._path.append(None)
+        for step, item in enumerate(items) if steps is None else zip(steps, items, strict=True):
+            self._path[-1] = step
+            native.append(self._native(item, depth))
+        self._path.pop()
+        return native
+
+    def _pairs(self, value: dict[Any, Any], depth: int) -> list[Any]:
+        return [self._items(value, depth), self._items(value.values(), depth, value)]
+
+    def _dict(self, value: dict[Any, Any], depth: int) -> object:
+        if all(type(key) is str and key.isascii() for key in value):
+            self._charge(sum(map(len, value)))
+            return dict(zip(value, self._items(value.values(), depth, value), strict=True))
+        native = self._pairs(value, depth)
+        if all(type(key) is str for key in native[0]):
+            return dict(zip(*native, strict=True))
+        return _ext(Code.DICT, native)
+
+    def _ordered_dict(self, value: OrderedDict[Any, Any], depth: int) -> object:
+        return _ext(Code.ORDERED_DICT, self._pairs(value, depth))
+
+    def _tuple(self, value: tuple[object, ...], depth: int) -> object:
+        return _ext(Code.TUPLE, self._items(value, depth))
+
+    def _members(self, value: set[object] | frozenset[object], depth: int) -> object:
+        packed = sorted(_pack(self._native(item, depth)) for item in value)
+        code = Code.SET if isinstance(value, set) else Code.FROZENSET
+        return _ext(code, [msgspec.Raw(item) for item in packed])
+
+    def _tensor(self, value: StoredTensor, _: int) -> object:
+        path = [step for step in self._path if step not in _MODULE_STEPS or len(self._path) == 1]
+        plain = name = key_of_path(tuple(path))
+        self._charge(len(name))
+        number = 1
+        while name in self.tensors:
+            number += 1
+            name = f"{plain}#{number}"
+        self.tensors[name] = value
+        reference = _ext(Code.TENSOR, name)
+        if value.parameter or value.requires_grad:
+            return _ext(Code.REGISTERED, [TENSOR_CLASS, [reference, value.parameter, value.requires_grad]])
+        return reference
+
+    def _storage(self, value: StorageRef, depth: int) -> object:
+        return self._tensor(StoredTensor(value, "uint8", value.start, (value.size,), (1,)), depth)
+
+    def _numpy_scalar(self, value: NumpyScalar, _: int) -> object:
+        text = value.dtype.text
+        if not text or np.dtype(text).itemsize != len(value.data):
+            return self._left_out("a numpy scalar")
+        return _ext(Code.NUMPY_SCALAR, [np.dtype(text).str, value.data])
+
+    def _numpy_array(self, value: NumpyArray, _: int) -> object:
+        array = value.array
+        if array is None:
+            return self._left_out("a numpy array of objects or structures")
+        self._charge(array.nbytes)
+        return _ext(Code.NUMPY_ARRAY, [array.dtype.str, list(array.shape), array.tobytes()])
+
+    def _call(self, value: CallRecord, depth: int) -> object:
+        """Encode an instance of a class: by a code of its own, or as an instance of an unknown class."""
+        target, args, state = value.target, value.args, value.state
+        if target.module.startswith("pathlib") and target.name in _PATHS and all(type(part) is str for part in args):
+            text = (
+                "/".join(args).replace("//", "/") if "Posix" in target.name else "\\".join(args).replace("\\\\", "\\")
+            )
+            return _ext(Code.PATH, [target.name, text or "."])
+        if target.full == "argparse.Namespace" and type(state) is dict:
+            return _ext(Code.ARGPARSE_NAMESPACE, self._native(state, depth))
+        if target.full == "collections.defaultdict" and value.pairs is not None:
+            return self._dict(dict(value.pairs), depth)
+        if not args and not value.kwargs and value.items is None and (value.pairs is None or state is None):
+            saved = dict(value.pairs) if value.pairs is not None else state
+            return _ext(Code.REGISTERED, [target.full, self._native(saved, depth)])
+        parts = {"args": args, "kwargs": value.kwargs, "state": state, "items": value.items, "pairs": value.pairs}
+        given = {name: part for name, part in parts.items() if part}
+        return _ext(Code.REGISTERED, [target.full, self._dict(given, depth)])
+
+    def _global(self, value: GlobalName, _: int) -> object:
+        return self._left_out(f"the function or class {value.full}")
+
+
+def _ext(code: Code, native: object) -> Ext:
+    return Ext(code.value, _pack(native))
+
+
+_Encoder = Callable[[Tree, Any, int], object]
+_ENCODERS: dict[type, _Encoder] = {
+    **dict.fromkeys((type(None), bool, float), Tree._same),
+    **dict.fromkeys((bytes, bytearray), Tree._bytes),
+    int: Tree._int,
+    str: Tree._str,
+    list: Tree._items,
+    tuple: Tree._tuple,
+    dict: Tree._dict,
+    OrderedDict: Tree._ordered_dict,
+    set: Tree._members,
+    frozenset: Tree._members,
+    StoredTensor: Tree._tensor,
+    StorageRef: Tree._storage,
+    CallRecord: Tree._call,
+    GlobalName: Tree._global,
+    NumpyArray: Tree._numpy_array,
+    NumpyScalar: Tree._numpy_scalar,
+    NumpyDtype: lambda tree, v, _: _ext(Code.NUMPY_DTYPE, v.text) if v.text else tree._left_out("a numpy dtype"),
+    Dtype: lambda _, v, __: _ext(Code.TORCH_DTYPE, v.name),
+    TorchDevice: lambda _, v, __: _ext(Code.TORCH_DEVICE, v.text),
+    Size: lambda _, v, __: _ext(Code.TORCH_SIZE, list(v)),
+    complex: lambda _, v, __: _ext(Code.COMPLEX, [v.real, v.imag]),
+    range: lambda _, v, __: _ext(Code.RANGE, [v.start, v.stop, v.step]),
+    slice: lambda _, v, __: _ext(Code.SLICE, [v.start, v.stop, v.step]),
+}

@@ -1,0 +1,394 @@
+"""Read pickles without executing them: a global is its name, and a call is a record of the name and its arguments.
+
+This is an interpreter of its own, because Python's (`pickle.Unpickler`) is not safe even if `find_class` returns inert
+objects: it hashes any tuple as a key, so nested tuples crash the process or take forever; it allocates a memo of the size
+that an opcode names; BUILD sets attributes of the objects of `find_class`; extension codes bypass `find_class`.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+from typing import Any, Final
+
+from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.formats.inert import (
+    COUNTED,
+    GATHERED,
+    LINES,
+    SIMPLE,
+    CallRecord,
+    GlobalName,
+    Meaning,
+    append_items,
+    set_items,
+)
+from bytecheckpoint.garbage_collection import gc_paused
+
+__all__ = ["MAX_PICKLE_BYTES", "PickleEndsError", "read_pickle"]
+
+#: Largest pickle; that of 300,000 chunks of a DCP checkpoint has 40 MB.
+MAX_PICKLE_BYTES: Final = 1 << 30
+#: Objects that any pickle may hold, and bytes of a larger pickle for each further object.
+_FREE_OBJECTS, _BYTES_PER_OBJECT = 200_000, 3
+#: Places that a pickle may leave out between two objects that it remembers.
+_MEMO_GAP = 256
+#: Opcodes between two checks of these limits.
+_MANY = range(4096)
+#: Modules of Python 2, whose names protocol 2 has.
+_PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+
+
+class PickleEndsError(CorruptCheckpointError):
+    """The bytes end inside the pickle. Handler: give more bytes, if there are any."""
+
+
+def read_pickle(
+    data: bytes,
+    *,
+    file: str,
+    meanings: dict[str, Meaning],
+    constants: dict[str, object] | None = None,
+    persistent: Callable[[object], object] | None = None,
+    start: int = 0,
+) -> tuple[object, int]:
+    """Return the value of one pickle, and the position of its end.
+
+    Args:
+        data: bytes that hold the pickle.
+        file: name of the file, for messages.
+        meanings: inert meanings of calls, by the full name of the global.
+        constants: values of globals that are no calls, by full name.
+        persistent: function that returns the object of a persistent id.
+        start: position of the pickle.
+
+    Raises:
+        PickleEndsError: `data` ends before the pickle does.
+        CorruptCheckpointError: `data` is no pickle.
+        IncompatibleCheckpointError: the pickle is beyond the limits, or has opcodes that no checkpoint needs.
+    """
+    reader = _Reader(data, file, meanings, constants or {}, persistent)
+    with gc_paused():
+        try:
+            return reader.run(start)
+        except (IndexError, struct.error):  # of bytes, or of the stack
+            at = min(reader.position, len(data))
+            if at >= len(data) - 8:
+                raise PickleEndsError(f"{file}: the pickle ends early, at byte {len(data)}", file=file) from None
+            raise _damaged(file, at, "an opcode lacks its arguments") from None
+        except IncompatibleCheckpointError as error:
+            if file in str(error):
+                raise
+            raise IncompatibleCheckpointError(f"{file}: {error}") from None
+        except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            text = f"{type(error).__name__}: {str(error)[:200]}"
+            raise _damaged(file, reader.position, text) from None
+
+
+def _damaged(file: str, position: int, what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{file}: its pickle is damaged near byte {position}: {what}", file=file)
+
+
+class _Reader:
+    """The interpreter of one pickle."""
+
+    def __init__(
+        self,
+        data: bytes,
+        file: str,
+        meanings: dict[str, Meaning],
+        constants: dict[str, object],
+        persistent: Callable[[object], object] | None,
+    ) -> None:
+        self.position = 0
+        self._data = data
+        self._file = file
+        self._meanings = meanings
+        self._constants = constants
+        self._persistent = persistent
+        self._names: dict[tuple[str, str], object] = {}
+        self._stack: list[Any] = []
+        self._memo: list[Any] = []
+
+    def run(self, start: int) -> tuple[object, int]:
+        """Interpret the opcodes from a position up to STOP."""
+        if len(self._data) - start > MAX_PICKLE_BYTES:
+            self._refuse(f"its pickle has {len(self._data) - start} bytes, more than {MAX_PICKLE_BYTES}")
+        data, stack, memo = self._data, self._stack, self._memo
+        marks: list[int] = []  # lengths of the stack at the marks
+        push, pop = stack.append, stack.pop
+        most = room = _FREE_OBJECTS + (len(data) - start) // _BYTES_PER_OBJECT
+        size = self._global("torch", "Size")
+        sizes: dict[bytes, tuple[object, ...]] = {}
+        remember = memo.append
+        uint32 = _UINT32
+        i = start
+        # The frequent opcodes come first, and lie in this loop: a call for each would double the time.
+        while True:
+            if room < 0 or len(stack) > most or len(memo) > most:
+                self._refuse(f"its pickle of {len(data) - start} bytes makes too many objects")
+            for _ in _MANY:
+                op = data[i]
+                i += 1
+                if op == 0x94:  # MEMOIZE
+                    remember(stack[-1])
+                elif op == 0x68:  # BINGET
+                    found = memo[data[i]]
+                    i += 1
+                    if found is size and (match := _SIZE(data, i)):
+                        i = match.end()
+                        three = sizes.get(match[1])
+                        if three is None:
+                            dims = _dims(match[1])
+                            three = sizes[match[1]] = (dims, (dims,), self._call(size, (dims,)))
+                        memo += three
+                        found = three[2]
+                    push(found)
+                elif op == 0x4B:  # BININT1
+                    push(data[i])
+                    i += 1
+                elif op == 0x71:  # BINPUT
+                    self._put_at(data[i])
+                    i += 1
+                elif op == 0x72:  # LONG_BINPUT
+                    self._put_at(int.from_bytes(data[i : i + 4], "little"))
+                    i += 4
+                elif op == 0x6A:  # LONG_BINGET
+                    push(memo[uint32(data, i)[0]])
+                    i += 4
+                elif op == 0x28:  # MARK
+                    marks.append(len(stack))
+                    room -= 1
+                elif op == 0x85:  # TUPLE1
+                    stack[-1] = (stack[-1],)
+                    room -= 1
+                elif op == 0x86:  # TUPLE2
+                    last = pop()
+                    stack[-1] = (stack[-1], last)
+                    room -= 1
+                elif op == 0x52:  # REDUCE
+                    args = pop()
+                    self.position = i
+                    stack[-1] = self._call(stack[-1], args)
+                    room -= 1
+                elif op == 0x4D:  # BININT2
+                    push(data[i] | data[i + 1] << 8)
+                    i += 2
+                elif op == 0x8C:  # SHORT_BINUNICODE
+                    end = i + 1 + data[i]
+                    push(str(data[i + 1 : end], "utf-8", "surrogatepass"))
+                    i = end
+                    if end > len(data):
+                        raise IndexError
+                elif op == 0x29:  # EMPTY_TUPLE
+                    if data[i : i + 5] == _NEW_WITH_DICT:
+                        self.position = i = i + 5
+                        made = stack[-1] = self._call(stack[-1], ())
+                        state: dict[Any, Any] = {}
+                        push(state)
+                        remember(made)
+                        remember(state)
+                        marks.append(len(stack))
+                        room -= 3
+                    else:
+                        push(())
+                elif op == 0x7D:  # EMPTY_DICT
+                    push({})
+                    room -= 1
+                elif op == 0x81:  # NEWOBJ
+                    args = pop()
+                    self.position = i
+                    stack[-1] = self._call(stack[-1], args)
+                    room -= 1
+                elif op == 0x75:  # SETITEMS
+                    self.position = i
+                    place = marks.pop()
+                    items = stack[place:]
+                    del stack[place:]
+                    set_items(stack[-1], items)
+                elif op == 0x62:  # BUILD
+                    state = pop()
+                    self._build(stack[-1], state)
+                elif op == 0x87:  # TUPLE3
+                    last, middle = pop(), pop()
+                    stack[-1] = (stack[-1], middle, last)
+                    room -= 1
+                elif op == 0x4A:  # BININT
+                    push(int.from_bytes(data[i : i + 4], "little", signed=True))
+                    i += 4
+                    if i > len(data):
+                        raise IndexError
+                elif op == 0x65:  # APPENDS
+                    place = marks.pop()
+                    append_items(stack[place - 1], stack[place:])
+                    del stack[place:]
+                elif op == 0x5D:  # EMPTY_LIST
+                    push([])
+                    room -= 1
+                elif op == 0x95:  # FRAME
+                    i += 8
+                elif op == 0x2E:  # STOP
+                    return pop(), i
+                else:
+                    self.position = i
+                    room -= 1
+                    i = self._rare(op, i, marks)
+
+    def _put_at(self, place: int) -> None:
+        """Remember the last object at a place: the next one, one that is taken, or one a little further."""
+        if place > len(self._memo) + _MEMO_GAP:
+            raise ValueError(f"object {place} of {len(self._memo)}")
+        self._memo += [None] * (place + 1 - len(self._memo))
+        self._memo[place] = self._stack[-1]
+
+    def _take(self, i: int, count: int) -> bytes:
+        if count < 0 or i + count > len(self._data):
+            self.position = len(self._data)
+            raise IndexError
+        return self._data[i : i + count]
+
+    def _line(self, i: int) -> tuple[bytes, int]:
+        end = self._data.find(b"\n", i, i + 65536)
+        if end < 0:
+            self.position = len(self._data)
+            raise IndexError
+        return self._data[i:end], end + 1
+
+    def _call(self, target: object, args: object) -> object:
+        if type(target) is not GlobalName or type(args) is not tuple:
+            raise TypeError(f"a call of a {type(target).__name__}")
+        if target.meaning is None:
+            return CallRecord(target, args)
+        return target.meaning(*args)
+
+    def _build(self, target: object, state: object) -> None:
+        """Take the state of an object. Dicts and inert objects of other kinds have attributes that mean nothing here."""
+        if type(target) is CallRecord:
+            if target.state is not None:
+                raise ValueError("two states of one object")
+            target.state = state
+        elif isinstance(target, GlobalName | list | tuple | set | str | int | float | bytes):
+            raise TypeError(f"a state for a {type(target).__name__}")
+        elif (take := getattr(target, "take_state", None)) is not None:
+            take(state)
+
+    def _global(self, module: str, name: str) -> object:
+        if type(module) is not str or type(name) is not str:
+            raise TypeError("a global without a name")
+        found = self._names.get((module, name), self)
+        if found is self:
+            full = f"{_PYTHON_2.get(module, module)}.{name}"
+            found = self._constants.get(full, self)
+            if found is self:
+                found = GlobalName(_PYTHON_2.get(module, module), name, self._meanings.get(full))
+            self._names[module, name] = found
+        return found
+
+    def _refuse(self, what: str) -> None:
+        raise IncompatibleCheckpointError(f"{self._file}: {what}")
+
+    def _rare(self, op: int, i: int, marks: list[int]) -> int:
+        """Interpret an opcode that is not in the loop; return the position of the next one."""
+        stack = self._stack
+        if op in COUNTED:
+            width, convert = COUNTED[op]
+            count = int.from_bytes(self._take(i, width), "little")
+            stack.append(convert(self._take(i + width, count)))
+            return i + width + count
+        if op in LINES:
+            line, i = self._line(i)
+            stack.append(LINES[op](line))
+        elif op in GATHERED:
+            place = marks.pop()
+            stack[place:] = [GATHERED[op](stack[place:])]
+        elif op in SIMPLE:
+            stack.append(SIMPLE[op])
+        elif op == 0x47:  # BINFLOAT
+            stack.append(struct.unpack(">d", self._take(i, 8))[0])
+            return i + 8
+        elif op == 0x8F:  # EMPTY_SET
+            stack.append(set())
+        elif op == 0x73:  # SETITEM
+            value, key = stack.pop(), stack.pop()
+            set_items(stack[-1], [key, value])
+        elif op == 0x61:  # APPEND
+            item = stack.pop()
+            append_items(stack[-1], [item])
+        elif op == 0x90:  # ADDITEMS
+            place = marks.pop()
+            items = stack[place:]
+            del stack[place:]
+            append_items(stack[-1], items)
+        elif op == 0x67:  # GET
+            line, i = self._line(i)
+            stack.append(self._memo[int(line)])
+        elif op == 0x70:  # PUT
+            line, i = self._line(i)
+            self._put_at(int(line))
+        elif op == 0x30:  # POP
+            (marks if marks and marks[-1] == len(stack) else stack).pop()
+        elif op == 0x31:  # POP_MARK
+            del stack[marks.pop() :]
+        elif op == 0x32:  # DUP
+            stack.append(stack[-1])
+        elif op == 0x93:  # STACK_GLOBAL
+            name, module = stack.pop(), stack.pop()
+            stack.append(self._global(module, name))
+        elif op in {0x63, 0x69}:  # GLOBAL, INST
+            module_line, i = self._line(i)
+            line, i = self._line(i)
+            found = self._global(module_line.decode(), line.decode())
+            if op == 0x69:
+                place = marks.pop()
+                found = self._call(found, tuple(stack[place:]))
+                del stack[place:]
+            stack.append(found)
+        elif op == 0x6F:  # OBJ
+            place = marks.pop()
+            stack[place:] = [self._call(stack[place], tuple(stack[place + 1 :]))]
+        elif op == 0x92:  # NEWOBJ_EX
+            kwargs, args = stack.pop(), stack.pop()
+            made = stack[-1] = self._call(stack[-1], args)
+            if type(made) is CallRecord and type(kwargs) is dict:
+                made.kwargs = kwargs
+            elif kwargs:
+                raise TypeError("keyword arguments")
+        elif op in {0x50, 0x51}:  # PERSID, BINPERSID
+            if op == 0x50:
+                line, i = self._line(i)
+                stack.append(line.decode())
+            if self._persistent is None:
+                raise ValueError("a persistent id")
+            stack[-1] = self._persistent(stack[-1])
+        elif op == 0x80:  # PROTO
+            if self._data[i] > 5:
+                self._refuse(f"its pickle has protocol {self._data[i]}, this version reads up to 5")
+            return i + 1
+        elif op in {0x82, 0x83, 0x84}:
+            self._refuse("its pickle has an extension code, which means something in one program only")
+        elif op in {0x97, 0x98}:
+            self._refuse("its pickle has buffers outside of it")
+        else:
+            raise ValueError(f"opcode {op:#04x}")
+        return i
+
+
+def _dims(text: bytes) -> tuple[int, ...]:
+    """Return the ints that opcodes push."""
+    dims, i = [], 0
+    while i < len(text):
+        end = i + _INT_BYTES[text[i]]
+        dims.append(int.from_bytes(text[i + 1 : end], "little"))
+        i = end
+    return tuple(dims)
+
+
+#: Two sequences that are a third of DCP's metadata: the dict of a new object, and a `torch.Size` of non-negative ints.
+_NEW_WITH_DICT = b"\x81\x94}\x94("
+_INT_BYTES = {0x4B: 2, 0x4D: 3, 0x4A: 5}
+_UINT32 = struct.Struct("<I").unpack_from
+_INT = rb"K.|M..|J...[\x00-\x7f]"
+_SIZE = re.compile(
+    rb"(?=(?:%s)\x85|(?:%s){2}\x86|(?:%s){3}\x87)((?:%s)+).\x94\x85\x94R\x94" % ((_INT,) * 4), re.DOTALL
+).match

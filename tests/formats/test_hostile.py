@@ -1,0 +1,112 @@
+"""Hostile files run nothing, take little memory and time, and the error names the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.formats.hostile import corpus
+
+#: Files that hold data, however it looks: calls are records there.
+HARMLESS = {
+    f"{name}.{kind}.pt"
+    for kind in ("zip", "old")
+    for name in (
+        *(
+            "os_system",
+            "posix_system",
+            "eval",
+            "exec",
+            "inst",
+            "obj",
+            "newobj",
+            "newobj_ex",
+            "open",
+            "import",
+            "runpy",
+            "frame",
+        ),
+        *(
+            "module_with_effects",
+            "torch_load",
+            "numpy_load",
+            "rebuild_calls",
+            "build_slots",
+            "numpy_shape",
+            "getattr_chain",
+        ),
+    )
+}
+
+PROGRAM = """
+import json, os, resource, sys, time
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.formats.torch_save import read_torch_save
+from bytecheckpoint.storage import resolve
+folder, names = sys.argv[1], sorted(os.listdir(sys.argv[1]))
+storage = resolve(folder)
+read_torch_save(storage, "sound.pt")
+events, results = [], {}
+WATCHED = ("import", "exec", "compile", "open", "os.", "subprocess.", "socket.", "ctypes.", "pickle.", "marshal.")
+def watch(event, args):
+    if event.startswith(WATCHED):
+        events.append([event, str(args[:2])])
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
+sys.addaudithook(watch)
+for name in names:
+    del events[:]
+    began = time.process_time()
+    try:
+        read_torch_save(storage, name)
+        text = ""
+    except CheckpointError as error:
+        text = str(error)
+    except BaseException as error:
+        text = "!" + repr(error)
+    # The storage itself opens the file, and looks for mounts whose server is gone.
+    ours = [e for e in events if not (e[0] == "open" and (folder in e[1] or "/proc/self/mountinfo" in e[1]))]
+    results[name] = [text, ours, time.process_time() - began]
+print(json.dumps({"results": results, "bytes": (peak() - before) << 10}))
+"""
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    import torch
+
+    folder = tmp_path_factory.mktemp("hostile")
+    torch.save({"w": torch.ones(3)}, folder / "sound.pt")
+    files = corpus()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    command = [sys.executable, "-c", PROGRAM, str(folder)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]  # no crash
+    return {**json.loads(done.stdout), "folder": str(folder), "files": files}
+
+
+def test_nothing_runs(outcome):
+    assert len(outcome["files"]) >= 40
+    assert {name: ours for name, (_, ours, _) in outcome["results"].items() if ours} == {}
+    assert not os.path.exists("/tmp/bytecheckpoint-hostile")
+
+
+def test_errors_name_the_file(outcome):
+    for name in outcome["files"]:
+        text = outcome["results"][name][0]
+        assert not text.startswith("!"), (name, text)
+        assert bool(text) == (name not in HARMLESS), (name, text)
+        assert not text or f"{outcome['folder']}/{name}" in text, (name, text)
+        assert len(text) < 600, name
+
+
+def test_memory_and_time_are_bounded(outcome):
+    assert outcome["bytes"] < 256 << 20
+    slow = {name: seconds for name, (_, _, seconds) in outcome["results"].items() if seconds > 5}
+    assert not slow

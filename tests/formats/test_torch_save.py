@@ -1,0 +1,232 @@
+"""Files of torch.save, read as they lie: every byte and value equals what torch.load returns."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import io
+import pathlib
+import re
+import struct
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.formats.torch_save import read_torch_save
+from bytecheckpoint.representation.dtypes import dtype_names
+from bytecheckpoint.storage import resolve
+from tests.formats.oracle import assert_same, read_tensors, values_of
+
+BOTH = pytest.mark.parametrize("new", [True, False], ids=["zip", "old"])
+
+
+def save(folder: Path, value: Any, new: bool = True) -> Any:
+    torch.save(value, folder / "x.pt", _use_new_zipfile_serialization=new)
+    return read_torch_save(resolve(str(folder)), "x.pt")
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    base = torch.arange(48.0).view(4, 12)
+    shared = torch.arange(20, dtype=torch.int32)
+    tied = torch.nn.Parameter(torch.randn(3, 2))
+    return {
+        "plain": base.clone(),
+        "transposed": base.t(),
+        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "expanded": torch.randn(1, 3).expand(4, 3),
+        "sliced": base[1:3, ::2],
+        "view.a": shared[:10],
+        "view.b": shared[5:].view(3, 5),
+        "embed.weight": tied,
+        "head.weight": tied,
+        "scalar": torch.tensor(3.5, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 7),
+        "one": torch.randn(1, 1, 3)[:, :, 1:2],
+        "grad": torch.randn(2, requires_grad=True),
+    }
+
+
+@BOTH
+def test_every_tensor_is_a_view_of_the_file(tmp_path, new):
+    theirs = tensors()
+    foreign = save(tmp_path, theirs, new)
+    assert_same(values_of(tmp_path, foreign)["model"], theirs)
+    assert foreign.catalog.aliases == {"model": {"head.weight": "embed.weight"}}
+    grads = dict(zip(foreign.catalog.fqns("model"), foreign.catalog.requires_grad.tolist(), strict=True))
+    assert [name for name, flag in grads.items() if flag] == ["embed.weight", "grad"]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in dtype_names() if not re.fullmatch("u?int[1-7]", name)]
+)  # torch saves none
+def test_every_dtype(tmp_path, name):
+    dtype = getattr(torch, name, None)
+    try:
+        value = torch.arange(64, dtype=torch.uint8).view(dtype).view(2, -1)
+        torch.save(value, io.BytesIO())
+    except (RuntimeError, TypeError, NotImplementedError, KeyError, AttributeError) as error:
+        pytest.skip(f"torch cannot save {name}: {error}")
+    foreign = save(tmp_path, {"a": value, "b": value.t()})
+    found = read_tensors_as_bytes(tmp_path, foreign)
+    assert found["model/a"] == value.contiguous().view(torch.uint8).numpy().tobytes()
+    assert found["model/b"] == found["model/a"]  # the same bytes, transposed
+    assert foreign.catalog.dtype.to_list() == [name, name]
+
+
+def read_tensors_as_bytes(folder: Path, foreign: Any) -> dict[str, bytes]:
+    catalog = foreign.catalog
+    data = (folder / "x.pt").read_bytes()
+    rows = zip(catalog.boxes.tensor.tolist(), catalog.byte_offset.tolist(), catalog.byte_length.tolist(), strict=True)
+    return {str(catalog.key(i)): data[begin : begin + length] for i, begin, length in rows}
+
+
+@BOTH
+def test_plain_values_keep_their_types(tmp_path, new):
+    theirs = {
+        "state": {0: {"exp_avg": torch.randn(3), "step": torch.tensor(2.0)}, (1, "x"): None},
+        "list": [
+            1,
+            -(2**70),
+            2**63,
+            1.5,
+            True,
+            None,
+            "é\ud800",
+            b"\xff\x00",
+            bytearray(b"y"),
+            2j,
+            range(3),
+            slice(1, None),
+        ],
+        "sets": {frozenset((1, 2)), 3},
+        "ordered": collections.OrderedDict(a=1),
+        "size": torch.Size((2, 3)),
+        "device": torch.device("cuda:1"),
+        "dtype": torch.bfloat16,
+        "array": np.asfortranarray(np.arange(6, dtype=np.int16).reshape(2, 3)),
+        "scalar": np.float32(2.5),
+        "path": pathlib.PosixPath("/a/b"),
+        "args": argparse.Namespace(lr=0.1),
+        "rng": np.random.RandomState(1).get_state(),
+    }
+    assert_same(values_of(tmp_path, save(tmp_path, theirs, new))["model"], theirs)
+
+
+def test_objects_of_programs_are_records(tmp_path):
+    class Local:
+        pass
+
+    Local.__qualname__, Local.__module__ = "Thing", __name__
+    globals()["Thing"] = Local
+    thing = Local()
+    thing.weight, thing.step = torch.ones(2), 3
+    foreign = save(tmp_path, {"w": torch.zeros(1), "thing": thing, "function": print})
+    found = values_of(tmp_path, foreign)["model"]
+    name, fields = found["thing"]
+    assert (name, fields["step"], found["function"]) == (f"{__name__}.Thing", 3, None)
+    assert torch.equal(fields["weight"], thing.weight)
+    assert foreign.notes == ("function: the function or class builtins.print is left out",)
+
+
+def test_a_whole_module_has_the_names_of_its_state_dict(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    found = read_tensors(tmp_path, save(tmp_path, model))
+    assert_same({name.removeprefix("model/"): tensor for name, tensor in found.items()}, dict(model.state_dict()))
+
+
+def test_checkpoints_of_programs_have_states(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    theirs = {
+        "epoch": 3,
+        "global_step": 12,
+        "pytorch-lightning_version": "2.5",
+        "state_dict": model.state_dict(),
+        "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}],
+        "lr_schedulers": [],
+    }
+    found = values_of(tmp_path, save(tmp_path, theirs))
+    assert list(found) == ["model", "optimizer_states", "extra_states"]
+    assert_same(found["optimizer_states"], theirs["optimizer_states"])
+    assert found["extra_states"]["epoch"] == 3 and found["extra_states"]["lr_schedulers"] == []
+    assert_same(dict(found["model"]), dict(model.state_dict()))
+
+
+def test_torch_is_not_imported(tmp_path):
+    torch.save(tensors(), tmp_path / "x.pt")
+    program = (
+        "import sys; from bytecheckpoint.formats.torch_save import read_torch_save; "
+        "from bytecheckpoint.storage import resolve; "
+        f"print(read_torch_save(resolve({str(tmp_path)!r}), 'x.pt').catalog.count, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["12", "False"]
+
+
+def test_sums_are_those_of_the_zip(tmp_path):
+    import zlib
+
+    foreign = save(tmp_path, tensors())
+    data, sums = (tmp_path / "x.pt").read_bytes(), foreign.sums
+    assert len(sums.crc) > 5
+    for begin, length, crc in zip(sums.offset.tolist(), sums.length.tolist(), sums.crc.tolist(), strict=True):
+        assert zlib.crc32(data[begin : begin + length]) == crc
+
+
+@BOTH
+def test_requests_are_few(tmp_path, new, monkeypatch):
+    from bytecheckpoint.formats.files import RangedFile
+
+    counted, plain = [], RangedFile.read
+    monkeypatch.setattr(RangedFile, "read", lambda file, *at: counted.append(at) or plain(file, *at))
+    save(tmp_path, {str(k): torch.zeros(100_000) for k in range(20)}, new)
+    assert len(counted) <= 2 + 20 + 5  # kind of file, directory, byte order, two reads of the pickle; a header each
+    assert sum(length for _, length in counted) < 100_000 + (1 << 20)
+
+
+@BOTH
+def test_a_file_that_was_cut_short_is_damaged(tmp_path, new):
+    torch.save(tensors(), tmp_path / "x.pt", _use_new_zipfile_serialization=new)
+    data = (tmp_path / "x.pt").read_bytes()
+    for length in (len(data) - 1, len(data) - 100, len(data) // 2, 600, 30, 3, 0):
+        (tmp_path / "x.pt").write_bytes(data[:length])
+        with pytest.raises((CorruptCheckpointError, IncompatibleCheckpointError), match=r"x\.pt"):
+            read_torch_save(resolve(str(tmp_path)), "x.pt")
+
+
+def test_refusals_say_why(tmp_path):
+    storage = resolve(str(tmp_path))
+
+    def refused(text: str, error: type[Exception] = IncompatibleCheckpointError) -> None:
+        with pytest.raises(error, match=text):
+            read_torch_save(storage, "x.pt")
+
+    refused("no such file", CheckpointNotFoundError)
+    torch.save({"w": torch.zeros(100)}, tmp_path / "y.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "y.pt") as old,
+        zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    refused("deflated")
+    (tmp_path / "x.pt").write_bytes(b"\0" * 257 + b"ustar" + b"\0" * 500)
+    refused("tar file")
+    (tmp_path / "x.pt").write_bytes(b"\x80\x04K\x05.")
+    refused("another pickle")
+    (tmp_path / "x.pt").write_bytes(b"hello")
+    refused("no file of torch.save")
+    torch.save({"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}, tmp_path / "x.pt")
+    refused("quantised|QInt8")
+    torch.save({"w": torch.ones(2, dtype=torch.complex64).conj()}, tmp_path / "x.pt")
+    refused("conj")
+    torch.save({"w": torch.ones(4)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    data = (tmp_path / "x.pt").read_bytes()
+    (tmp_path / "x.pt").write_bytes(data[:-24] + struct.pack("<q", 5) + data[-16:])
+    refused("5 elements, not 4", CorruptCheckpointError)
