@@ -135,9 +135,9 @@ _TOGETHER = ("forward", "step")
 
 
 def equal(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether all bytes are equal."""
+    """Return whether all bytes are equal; the step of an optimizer may have moved to another device."""
     return found.keys() == wanted.keys() and all(
-        torch.equal(one.reshape(-1).view(torch.uint8), wanted[name].reshape(-1).view(torch.uint8))
+        torch.equal(one.cpu().reshape(-1).view(torch.uint8), wanted[name].cpu().reshape(-1).view(torch.uint8))
         for name, one in found.items()
     )
 

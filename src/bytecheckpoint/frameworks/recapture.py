@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from bytecheckpoint.frameworks.tensors.dtensors import PLAIN_TYPES, is_dtensor, local_tensor
 from bytecheckpoint.frameworks.tensors.plain import is_lazy_view
-from bytecheckpoint.representation.shards import LiveShard, LiveState
+from bytecheckpoint.representation.shards import LaterShards, LiveShard, LiveState
 
 __all__ = ["Again", "again_with_modules", "again_with_optimizers", "with_layout"]
 
@@ -106,25 +106,24 @@ class _SameObjects:
         self._numbers = [number_of[id(tensor)] for tensor in tensors]
         local = list(map(local_tensor, tensors))
         self._places = _places(tensors, local)
+        held = [tensor for tensor, shard in zip(local, shards, strict=True) if shard is not None]
+        self._forms = [(tensor.data_ptr(), tensor.stride()) for tensor in held]
         with torch.enable_grad():  # else the guards do not look at requires_grad
-            self._forms = TensorGuards(*local, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+            self._guards = TensorGuards(*local, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         self._holds = [shard is not None for shard in shards]
         self._prototypes = [replace(shard, data=_NO_DATA) for shard in shards if shard is not None]
+        self._moving = [number for number, shard in enumerate(self._prototypes) if not shard.stands_still]
 
-    def shards(self, found: _Objects) -> list[LiveShard] | None:
+    def shards(self, found: _Objects) -> LaterShards | None:
         """Return shards of the same objects as they are now; None if anything is not the same."""
         if found.marks != self._marks or list(map(id, found.objects)) != self._ids:
             return None
         tensors = list(map(found.objects.__getitem__, self._numbers))
         local = [tensor if type(tensor) in PLAIN_TYPES else local_tensor(tensor) for tensor in tensors]
         with torch.enable_grad():
-            if _places(tensors, local) != self._places or not self._forms.check(*local):
+            if _places(tensors, local) != self._places or not self._guards.check(*local):
                 return None
-        # copy.copy, or replace with the new data, takes three times as long.
-        shards: list[LiveShard] = [prototype.__copy__() for prototype in self._prototypes]  # type: ignore[attr-defined]
-        for shard, tensor in zip(shards, compress(local, self._holds), strict=True):
-            shard.data = tensor.detach()
-        return shards
+        return LaterShards(self._prototypes, list(compress(local, self._holds)), self._forms, self._moving)
 
 
 def _places(tensors: Sequence[torch.Tensor], local: Sequence[torch.Tensor]) -> tuple[object, ...]:
@@ -189,7 +188,7 @@ def again_with_modules(
     def again(value: object) -> LiveState | None:
         found = _of_modules(modules_of(value))
         known = None if found is None else same.shards(found)
-        return None if known is None else LiveState(name, known, merged=True, entries=True)
+        return None if known is None else LiveState(name, later=known, merged=True, entries=True)
 
     return again
 
@@ -234,7 +233,7 @@ def again_with_optimizers(
         known = None if found is None else same.shards(found)
         if optimizers is None or known is None or (tree := tree_of(optimizers)) is None:
             return None
-        return LiveState(name, known, tree, merged=True)
+        return LiveState(name, later=known, tree=tree, merged=True)
 
     return again
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
@@ -28,7 +28,7 @@ __all__ = ["StateProof", "SteadyShards", "StillnessTrial", "copy_volatile", "cur
 _MOST_NAMES = 10
 
 
-def copy_volatile(states: Iterable[LiveState], *, detached: bool = False) -> int:
+def copy_volatile(states: Iterable[LiveState]) -> int:
     """Copy what may change before an optimizer steps, and detach the rest from the program's own tensors.
 
     Buffers, extra states and streams are copied, but not streams that are snapshots; a copy lies on the device of its
@@ -36,7 +36,6 @@ def copy_volatile(states: Iterable[LiveState], *, detached: bool = False) -> int
 
     Args:
         states: captured states.
-        detached: True if no shard that stands still has a tensor of the program's own.
 
     Returns:
         Bytes that were copied.
@@ -44,21 +43,20 @@ def copy_volatile(states: Iterable[LiveState], *, detached: bool = False) -> int
     copied = 0
     with torch.no_grad():
         for state in states:
+            if state.later is not None:
+                copied += sum(state.later.copy(number, _copy) for number in state.later.moving)
             streamed = (shard for part in state.streams if part.fill is None for shard in part.shards)
             for shard in (*state.shards, *streamed):
-                if not _stands_still(shard):
-                    shard.data = movable(shard.data).clone().view(shard.data.dtype)
+                if not shard.stands_still:
+                    shard.data = _copy(shard.data)
                     copied += shard.data.nbytes
-                elif not detached:
+                else:
                     shard.data = shard.data.detach()
     return copied
 
 
-def _stands_still(shard: LiveShard) -> bool:
-    """Return whether a shard is a parameter, or optimizer state: nothing but a step changes it."""
-    if shard.volatile or shard.by_content:  # values are copied behind the fence
-        return False
-    return shard.requires_grad or shard.frozen or shard.must_be_equal or bool(shard.key.slot)
+def _copy(data: torch.Tensor) -> torch.Tensor:
+    return movable(data).clone().view(data.dtype)
 
 
 class SteadyShards:
@@ -75,7 +73,7 @@ class SteadyShards:
     """
 
     def __init__(self, shards: Sequence[LiveShard]) -> None:
-        self.numbers = np.flatnonzero([_stands_still(shard) for shard in shards])
+        self.numbers = np.flatnonzero([shard.stands_still for shard in shards])
         steady = [shards[number] for number in self.numbers.tolist()]
         self.keys = [shard.key for shard in steady]
         self.fragments = [shard.fragments for shard in steady]
@@ -94,19 +92,41 @@ class StateProof:
     not raise them; samples show these, unless they change a few elements only.
 
     Args:
-        shards: all shards of the save; those that were copied in the call need no proof.
-        steady: those that stand still, from these shards or from earlier ones of the same objects.
+        tensors: tensors of all shards of the save; those that were copied in the call need no proof.
+        steady: those that stand still, among these shards or earlier ones of the same objects.
+        settle: function that calls `watch`, if it was not called before.
         full: True to hash all bytes too.
     """
 
-    def __init__(self, shards: Sequence[LiveShard], steady: SteadyShards, *, full: bool = False) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        steady: SteadyShards,
+        settle: Callable[[], object] = tuple,
+        *,
+        full: bool = False,
+    ) -> None:
+        self._settle = settle
         self._full = full
         self._steady = steady
-        self._tensors = [shards[number].data for number in steady.numbers.tolist()]
+        self._tensors = [tensors[number] for number in steady.numbers.tolist()]
         self._versions = versions_of(self._tensors)
         self._open = np.ones(len(self._tensors), bool)  # those whose bytes are still read
         with torch.no_grad():
             self._samples = self._read_samples()
+
+    def watch(self, shards: Sequence[LiveShard], exchanged: Sequence[int]) -> None:
+        """Look at shards from now on, instead of the program's own tensors.
+
+        Args:
+            shards: all shards of the save.
+            exchanged: numbers of those whose tensors have other memory meanwhile: only samples prove these.
+        """
+        tensors = [shards[number].data for number in self._steady.numbers.tolist()]
+        if exchanged:
+            others = np.isin(self._steady.numbers, exchanged)
+            self._versions = np.where(others, versions_of(tensors), self._versions)
+        self._tensors = tensors
 
     def storages(self) -> frozenset[int]:
         """Return the identities of the memory of all tensors that are not proven yet."""
@@ -114,8 +134,10 @@ class StateProof:
 
     def error_of_versions(self) -> StateChangedError | None:
         """Return an error if an operation of torch has changed a tensor since the call; None otherwise."""
-        tensors = self._tensors
-        return self._error(np.flatnonzero(versions_of(tensors) != self._versions)) if tensors else None
+        if (tensors := self._tensors) and (versions_of(tensors) != self._versions).any():
+            self._settle()  # a tensor with other memory is not the one of the save
+            return self._error(np.flatnonzero(versions_of(self._tensors) != self._versions))
+        return None
 
     def check(
         self,
@@ -205,15 +227,14 @@ class StillnessTrial:
         finally:
             _trial.reset(token)
 
-    def begin(self, states: Iterable[LiveState], reason: str) -> None:
-        """Begin with the captured states of a save, or with a reason for which they cannot be copied in the background."""
+    def begin(self, shards: Iterable[LiveShard], reason: str) -> None:
+        """Begin with the shards of a save, or with a reason for which they cannot be copied in the background."""
         self.begun = True
         if reason:
             self.outcome = reason
             return
-        shards = [replace(shard, data=shard.data.detach()) for state in states for shard in state.shards]
-        shards = [shard for shard in shards if not shard.by_content]
-        proof = StateProof(shards, SteadyShards(shards))
+        own = [replace(shard, data=shard.data.detach()) for shard in shards]
+        proof = StateProof([shard.data for shard in own], SteadyShards(own))
         watch(partial(self._look, proof))
 
     def _look(self, proof: StateProof) -> None:

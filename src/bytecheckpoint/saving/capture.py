@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from bytecheckpoint.frameworks.tensors.plain import is_lazy_view
 from bytecheckpoint.garbage_collection import gc_paused
 from bytecheckpoint.planning.local_table import LocalTable, describe
 from bytecheckpoint.representation.catalog import VALUES_SLOT
-from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
+from bytecheckpoint.representation.shards import LaterShards, LiveShard, LiveState, TensorKey
 from bytecheckpoint.saving.background import StateProof, SteadyShards
 from bytecheckpoint.saving.drift import relative_drift
 from bytecheckpoint.saving.messages import ValueRecord, escaped
@@ -106,27 +107,71 @@ class ShardFacts:
         self._steady: SteadyShards | None = None
         self._tables: dict[bool, tuple[LocalTable, bytes]] = {}
 
-    def devices(self, shards: Sequence[LiveShard]) -> set[torch.device]:
+    def devices(self, held: HeldShards) -> set[torch.device]:
         """Return the devices of the shards."""
         if self._devices is None:
-            self._devices = {shard.data.device for shard in shards}
+            self._devices = {tensor.device for tensor in held.tensors()}
         return self._devices
 
-    def steady(self, shards: Sequence[LiveShard]) -> SteadyShards:
+    def steady(self, held: HeldShards) -> SteadyShards:
         """Return those that stand still."""
         if self._steady is None:
-            self._steady = SteadyShards(shards)
+            self._steady = SteadyShards(held.made())
         return self._steady
 
-    def table(
-        self, shards: Sequence[LiveShard], selection: SelectionReport, *, incremental: bool
-    ) -> tuple[LocalTable, bytes]:
+    def table(self, held: HeldShards, selection: SelectionReport, *, incremental: bool) -> tuple[LocalTable, bytes]:
         """Return the table of the shards, and its signature, which is the key of the plan cache."""
         if incremental not in self._tables:
             with gc_paused():
-                table = describe(shards, incremental=incremental)
+                table = describe(held.made(), incremental=incremental)
             self._tables[incremental] = table, signature(table, selection)
         return self._tables[incremental]
+
+
+class HeldShards:
+    """The shards of a save, which are made when they are first asked for.
+
+    Args:
+        states: captured states.
+    """
+
+    def __init__(self, states: Iterable[LiveState]) -> None:
+        self._parts: list[list[LiveShard] | LaterShards] = []
+        for state in states:
+            self._parts.append(state.later or [shard for shard in state.shards if not shard.by_content])
+        self._made: list[LiveShard] | None = None
+        self._lock = threading.Lock()
+        self.proof: StateProof | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors of all shards, which may be the program's own."""
+        if self._made is not None:
+            return [shard.data for shard in self._made]
+        found: list[torch.Tensor] = []
+        for part in self._parts:
+            found += part.tensors if isinstance(part, LaterShards) else [shard.data for shard in part]
+        return found
+
+    def made(self) -> list[LiveShard]:
+        """Return the shards."""
+        with self._lock:
+            if self._made is None:
+                made: list[LiveShard] = []
+                exchanged: list[int] = []
+                for part in self._parts:
+                    if isinstance(part, LaterShards):
+                        made, before = made + part.made(), len(made)
+                        exchanged += (before + number for number in part.exchanged)
+                    else:
+                        made = made + part
+                if self.proof is not None:
+                    self.proof.watch(made, exchanged)
+                self._made, self._parts = made, []
+            return self._made
+
+    def release(self) -> None:
+        """Drop the tensors."""
+        self._made, self._parts, self.proof = [], [], None
 
 
 class KnownCapture:
@@ -159,8 +204,7 @@ class KnownCapture:
                 if state is None:
                     return None
                 states.append(state)
-            # Modules and optimizers have no such views, or they would be captured anew.
-            resolve_lazy_views(state for state in states if state.shards and state.shards[0].by_content)
+            resolve_lazy_views(states)
         return states
 
 
@@ -169,13 +213,12 @@ class CapturedState:
     """The live objects of one rank in one save.
 
     Attributes:
-        shards: live tensors by key and box; empty after `release`.
+        held: live tensors by key and box; none after `release`.
         values: values, with data of their own or views of live memory; empty after `release`.
         copies: copies tensors from devices, after the work that the caller had queued when it saved.
         layouts: functions that describe how the objects of each state are distributed, as data for JSON; empty after
             `release`.
         selection: selected part of the states.
-        proof: facts that prove a copy in the background; None if the caller waits.
         incremental: True if files of earlier saves may be used again.
         providers: objects that hand over pieces, by the name of their state.
         facts: facts that do not depend on the content of the shards.
@@ -183,12 +226,11 @@ class CapturedState:
         fills: functions that fill values; empty once they were called.
     """
 
-    shards: list[LiveShard]
+    held: HeldShards
     values: list[Value]
     copies: DeviceCopies
     layouts: dict[str, Callable[[], Any]]
     selection: SelectionReport
-    proof: StateProof | None = None
     incremental: bool = False
     providers: Mapping[str, Any] = field(default_factory=dict)
     facts: ShardFacts = field(default_factory=ShardFacts)
@@ -215,15 +257,11 @@ class CapturedState:
             proof: extent of the samples to take now, which prove a later copy.
         """
         facts = facts or ShardFacts()
-        shards: list[LiveShard] = []
+        held = HeldShards(states)
         values: list[Value] = []
         fills: list[Callable[[], object]] = []
         for state in states:
-            for shard in state.shards:
-                if shard.by_content:
-                    values.append(_value_of_shard(shard))
-                else:
-                    shards.append(shard)
+            values += (_value_of_shard(shard) for shard in state.shards if shard.by_content)
             if state.tree is not None:
                 values.append(_value_of_tree(state, "", state.tree, merged=state.merged))
             for part in state.streams:
@@ -231,18 +269,29 @@ class CapturedState:
                 values += (_value_of_shard(shard, merged=True, parts=state.stream_count) for shard in part.shards)
                 fills += [part.fill] if part.fill is not None else []
         # Before the events that `DeviceCopies` queues.
-        proven = StateProof(shards, facts.steady(shards), full=proof == "full") if proof != "none" else None
-        devices = facts.devices(shards) | {value.data.device for value in values}
+        if proof != "none":
+            held.proof = StateProof(held.tensors(), facts.steady(held), held.made, full=proof == "full")
+        devices = facts.devices(held) | {value.data.device for value in values}
         copies = DeviceCopies(devices, to_host=True, timeout=timeout)
         layouts = {state.name: state.layout for state in states}
         providers = {state.name: state.provider for state in states if state.provider is not None}
         streams = {state.name: state.stream_count for state in states if state.stream_count and not state.streams}
         selection = selection or SelectionReport()
-        return cls(shards, values, copies, layouts, selection, proven, False, providers, facts, streams, fills)
+        return cls(held, values, copies, layouts, selection, False, providers, facts, streams, fills)
+
+    @property
+    def shards(self) -> list[LiveShard]:
+        """Live tensors by key and box; none after `release`."""
+        return self.held.made()
+
+    @property
+    def proof(self) -> StateProof | None:
+        """Facts that prove a copy in the background; None if the caller waits."""
+        return self.held.proof
 
     def describe(self) -> tuple[LocalTable, bytes]:
         """Return the table of the shards, and its signature, which is the key of the plan cache."""
-        return self.facts.table(self.shards, self.selection, incremental=self.incremental)
+        return self.facts.table(self.held, self.selection, incremental=self.incremental)
 
     def hash_values(self) -> None:
         """Hash the values now, before the caller changes them."""
@@ -292,7 +341,7 @@ class CapturedState:
 
     def release(self) -> None:
         """Drop the live tensors, which the caller may change from now on."""
-        self.shards.clear()
+        self.held.release()
         self.values.clear()
         self.layouts.clear()
 

@@ -122,8 +122,7 @@ class Save:
         key = states.identity()
         known = None if key is None else self._resources.captures.get(key)
         live: Sequence[LiveState] | None = None if known is None else known.again(states.objects)
-        detached = live is not None
-        self._operation.count("captured again", int(detached))
+        self._operation.count("captured again", int(live is not None))
         if live is None:
             live = select_states(states.framework.capture(states.objects, names=states.names), states.selection)
             resolve_lazy_views(live)
@@ -132,9 +131,7 @@ class Save:
                 self._resources.captures.add(key, known)
         background = request.mode is SaveMode.BACKGROUND
         if background:
-            self._operation.count("copied in the call", nbytes=copy_volatile(live, detached=detached))
-        elif (trial := current_trial()) is not None:
-            trial.begin(live, states.reason_to_block())
+            self._operation.count("copied in the call", nbytes=copy_volatile(live))
         self._operation.step = request.step
         captured = CapturedState.of(
             live,
@@ -143,6 +140,8 @@ class Save:
             facts=None if known is None else known.facts,
             proof=request.settings.staging.check if background else "none",
         )
+        if not background and (trial := current_trial()) is not None:
+            trial.begin(captured.shards, states.reason_to_block())
         return replace(captured, incremental=bool(request.incremental))
 
     def take_pieces(self, captured: CapturedState) -> None:
