@@ -2,6 +2,6 @@
 
 from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.alerts.evaluation import Evaluation
-from bytecheckpoint.monitoring.alerts.rules import Rule, load_rules
+from bytecheckpoint.monitoring.alerts.rules import AlertRule, load_rules
 
-__all__ = ["Alert", "Evaluation", "Rule", "load_rules"]
+__all__ = ["Alert", "AlertRule", "Evaluation", "load_rules"]

@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from bytecheckpoint.concurrency import call_with_timeout
 from bytecheckpoint.errors import StorageFullError
 from bytecheckpoint.monitoring.alert import Alert
-from bytecheckpoint.monitoring.alerts.rules import OFF, OverdueRule, Rule, StorageRule, UnflushedRule, rules_in_force
+from bytecheckpoint.monitoring.alerts.rules import (
+    OFF,
+    AlertRule,
+    OverdueRule,
+    StorageRule,
+    UnflushedRule,
+    rules_in_force,
+)
 from bytecheckpoint.monitoring.analysis.run import COMPARED
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.analysis.words import size_text
@@ -41,11 +48,11 @@ class Evaluation:
         rules: rules to apply.
     """
 
-    def __init__(self, rules: Iterable[Rule]) -> None:
+    def __init__(self, rules: Iterable[AlertRule]) -> None:
         self._rules = list(rules)
         self._before: dict[tuple[str, str, int], deque[OperationSummary]] = {}
         self._saves: deque[OperationSummary] = deque(maxlen=COMPARED)  # newest saves of the newest run
-        self._raised: dict[tuple[Rule, str, int | None, str], float] = {}  # time of the last alert
+        self._raised: dict[tuple[AlertRule, str, int | None, str], float] = {}  # time of the last alert
 
     def after(self, summary: OperationSummary, lacking: Callable[[str, int], str] | None = None) -> list[Alert]:
         """Return the alerts about an operation that has ended.
@@ -105,7 +112,7 @@ class Evaluation:
         known = [limit for limit in limits if limit is not None]
         return self._saves[-1].began + min(known) if known else None
 
-    def _new(self, rule: Rule, alerts: Sequence[Alert]) -> list[Alert]:
+    def _new(self, rule: AlertRule, alerts: Sequence[Alert]) -> list[Alert]:
         """Return the alerts that were not raised within the rule's `repeat`."""
         found = []
         for alert in alerts:

@@ -19,7 +19,7 @@ from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.analysis.words import bandwidth_text, rank_text, ranks_text, seconds_text, size_text
 from bytecheckpoint.monitoring.progress import OperationProgress
 
-__all__ = ["OFF", "OverdueRule", "Rule", "StorageRule", "UnflushedRule", "load_rules", "rules_in_force"]
+__all__ = ["OFF", "AlertRule", "OverdueRule", "StorageRule", "UnflushedRule", "load_rules", "rules_in_force"]
 
 _log = logging.getLogger("bytecheckpoint")
 #: Value of the setting `alerts` for no rules.
@@ -37,7 +37,7 @@ _EXPECTED = ("CheckpointNotFoundError:", "KeyboardInterrupt:")
 _TIER = "tier+"
 
 
-class Rule(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_unknown_fields=True):
+class AlertRule(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_unknown_fields=True):
     """A rule that makes alerts.
 
     Attributes:
@@ -74,7 +74,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_u
         return Alert(rule=self.title, severity=self.severity, text=f"{about.name}: {text}", **facts)
 
 
-class ThresholdRule(Rule, frozen=True, kw_only=True, tag="threshold"):
+class ThresholdRule(AlertRule, frozen=True, kw_only=True, tag="threshold"):
     """Alerts if a metric is above or below a limit."""
 
     metric: str
@@ -100,7 +100,7 @@ class ThresholdRule(Rule, frozen=True, kw_only=True, tag="threshold"):
             yield self.alert(f"{self.metric} is {value:g}, {side} {limit:g}", now, value=value, limit=limit)
 
 
-class StragglerRule(Rule, frozen=True, kw_only=True, tag="straggler"):
+class StragglerRule(AlertRule, frozen=True, kw_only=True, tag="straggler"):
     """Alerts if a rank is much slower than the others in a phase."""
 
     ratio: _Positive = 2.0
@@ -123,7 +123,7 @@ class StragglerRule(Rule, frozen=True, kw_only=True, tag="straggler"):
             )  # fmt: skip
 
 
-class BandwidthRule(Rule, frozen=True, kw_only=True, tag="bandwidth"):
+class BandwidthRule(AlertRule, frozen=True, kw_only=True, tag="bandwidth"):
     """Alerts if all ranks together are much slower than before."""
 
     fraction: _Positive = 0.4
@@ -149,7 +149,7 @@ class BandwidthRule(Rule, frozen=True, kw_only=True, tag="bandwidth"):
             )  # fmt: skip
 
 
-class RetriesRule(Rule, frozen=True, kw_only=True, tag="retries"):
+class RetriesRule(AlertRule, frozen=True, kw_only=True, tag="retries"):
     """Alerts if requests are repeated."""
 
     per_rank: _Positive = 3.0
@@ -165,7 +165,7 @@ class RetriesRule(Rule, frozen=True, kw_only=True, tag="retries"):
             )  # fmt: skip
 
 
-class MissingRule(Rule, frozen=True, kw_only=True, tag="missing"):
+class MissingRule(AlertRule, frozen=True, kw_only=True, tag="missing"):
     """Alerts if ranks have reported nothing."""
 
     def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
@@ -174,7 +174,7 @@ class MissingRule(Rule, frozen=True, kw_only=True, tag="missing"):
             yield self.alert(text, now, rank=now.missing[0], value=float(len(now.missing)), limit=0.0)
 
 
-class FailedRule(Rule, frozen=True, kw_only=True, tag="failed"):
+class FailedRule(AlertRule, frozen=True, kw_only=True, tag="failed"):
     """Alerts if an operation failed."""
 
     corrupt = False
@@ -196,7 +196,7 @@ class VerificationRule(FailedRule, frozen=True, kw_only=True, tag="verification"
     corrupt = True
 
 
-class StorageRule(Rule, frozen=True, kw_only=True, tag="storage"):
+class StorageRule(AlertRule, frozen=True, kw_only=True, tag="storage"):
     """Alerts if the storage is nearly full."""
 
     saves: _Positive = 3.0
@@ -214,7 +214,7 @@ class StorageRule(Rule, frozen=True, kw_only=True, tag="storage"):
             yield self.alert(text, now, limit=float(wanted))
 
 
-class OverdueRule(Rule, frozen=True, kw_only=True, tag="overdue"):
+class OverdueRule(AlertRule, frozen=True, kw_only=True, tag="overdue"):
     """Alerts if no checkpoint comes for long."""
 
     factor: _Positive = 3.0
@@ -237,7 +237,7 @@ class OverdueRule(Rule, frozen=True, kw_only=True, tag="overdue"):
             yield self.alert(text, saves[-1], value=waited, limit=limit, time=time)
 
 
-class UnflushedRule(Rule, frozen=True, kw_only=True, tag="unflushed"):
+class UnflushedRule(AlertRule, frozen=True, kw_only=True, tag="unflushed"):
     """Alerts if a step of a tier does not become durable."""
 
     seconds: _Number = 1800.0
@@ -274,7 +274,7 @@ class RuleSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rule: list[AnyRule] = []
 
 
-def load_rules(path: str = "") -> list[Rule]:
+def load_rules(path: str = "") -> list[AlertRule]:
     """Read rules from a TOML file.
 
     Args:
@@ -293,7 +293,7 @@ def load_rules(path: str = "") -> list[Rule]:
 
 
 @functools.cache
-def rules_in_force(setting: str) -> Sequence[Rule]:
+def rules_in_force(setting: str) -> Sequence[AlertRule]:
     """Return the rules of the setting `alerts`; the built-in ones, with a warning, if its file is wrong."""
     if setting == OFF:
         return ()

@@ -156,13 +156,13 @@ def _severity(lasting: str, episode: Episode) -> str:
     return lasting if episode.ended is None else "info"
 
 
-def _alerts(summaries: Sequence[OperationSummary], *chosen: rules.Rule) -> list[Alert]:
+def _alerts(summaries: Sequence[OperationSummary], *chosen: rules.AlertRule) -> list[Alert]:
     """Return the alerts of some rules about the operations."""
     return [alert for summary in summaries for rule in chosen for alert in rule.check(summary, ())]
 
 
 def _joined(
-    summaries: Sequence[OperationSummary], cause: Callable[[OperationSummary], str], *chosen: rules.Rule
+    summaries: Sequence[OperationSummary], cause: Callable[[OperationSummary], str], *chosen: rules.AlertRule
 ) -> Iterator[tuple[str, OperationSummary, Episode, Alert]]:
     """Yield (cause, last operation, episode, last alert) of the alerts of some rules, joined by kind and cause."""
     for kind in ("save", "load"):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bytecheckpoint.monitoring.alert import Alert
-from bytecheckpoint.monitoring.alerts import Evaluation, Rule
+from bytecheckpoint.monitoring.alerts import AlertRule, Evaluation
 from bytecheckpoint.monitoring.analysis.limits import Limits
 from bytecheckpoint.monitoring.analysis.run import RunSummary, Shares, summarize_run
 from bytecheckpoint.monitoring.analysis.words import plural, seconds_text
@@ -48,7 +48,7 @@ class Reporter:
         mtbf: mean seconds between two failures; None if unknown.
     """
 
-    rules: Sequence[Rule] = ()
+    rules: Sequence[AlertRule] = ()
     bandwidth: float | None = None
     mtbf: float | None = None
 
