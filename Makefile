@@ -50,7 +50,7 @@ format: venv ## sort imports, fix what can be fixed, format
 	$(PY) -m ruff format .
 
 # The packages whose tests start no processes, or few.
-QUICK := representation planning engine saving opening golden tools roundtrip cli docs demo frameworks \
+QUICK := representation layouts planning engine saving opening golden tools roundtrip cli docs demo frameworks \
 	collectives/test_agreement.py collectives/test_threads.py storage/test_registry.py storage/test_ranged.py \
 	storage/test_wrappers.py
 check: venv lint types imports ## the inner loop: linters, types, and the tests of the quick packages, in under two minutes
@@ -80,7 +80,7 @@ test-servers-all: venv servers ## the same, with the slow tests, MinIO, and a co
 # What a change of Python can break; the many parallel layouts are tested on one Python only.
 test-oldest: ## the quick packages on Python 3.11, the oldest that is supported (environment: .venv-oldest)
 	VENV=.venv-oldest PYTHON=3.11 EXTRAS=$(TESTED) ./scripts/bootstrap.sh
-	.venv-oldest/bin/python -m pytest -n $(WORKERS) tests/representation tests/planning tests/opening tests/tools tests/cli \
+	.venv-oldest/bin/python -m pytest -n $(WORKERS) tests/representation tests/layouts tests/planning tests/opening tests/tools tests/cli \
 		tests/roundtrip tests/saving tests/golden
 
 # MosaicML Streaming wants an older numpy than the other tools.

@@ -1,0 +1,230 @@
+"""Bind a layout to the names and shapes of both sides: number the parts, find all sizes, prove that nothing is missing.
+
+The tensors that a rule's component connects are an instance. Instances of equal shapes share sizes and lowerings, so the
+cost per tensor is that of matching its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.layouts.axes import TextError
+from bytecheckpoint.layouts.component import BoundComponent
+from bytecheckpoint.layouts.config import Config, dim_size
+from bytecheckpoint.layouts.instances import ComponentBinder
+from bytecheckpoint.layouts.layout import Layout
+from bytecheckpoint.layouts.lowering import Lowering, PartPlaces
+from bytecheckpoint.layouts.matching import (
+    MatchedSide,
+    Side,
+    TextCodes,
+    active_rules,
+    check_left_over,
+    match_side,
+    text_error,
+)  # fmt: skip
+from bytecheckpoint.layouts.parts import Part, SourcePlace, part_text
+from bytecheckpoint.layouts.sizes import numbering
+from bytecheckpoint.layouts.statements import Rule
+from bytecheckpoint.representation.boxes import Int64s
+
+__all__ = ["Binding", "BoundSide", "PartGroup", "bind"]
+
+
+@dataclass(frozen=True, eq=False)
+class PartGroup:
+    """Parts of one name of one rule, which have consecutive numbers.
+
+    Attributes:
+        start: number of the first part.
+        stop: number after the last part.
+        rule: rule of the parts.
+        part: name and dims of the parts.
+        place: place of the rule in the source.
+    """
+
+    start: int
+    stop: int
+    rule: Rule
+    part: Part
+    place: SourcePlace
+
+    def __str__(self) -> str:
+        return f"{part_text(self.part.labels)} of {self.place}"
+
+
+@dataclass(frozen=True, eq=False)
+class BoundSide:
+    """The tensors of a side, and the parts in them.
+
+    Attributes:
+        names: names of the tensors.
+        shapes: shapes of the tensors, padded with -1, int64 [t, d].
+        ndims: number of dimensions of each tensor, int64 [t].
+        places: places of the parts.
+        unbound: numbers of the tensors that hold no part, because the layout lets them be ignored.
+    """
+
+    names: Sequence[str]
+    shapes: Int64s
+    ndims: Int64s
+    places: PartPlaces
+    unbound: Int64s
+
+
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """A layout, bound to both sides.
+
+    Attributes:
+        layout: the layout.
+        sizes: size of each part along its dims, padded with 1, int64 [p, k].
+        groups: parts by rule, in ascending order.
+        left: the left side.
+        right: the right side.
+        undecided: requirements whose keys no configuration has.
+    """
+
+    layout: Layout
+    sizes: Int64s
+    groups: Sequence[PartGroup]
+    left: BoundSide
+    right: BoundSide
+    undecided: Sequence[str]
+
+    def group(self, part: int) -> PartGroup:
+        """Return the group of a part, for messages."""
+        return next(group for group in self.groups if group.start <= part < group.stop)
+
+
+def bind(layout: Layout, left: Side | None = None, right: Side | None = None, config: Config | None = None) -> Binding:
+    """Bind a layout to the tensors of one side or of both.
+
+    Args:
+        layout: the layout.
+        left: tensors of the left side, None to derive them from the right side.
+        right: tensors of the right side, None to derive them from the left side.
+        config: configurations of both sides, as {"hf.num_attention_heads": 32}.
+
+    Raises:
+        IncompatibleCheckpointError: names, shapes and layout do not fit together.
+        UsageError: a requirement of the layout is not met.
+    """
+    if left is None and right is None:
+        raise UsageError("a layout is bound to the tensors of a side: give `left` or `right`")
+    config = config or {}
+    undecided = layout.check_config(config)
+    given = (left, right)
+    codes = TextCodes()
+    rules = active_rules(layout, config)
+    matched = [
+        None if side is None else match_side(layout, number, side, rules, codes, config, None in given)
+        for number, side in enumerate(given)
+    ]
+    known = _known(layout, config)
+    binder = ComponentBinder(layout, matched, config)
+    groups: list[PartGroup] = []
+    sizes: list[Int64s] = []
+    bound: list[BoundComponent] = []
+    count = 0
+    for number, parsed in enumerate(rules):
+        solved = numbering(parsed, number, matched, known | parsed.rule.sizes)
+        for component, made in binder.bind(parsed, number, codes.texts(number), known | parsed.rule.sizes, solved):
+            bound.append(made)
+            for part, own in zip(component.parts, made.part_sizes, strict=True):
+                groups.append(PartGroup(count, count + len(own), parsed.rule, part, parsed.families[0].place))
+                count += len(own)
+                sizes.append(own)
+    binder.check_numbers()
+    for number, side in enumerate(matched):
+        if side is not None:
+            check_left_over(layout, number, side, rules)
+    starts = np.cumsum([0, *map(len, sizes)])
+    table = _stacked(sizes, 1)
+    ends = [_bound_side(number, side, bound, starts, table.shape[1]) for number, side in enumerate(matched)]
+    return Binding(layout, table, groups, ends[0], ends[1], undecided)
+
+
+def _known(layout: Layout, config: Config) -> dict[str, int]:
+    known: dict[str, int] = {}
+    for name, text in layout.all_dims.items():
+        try:
+            size = dim_size(text, config)
+        except TextError as error:
+            raise text_error(f"{layout.file or layout.name}: dim '{name}'", error) from None
+        if size is not None:
+            known[name] = size
+    return known
+
+
+def _stacked(arrays: Sequence[Int64s], fill: int) -> Int64s:
+    """Return matrices of different widths below each other."""
+    width = max((a.shape[1] for a in arrays), default=1) or 1
+    wide = [np.pad(a, ((0, 0), (0, width - a.shape[1])), constant_values=fill) for a in arrays]
+    return np.concatenate(wide) if wide else np.zeros((0, width), np.int64)
+
+
+def _bound_side(
+    number: int, matched: MatchedSide | None, bound: Sequence[BoundComponent], starts: Int64s, width: int
+) -> BoundSide:
+    names: Sequence[str]
+    if matched is not None:
+        names, shapes, ndims = matched.side.names, matched.shapes, matched.ndims
+    else:
+        names = [name for component in bound for name in component.names]
+        shapes = _stacked([component.shapes for component in bound], -1)
+        ndims = (shapes >= 0).sum(1)
+    tensor, part, lowering, fixed = [], [], [], []
+    lowerings: list[Lowering] = []
+    group, derived = 0, 0
+    for component in bound:
+        for rows in component.rows[number]:
+            tensor.append(rows.tensor + (derived if matched is None else 0))
+            part.append(np.where(rows.index < 0, -1, rows.index + starts[group + rows.part] if rows.part >= 0 else -1))
+            lowering.append(rows.lowering + len(lowerings))
+            fixed.append(rows.fixed)
+            lowerings += rows.lowerings
+        group += len(component.part_sizes)
+        derived += len(component.names)
+    empty = np.zeros(0, np.int64)
+    columns = [np.concatenate([empty, *arrays]) for arrays in (tensor, part, lowering)]
+    copy = np.zeros(len(columns[0]), bool)
+    places = PartPlaces(columns[0], columns[1], columns[2], _stacked(fixed, 0), copy, lowerings, width)
+    places = _sorted(places, np.argsort(places.tensor, kind="stable"))
+    if matched is not None and matched.copies:
+        places = _with_copies(places, matched)
+    unbound = np.setdiff1d(np.arange(len(names)), places.tensor)
+    return BoundSide(names, shapes, ndims, places, unbound)
+
+
+def _sorted(p: PartPlaces, order: Int64s) -> PartPlaces:
+    return PartPlaces(
+        p.tensor[order], p.part[order], p.lowering[order], p.fixed[order], p.copy[order], p.lowerings, p.width
+    )
+
+
+def _with_copies(places: PartPlaces, matched: MatchedSide) -> PartPlaces:
+    """Give second names that hold no part of their own the parts of the tensors that they name."""
+    places_of: list[Int64s] = []
+    tensors: list[Int64s] = []
+    for tensor, of in matched.copies.items():
+        at = np.flatnonzero(places.tensor == of)
+        if tensor in places.tensor or not len(at):
+            continue
+        shapes = [matched.side.shapes[k] for k in (tensor, of)]
+        if list(shapes[0]) != list(shapes[1]):
+            names = [matched.side.names[k] for k in (tensor, of)]
+            raise IncompatibleCheckpointError(
+                f"{names[0]} is a second name of {names[1]}, but has shape {list(shapes[0])}, not {list(shapes[1])}"
+            )
+        places_of.append(at)
+        tensors.append(np.full(len(at), tensor))
+    index = np.concatenate([np.arange(len(places)), *places_of])
+    joined = _sorted(places, index)
+    added = np.concatenate([places.tensor, *tensors])
+    joined = replace(joined, tensor=added, copy=np.arange(len(index)) >= len(places))
+    return _sorted(joined, np.argsort(joined.tensor, kind="stable"))

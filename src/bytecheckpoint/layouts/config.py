@@ -1,0 +1,134 @@
+"""Evaluate the expressions of a layout over the configurations of both sides, as `hf.hidden_size / 2`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from bytecheckpoint.layouts.axes import TextError
+
+__all__ = ["Config", "check_condition", "check_size", "condition", "dim_size", "keys_of"]
+
+Config = Mapping[str, object]
+_WORD = r"[^\W\d]\w*(?:\.\w+)*"
+_OPERAND = re.compile(rf"\s*({_WORD}|[0-9]+)\s*")
+_CLAUSE = re.compile(rf"(not\s+)?({_WORD})(?:\s*(!=|=)\s*(\S+)|\s+in\s+(\S.*))?", re.DOTALL)
+_CONSTANTS = {"true": True, "false": False, "none": None}
+
+
+def keys_of(text: str) -> Iterator[str]:
+    """Yield the keys, as `hf.vocab_size`, that an expression or a condition asks for."""
+    yield from re.findall(r"(?<![\w.])[^\W\d]\w*(?:\.\w+)+", text)
+
+
+def check_size(text: str, sides: Sequence[str]) -> None:
+    """Refuse a text that is no expression of a size."""
+    for alternative in text.split("|"):
+        parts = re.split(r"[-+*/]", alternative)
+        if not all(_OPERAND.fullmatch(part) for part in parts):
+            raise TextError(
+                f"'{alternative.strip()}' is no size: write keys and numbers with + - * /, as hf.hidden_size / 2"
+            )
+        _check_keys(parts, sides)
+
+
+def check_condition(text: str, sides: Sequence[str]) -> None:
+    """Refuse a text that is no condition."""
+    for clause in _clauses(text):
+        found = _CLAUSE.fullmatch(clause)
+        if not found:
+            raise TextError(
+                f"'{clause}' is no condition: write 'KEY', 'not KEY', 'KEY = VALUE' or 'KEY in VALUE VALUE'"
+            )
+        _check_keys([found[2]], sides)
+
+
+def _check_keys(texts: Sequence[str], sides: Sequence[str]) -> None:
+    for text in texts:
+        key = text.strip()
+        if not key.isdecimal() and key.partition(".")[0] not in sides:
+            raise TextError(f"'{key}' is of no side: it must begin with {' or '.join(f'{side}.' for side in sides)}")
+
+
+def _clauses(text: str) -> list[str]:
+    return [clause.strip() for clause in re.split(r"\sand\s", text)]
+
+
+def condition(text: str, config: Config) -> bool | None:
+    """Return whether a condition holds, None if the configurations do not have its keys."""
+    results = [_clause(clause, config) for clause in _clauses(text)]
+    return False if False in results else None if None in results else True
+
+
+def _clause(text: str, config: Config) -> bool | None:
+    negated, key, relation, value, members = _CLAUSE.fullmatch(text).groups()  # type: ignore[union-attr]
+    if config.get(key) is None and value != "none":
+        return None
+    actual = config.get(key)
+    if members is not None:
+        result = any(_equal(actual, _value(member, config)) for member in members.split())
+    elif relation:
+        if value in config and config[value] is None:
+            return None
+        result = _equal(actual, _value(value, config)) == (relation == "=")
+    else:
+        result = bool(actual)
+    return not result if negated else result
+
+
+def _value(text: str, config: Config) -> object:
+    if text in config:
+        return config[text]
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _equal(actual: object, value: object) -> bool:
+    return bool(actual == value) and isinstance(actual, bool) == isinstance(value, bool)
+
+
+def dim_size(text: str, config: Config) -> int | None:
+    """Return the size that an expression gives: the first known alternative of each side, on which the sides must agree.
+
+    Raises:
+        TextError: the sides disagree, or the size is no natural number.
+    """
+    found: dict[str, tuple[str, int]] = {}
+    for alternative in map(str.strip, text.split("|")):
+        side = next(keys_of(alternative), "").partition(".")[0]
+        value = None if side in found else _arithmetic(alternative, config)
+        if value is not None:
+            found[side] = (alternative, value)
+    for (first, one), (other, two) in zip(found.values(), list(found.values())[1:], strict=False):
+        if one != two:
+            raise TextError(f"{first} is {one}, but {other} is {two}")
+    return next((value for _, value in found.values()), None)
+
+
+def _arithmetic(text: str, config: Config) -> int | None:
+    """Evaluate `a + b * c`: products before sums, each from left to right."""
+    total, tokens = 0.0, re.split(r"([-+*/])", text)
+    product, sign = 1.0, 1
+    operator = "*"
+    for token in map(str.strip, tokens):
+        if token in "+-":
+            total, product, sign, operator = total + sign * product, 1.0, -1 if token == "-" else 1, "*"
+        elif token in "*/":
+            operator = token
+        else:
+            value = int(token) if token.isdecimal() else config.get(token)
+            if value is None:
+                return None
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TextError(f"{token} is {value!r}, which is no number")
+            if operator == "/" and value == 0:
+                raise TextError(f"{token} is 0 in '{text}'")
+            product = product * value if operator == "*" else product / value
+    total += sign * product
+    if total != total // 1 or total < 0:  # also for nan and infinity
+        raise TextError(f"'{text}' is {total:g}, which is no size")
+    return int(total)

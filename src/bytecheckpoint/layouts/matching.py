@@ -1,0 +1,233 @@
+"""Match the names of a side with the rules of a layout, as columns."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.layouts.axes import TextError
+from bytecheckpoint.layouts.config import Config, condition
+from bytecheckpoint.layouts.layout import Layout, ParsedRule, conflicts
+from bytecheckpoint.layouts.names import Template, parse_template
+from bytecheckpoint.layouts.parts import Family
+from bytecheckpoint.layouts.statements import Alias, Scales, Statement
+from bytecheckpoint.representation.boxes import Int64s
+from bytecheckpoint.representation.similar_names import SimilarNames
+
+__all__ = ["MatchedSide", "Rows", "Side", "TextCodes", "active_rules", "check_left_over", "match_side", "text_error"]
+
+_DIGITS = re.compile(r"[0-9]+")
+_MOST_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Side:
+    """The tensors of one side.
+
+    Attributes:
+        names: names of the tensors.
+        shapes: shapes of the tensors.
+        partial: these are some of the side's tensors, as those of one rank: others may be missing.
+    """
+
+    names: Sequence[str]
+    shapes: Sequence[Sequence[int]]
+    partial: bool = False
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The names that fit one family.
+
+    Attributes:
+        tensor: number of each tensor, int64 [n].
+        code: number of each name's texts among those of the rule, int64 [n].
+        numbers: numbers in each name, int64 [n, holes].
+    """
+
+    tensor: Int64s
+    code: Int64s
+    numbers: Int64s
+
+
+@dataclass
+class MatchedSide:
+    """The names of a side, matched with rules.
+
+    Attributes:
+        side: the side.
+        shapes: shapes, padded with -1, int64 [n, d].
+        ndims: number of dimensions of each tensor, int64 [n].
+        rows: names that fit each family, by number of the rule and of the family in it.
+        left_over: numbers of the tensors whose names fit no rule.
+        virtual: missing second names of tensors.
+        copies: numbers of the tensors that are second names, and those of the tensors that they name.
+    """
+
+    side: Side
+    shapes: Int64s
+    ndims: Int64s
+    rows: dict[tuple[int, int], Rows] = field(default_factory=dict)
+    left_over: list[int] = field(default_factory=list)
+    virtual: set[str] = field(default_factory=set)
+    copies: dict[int, int] = field(default_factory=dict)
+
+
+class TextCodes:
+    """Numbers of the texts in the names of each rule."""
+
+    def __init__(self) -> None:
+        self._codes: dict[int, dict[tuple[str, ...], int]] = defaultdict(dict)
+
+    def code(self, rule: int, texts: tuple[str, ...]) -> int:
+        """Return the number of some texts."""
+        codes = self._codes[rule]
+        return codes.setdefault(texts, len(codes))
+
+    def texts(self, rule: int) -> list[tuple[str, ...]]:
+        """Return the texts of a rule by number."""
+        return list(self._codes[rule]) or [()]
+
+
+def active_rules(layout: Layout, config: Config) -> list[ParsedRule]:
+    """Return the rules whose conditions hold."""
+    active = [parsed for parsed in layout.parsed if not parsed.rule.when or condition(parsed.rule.when, config)]
+    conditional = [parsed for parsed in active if parsed.rule.when]
+    for first, second, name in conflicts(conditional, all_hold=True):
+        raise UsageError(f"{second.place}: '{name}' fits {first.place} too, and the conditions of both rules hold")
+    for parsed in active:
+        if parsed.rule.mean:
+            raise UsageError(f"{parsed.families[0].place}: 'mean' is understood, but cannot be loaded yet")
+    return active
+
+
+def match_side(
+    layout: Layout, number: int, side: Side, rules: Sequence[ParsedRule], codes: TextCodes, config: Config, alone: bool
+) -> MatchedSide:
+    """Match the names of a side.
+
+    Args:
+        layout: the layout.
+        number: 0 for the left side, 1 for the right one.
+        side: the tensors.
+        rules: rules that hold.
+        codes: numbers of texts, to which those of these names are added.
+        config: configurations of both sides.
+        alone: the other side is to be derived from this one.
+    """
+    if len(side.names) != len(side.shapes):
+        raise UsageError(f"the {layout.sides[number]} side has {len(side.names)} names and {len(side.shapes)} shapes")
+    ndims = np.fromiter(map(len, side.shapes), np.int64, len(side.shapes))
+    shapes = np.full((len(ndims), int(ndims.max(initial=1))), -1, np.int64)
+    shapes[np.arange(shapes.shape[1]) < ndims[:, None]] = np.fromiter(
+        (size for shape in side.shapes for size in shape), np.int64, int(ndims.sum())
+    )
+    matched = MatchedSide(side, shapes, ndims)
+    names = list(side.names)
+    tensors = list(range(len(names)))
+    for alias in layout.merged("aliases"):
+        assert isinstance(alias, Alias)
+        if alias.side == layout.sides[number] and (not alias.when or condition(alias.when, config)):
+            _add_alias(alias, side.names, names, tensors, matched, alone)
+    families = [
+        (r, f, family)
+        for r, parsed in enumerate(rules)
+        for f, family in enumerate(parsed.families)
+        if family.side == number
+    ]
+    texts_of = [{right: left for left, right in parsed.rule.names.items()} if number else {} for parsed in rules]
+    found: dict[tuple[int, int], tuple[list[int], list[int], list[list[int]]]] = {}
+    candidates: dict[str, list[tuple[int, int, Family]]] = {}
+    skeletons = _skeletons(names)
+    for tensor, name, skeleton in zip(tensors, names, skeletons, strict=True):
+        if alone and tensor in matched.copies:
+            continue
+        possible = candidates.get(skeleton)
+        if possible is None:
+            possible = [item for item in families if item[2].template.skeleton.fullmatch(skeleton)]
+            candidates[skeleton] = possible
+        for r, f, family in possible:
+            match = family.template.match(name)
+            if match is not None:
+                numbers, texts = match
+                lists = found.get((r, f)) or found.setdefault((r, f), ([], [], []))
+                lists[0].append(tensor)
+                lists[1].append(codes.code(r, tuple(texts_of[r].get(text, text) for text in texts)) if texts else 0)
+                lists[2].append(numbers)
+                break
+        else:
+            matched.left_over.append(tensor)
+    for key, (tensor_list, code_list, number_lists) in found.items():
+        numbers_of = np.array(number_lists, np.int64).reshape(len(tensor_list), -1)
+        matched.rows[key] = Rows(np.array(tensor_list, np.int64), np.array(code_list, np.int64), numbers_of)
+    return matched
+
+
+def _skeletons(names: Sequence[str]) -> list[str]:
+    """Return the names with `#` for each run of digits, so that most names of a model are equal."""
+    joined = "\0".join(names)
+    if joined.count("\0") != len(names) - 1:
+        return [_DIGITS.sub("#", name) for name in names]
+    return _DIGITS.sub("#", joined).split("\0") if names else []
+
+
+def _add_alias(
+    alias: Alias, given: Sequence[str], names: list[str], tensors: list[int], matched: MatchedSide, alone: bool
+) -> None:
+    """Find the second names that are there, and add those that are missing to `names`."""
+    second, first = parse_template(alias.name), parse_template(alias.of)
+    numbers = {name: number for number, name in enumerate(given)}
+
+    def other(name: str, template: Template, target: Template) -> str | None:
+        match = template.match(name)
+        if match is None:
+            return None
+        holes = dict(zip((str(hole.axis) for hole in template.holes), match[0], strict=True))
+        texts = dict(zip((text.name for text in template.texts), match[1], strict=True))
+        try:
+            return target.writer(texts)([holes[str(hole.axis)] for hole in target.holes])
+        except KeyError:  # the other name needs a number or text that this one lacks
+            return None
+
+    for name, number in numbers.items():
+        of = other(name, second, first)
+        if of in numbers:
+            matched.copies[number] = numbers[of]
+        missing = other(name, first, second)
+        if missing is not None and missing not in numbers and not alone:
+            names.append(missing)
+            tensors.append(number)
+            matched.virtual.add(missing)
+
+
+def check_left_over(layout: Layout, number: int, matched: MatchedSide, rules: Sequence[ParsedRule]) -> None:
+    """Refuse names that fit no rule and that the layout does not expect."""
+    side = layout.sides[number]
+    expected = [re.compile(s.text) for s in layout.merged("ignore") if isinstance(s, Statement) and s.side == side]
+    scales = [parse_template(s.name) for s in layout.merged("scales") if isinstance(s, Scales) and s.side == side]
+    left = [
+        matched.side.names[tensor]
+        for tensor in matched.left_over
+        if tensor not in matched.copies
+        and not any(pattern.fullmatch(matched.side.names[tensor]) for pattern in expected)
+        and not any(template.match(matched.side.names[tensor]) for template in scales)
+    ]
+    if not left:
+        return
+    families = {f.template.source: f for parsed in rules for f in parsed.families if f.side == number}
+    near = SimilarNames(families).of(left[0], cutoff=0)
+    advice = f"; the most similar is '{near[0]}' ({families[near[0]].place})" if near else ""
+    more = f" and {len(left) - _MOST_SHOWN} more" if len(left) > _MOST_SHOWN else ""
+    raise IncompatibleCheckpointError(
+        f"{layout.file or layout.name}: no rule fits {', '.join(left[:_MOST_SHOWN])}{more} of the {side} side{advice}"
+    )
+
+
+def text_error(place: object, error: TextError) -> IncompatibleCheckpointError:
+    """Return the user's error for a mistake that showed with configurations."""
+    return IncompatibleCheckpointError(f"{place}: {error.message}")
