@@ -141,3 +141,12 @@ def test_layouts_that_are_built_in(name):
     layout = find(name)
     assert layout.name == name
     assert Layout.from_text(layout.to_text()) == layout
+
+
+def test_a_tensor_that_nothing_needs_has_no_sizes():
+    layout = Layout.from_text(
+        "layout t hf <-> own\nrules\ne : v h\n <-> e : v h\nhead : v = v h\n <-> o : [v: v | ~pad: p] h\n"
+        "alias hf head = e\n"
+    )
+    binding = bind(layout, side({"e": (3, 2)}), side({"e": (3, 2)}))
+    assert len(binding.left.places) == len(binding.right.places) == 1

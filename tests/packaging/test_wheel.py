@@ -75,6 +75,7 @@ def test_it_holds_the_package_and_its_licence_and_nothing_else(wheel: zipfile.Zi
     paths = [
         *PACKAGE.rglob("*.py"),
         *PACKAGE.rglob("*.toml"),
+        *PACKAGE.rglob("*.layout"),
         *assets,
         *PACKAGE.rglob("LICENSE*"),
         *PACKAGE.rglob("NOTICE"),

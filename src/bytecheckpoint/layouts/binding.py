@@ -16,7 +16,7 @@ from bytecheckpoint.layouts.axes import TextError
 from bytecheckpoint.layouts.component import BoundComponent
 from bytecheckpoint.layouts.config import Config, dim_size
 from bytecheckpoint.layouts.instances import ComponentBinder
-from bytecheckpoint.layouts.layout import Layout
+from bytecheckpoint.layouts.layout import Layout, ParsedRule
 from bytecheckpoint.layouts.lowering import Lowering, PartPlaces
 from bytecheckpoint.layouts.matching import (
     MatchedSide,
@@ -27,7 +27,7 @@ from bytecheckpoint.layouts.matching import (
     match_side,
     text_error,
 )  # fmt: skip
-from bytecheckpoint.layouts.parts import Part, SourcePlace, part_text
+from bytecheckpoint.layouts.parts import Part, SourcePlace, family_dims, part_text
 from bytecheckpoint.layouts.sizes import numbering
 from bytecheckpoint.layouts.statements import Rule
 from bytecheckpoint.representation.boxes import Int64s
@@ -125,15 +125,18 @@ def bind(layout: Layout, left: Side | None = None, right: Side | None = None, co
         None if side is None else match_side(layout, number, side, rules, codes, config, None in given)
         for number, side in enumerate(given)
     ]
-    known = _known(layout, config)
+    present = {rule for side in matched if side for rule, _ in side.rows}
     binder = ComponentBinder(layout, matched, config)
     groups: list[PartGroup] = []
     sizes: list[Int64s] = []
     bound: list[BoundComponent] = []
     count = 0
     for number, parsed in enumerate(rules):
-        solved = numbering(parsed, number, matched, known | parsed.rule.sizes)
-        for component, made in binder.bind(parsed, number, codes.texts(number), known | parsed.rule.sizes, solved):
+        if number not in present:
+            continue
+        known = _known(layout, parsed, config)
+        solved = numbering(parsed, number, matched, known)
+        for component, made in binder.bind(parsed, number, codes.texts(number), known, solved):
             bound.append(made)
             for part, own in zip(component.parts, made.part_sizes, strict=True):
                 groups.append(PartGroup(count, count + len(own), parsed.rule, part, parsed.families[0].place))
@@ -149,16 +152,17 @@ def bind(layout: Layout, left: Side | None = None, right: Side | None = None, co
     return Binding(layout, table, groups, ends[0], ends[1], undecided)
 
 
-def _known(layout: Layout, config: Config) -> dict[str, int]:
+def _known(layout: Layout, parsed: ParsedRule, config: Config) -> dict[str, int]:
+    """Return the sizes of a rule's dims that the layout and the configurations give."""
     known: dict[str, int] = {}
-    for name, text in layout.all_dims.items():
+    for name in sorted({dim for family in parsed.families for dim in family_dims(family)} & set(layout.all_dims)):
         try:
-            size = dim_size(text, config)
+            size = dim_size(layout.all_dims[name], config)
         except TextError as error:
             raise text_error(f"{layout.file or layout.name}: dim '{name}'", error) from None
         if size is not None:
             known[name] = size
-    return known
+    return known | parsed.rule.sizes
 
 
 def _stacked(arrays: Sequence[Int64s], fill: int) -> Int64s:

@@ -208,30 +208,32 @@ class Instances:
         )
         example = np.full(len(self._groups), -1)
         example[self._group[::-1]] = np.arange(count)[::-1]
-        self._sizes = [self._solved(int(instance)) for instance in example]
+        present = [first >= 0 for first in self._first]
+        self._check_present(present)
+        self._part_variants = [
+            [
+                v
+                for v, variant in enumerate(component.variants)
+                if any(part.labels == labels for labels, _ in variant.pieces)
+            ]
+            for part in component.parts
+        ]
+        self._masks = [np.logical_and.reduce([present[v] for v in pair]) for pair in self._part_variants]
+        self._bound = bound = np.logical_or.reduce(self._masks)
+        # Instances that hold no part, as an unused tensor, need no sizes.
+        self._sizes = [self._solved(int(instance)) if bound[instance] else {} for instance in example]
         self._rest = [sum(name.startswith("...") for name in sizes) for sizes in self._sizes]
 
     def bound(self) -> BoundComponent:
         """Return the parts, and their places in the tensors of both sides."""
-        present = [first >= 0 for first in self._first]
-        self._check_present(present)
         for v, member in enumerate(self._members):
             if member is not None and self._component.variants[v].dims:
                 self._check_complete(v, member)
-        part_variants = [
-            [
-                v
-                for v, variant in enumerate(self._component.variants)
-                if any(part.labels == labels for labels, _ in variant.pieces)
-            ]
-            for part in self._component.parts
-        ]
-        masks = [np.logical_and.reduce([present[v] for v in pair]) for pair in part_variants]
         part_sizes = []
-        for part, mask in zip(self._component.parts, masks, strict=True):
+        for part, mask in zip(self._component.parts, self._masks, strict=True):
             table = _padded(
                 [
-                    [sizes[name] for name in _expanded(part.dims, rest)]
+                    [sizes.get(name, 1) for name in _expanded(part.dims, rest)]
                     for sizes, rest in zip(self._sizes, self._rest, strict=True)
                 ]
             )
@@ -240,12 +242,16 @@ class Instances:
         names: list[str] = []
         shapes: list[list[int]] = []
         for v, variant in enumerate(self._component.variants):
-            own_parts = [j for j, pair in enumerate(part_variants) if v in pair]
-            used = np.logical_or.reduce([masks[j] for j in own_parts]) if own_parts else np.zeros(len(self._keys), bool)
+            own_parts = [j for j, pair in enumerate(self._part_variants) if v in pair]
+            used = (
+                np.logical_or.reduce([self._masks[j] for j in own_parts])
+                if own_parts
+                else np.zeros(len(self._keys), bool)
+            )
             member, instance = self._members[v], self._instance[v]
             if member is None or instance is None:
                 member, instance = self._derived(v, np.flatnonzero(used), names, shapes)
-            rows[variant.family.side].extend(self._places(v, member, instance, masks, used))
+            rows[variant.family.side].extend(self._places(v, member, instance, used))
         return BoundComponent(part_sizes, rows, names, _padded(shapes, -1))
 
     def _signature(self, v: int) -> Int64s:
@@ -326,20 +332,20 @@ class Instances:
                         row = int(self._first[u][instance])
                         others.append((other.variant, self._name(u, instance, other, row), int(other.tensor[row])))
                 values = dict.fromkeys(member.own_dims, 0)
-                name = self._namers[v].name(self._keys[instance], values, self._sizes[self._group[instance]])
+                name = self._namers[v].name(self._keys[instance], values, self._known)
                 if not self._expected.excuse(member.variant, name, others):
                     raise self._expected.missing(member.variant, name, others)
 
     def _name(self, v: int, instance: int, member: Members, row: int) -> str:
         values = dict(zip(member.own_dims, member.own[row].tolist(), strict=True))
-        return self._namers[v].name(self._keys[instance], values, self._sizes[self._group[instance]])
+        return self._namers[v].name(self._keys[instance], values, self._known)
 
     def _check_complete(self, v: int, member: Members) -> None:
         """Refuse two names of one tensor, and numbers that are missing inside an instance."""
         instance = self._instance[v]
         assert instance is not None
         side = self._expected.matched(member.variant)
-        sizes = _padded([[own[name] for name in member.own_dims] for own in self._sizes])
+        sizes = _padded([[own.get(name, 1) for name in member.own_dims] for own in self._sizes])
         rows = np.concatenate([instance[:, None], member.own], axis=1)
         distinct, inverse = _unique_rows(rows)
         if len(distinct) < len(rows):
@@ -352,7 +358,7 @@ class Instances:
         if not member.own_dims:
             return
         own = sizes[self._group[instance]][:, : len(member.own_dims)]
-        outside = np.flatnonzero((member.own >= own).any(1))
+        outside = np.flatnonzero((member.own >= own).any(1) & self._bound[instance])
         if len(outside):
             row = int(outside[0])
             k = int(np.flatnonzero(member.own[row] >= own[row])[0])
@@ -364,7 +370,7 @@ class Instances:
             return
         expected = sizes[self._group][:, : len(member.own_dims)].prod(1)
         found = np.bincount(instance, minlength=len(self._keys))
-        short = np.flatnonzero((found < expected) & (self._first[v] >= 0))
+        short = np.flatnonzero((found < expected) & (self._first[v] >= 0) & self._bound)
         if len(short):
             i = int(short[0])
             extents = sizes[self._group[i]][: len(member.own_dims)]
@@ -412,15 +418,13 @@ class Instances:
         )
         return Members(variant, np.arange(start, len(names)), self._keys[instance], own, own_dims), instance
 
-    def _places(
-        self, v: int, member: Members, instance: Int64s, masks: Sequence[Mask], used: Mask
-    ) -> Iterator[PlaceRows]:
+    def _places(self, v: int, member: Members, instance: Int64s, used: Mask) -> Iterator[PlaceRows]:
         """Yield the places of each part, and of padding, in the tensors of a variant."""
         variant = self._component.variants[v]
         numbers = {part.labels: j for j, part in enumerate(self._component.parts)}
         for labels, axes in variant.pieces:
             j = -1 if labels is None else numbers[labels]
-            mask = used if j < 0 else masks[j]
+            mask = used if j < 0 else self._masks[j]
             rows = np.flatnonzero(mask[instance])
             if not len(rows):
                 continue

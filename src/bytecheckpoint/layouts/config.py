@@ -12,13 +12,14 @@ __all__ = ["Config", "check_condition", "check_size", "condition", "dim_size", "
 Config = Mapping[str, object]
 _WORD = r"[^\W\d]\w*(?:\.\w+)*"
 _OPERAND = re.compile(rf"\s*({_WORD}|[0-9]+)\s*")
-_CLAUSE = re.compile(rf"(not\s+)?({_WORD})(?:\s*(!=|=)\s*(\S+)|\s+in\s+(\S.*))?", re.DOTALL)
+_CLAUSE = re.compile(rf"(not\s+)?({_WORD}(?:\s*\|\s*{_WORD})*)(?:\s*(!=|=)\s*(\S+)|\s+in\s+(\S.*))?", re.DOTALL)
+_KEY = re.compile(r"[^\W\d]\w*(?:\.\w+)+")
 _CONSTANTS = {"true": True, "false": False, "none": None}
 
 
 def keys_of(text: str) -> Iterator[str]:
     """Yield the keys, as `hf.vocab_size`, that an expression or a condition asks for."""
-    yield from re.findall(r"(?<![\w.])[^\W\d]\w*(?:\.\w+)+", text)
+    yield from re.findall(rf"(?<![\w.]){_KEY.pattern}", text)
 
 
 def check_size(text: str, sides: Sequence[str]) -> None:
@@ -40,7 +41,8 @@ def check_condition(text: str, sides: Sequence[str]) -> None:
             raise TextError(
                 f"'{clause}' is no condition: write 'KEY', 'not KEY', 'KEY = VALUE' or 'KEY in VALUE VALUE'"
             )
-        _check_keys([found[2]], sides)
+        values = [found[4] or "", *(found[5] or "").split()]
+        _check_keys([*found[2].split("|"), *filter(_KEY.fullmatch, values)], sides)
 
 
 def _check_keys(texts: Sequence[str], sides: Sequence[str]) -> None:
@@ -61,14 +63,14 @@ def condition(text: str, config: Config) -> bool | None:
 
 
 def _clause(text: str, config: Config) -> bool | None:
-    negated, key, relation, value, members = _CLAUSE.fullmatch(text).groups()  # type: ignore[union-attr]
-    if config.get(key) is None and value != "none":
+    negated, keys, relation, value, members = _CLAUSE.fullmatch(text).groups()  # type: ignore[union-attr]
+    actual = next((config[key] for key in map(str.strip, keys.split("|")) if config.get(key) is not None), None)
+    if actual is None and value != "none":
         return None
-    actual = config.get(key)
     if members is not None:
         result = any(_equal(actual, _value(member, config)) for member in members.split())
     elif relation:
-        if value in config and config[value] is None:
+        if _KEY.fullmatch(value) and config.get(value) is None:
             return None
         result = _equal(actual, _value(value, config)) == (relation == "=")
     else:
@@ -77,8 +79,8 @@ def _clause(text: str, config: Config) -> bool | None:
 
 
 def _value(text: str, config: Config) -> object:
-    if text in config:
-        return config[text]
+    if _KEY.fullmatch(text):
+        return config.get(text)
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     try:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.layouts.axes import Axis, TextError, dims_of, parse_axes
+from bytecheckpoint.layouts.axes import TextError, parse_axes
 from bytecheckpoint.layouts.config import Config, check_condition, check_size, condition
 from bytecheckpoint.layouts.names import Group, Piece, Text, common_name, parse_template
-from bytecheckpoint.layouts.parts import Component, Family, FamilyError, SourcePlace, components
+from bytecheckpoint.layouts.parts import Component, Family, FamilyError, SourcePlace, components, family_dims
 from bytecheckpoint.layouts.statements import Alias, Content, Rule, Scales, Statement
 from bytecheckpoint.layouts.text import parse, to_text
 from bytecheckpoint.lazy import lazy
@@ -160,7 +160,7 @@ class Layout(Content):
                 if statement.side not in (*self.sides, *([""] if statement in self.require else [])):
                     raise TextError(f"'{statement.side}' is no side: write {' or '.join(self.sides)}")
                 self._check_statement(statement)
-        used = {name for rule in self.parsed for f in rule.families for name in _dims(f)}
+        used = {name for rule in self.parsed for f in rule.families for name in family_dims(f)}
         for key in self.dims:
             if key not in used:
                 raise UsageError(f"{start}: dim '{key}' stands in no rule")
@@ -196,7 +196,7 @@ class Layout(Content):
             if rule.when:
                 check_condition(rule.when, self.sides)
             families = _with_texts(families, rule)
-            used = {name for family in families for name in _dims(family)}
+            used = {name for family in families for name in family_dims(family)}
             for name, size in rule.sizes.items():
                 if name not in used:
                     raise TextError(f"dim '{name}' does not stand in the rule")
@@ -236,12 +236,6 @@ def _family(side: int, name: str, text: str, place: SourcePlace) -> Family:
         if found[1] is not None and not labels:
             raise TextError("'=' without the name of a part", 0)
     return Family(side, template, labels, axes, place)
-
-
-def _dims(family: Family) -> Iterator[str]:
-    axes: tuple[Axis, ...] = (*family.axes, *(hole.axis for hole in family.template.holes))
-    for axis in axes:
-        yield from dims_of(axis)
 
 
 def _with_texts(families: list[Family], rule: Rule) -> list[Family]:

@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bytecheckpoint.layouts.axes import Axis, TextError, alternatives, dims_of
 from bytecheckpoint.layouts.names import Template
 
-__all__ = ["Component", "Family", "FamilyError", "Part", "SourcePlace", "Variant", "components", "part_text"]
+__all__ = [
+    "Component",
+    "Family",
+    "FamilyError",
+    "Part",
+    "SourcePlace",
+    "Variant",
+    "components",
+    "family_dims",
+    "part_text",
+]
 
 Labels = frozenset[str]
 
@@ -101,6 +111,13 @@ class Component:
     variants: tuple[Variant, ...]
     parts: tuple[Part, ...]
     shared: tuple[str, ...]
+
+
+def family_dims(family: Family) -> Iterator[str]:
+    """Yield the dims in the axes and names of a family."""
+    axes: tuple[Axis, ...] = (*family.axes, *(hole.axis for hole in family.template.holes))
+    for axis in axes:
+        yield from dims_of(axis)
 
 
 def part_text(labels: Labels) -> str:
