@@ -55,9 +55,8 @@ def patched(data: bytes, at: int, fields: bytes) -> bytes:
     return data[:at] + fields + data[at + len(fields) :]
 
 
-def corpus() -> dict[str, bytes]:
-    """Return hostile files by name."""
-    files: dict[str, bytes] = {}
+def pickles() -> dict[str, bytes]:
+    """Return hostile pickles by name."""
     calls = {
         "os_system": b"cos\nsystem\n(S'touch /tmp/bytecheckpoint-hostile'\ntR.",
         "posix_system": b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x02id\x85R.",
@@ -121,7 +120,13 @@ def corpus() -> dict[str, bytes]:
         "empty": b"",
         "stack_underflow": b"\x80\x02s.",
     }  # fmt: skip
-    for name, data in {**calls, **bombs}.items():
+    return {**calls, **bombs}
+
+
+def corpus() -> dict[str, bytes]:
+    """Return hostile files of torch.save by name."""
+    files: dict[str, bytes] = {}
+    for name, data in pickles().items():
         files[f"{name}.zip.pt"] = zipped(data)
         files[f"{name}.old.pt"] = old(data)
     files |= _tensors() | _zips()

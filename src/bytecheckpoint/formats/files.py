@@ -14,12 +14,16 @@ from bytecheckpoint.storage.base import call_timeout
 __all__ = ["RangedFile", "open_file"]
 
 
+#: Bytes between two ranges up to which one request reads both, and bytes of the longest such request.
+_GAP, _LONGEST_RUN = 4096, 8 << 20
+
+
 class RangedFile:
     """A part of an open foreign file, usually all of it.
 
     Attributes:
         name: name of the file inside its folder.
-        label: address of the file, for messages.
+        folder, label: address of its folder and of the file, for messages.
         start: first byte of the part.
         size: length of the part in bytes.
     """
@@ -28,6 +32,7 @@ class RangedFile:
         self, storage: Storage, name: str, reader: FileReader, start: int = 0, size: int | None = None
     ) -> None:
         self.name = name
+        self.folder = storage.url
         self.label = f"{storage.url}/{name}"
         self.start = start
         self.size = reader.size if size is None else size
@@ -58,9 +63,23 @@ class RangedFile:
         return bytes(data)
 
     def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Read several ranges (offset, length), as many at a time as suits the storage. Raises as `read`."""
+        """Read several ranges (offset, length); neighbours in one request, as many at a time as suits the storage.
+
+        Raises as `read`.
+        """
+        runs: list[tuple[int, int]] = []
+        places = [(0, 0)] * len(ranges)
+        for k in sorted(range(len(ranges)), key=ranges.__getitem__):
+            offset, length = ranges[k]
+            begin, end = runs[-1] if runs else (0, 0)
+            if runs and offset <= end + _GAP and max(end, offset + length) - begin <= _LONGEST_RUN:
+                runs[-1] = begin, max(end, offset + length)
+            else:
+                runs.append((offset, offset + length))
+            places[k] = len(runs) - 1, offset - runs[-1][0]
         threads = 1 if self._storage.capabilities.in_memory else self._storage.capabilities.parallel_reads
-        return parallel_map(lambda item: self.read(*item), ranges, threads, "bytecheckpoint-foreign")
+        data = parallel_map(lambda run: self.read(run[0], run[1] - run[0]), runs, threads, "bytecheckpoint-foreign")
+        return [data[run][at : at + length] for (run, at), (_, length) in zip(places, ranges, strict=True)]
 
     def damaged(self, what: str) -> CorruptCheckpointError:
         """Return the error of a file whose content contradicts itself."""

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bytecheckpoint.formats.files import RangedFile
 from bytecheckpoint.formats.meanings import StoredTensor
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import SHARED, Catalog, StorageFile, TensorTable, row_order
@@ -54,6 +53,9 @@ class ForeignCheckpoint:
         values: the encoded tree of plain values of each state (docs/format-values.md). No file holds these bytes.
         sums: CRC32 of ranges of the files, where the format has them.
         notes: facts that a user should know: values that were left out, sizes that nothing proves.
+        heads: first byte of the head of each of the first rows, int64 [n], -1 where a row needs none. A head ends where its
+            row begins, and proves place and strides: a reader of the row has to check it (`dcp_items.check_head`). None:
+            the reader of the format has read all of them.
     """
 
     format: str
@@ -62,6 +64,24 @@ class ForeignCheckpoint:
     values: Mapping[str, bytes]
     sums: FileSums
     notes: tuple[str, ...] = ()
+    heads: Int64s | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowColumns:
+    """Rows of a catalog as columns.
+
+    Attributes:
+        boxes: the boxes of the rows.
+        file: position of each row's file in the table of files, int32 [n].
+        begin: first byte of each row in its file, int64 [n].
+        strides: elements between two neighbours, int64 [n, d].
+    """
+
+    boxes: BoxTable
+    file: NDArray[np.int32]
+    begin: Int64s
+    strides: Int64s
 
 
 @dataclass
@@ -84,9 +104,9 @@ class ForeignColumns:
     rows: list[tuple[int, tuple[int, ...], tuple[int, ...], int, int, tuple[int, ...]]] = field(default_factory=list)
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
 
-    def add_file(self, file: RangedFile, rank: int = 0) -> int:
+    def add_file(self, name: str, size: int, rank: int = 0) -> int:
         """Add a file to the table; return its position."""
-        self.files.append(StorageFile(file.name, "model", rank, file.size, 0, 0, 0, "", format="foreign"))
+        self.files.append(StorageFile(name, "model", rank, size, 0, 0, 0, "", format="foreign"))
         return len(self.files) - 1
 
     def add_tensor(self, state: str, fqn: str, dtype: str, shape: tuple[int, ...], requires_grad: bool = False) -> int:
@@ -117,34 +137,34 @@ class ForeignColumns:
             zeros = (0,) * len(tensor.shape)
             self.rows.append((number, zeros, tensor.shape, file, begin + tensor.start, tensor.strides))
 
-    def build(self, info: Mapping[str, Any]) -> tuple[Catalog, Int64s | None]:
-        """Return the catalog and the strides of its rows."""
-        tensor, offsets, lengths, file, begin, steps = zip(*self.rows, strict=True) if self.rows else ((),) * 6
+    def build(self, info: Mapping[str, Any], columns: RowColumns | None = None) -> tuple[Catalog, Int64s | None]:
+        """Return the catalog and the strides of its rows.
+
+        Args:
+            info: facts about the save.
+            columns: rows before the others, which are columns already.
+        """
+        tensor, offsets, lengths, files, begins, steps = zip(*self.rows, strict=True) if self.rows else ((),) * 6
         boxes = BoxTable.build(tensor, offsets, lengths)
         strides = BoxTable.build(tensor, steps, lengths, boxes.ndim).offsets
-        return self.build_rows(boxes, np.array(file, np.int32), np.array(begin, np.int64), strides, info)
-
-    def build_rows(
-        self, boxes: BoxTable, file: NDArray[np.int32], begin: Int64s, strides: Int64s | None, info: Mapping[str, Any]
-    ) -> tuple[Catalog, Int64s | None]:
-        """Return the catalog with rows that are columns already, and the strides of its rows."""
+        file, begin = np.array(files, np.int32), np.array(begins, np.int64)
+        if columns is not None:
+            boxes = BoxTable.concat([columns.boxes, boxes])
+            strides = np.concatenate([_widened(columns.strides, boxes.ndim), _widened(strides, boxes.ndim)])
+            file = np.concatenate([columns.file, file])
+            begin = np.concatenate([columns.begin, begin])
         shapes = BoxTable.build(range(len(self.shapes)), self.shapes, self.shapes, boxes.ndim).lengths
         sizes = np.array([itemsize(name) for name in self.dtypes], np.int64)
         item = sizes[boxes.tensor] if len(boxes) else np.zeros(0, np.int64)
         empty = (boxes.lengths == 0).any(axis=1)
         dense = row_major_strides(boxes.lengths)
-        if strides is not None:
-            moves = boxes.lengths > 1  # along a dimension of one element, any stride will do
-            strides = np.where(moves, strides, dense)
-            strides[empty] = dense[empty]
-            if bool((strides == dense).all()):
-                strides = None
-        steps = dense if strides is None else strides
-        length = np.where(empty, 0, (((boxes.lengths - 1) * steps).sum(axis=1) + 1) * item)
+        # Along a dimension of one element, and in a row without elements, any stride will do.
+        strides = np.where((boxes.lengths > 1) & ~empty[:, None], strides, dense)
+        length = np.where(empty, 0, (((boxes.lengths - 1) * strides).sum(axis=1) + 1) * item)
         order = row_order(boxes)
         if order is not None:
             boxes, file, begin, length = boxes.take(order), file[order], begin[order], length[order]
-            strides = None if strides is None else strides[order]
+            strides = strides[order]
         catalog = Catalog.build(
             TensorTable.of(
                 states=self.states,
@@ -165,7 +185,11 @@ class ForeignColumns:
             aliases=self.aliases,
             info=info,
         )
-        return catalog, strides
+        return catalog, None if bool((strides == row_major_strides(boxes.lengths)).all()) else strides
+
+
+def _widened(strides: Int64s, ndim: int) -> Int64s:
+    return np.pad(strides, ((0, 0), (0, ndim - strides.shape[1])), constant_values=1)
 
 
 def row_major_strides(lengths: Int64s) -> Int64s:

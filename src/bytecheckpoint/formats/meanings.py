@@ -146,8 +146,13 @@ def _dims(dims: Iterable[int]) -> tuple[int, ...]:
     return result
 
 
-def storage_of(identity: object) -> StorageRef:
-    """Return the storage of a persistent id: ("storage", class, key, location, elements), and in old files a view."""
+def storage_of(identity: object, prefix: str = "") -> StorageRef:
+    """Return the storage of a persistent id: ("storage", class, key, location, elements), and in old files a view.
+
+    Args:
+        identity: the persistent id.
+        prefix: text before the key.
+    """
     if type(identity) is not tuple or len(identity) not in {5, 6} or identity[0] != "storage":
         raise ValueError("a persistent id that is no storage")
     _, kind, key, _, count = identity[:5]
@@ -163,7 +168,7 @@ def storage_of(identity: object) -> StorageRef:
         start, size = first * itemsize(dtype), length * itemsize(dtype)
         if not 0 <= start <= start + size <= nbytes:
             raise ValueError("a part outside of its storage")
-    return StorageRef(key, dtype, nbytes, start, size)
+    return StorageRef(prefix + key, dtype, nbytes, start, size)
 
 
 def _tensor(
@@ -308,6 +313,7 @@ MEANINGS: dict[str, Meaning] = {
     "collections.OrderedDict": _ordered_dict,
     "builtins.set": _set,
     "builtins.frozenset": lambda items=(): frozenset(_set(items)),
+    "builtins.bytes": lambda: b"",  # of protocol 0
     "builtins.bytearray": _bytearray,
     "builtins.complex": _numbers(complex, (float, int)),
     **dict.fromkeys(("builtins.range", "builtins.xrange"), _numbers(range, (int,))),

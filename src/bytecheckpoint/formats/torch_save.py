@@ -17,7 +17,7 @@ from bytecheckpoint.formats.unpickling import MAX_PICKLE_BYTES, PickleEndsError,
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.storage import Storage
 
-__all__ = ["TorchObject", "read_object", "read_torch_save", "states_of"]
+__all__ = ["TorchObject", "read_object", "read_torch_save", "states_of", "unpickle"]
 
 #: First value of a file before torch 1.6, and the version that follows.
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
@@ -55,7 +55,7 @@ def read_torch_save(storage: Storage, name: str) -> ForeignCheckpoint:
     values: dict[str, bytes] = {}
     with open_file(storage, name) as file:
         found = read_object(file)
-        number = columns.add_file(file)
+        number = columns.add_file(file.name, file.size)
         tree = Tree(file.label)
         places = {key: (number, member.offset) for key, member in found.storages.items()}
         for state, value in states_of(found.value).items():
@@ -94,8 +94,12 @@ def _holds_tensors(value: object) -> bool:
     return isinstance(value, dict) and any(isinstance(item, StoredTensor) for item in value.values())
 
 
-def read_object(file: RangedFile) -> TorchObject:
+def read_object(file: RangedFile, prefix: str = "") -> TorchObject:
     """Read the object of a file of `torch.save`, of any version.
+
+    Args:
+        file: the file, or a part of one.
+        prefix: text before the keys of its storages.
 
     Raises:
         CorruptCheckpointError: the file is damaged.
@@ -103,7 +107,7 @@ def read_object(file: RangedFile) -> TorchObject:
     """
     first = file.read(0, min(file.size, 512))
     if is_zip(first):
-        return _read_zip(file)
+        return _read_zip(file, prefix)
     if first[257:262] == b"ustar":
         raise IncompatibleCheckpointError(
             f"{file.label} is a tar file, as torch before 0.1.10 wrote: load it with torch, and save it again"
@@ -111,7 +115,7 @@ def read_object(file: RangedFile) -> TorchObject:
     return _read_old(file)
 
 
-def _read_zip(file: RangedFile) -> TorchObject:
+def _read_zip(file: RangedFile, prefix: str) -> TorchObject:
     directory = read_directory(file)
     entry = directory.get("data.pkl")
     if entry is None:
@@ -122,10 +126,10 @@ def _read_zip(file: RangedFile) -> TorchObject:
         if text != b"little":
             raise IncompatibleCheckpointError(f"{file.label} has the byte order {text!r}, only 'little' is supported")
     refs: dict[str, StorageRef] = {}
-    value, _ = _unpickle(file, pickle, 0, refs)
+    value, _ = unpickle(file, pickle, 0, refs, prefix)
     wanted = {}
     for key in refs:
-        if (found := directory.get(f"data/{key}")) is None:
+        if (found := directory.get(f"data/{key.removeprefix(prefix)}")) is None:
             raise file.damaged(f"its pickle names the storage {key[:200]!r}, which it lacks")
         wanted[key] = found
     members = locate(file, wanted.values())
@@ -136,11 +140,13 @@ def _read_zip(file: RangedFile) -> TorchObject:
     return TorchObject(value, storages)
 
 
-def _unpickle(file: RangedFile, data: bytes, start: int, refs: dict[str, StorageRef]) -> tuple[Any, int]:
+def unpickle(
+    file: RangedFile, data: bytes, start: int, refs: dict[str, StorageRef], prefix: str = ""
+) -> tuple[Any, int]:
     """Return the value of a pickle and its end; add its storages, each at its full size, to `refs`."""
 
     def persistent(identity: object) -> StorageRef:
-        ref = storage_of(identity)
+        ref = storage_of(identity, prefix)
         known = refs.setdefault(ref.key, ref)
         if known.nbytes != ref.nbytes:
             raise ValueError(f"two sizes of storage {ref.key!r}")
@@ -188,19 +194,19 @@ def _read_old(file: RangedFile) -> TorchObject:
 
 def _old_pickles(file: RangedFile, data: bytes, refs: dict[str, StorageRef]) -> tuple[Any, Any, int]:
     try:
-        magic, at = _unpickle(file, data, 0, refs)
+        magic, at = unpickle(file, data, 0, refs)
     except CorruptCheckpointError as error:
         if isinstance(error, PickleEndsError) and len(data) < file.size:
             raise
         raise IncompatibleCheckpointError(f"{file.label} is no file of torch.save: {error}") from None
     if magic != _MAGIC:
         raise IncompatibleCheckpointError(f"{file.label} is no file of torch.save: it is another pickle")
-    protocol, at = _unpickle(file, data, at, refs)
-    system, at = _unpickle(file, data, at, refs)
+    protocol, at = unpickle(file, data, at, refs)
+    system, at = unpickle(file, data, at, refs)
     if protocol != _PROTOCOL:
         raise IncompatibleCheckpointError(f"{file.label} has version {protocol!r} of the old format, not {_PROTOCOL}")
     if type(system) is not dict or system.get("little_endian") is not True:
         raise IncompatibleCheckpointError(f"{file.label} was written with another byte order than little endian")
-    value, at = _unpickle(file, data, at, refs)
-    keys, at = _unpickle(file, data, at, refs)
+    value, at = unpickle(file, data, at, refs)
+    keys, at = unpickle(file, data, at, refs)
     return value, keys, at

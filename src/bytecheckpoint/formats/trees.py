@@ -23,7 +23,7 @@ from bytecheckpoint.formats.meanings import (
     TorchDevice,
 )
 from bytecheckpoint.representation.values.codes import Code
-from bytecheckpoint.representation.values.tree import MAX_DEPTH, TENSOR_CLASS, key_of_path
+from bytecheckpoint.representation.values.tree import MAX_DEPTH, TENSOR_CLASS, TensorRef, key_of_path
 
 __all__ = ["Tree"]
 
@@ -219,6 +219,7 @@ _ENCODERS: dict[type, _Encoder] = {
     frozenset: Tree._members,
     StoredTensor: Tree._tensor,
     StorageRef: Tree._storage,
+    TensorRef: lambda _, v, __: _ext(Code.TENSOR, v.name),
     CallRecord: Tree._call,
     GlobalName: Tree._global,
     NumpyArray: Tree._numpy_array,

@@ -7,7 +7,6 @@ that an opcode names; BUILD sets attributes of the objects of `find_class`; exte
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Callable
 from typing import Any, Final
@@ -24,6 +23,7 @@ from bytecheckpoint.formats.inert import (
     append_items,
     set_items,
 )
+from bytecheckpoint.formats.records import NEW_WITH_DICT, RecordTemplates
 from bytecheckpoint.garbage_collection import gc_paused
 
 __all__ = ["MAX_PICKLE_BYTES", "PickleEndsError", "read_pickle"]
@@ -120,7 +120,8 @@ class _Reader:
         push, pop = stack.append, stack.pop
         most = room = _FREE_OBJECTS + (len(data) - start) // _BYTES_PER_OBJECT
         size = self._global("torch", "Size")
-        sizes: dict[bytes, tuple[object, ...]] = {}
+        assert isinstance(size, GlobalName)
+        templates = RecordTemplates(memo, size)
         remember = memo.append
         uint32 = _UINT32
         i = start
@@ -134,17 +135,8 @@ class _Reader:
                 if op == 0x94:  # MEMOIZE
                     remember(stack[-1])
                 elif op == 0x68:  # BINGET
-                    found = memo[data[i]]
+                    push(memo[data[i]])
                     i += 1
-                    if found is size and (match := _SIZE(data, i)):
-                        i = match.end()
-                        three = sizes.get(match[1])
-                        if three is None:
-                            dims = _dims(match[1])
-                            three = sizes[match[1]] = (dims, (dims,), self._call(size, (dims,)))
-                        memo += three
-                        found = three[2]
-                    push(found)
                 elif op == 0x4B:  # BININT1
                     push(data[i])
                     i += 1
@@ -182,17 +174,13 @@ class _Reader:
                     if end > len(data):
                         raise IndexError
                 elif op == 0x29:  # EMPTY_TUPLE
-                    if data[i : i + 5] == _NEW_WITH_DICT:
-                        self.position = i = i + 5
-                        made = stack[-1] = self._call(stack[-1], ())
-                        state: dict[Any, Any] = {}
-                        push(state)
-                        remember(made)
-                        remember(state)
-                        marks.append(len(stack))
-                        room -= 3
-                    else:
-                        push(())
+                    if data[i : i + 5] == _AFTER_TUPLE and type(stack[-1]) is GlobalName and not stack[-1].meaning:
+                        before, i = i + 5, templates.read(stack, data, i + 5)
+                        room -= (i - before) // 8
+                        if i > before:
+                            continue
+                        i -= 5
+                    push(())
                 elif op == 0x7D:  # EMPTY_DICT
                     push({})
                     room -= 1
@@ -374,21 +362,5 @@ class _Reader:
         return i
 
 
-def _dims(text: bytes) -> tuple[int, ...]:
-    """Return the ints that opcodes push."""
-    dims, i = [], 0
-    while i < len(text):
-        end = i + _INT_BYTES[text[i]]
-        dims.append(int.from_bytes(text[i + 1 : end], "little"))
-        i = end
-    return tuple(dims)
-
-
-#: Two sequences that are a third of DCP's metadata: the dict of a new object, and a `torch.Size` of non-negative ints.
-_NEW_WITH_DICT = b"\x81\x94}\x94("
-_INT_BYTES = {0x4B: 2, 0x4D: 3, 0x4A: 5}
 _UINT32 = struct.Struct("<I").unpack_from
-_INT = rb"K.|M..|J...[\x00-\x7f]"
-_SIZE = re.compile(
-    rb"(?=(?:%s)\x85|(?:%s){2}\x86|(?:%s){3}\x87)((?:%s)+).\x94\x85\x94R\x94" % ((_INT,) * 4), re.DOTALL
-).match
+_AFTER_TUPLE = NEW_WITH_DICT[1:]

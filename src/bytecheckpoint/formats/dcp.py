@@ -1,0 +1,283 @@
+"""Read checkpoints of PyTorch DCP as they lie: `.metadata` says which bytes are an item, each item is a file of torch.save.
+
+The strides of a tensor are in its item only: DCP keeps a dense tensor as it is, and `.metadata` has no strides. So the head
+of each item is read, or left to the program that reads the rest, which then has to call `dcp_items.check_head`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError
+from bytecheckpoint.formats.dcp_items import ItemReader
+from bytecheckpoint.formats.files import RangedFile, open_file
+from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns
+from bytecheckpoint.formats.meanings import CONSTANTS, MEANINGS
+from bytecheckpoint.formats.trees import Tree
+from bytecheckpoint.formats.unpickling import MAX_PICKLE_BYTES, read_pickle
+from bytecheckpoint.representation.boxes import BoxTable
+from bytecheckpoint.representation.catalog import row_order
+from bytecheckpoint.representation.values.tree import MAX_DEPTH, TensorRef, key_of_path
+from bytecheckpoint.storage import Storage
+
+__all__ = ["METADATA", "metadata_files", "read_dcp"]
+
+METADATA: Final = ".metadata"
+_OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
+#: States of a tensor or value that lies at the top of the saved dict.
+_TOP, _REST = "model", "extra_states"
+_WHOLE_STATES = ("optimizer", "optim")
+
+
+def metadata_files(names: list[str]) -> list[str]:
+    """Return the files of metadata among the names of a folder: one, or one of each rank that saved by itself."""
+    ranks = sorted((int(found[1]), name) for name in names if (found := _OF_RANK.fullmatch(name)))
+    return [METADATA] if METADATA in names else [name for _, name in ranks]
+
+
+@dataclass
+class _StoredItems:
+    """The items of a checkpoint, in lists.
+
+    Attributes:
+        tensor, offsets, lengths: box of each tensor item.
+        file, begin, size: place of each tensor item, with its head and tail.
+        values: file name, first byte and size of each item of plain values, by name.
+        paths: path of each name in the saved dict.
+        tensor_paths: path of each tensor in its state.
+    """
+
+    tensor: list[int] = field(default_factory=list)
+    offsets: list[tuple[int, ...]] = field(default_factory=list)
+    lengths: list[tuple[int, ...]] = field(default_factory=list)
+    file: list[str] = field(default_factory=list)
+    begin: list[int] = field(default_factory=list)
+    size: list[int] = field(default_factory=list)
+    values: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+    paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    tensor_paths: list[tuple[Any, ...]] = field(default_factory=list)
+
+
+def read_dcp(storage: Storage, *, heads: bool = True) -> ForeignCheckpoint:
+    """Read a checkpoint of DCP.
+
+    Args:
+        storage: folder of the checkpoint.
+        heads: read the head of each item, at most one request for each. False: the rows count as row-major, and a reader
+            of their bytes has to check the heads.
+
+    Raises:
+        CheckpointNotFoundError: the folder holds no metadata of DCP.
+        CorruptCheckpointError: a file is missing or damaged.
+        IncompatibleCheckpointError: the checkpoint holds what this package does not read; the message says what.
+    """
+    sizes = dict(storage.list())
+    columns, items = ForeignColumns(), _StoredItems()
+    names = metadata_files(list(sizes))
+    if not names:
+        raise CheckpointNotFoundError(f"{storage.url} holds no {METADATA} of DCP")
+    merged: dict[str, _Merged] = {}
+    for name in names:
+        with open_file(storage, name) as file:
+            if file.size > MAX_PICKLE_BYTES:
+                raise IncompatibleCheckpointError(f"{file.label} has {file.size} bytes, more than {MAX_PICKLE_BYTES}")
+            data = file.read(0, file.size)
+            with _damage(file):
+                value, _ = read_pickle(data, file=file.label, meanings=MEANINGS, constants=CONSTANTS)
+                _merge(value, merged, items)
+                del value, data
+    with open_file(storage, names[0]) as file, _damage(file):
+        _add_tensors(columns, merged, items)
+        boxes = _boxes(columns, items)
+        numbers = _add_files(file, sizes, columns, items)
+        reader = ItemReader(storage, columns)
+        at = np.fromiter(map(numbers.__getitem__, items.file), np.int32, len(items.file))
+        begin, size = np.array(items.begin, np.int64), np.array(items.size, np.int64)
+        if (order := row_order(boxes)) is not None:
+            boxes, at, begin, size = boxes.take(order), at[order], begin[order], size[order]
+        rows, unread = reader.rows(boxes, at, begin, size, heads=heads)
+        tree = Tree(storage.url)
+        values = _values(reader, numbers, columns, items, tree)
+    catalog, strides = columns.build({"format": "dcp"}, rows)
+    return ForeignCheckpoint(
+        "dcp", catalog, strides, values, FileSums.of([]), tuple(tree.notes), None if heads else unread
+    )
+
+
+@dataclass
+class _Merged:
+    """One tensor or value, of the metadata of all ranks.
+
+    Attributes:
+        size: whole shape; None for a plain value.
+        dtype: dtype of a tensor.
+        requires_grad: flag of the tensor.
+        chunks: extent of each stored box, by its offsets.
+        stored: places of the items, by the offsets of their boxes.
+    """
+
+    size: tuple[int, ...] | None
+    dtype: str = ""
+    requires_grad: bool = False
+    chunks: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+    stored: dict[Any, dict[str, Any]] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def _damage(file: RangedFile) -> Iterator[None]:
+    """Name the file in errors, and turn those of objects that are not as DCP makes them into one of damage."""
+    try:
+        yield
+    except CheckpointError as error:
+        if isinstance(error, IncompatibleCheckpointError) and file.folder not in str(error):
+            raise IncompatibleCheckpointError(f"{file.label}: {error}") from None
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise file.damaged(f"its objects are not those of DCP ({type(error).__name__}: {str(error)[:200]})") from error
+
+
+def _merge(value: Any, merged: dict[str, _Merged], items: _StoredItems) -> None:
+    """Add the metadata of one rank, or of all."""
+    state = value.state
+    for name, described in state["state_dict_metadata"].items():
+        facts = described.state
+        if described.target.name != "TensorStorageMetadata":
+            merged.setdefault(name, _Merged(None))
+            continue
+        dtype, layout, requires_grad = facts["properties"].state[:3]
+        if layout != "torch.strided":
+            raise IncompatibleCheckpointError(f"tensor {name!r} has the layout {layout!r}, which is not supported")
+        tensor = merged.setdefault(name, _Merged(facts["size"], dtype.name, requires_grad is True))
+        if (tensor.size, tensor.dtype) != (facts["size"], dtype.name):
+            raise ValueError(f"two shapes or dtypes of {name!r}")
+        tensor.chunks.update([(chunk.state["offsets"], chunk.state["sizes"]) for chunk in facts["chunks"]])
+    for index, info in state["storage_data"].items():
+        key = index.state
+        merged[key["fqn"]].stored[key.get("offset")] = info.state
+    paths = state.get("planner_data")
+    if type(paths) is dict:
+        for name, path in paths.items():
+            if type(path) is not tuple or not 0 < len(path) < MAX_DEPTH or not {type(s) for s in path} <= {str, int}:
+                raise ValueError(f"a path of {name!r}")
+            items.paths[name] = path
+
+
+def _add_tensors(columns: ForeignColumns, merged: dict[str, _Merged], items: _StoredItems) -> None:
+    """Add the tensors and list the items."""
+    nested = _nested(items)
+    for name, found in merged.items():
+        if found.size is None:
+            info = found.stored[None]
+            items.values[name] = info["relative_path"], info["offset"], info["length"]
+            continue
+        state, path = _place(name, items.paths.get(name), nested, tensor=True)
+        items.tensor_paths.append(path)
+        number = columns.add_tensor(state, key_of_path(path), found.dtype, tuple(found.size), found.requires_grad)
+        if found.chunks.keys() - found.stored.keys():
+            raise ValueError(f"no file holds a part of {name!r}")
+        chunks = found.chunks
+        for offset, info in found.stored.items():
+            items.tensor.append(number)
+            items.offsets.append(offset)
+            items.lengths.append(chunks[offset])
+            items.file.append(info["relative_path"])
+            items.begin.append(info["offset"])
+            items.size.append(info["length"])
+            if len(info) > 3 and info.get("transform_descriptors"):
+                what = info["transform_descriptors"]
+                raise IncompatibleCheckpointError(f"{name!r} is stored through {what}, which is not supported")
+    keys = list(zip(columns.states, columns.fqns, strict=True))
+    if len(set(keys)) != len(keys):
+        raise ValueError("two tensors have one name")
+
+
+def _boxes(columns: ForeignColumns, items: _StoredItems) -> BoxTable:
+    """Return the boxes of the rows: each lies inside its tensor, and those of a tensor have as many elements as it has."""
+    shapes = [columns.shapes[number] for number in items.tensor]
+    ndims = [list(map(len, column)) for column in (shapes, items.offsets, items.lengths)]
+    if ndims[0] != ndims[1] or ndims[0] != ndims[2]:
+        raise ValueError("a box has another number of dimensions than its tensor")
+    whole = BoxTable.build(range(len(columns.shapes)), columns.shapes, columns.shapes)
+    boxes = BoxTable.build(items.tensor, items.offsets, items.lengths, whole.ndim)
+    limit = whole.lengths[boxes.tensor]
+    inside = (boxes.offsets >= 0) & (boxes.lengths >= 0) & (boxes.lengths <= limit - boxes.offsets)
+    volume = np.prod(whole.lengths.astype(np.float64), axis=1)
+    if (whole.lengths < 0).any() or (volume >= 2.0**62).any() or not inside.all():
+        raise ValueError("a box lies outside of its tensor")
+    have = np.bincount(boxes.tensor, np.prod(boxes.lengths.astype(np.float64), axis=1), len(volume))
+    if len(wrong := np.flatnonzero(have != volume)):
+        name = columns.fqns[int(wrong[0])]
+        raise ValueError(f"the parts of {name!r} have {have[wrong[0]]:.0f} of {volume[wrong[0]]:.0f} elements")
+    return boxes
+
+
+def _nested(items: _StoredItems) -> set[Any]:
+    """Return the first steps of the paths with several steps: the states of the saved dict."""
+    return {path[0] for path in items.paths.values() if len(path) > 1}
+
+
+def _place(name: str, path: tuple[Any, ...] | None, nested: set[Any], *, tensor: bool) -> tuple[str, tuple[Any, ...]]:
+    """Return the state of a name, and its path inside of the state."""
+    if path is not None and len(path) > 1 and type(path[0]) is str:
+        return path[0], path[1:]
+    if path is None and (first := name.partition("."))[2] and first[0] in _WHOLE_STATES:
+        return first[0], (first[2],)
+    return (_TOP if tensor and _TOP not in nested else _REST), (name,)
+
+
+def _add_files(
+    file: RangedFile, sizes: Mapping[str, int], columns: ForeignColumns, items: _StoredItems
+) -> dict[str, int]:
+    """Add the files to the table; return their positions by name."""
+    numbers = {}
+    for name in dict.fromkeys([*items.file, *(place[0] for place in items.values.values())]):
+        if name not in sizes:
+            raise file.damaged(f"it names the file {name!r}, which is not there")
+        numbers[name] = columns.add_file(name, sizes[name])
+    return numbers
+
+
+def _values(
+    reader: ItemReader, numbers: Mapping[str, int], columns: ForeignColumns, items: _StoredItems, tree: Tree
+) -> dict[str, bytes]:
+    """Return the encoded tree of each state, with references to its tensors."""
+    places = [(numbers[file], begin, size) for file, begin, size in items.values.values()]
+    found = reader.values(places)
+    trees: dict[str, Any] = {}
+    nested = _nested(items)
+    for state, fqn, path in zip(columns.states, columns.fqns, items.tensor_paths, strict=True):
+        trees.setdefault(state, {})
+        _set(trees[state], path, TensorRef(fqn))
+    for name, value in zip(items.values, found, strict=True):
+        state, path = _place(name, items.paths.get(name), nested, tensor=False)
+        _set(trees.setdefault(state, {}), path, value)
+    values = {}
+    for state, content in trees.items():
+        values[state] = tree.encode(_with_lists(content))
+        columns.add_whole(state, tree.tensors, reader.storages)
+    return values
+
+
+def _set(tree: dict[Any, Any], path: tuple[Any, ...], value: object) -> None:
+    """Put a value at its path, in dicts that are made where they lack."""
+    for step in path[:-1]:
+        tree = tree.setdefault(step, {})
+    if path[-1] in tree:
+        raise ValueError(f"two values at {key_of_path(path)!r}")
+    tree[path[-1]] = value
+
+
+def _with_lists(tree: Any) -> Any:
+    """Return a tree in which dicts with the keys 0 to n - 1 are lists: DCP's other keys are strings."""
+    if type(tree) is not dict:
+        return tree
+    content = {key: _with_lists(value) for key, value in tree.items()}
+    if content and all(type(key) is int for key in content):
+        return [content[key] for key in sorted(content)]
+    return content

@@ -1,0 +1,197 @@
+"""The items of DCP: each is a zip file of torch.save, of one tensor or plain value, at any byte of a larger file."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytecheckpoint.formats.archives import local_header_end, locate, read_directory
+from bytecheckpoint.formats.files import RangedFile, open_file
+from bytecheckpoint.formats.foreign import ForeignColumns, RowColumns, row_major_strides
+from bytecheckpoint.formats.meanings import StorageRef, StoredTensor
+from bytecheckpoint.formats.torch_save import read_object, unpickle
+from bytecheckpoint.representation.boxes import BoxTable, Int64s
+from bytecheckpoint.representation.dtypes import itemsize
+from bytecheckpoint.storage import Storage
+
+__all__ = ["ItemReader", "check_head"]
+
+#: Bytes to which torch aligns the content of each member, and bytes of the longest head.
+_ALIGNMENT: Final = 64
+_LONGEST_HEAD: Final = 8192
+#: Bytes of a member beside name and content: those that follow the content, and its local header with a padding field.
+_DESCRIPTOR_BYTES, _HEADER_BYTES = 16, 34
+_DESCRIPTOR = b"PK\x07\x08"
+
+
+def check_head(file: RangedFile, head: bytes, dtype: str, shape: tuple[int, ...]) -> StoredTensor | None:
+    """Return the tensor that the head of an item describes; None if the head has another form than torch's.
+
+    Args:
+        file: the file, for messages.
+        head: bytes of the item up to the content of its storage.
+        dtype: dtype of the tensor by the metadata.
+        shape: extent of the box by the metadata.
+
+    Raises:
+        CorruptCheckpointError: the head differs from the metadata, or from its CRC32.
+    """
+    last = head.rfind(b"PK\x03\x04")
+    begin, end = local_header_end(head), local_header_end(head[last:]) if last >= 0 else None
+    if begin is None or end is None or last + end != len(head) or b"/data/0" not in head[last:]:
+        return None
+    refs: dict[str, StorageRef] = {}
+    value, stop = unpickle(file, head, begin, refs)
+    if head[stop : stop + 4] != _DESCRIPTOR or head[stop + 4 : stop + 8] != struct.pack(
+        "<I", zlib.crc32(head[begin:stop])
+    ):
+        raise file.damaged("the CRC32 of an item's pickle differs")
+    return _checked(file, value, dtype, shape)
+
+
+def _checked(file: RangedFile, value: object, dtype: str, shape: tuple[int, ...]) -> StoredTensor:
+    if type(value) is not StoredTensor or (value.dtype, value.shape) != (dtype, shape):
+        found = f"{value.dtype} {list(value.shape)}" if type(value) is StoredTensor else "no tensor"
+        raise file.damaged(f"an item holds {found}, not {dtype} {list(shape)} as the metadata says")
+    return value
+
+
+class ItemReader:
+    """The reader of the items of one checkpoint.
+
+    Attributes:
+        storages: file and first byte of each storage among the plain values, by key.
+    """
+
+    def __init__(self, storage: Storage, columns: ForeignColumns) -> None:
+        self.storages: dict[str, tuple[int, int]] = {}
+        self._storage = storage
+        self._columns = columns
+        self._names = [file.name for file in columns.files]
+        self._sizes = np.array([file.size for file in columns.files], np.int64)
+
+    def rows(
+        self, boxes: BoxTable, file: NDArray[np.int32], begin: Int64s, size: Int64s, *, heads: bool
+    ) -> tuple[RowColumns, Int64s]:
+        """Return the rows of tensor items, and the first byte of each head that was not read, else -1.
+
+        Args:
+            boxes: the box of each item.
+            file: file of each item.
+            begin: first byte of each item.
+            size: bytes of each item.
+            heads: read all heads. False: only those of a form that torch does not write; other rows count as row-major.
+        """
+        self._check_inside(file, begin, size)
+        items = np.array([itemsize(name) for name in self._columns.dtypes], np.int64)
+        nbytes = boxes.volumes() * items[boxes.tensor] if len(file) else begin
+        lengths = self._heads(file, begin, size, nbytes) if nbytes.any() else np.zeros_like(begin)
+        needed = (nbytes > 0) & (heads | (lengths == 0))
+        first = begin + lengths
+        strides = row_major_strides(boxes.lengths)
+        self._prove(np.flatnonzero(needed), boxes, file, begin, size, first, strides)
+        return RowColumns(boxes, file, first, strides), np.where(needed | (nbytes == 0), -1, begin)
+
+    def _prove(
+        self,
+        chosen: Int64s,
+        boxes: BoxTable,
+        file: NDArray[np.int32],
+        begin: Int64s,
+        size: Int64s,
+        first: Int64s,
+        strides: Int64s,
+    ) -> None:
+        """Read the heads of rows, and correct the rows' first bytes and strides by them."""
+        columns = self._columns
+        known: dict[tuple[int, bytes], StoredTensor] = {}
+        for opened, places in self._by_file(file[chosen]):
+            rows = chosen[places]
+            ranges = zip(begin[rows].tolist(), (first - begin)[rows].tolist(), strict=True)
+            found = opened.read_many([(at, min(length, opened.size - at)) for at, length in ranges])
+            for row, head in zip(rows.tolist(), found, strict=True):
+                number = int(boxes.tensor[row])
+                shape = tuple(boxes.lengths[row, : len(columns.shapes[number])].tolist())
+                tensor = known.get((number, head))
+                if tensor is None or tensor.shape != shape:
+                    tensor = check_head(opened, head, columns.dtypes[number], shape)
+                if tensor is not None:
+                    known[number, head] = tensor
+                else:
+                    whole = read_object(opened.part(int(begin[row]), int(size[row])))
+                    tensor = _checked(opened, whole.value, columns.dtypes[number], shape)
+                    first[row] = begin[row] + whole.storages[tensor.storage.key].offset
+                if tensor.start + tensor.span > begin[row] + size[row] - first[row]:
+                    raise opened.damaged(f"the item at byte {begin[row]} is shorter than its tensor")
+                strides[row, : len(shape)] = tensor.strides
+                first[row] += tensor.start
+
+    def values(self, places: Sequence[tuple[int, int, int]]) -> list[Any]:
+        """Return the plain values of items.
+
+        Args:
+            places: file, first byte and size of each item.
+        """
+        file, begin, size = np.array(places, np.int64).reshape(-1, 3).T
+        self._check_inside(file, begin, size)
+        values: list[Any] = [None] * len(places)
+        for opened, chosen in self._by_file(file):
+            ranges = list(zip(begin[chosen].tolist(), size[chosen].tolist(), strict=True))
+            for k, (at, length), data in zip(chosen.tolist(), ranges, opened.read_many(ranges), strict=True):
+                refs: dict[str, StorageRef] = {}
+                start = local_header_end(data)
+                if start is not None and data[30:start].partition(b"FB")[0].endswith(b"/data.pkl"):
+                    values[k], _ = unpickle(opened, data, start, refs)
+                if refs or start is None:
+                    found = read_object(opened.part(at, length), f"{k}/")
+                    values[k] = found.value
+                    self.storages.update({key: (int(file[k]), at + m.offset) for key, m in found.storages.items()})
+        return values
+
+    def _check_inside(self, file: NDArray[Any], begin: Int64s, size: Int64s) -> None:
+        outside = (begin < 0) | (size < 0) | (size > self._sizes[file] - begin) if len(file) else np.zeros(0, np.bool_)
+        if outside.any():
+            number = int(file[np.argmax(outside)])
+            raise ValueError(f"an item lies outside of {self._names[number]!r}, which has {self._sizes[number]} bytes")
+
+    def _by_file(self, file: NDArray[Any]) -> Iterator[tuple[RangedFile, Int64s]]:
+        """Open each file in turn; yield it with the numbers of its items."""
+        order = np.argsort(file, kind="stable")
+        bounds = np.flatnonzero(np.diff(file[order])) + 1
+        for chosen in np.split(order, bounds) if len(file) else []:
+            with open_file(self._storage, self._names[int(file[chosen[0]])]) as opened:
+                yield opened, chosen
+
+    def _heads(self, file: NDArray[np.int32], begin: Int64s, size: Int64s, nbytes: Int64s) -> Int64s:
+        """Return the length of each item's head, which follows from the sizes of item and tensor and from one item.
+
+        All versions of torch write other members, but one version always the same, each aligned. So of an item of known
+        size only the head can differ in length.
+        """
+        probe = int(np.argmax(nbytes > 0))
+        with open_file(self._storage, self._names[int(file[probe])]) as opened:
+            part = opened.part(int(begin[probe]), int(size[probe]))
+            directory = read_directory(part)
+            members = sorted(directory.items(), key=lambda item: item[1].header)
+            places = locate(part, directory.values())
+        data = next((name for name, _ in members if name == "data/0"), None)
+        if data is None:
+            return np.zeros(len(file), np.int64)
+        after = [entry for _, entry in members if entry.header > directory[data].header]
+        head = places[directory[data].name].offset
+
+        def end(content: Int64s) -> Int64s:
+            for entry in after:
+                content = content + _DESCRIPTOR_BYTES + _HEADER_BYTES + len(entry.name)
+                content = -(-content // _ALIGNMENT) * _ALIGNMENT + entry.size
+            return content
+
+        rest = int(size[probe]) - head - int(end(nbytes[probe : probe + 1])[0])
+        lengths = size - end(nbytes) - rest
+        regular = (lengths % _ALIGNMENT == 0) & (lengths > 0) & (lengths <= _LONGEST_HEAD)
+        return np.where(regular, lengths, 0)

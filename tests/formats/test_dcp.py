@@ -1,0 +1,239 @@
+"""Checkpoints of PyTorch DCP, read as they lie: every byte and value equals what dcp.load returns."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.formats.dcp import read_dcp
+from bytecheckpoint.formats.dcp_items import check_head
+from bytecheckpoint.formats.files import RangedFile, open_file
+from bytecheckpoint.formats.torch_save import read_torch_save
+from bytecheckpoint.storage import resolve
+from tests.formats.golden.make import states
+from tests.formats.hostile import pickles
+from tests.formats.oracle import assert_same, read_tensors, values_of
+
+GOLDEN = Path(__file__).parent / "golden" / "torch-2.4.1"
+
+
+def saved(folder: Path, value: dict[str, Any]) -> Path:
+    dcp.save(value, checkpoint_id=str(folder), no_dist=True)
+    return folder
+
+
+def check(folder: Path) -> None:
+    theirs = states()
+    found = values_of(folder, read_dcp(resolve(str(folder))))
+    assert_same(found["model"], theirs["model"])
+    assert_same(found["optimizer"], theirs["optimizer"])
+    assert_same(found["list"], theirs["list"])
+    assert found["extra_states"] == {"step": 5}
+
+
+def test_every_tensor_and_value_is_as_saved(tmp_path):
+    check(saved(tmp_path, states()))
+
+
+def test_a_checkpoint_of_torch_2_4():
+    check(GOLDEN / "dcp")
+
+
+@pytest.mark.parametrize("name", ["new.pt", "old.pt"])
+def test_files_of_torch_2_4(name):
+    foreign = read_torch_save(resolve(str(GOLDEN)), name)
+    found, theirs = values_of(GOLDEN, foreign), states()
+    for state in ("model", "optimizer", "list"):
+        assert_same(found[state], theirs[state])
+
+
+@pytest.mark.parametrize("folder", ["now", "2.4.1"])
+def test_heads_are_where_they_are_predicted(tmp_path, folder):
+    path = GOLDEN / "dcp" if folder == "2.4.1" else saved(tmp_path, states())
+    storage = resolve(str(path))
+    read, predicted = read_dcp(storage), read_dcp(storage, heads=False)
+    catalog = predicted.catalog
+    assert read.heads is None and predicted.strides is None and read.strides is not None
+    for row, begin in enumerate(predicted.heads.tolist()):
+        number = int(catalog.boxes.tensor[row])
+        if begin < 0:
+            assert 0 in catalog.shape(number)
+            continue
+        assert catalog.byte_offset[row] == read.catalog.byte_offset[row]
+        with open_file(storage, catalog.files[catalog.file[row]].name) as file:
+            head = file.read(begin, int(catalog.byte_offset[row]) - begin)
+            tensor = check_head(file, head, catalog.dtype[number], catalog.shape(number))
+        assert tensor.strides == tuple(read.strides[row, : catalog.ndims[number]].tolist()) or 1 in tensor.shape
+
+
+def test_requests_are_few(tmp_path, monkeypatch):
+    saved(tmp_path, {"model": {str(k): torch.zeros(100_000) for k in range(30)}})
+    counted, plain = [], RangedFile.read
+    monkeypatch.setattr(RangedFile, "read", lambda file, *at: counted.append(at) or plain(file, *at))
+    read_dcp(resolve(str(tmp_path)), heads=False)
+    assert len(counted) <= 6  # metadata; directory and headers of one item
+    counted.clear()
+    read_dcp(resolve(str(tmp_path)))
+    assert len(counted) <= 36 and sum(length for _, length in counted) < 200_000
+
+
+def test_names_at_the_top(tmp_path):
+    """Programs such as torchtitan put the model's tensors at the top; names with dots stay as they are."""
+    saved(
+        tmp_path,
+        {"layers.0.weight": torch.ones(2), "optimizer": {"state.layers.0.weight.exp_avg": torch.zeros(2)}, "step": 1},
+    )
+    foreign = read_dcp(resolve(str(tmp_path)))
+    assert set(map(str, foreign.catalog.keys())) == {"model/layers.0.weight", "optimizer/state.layers.0.weight.exp_avg"}
+    assert values_of(tmp_path, foreign)["extra_states"] == {"step": 1}
+
+
+def test_objects_with_tensors_inside(tmp_path):
+    class Holder:
+        def __init__(self) -> None:
+            self.tensor = torch.arange(3)
+
+    Holder.__qualname__, Holder.__module__ = "Held", __name__
+    globals()["Held"] = Holder
+    saved(tmp_path, {"model": {"w": torch.ones(2)}, "thing": Holder(), "other": {"thing": Holder()}})
+    foreign = read_dcp(resolve(str(tmp_path)))
+    found = values_of(tmp_path, foreign)
+    assert torch.equal(found["extra_states"]["thing"][1]["tensor"], torch.arange(3))
+    assert torch.equal(found["other"]["thing"][1]["tensor"], torch.arange(3))
+
+
+RANKS = """
+import os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor, Shard, Replicate, init_device_mesh, distribute_tensor
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+whole = torch.arange(70.0).view(7, 10)
+value = {"model": {
+    "rows": distribute_tensor(whole, mesh, [Shard(0)]),
+    "columns": distribute_tensor(whole, mesh, [Shard(1)]),
+    "same": distribute_tensor(whole, mesh, [Replicate()]),
+    "plain": whole * 2,
+}, "step": 3}
+dcp.save(value, checkpoint_id=folder + "/one")
+writer = dcp.FileSystemWriter(folder + "/each")
+dcp.save(value, storage_writer=writer, use_collectives=False)
+dist.destroy_process_group()
+"""
+
+
+def test_shards_of_two_ranks(tmp_path):
+    ranks = [subprocess.Popen([sys.executable, "-c", RANKS, str(rank), str(tmp_path)]) for rank in range(2)]
+    assert [process.wait(timeout=120) for process in ranks] == [0, 0]
+    whole = torch.arange(70.0).view(7, 10)
+    for folder in ("one", "each"):
+        foreign = read_dcp(resolve(str(tmp_path / folder)))
+        found = read_tensors(tmp_path / folder, foreign)
+        for name in ("rows", "columns", "same"):
+            assert torch.equal(found[f"model/{name}"], whole), (folder, name)
+        assert torch.equal(found["model/plain"], whole * 2)
+        assert values_of(tmp_path / folder, foreign)["extra_states"] == {"step": 3}
+    assert not (tmp_path / "each" / ".metadata").exists()
+
+
+def edited(folder: Path, edit: Any) -> Any:
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    edit(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+    return resolve(str(folder))
+
+
+def first(metadata: Any) -> Any:
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == "model.row")
+
+
+def shift(metadata: Any) -> None:
+    first(metadata).offset += 64
+
+
+def lengthen(metadata: Any) -> None:
+    first(metadata).length += 1 << 40
+
+
+def lose(metadata: Any) -> None:
+    del metadata.storage_data[next(index for index in metadata.storage_data if index.fqn == "model.row")]
+
+
+def cut(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.row"].size = torch.Size((5, 6))
+
+
+def other_dtype(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.row"].properties.dtype = torch.int32
+
+
+def elsewhere(metadata: Any) -> None:
+    first(metadata).relative_path = "../../etc/passwd"
+
+
+def transformed(metadata: Any) -> None:
+    first(metadata).transform_descriptors = ["zstd"]
+
+
+def two_names(metadata: Any) -> None:
+    metadata.planner_data["model.transposed"] = ("model", "row")
+
+
+def deep(metadata: Any) -> None:
+    metadata.planner_data["model.row"] = ("model",) * 1000
+
+
+def negative(metadata: Any) -> None:
+    chunk = metadata.state_dict_metadata["model.row"].chunks[0]
+    chunk.sizes = torch.Size((4, 6))
+    object.__setattr__(chunk, "offsets", torch.Size((-1, 0)))
+
+
+def empty(metadata: Any) -> None:
+    metadata.state_dict_metadata = None
+
+
+@pytest.mark.parametrize(
+    "edit", [shift, lengthen, lose, cut, other_dtype, elsewhere, transformed, two_names, deep, negative, empty]
+)
+def test_metadata_that_lies_is_refused(tmp_path, edit):
+    storage = edited(saved(tmp_path, states()), edit)
+    with pytest.raises((CorruptCheckpointError, IncompatibleCheckpointError), match=str(tmp_path)):
+        read_dcp(storage)
+
+
+def test_files_that_lie_are_refused(tmp_path):
+    saved(tmp_path, states())
+    storage, path = resolve(str(tmp_path)), tmp_path / "__0_0.distcp"
+    data = path.read_bytes()
+    for at in (data.index(b"_rebuild_tensor_v2"), data.rindex(b"_rebuild_tensor_v2")):
+        path.write_bytes(data[:at] + b"X" + data[at + 1 :])
+        with pytest.raises(CorruptCheckpointError, match="distcp"):
+            read_dcp(storage)
+    path.write_bytes(data[:-100])
+    with pytest.raises(CorruptCheckpointError, match="distcp"):
+        read_dcp(storage)
+    path.unlink()
+    with pytest.raises(CorruptCheckpointError, match="not there"):
+        read_dcp(storage)
+    (tmp_path / ".metadata").unlink()
+    with pytest.raises(CheckpointNotFoundError):
+        read_dcp(storage)
+
+
+def test_pickles_that_call_are_refused(tmp_path):
+    saved(tmp_path, states())
+    for name, data in pickles().items():
+        (tmp_path / ".metadata").write_bytes(data)
+        with pytest.raises((CorruptCheckpointError, IncompatibleCheckpointError), match=str(tmp_path)):
+            read_dcp(resolve(str(tmp_path)))
+        assert not (tmp_path / name).exists()
