@@ -28,7 +28,7 @@ _INT_BYTES = {0x4B: 2, 0x4D: 3, 0x4A: 5}
 _UINT32 = struct.Struct("<I").unpack_from
 
 
-class _Template:
+class _RecordForm:
     """The form of the objects of one class: a pattern from the GET of the class to the end, and the names of the values.
 
     Attributes:
@@ -41,7 +41,7 @@ class _Template:
         self.target = target
         self.match = re.compile(pattern, re.DOTALL).match
         self.names = names
-        self.following: _Template | None = None
+        self.following: _RecordForm | None = None
 
 
 class RecordTemplates:
@@ -53,9 +53,9 @@ class RecordTemplates:
     def __init__(self, memo: list[Any], size: GlobalName) -> None:
         self._memo = memo
         self._size = size
-        self._known: dict[GlobalName, list[_Template]] = {}
+        self._known: dict[GlobalName, list[_RecordForm]] = {}
         self._sizes: dict[bytes, tuple[Any, ...]] = {}
-        self._last: _Template | None = None
+        self._last: _RecordForm | None = None
         self._end = -1  # position behind the last object of `_last`
 
     def read(self, stack: list[Any], data: bytes, i: int) -> int:
@@ -98,7 +98,7 @@ class RecordTemplates:
             found = template.match(data, end)
         return end
 
-    def _object(self, template: _Template, texts: tuple[bytes, ...]) -> CallRecord | None:
+    def _object(self, template: _RecordForm, texts: tuple[bytes, ...]) -> CallRecord | None:
         """Make an object of the texts of its values; None if it has to be interpreted."""
         memo, sizes = self._memo, self._sizes
         state: dict[str, Any] = {}
@@ -125,7 +125,7 @@ class RecordTemplates:
         memo += new
         return made
 
-    def _learn(self, target: GlobalName, data: bytes, start: int, i: int) -> _Template | None:
+    def _learn(self, target: GlobalName, data: bytes, start: int, i: int) -> _RecordForm | None:
         known = self._known.setdefault(target, [])
         names: list[str] = []
         pattern, at = re.escape(data[start:i]), i
@@ -140,7 +140,7 @@ class RecordTemplates:
             at = field.end()
         if not names or data[at : at + 2] != _END:
             return None
-        known.append(_Template(target, pattern + _END, names))
+        known.append(_RecordForm(target, pattern + _END, names))
         return known[-1]
 
     def _three(self, text: bytes) -> tuple[Any, ...]:
