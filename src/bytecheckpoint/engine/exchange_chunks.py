@@ -40,15 +40,15 @@ class ChunkMover:
         plan: chunks, and the ranges of this rank's read plan that they cover.
         files: storage files of the checkpoint.
         scatter_plan: read plan with its destinations.
-        chunk_bytes: length of the longest chunk.
+        chunk_bytes: length of a chunk; some reach a little into the next one.
     """
 
     def __init__(self, plan: ExchangePlan, files: FileSet, scatter_plan: ScatterPlan, chunk_bytes: int) -> None:
         self._shared = plan.shared
         self._files = files
         self._scatter_plan = scatter_plan
-        self._chunk_bytes = chunk_bytes
-        self._scratch = ScratchBuffers(scatter_plan, chunk_bytes)
+        longest = int((plan.shared.stop - plan.shared.start).max(initial=0))
+        self._scratch = ScratchBuffers(scatter_plan, max(chunk_bytes, longest, scatter_plan.plan.longest))
         self._free: list[torch.Tensor] = []
         self._ranges: dict[int, list[int]] = {}
         for index, chunk in zip(plan.covered_ranges.tolist(), plan.covering_chunks.tolist(), strict=True):

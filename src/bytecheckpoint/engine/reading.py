@@ -34,25 +34,25 @@ class ScratchBuffers:
 
     Args:
         plan: read plan with its destinations.
-        chunk_bytes: length of the longest range.
+        nbytes: length of the longest range.
     """
 
-    def __init__(self, plan: ScatterPlan, chunk_bytes: int) -> None:
+    def __init__(self, plan: ScatterPlan, nbytes: int) -> None:
         self._plan = plan
-        self._chunk_bytes = chunk_bytes
+        self._nbytes = nbytes
         self._local = threading.local()
         self._copies = DeviceCopies({t.data.device for t in plan.targets}, to_host=False)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Return `nbytes` of this thread's buffer, at most `chunk_bytes`. The next call overwrites them."""
+        """Return `nbytes` of this thread's buffer, at most those of the longest range. The next call overwrites them."""
         if not hasattr(self._local, "scratch"):
             self._local.scratch = self.new_buffer()
         buffer: torch.Tensor = self._local.scratch[:nbytes]
         return buffer
 
     def new_buffer(self) -> torch.Tensor:
-        """Allocate a buffer of `chunk_bytes`, pinned if some destination is on a device."""
-        return host_buffer(self._chunk_bytes, self._copies.devices)
+        """Allocate a buffer for the longest range, pinned if some destination is on a device."""
+        return host_buffer(self._nbytes, self._copies.devices)
 
     def within_reach(self, data: torch.Tensor) -> torch.Tensor:
         """Return `data` in memory from which `scatter` can copy: on the host, or on a device of some destination."""
@@ -137,7 +137,7 @@ def read_all(
         scatter_plan: read plan with its destinations.
         ranges: numbers of the ranges in the plan.
         threads: number of ranges read at the same time; 0: as many as suit the storage.
-        chunk_bytes: length of the longest range.
+        chunk_bytes: length of a chunk.
 
     Returns:
         The number of bytes read.
@@ -148,7 +148,7 @@ def read_all(
             still write to memory that this load fills.
     """
     plan = scatter_plan.plan
-    scratch = ScratchBuffers(scatter_plan, chunk_bytes)
+    scratch = ScratchBuffers(scatter_plan, max(chunk_bytes, plan.longest))
     failed = threading.Event()
 
     def read_range(index: int) -> int:

@@ -139,7 +139,7 @@ class ScatterPlan:
         """Return runs of elements that are contiguous in the file and in `target`: first elements in both, length."""
         copies = self.plan.copies
         lengths = tuple(copies.lengths[copy].tolist()[: target.ndim])
-        source, target_at, run = _box_runs(lengths, _row_major(copies.source_shape[copy].tolist()), target.stride())
+        source, target_at, run = _box_runs(lengths, tuple(copies.source_strides[copy].tolist()), target.stride())
         offsets = copies.target_offsets[copy].tolist()
         return source, target_at + sum(o * s for o, s in zip(offsets, target.stride(), strict=False)), run
 
@@ -175,13 +175,18 @@ class ScatterPlan:
             same = destination.dtype == target.dtype
             if copies.flat[copy]:
                 count = copies.elements[copy]
-                if same and count == destination.numel():
+                size = target.dtype.itemsize
+                if same and count == destination.numel() and at % size == 0:
                     whole.append(movable(destination))
                     whole_at.append(at)
                     continue
-                source = data[at : at + count * target.dtype.itemsize].view(target.dtype)
                 begin = copies.target[copy]
                 destination = destination.view(-1)[begin : begin + count]
+                if same and at % size:
+                    sources.append(data[at : at + count * size])
+                    targets.append(flat_bytes(destination))
+                    continue
+                source = _typed(data, at, count, target.dtype)
             else:
                 source, destination = self._box(copy, data, at, target)
             if same:
@@ -235,13 +240,10 @@ class ScatterPlan:
         """Return strided views of the source, which begins at byte `at` of `data`, and of the target of a box."""
         copies = self.plan.copies
         ndim = target.data.ndim
-        shape = copies.source_shape[copy].tolist()
+        strides = copies.source_strides[copy].tolist()[:ndim]
         lengths = copies.lengths[copy].tolist()[:ndim]
-        strides = _row_major(shape)
-        size = target.dtype.itemsize
-        # The view may reach past the end of `data`: only elements of the copy are accessed.
-        typed = data[at % size : data.numel() - (data.numel() - at % size) % size].view(target.dtype)
-        source = typed.as_strided(lengths, strides[:ndim], typed.storage_offset() + at // size)
+        span = sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True)) + 1
+        source = _typed(data, at, span, target.dtype).as_strided(lengths, strides)
         destination = target.data
         for dim, (begin, length) in enumerate(zip(copies.target_offsets[copy].tolist(), lengths, strict=False)):
             destination = destination.narrow(dim, begin, length)
@@ -284,12 +286,10 @@ def _direct_ranges(plan: ReadPlan, addressable: Mask, nbytes: Int64s) -> Mask:
     return direct & long
 
 
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor, in elements."""
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
-    return tuple(strides)
+def _typed(data: torch.Tensor, at: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """View `count` elements from byte `at` of `data`; copy them where they do not lie at a multiple of their size."""
+    found = data[at : at + count * dtype.itemsize]
+    return (found.clone() if at % dtype.itemsize else found).view(dtype)
 
 
 @functools.lru_cache(maxsize=64)  # ranges of one tensor, and layers of a model, have equal shapes

@@ -13,7 +13,7 @@ import numpy as np
 
 from bytecheckpoint.planning.coverage import missing_volume, overlapping
 from bytecheckpoint.planning.intersect import Intersections, intersect
-from bytecheckpoint.representation.boxes import BoxTable, Int64s, Mask
+from bytecheckpoint.representation.boxes import BoxTable, Int64s, Mask, row_major, widened
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_groups import CatalogGroups
 from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
@@ -24,6 +24,8 @@ __all__ = ["StoredRows", "groups_to_read", "plan_reads", "stored_rows"]
 
 _SHORT_RUN_RANGE = 2 << 20
 """Largest range whose elements are copied in short runs: a range of this size stays in the second-level cache."""
+_UNCHECKED_BLOCK = 64 << 10
+"""Block length of files without checksums: the shortest gap that is worth two reads is two blocks."""
 _LONG_RUN = 1 << 10
 """Shortest run, in bytes, that does not limit the size of its range: here the number of calls determines the cost."""
 
@@ -38,7 +40,9 @@ class StoredRows:
         start: byte offset of each row in its file's data section, int64 [n].
         element: bytes per element of each row, int64 [n].
         data_bytes: length of each file's data section, int64 [f].
-        block_bytes: checksum block length of each file, int64 [f]; 1 for a file without checksums, which a read refuses.
+        block_bytes: checksum block length of each file, int64 [f]; for a file without checksums the length at whose
+            multiples reads begin and end.
+        strides: elements from one element of a row to the next along each dimension, int64 [n, d]; None: row-major rows.
     """
 
     boxes: BoxTable
@@ -47,6 +51,7 @@ class StoredRows:
     element: Int64s
     data_bytes: Int64s
     block_bytes: Int64s
+    strides: Int64s | None = None
 
 
 def stored_rows(catalog: Catalog) -> StoredRows:
@@ -60,7 +65,8 @@ def stored_rows(catalog: Catalog) -> StoredRows:
         start=catalog.byte_offset - (data_offset[file] if len(file) else 0),
         element=element[catalog.dtype.codes][catalog.boxes.tensor],
         data_bytes=np.array([f.size - f.data_offset for f in catalog.files], np.int64),
-        block_bytes=np.array([f.block_bytes or 1 for f in catalog.files], np.int64),
+        block_bytes=np.array([f.block_bytes or _UNCHECKED_BLOCK for f in catalog.files], np.int64),
+        strides=catalog.strides,
     )
 
 
@@ -80,6 +86,7 @@ class _Sources:
         file, element: columns of that row, as in `StoredRows`.
         start: byte offset of each box in its file's data section, int64 [n].
         range_bytes: length at whose multiples the row, and the ranges that read it, are cut, int64 [n].
+        strides: elements from one element of the box to the next along each dimension, int64 [n, d].
     """
 
     boxes: BoxTable
@@ -88,14 +95,21 @@ class _Sources:
     element: Int64s
     start: Int64s
     range_bytes: Int64s
+    strides: Int64s
 
     def __len__(self) -> int:
         return len(self.boxes)
 
     def take(self, index: Int64s) -> _Sources:
         """Return the boxes at `index`, in that order."""
-        columns = (self.row, self.file, self.element, self.start, self.range_bytes)
+        columns = (self.row, self.file, self.element, self.start, self.range_bytes, self.strides)
         return _Sources(self.boxes.take(index), *(column[index] for column in columns))
+
+    def part(self, index: Int64s, offsets: Int64s, lengths: Int64s) -> _Sources:
+        """Return parts of the boxes at `index`, which begin at `offsets` inside of them."""
+        found = self.take(index)
+        boxes = BoxTable(found.boxes.tensor, found.boxes.offsets + offsets, lengths)
+        return replace(found, boxes=boxes, start=found.start + (offsets * found.strides).sum(axis=1) * found.element)
 
 
 def plan_reads(stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_bytes: int) -> ReadPlan:
@@ -105,7 +119,9 @@ def plan_reads(stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_byt
         stored: the catalog's rows.
         wanted: boxes to fill, numbered by the catalog's tensors.
         contiguous: mask of the wanted boxes whose destinations are contiguous, [len(wanted)].
-        chunk_bytes: size of a chunk, which is a multiple of every file's block length; no range crosses a multiple of it.
+        chunk_bytes: size of a chunk, which is a multiple of every file's block length. A range begins inside of one chunk.
+            It reaches into the next by one block at most where an element lies across the border, and by a quarter of a
+            chunk where a row has strides.
 
     Example: columns 0 and 1 (`W`) of a stored matrix of 3 x 8 bytes, in blocks of 2 bytes and chunks of 16 bytes.
 
@@ -151,47 +167,80 @@ def _rows_to_read(
     touched, left = np.unique(found.left, return_inverse=True)
     found = Intersections(left.reshape(-1), found.right, found.offsets, found.lengths)
     boxes, rows = boxes.take(touched), candidates[touched]
+    strides = row_major(boxes.lengths) if stored.strides is None else widened(stored.strides[rows], boxes.ndim, 1)
     element = stored.element[rows]
     range_bytes = np.full(len(rows), chunk_bytes, np.int64)
     if chunk_bytes % _SHORT_RUN_RANGE == 0:
-        range_bytes[found.left[_in_short_runs(found, boxes, wanted, contiguous, element)]] = _SHORT_RUN_RANGE
-    return _Sources(boxes, rows, stored.file[rows], element, stored.start[rows], range_bytes), found
+        range_bytes[found.left[_in_short_runs(found, strides, wanted, contiguous, element)]] = _SHORT_RUN_RANGE
+    return _Sources(boxes, rows, stored.file[rows], element, stored.start[rows], range_bytes, strides), found
 
 
 def _in_short_runs(
-    found: Intersections, boxes: BoxTable, wanted: BoxTable, contiguous: Mask, element: Int64s
+    found: Intersections, strides: Int64s, wanted: BoxTable, contiguous: Mask, element: Int64s
 ) -> Int64s:
     """Return the intersections that are not copied from file to memory in long runs."""
-    lengths = found.lengths
-    whole = (lengths == boxes.lengths[found.left]) & (lengths == wanted.lengths[found.right])
-    inner = np.ones_like(whole)
-    inner[:, :-1] = np.logical_and.accumulate(whole[:, :0:-1], axis=1)[:, ::-1]
-    run = np.prod(np.where(inner, lengths, 1), axis=1) * element[found.left]
+    dense = row_major(found.lengths)
+    follows = (strides[found.left] == dense) & (row_major(wanted.lengths)[found.right] == dense)
+    follows |= found.lengths == 1
+    inner = np.logical_and.accumulate(follows[:, ::-1], axis=1)[:, ::-1]
+    run = np.prod(np.where(inner, found.lengths, 1), axis=1) * element[found.left]
     return np.flatnonzero(~contiguous[found.right] | (run < _LONG_RUN))
 
 
 def _cut(rows: _Sources) -> _Sources:
-    """Cut each row at the multiples of its `range_bytes`, into boxes."""
+    """Cut each row at the multiples of its `range_bytes`, into boxes; one with strides into slabs of a quarter of that."""
+    if not _is_one_run(rows.boxes.lengths, rows.strides).all():
+        rows = _in_slabs(rows)
     nbytes = rows.boxes.volumes() * rows.element
     first = rows.start // rows.range_bytes
     count = np.maximum(-(-(rows.start + nbytes) // rows.range_bytes) - first, 1)
+    count[~_is_one_run(rows.boxes.lengths, rows.strides)] = 1
     several = np.flatnonzero(count > 1)
     if not len(several):
         return rows
     row = np.repeat(several, count[several])
     begin = (first[row] + _numbers_within(count[several])) * rows.range_bytes[row] - rows.start[row]
-    low = np.maximum(begin, 0) // rows.element[row]
-    high = np.minimum(begin + rows.range_bytes[row], nbytes[row]) // rows.element[row]
+    # An element that lies across a multiple is of the range where it begins.
+    low = -(-np.maximum(begin, 0) // rows.element[row])
+    high = -(-np.minimum(begin + rows.range_bytes[row], nbytes[row]) // rows.element[row])
     flat = flat_ranges_to_boxes(rows.boxes.lengths[row], low, high)
-    whole = np.flatnonzero(count == 1)
-    source = np.concatenate([whole, row[flat.source]])
-    order = np.argsort(source, kind="stable")
-    cut = rows.take(source[order])
-    shift = np.concatenate([np.zeros((len(whole), rows.boxes.ndim), np.int64), flat.offsets])[order]
-    lengths = np.concatenate([rows.boxes.lengths[whole], flat.lengths])[order]
-    flat_start: Int64s = np.concatenate([np.zeros(len(whole), np.int64), flat.flat_start])[order]
-    boxes = BoxTable(cut.boxes.tensor, cut.boxes.offsets + shift, lengths)
-    return replace(cut, boxes=boxes, start=cut.start + flat_start * cut.element)
+    return _replaced(rows, several, row[flat.source], flat.offsets, flat.lengths)
+
+
+def _in_slabs(rows: _Sources) -> _Sources:
+    """Cut rows with strides along the dimensions that reach furthest, until each part spans a quarter of `range_bytes`."""
+    while True:
+        lengths, strides = rows.boxes.lengths, rows.strides
+        reach = np.maximum(lengths - 1, 0) * strides
+        most = rows.range_bytes // 4 // rows.element
+        long = np.flatnonzero(
+            ~_is_one_run(lengths, strides) & (reach.sum(axis=1) >= most) & (reach > 0).any(axis=1) & lengths.all(axis=1)
+        )
+        if not len(long):
+            return rows
+        dim = reach[long].argmax(axis=1)
+        length = lengths[long, dim]
+        step = np.clip(most[long] // strides[long, dim], 1, length - 1)
+        count = -(-length // step)
+        part, first = np.repeat(np.arange(len(long)), count), _numbers_within(count)
+        first *= step[part]
+        offsets, extents = np.zeros((len(part), lengths.shape[1]), np.int64), lengths[long][part]
+        each = np.arange(len(part))
+        offsets[each, dim[part]] = first
+        extents[each, dim[part]] = np.minimum(step[part], length[part] - first)
+        rows = _replaced(rows, long, long[part], offsets, extents)
+
+
+def _replaced(rows: _Sources, gone: Int64s, source: Int64s, offsets: Int64s, lengths: Int64s) -> _Sources:
+    """Replace some rows by parts of them; the result is in the order of `rows`."""
+    stays = np.ones(len(rows), bool)
+    stays[gone] = False
+    kept = np.flatnonzero(stays)
+    origin = np.concatenate([kept, source])
+    order = np.argsort(origin, kind="stable")
+    shift = np.concatenate([np.zeros((len(kept), rows.boxes.ndim), np.int64), offsets])[order]
+    extent = np.concatenate([rows.boxes.lengths[kept], lengths])[order]
+    return rows.part(origin[order], shift, extent)
 
 
 def _numbers_within(counts: Int64s) -> Int64s:
@@ -200,62 +249,54 @@ def _numbers_within(counts: Int64s) -> Int64s:
     return np.arange(ends[-1]) - np.repeat(ends - counts, counts)
 
 
-def _strides(shape: Int64s) -> Int64s:
-    """Return the row-major strides in elements, [n, d]."""
-    strides = np.ones_like(shape)
-    if shape.shape[1] > 1:
-        strides[:, :-1] = np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1]
-    return strides
-
-
 def _split_gaps(found: Intersections, sources: _Sources, block_bytes: Int64s) -> Intersections:
     """Split intersections whose runs in the file have whole blocks between them, so that these are not read."""
-    strides = _strides(sources.boxes.lengths)[found.left]
+    # Dimensions in the order of their strides in the file.
+    strides = np.where(found.lengths > 1, sources.strides[found.left], 1)
+    order = np.argsort(-strides, axis=1, kind="stable")
+    strides, lengths = (np.take_along_axis(column, order, axis=1) for column in (strides, found.lengths))
     # One index of a dimension spans `inner` elements of the file; the rest of the stride is the gap before the next.
-    reach = (found.lengths - 1) * strides
+    reach = (lengths - 1) * strides
     inner = np.cumsum(reach[:, ::-1], axis=1)[:, ::-1] - reach + 1
     gap = (strides - inner) * sources.element[found.left][:, None]
-    wide = (gap >= 2 * block_bytes[found.left][:, None]) & (found.lengths > 1)
+    wide = (gap >= 2 * block_bytes[found.left][:, None]) & (lengths > 1)
     if not wide.any():
         return found
     # Each index of the dimensions up to the last one with wide gaps becomes an intersection of its own.
-    dims = found.lengths.shape[1]
+    dims = lengths.shape[1]
     depth = np.where(wide.any(axis=1), dims - np.argmax(wide[:, ::-1], axis=1), 0)
-    outer = np.arange(dims) < depth[:, None]
+    outer = np.zeros(lengths.shape, bool)
+    np.put_along_axis(outer, order, np.arange(dims) < depth[:, None], axis=1)
     counts = np.where(outer, found.lengths, 1)
     total = np.prod(counts, axis=1)
     origin = np.repeat(np.arange(len(found)), total)
     split = found.take(origin)
-    index = _numbers_within(total)[:, None] // _strides(counts)[origin] % counts[origin]
+    index = _numbers_within(total)[:, None] // row_major(counts)[origin] % counts[origin]
     return replace(split, offsets=split.offsets + index, lengths=np.where(outer[origin], 1, split.lengths))
 
 
 def _copies(found: Intersections, sources: _Sources, wanted: BoxTable, contiguous: Mask) -> Copies:
     """Return the copy of each intersection, from its source to its wanted box."""
-    boxes = sources.boxes.take(found.left)
-    first = ((found.offsets - boxes.offsets) * _strides(boxes.lengths)).sum(axis=1)
-    target_shape = wanted.lengths[found.right]
+    strides = sources.strides[found.left]
+    first = ((found.offsets - sources.boxes.offsets[found.left]) * strides).sum(axis=1)
+    target_strides = row_major(wanted.lengths)[found.right]
     target_offsets = found.offsets - wanted.offsets[found.right]
-    one_run = _is_one_run(found.lengths, boxes.lengths) & _is_one_run(found.lengths, target_shape)
+    one_run = _is_one_run(found.lengths, strides) & _is_one_run(found.lengths, target_strides)
     return Copies(
         wanted=found.right,
         source=sources.start[found.left] + first * sources.element[found.left],
         elements=np.prod(found.lengths, axis=1),
         flat=contiguous[found.right] & one_run,
-        target=(target_offsets * _strides(target_shape)).sum(axis=1),
-        source_shape=boxes.lengths,
+        target=(target_offsets * target_strides).sum(axis=1),
+        source_strides=strides,
         target_offsets=target_offsets,
         lengths=found.lengths,
     )
 
 
-def _is_one_run(lengths: Int64s, shape: Int64s) -> Mask:
-    """Return whether a box of extent `lengths` is one run of elements inside a box of extent `shape`."""
-    partial = lengths != shape
-    # A dimension may be partial only when all dimensions before it have extent 1.
-    after = np.zeros_like(partial)
-    after[:, :-1] = np.logical_or.accumulate(partial[:, :0:-1], axis=1)[:, ::-1]
-    runs: Mask = ((lengths == 1) | ~after).all(axis=1)
+def _is_one_run(lengths: Int64s, strides: Int64s) -> Mask:
+    """Return whether the elements of boxes follow each other, with given strides."""
+    runs: Mask = ((lengths == 1) | (strides == row_major(lengths))).all(axis=1)
     return runs
 
 
@@ -292,7 +333,7 @@ def _ranges(
     file = sources.file[source_of]
     if not len(file):
         return file, file, file, np.zeros(1, np.int64)
-    spread = ((copies.lengths - 1) * _strides(copies.source_shape)).sum(axis=1) + 1
+    spread = ((copies.lengths - 1) * copies.source_strides).sum(axis=1) + 1
     nbytes = np.where(copies.flat, copies.elements, spread) * sources.element[source_of]
     block = stored.block_bytes[file]
     low = copies.source // block * block

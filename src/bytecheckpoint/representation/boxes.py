@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BoxTable", "Int64s", "Mask"]
+__all__ = ["BoxTable", "Int64s", "Mask", "row_major", "widened"]
 
 Int64s = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -52,14 +52,9 @@ class BoxTable:
 
     def widened(self, ndim: int) -> BoxTable:
         """Return the same boxes padded to `ndim` columns, at least as many as the table has."""
-        added = ndim - self.ndim
-        if added == 0:
+        if ndim == self.ndim:
             return self
-        return BoxTable(
-            self.tensor,
-            np.pad(self.offsets, ((0, 0), (0, added))),
-            np.pad(self.lengths, ((0, 0), (0, added)), constant_values=1),
-        )
+        return BoxTable(self.tensor, widened(self.offsets, ndim, 0), widened(self.lengths, ndim, 1))
 
     @staticmethod
     def build(
@@ -89,3 +84,16 @@ class BoxTable:
             np.concatenate([t.offsets for t in wide]),
             np.concatenate([t.lengths for t in wide]),
         )
+
+
+def widened(columns: Int64s, ndim: int, value: int) -> Int64s:
+    """Return columns of dimensions, padded on the right to `ndim` with a value."""
+    return np.pad(columns, ((0, 0), (0, ndim - columns.shape[1])), constant_values=value)
+
+
+def row_major(lengths: Int64s) -> Int64s:
+    """Return the strides of boxes whose elements follow each other, in elements, int64 [n, d]."""
+    strides = np.ones_like(lengths)
+    if lengths.shape[1] > 1:
+        strides[:, :-1] = np.cumprod(lengths[:, :0:-1], axis=1)[:, ::-1]
+    return strides

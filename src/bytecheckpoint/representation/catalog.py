@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint.lazy import lazy
-from bytecheckpoint.representation.boxes import BoxTable, Int64s
+from bytecheckpoint.representation.boxes import BoxTable, Int64s, widened
 from bytecheckpoint.representation.checksums import block_count
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.string_column import StringColumn
@@ -140,6 +140,8 @@ class Catalog(TensorTable):
             None: all files. Tensors and files are complete in any case.
         tilings: further rows, of boxes that many files have in common but for their place. A catalog that was read has
             none: its boxes have a row each.
+        strides: elements of the file from one element of a row to the next along each dimension, int64 [n, d]; only rows
+            of foreign files need them. None: all rows are row-major.
     """
 
     boxes: BoxTable
@@ -152,6 +154,7 @@ class Catalog(TensorTable):
     info: Mapping[str, Any]
     files_read: NDArray[np.bool_] | None = None
     tilings: Tilings | None = None
+    strides: Int64s | None = None
 
     @staticmethod
     def build(
@@ -175,10 +178,9 @@ class Catalog(TensorTable):
                 byte_length[order],
             )
         width = max(boxes.ndim, tensors.shapes.shape[1], 1)
-        padding = ((0, 0), (0, width - tensors.shapes.shape[1]))
         columns = {column.name: getattr(tensors, column.name) for column in fields(TensorTable)}
         return Catalog(
-            **{**columns, "shapes": np.pad(tensors.shapes, padding, constant_values=1)},
+            **{**columns, "shapes": widened(tensors.shapes, width, 1)},
             boxes=boxes.widened(width),
             file=file,
             byte_offset=byte_offset,

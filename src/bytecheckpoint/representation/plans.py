@@ -17,7 +17,7 @@ class Copies:
     """Copies from files to wanted boxes; row i of every column belongs to copy i.
 
     A *flat* copy is one run of elements both in the file and in the (contiguous) destination. Any other copy is a box:
-    its source elements begin at `source` and have the strides of a tensor of shape `source_shape`.
+    its source elements begin at `source` and have the strides `source_strides`.
 
     Attributes:
         wanted: number of the wanted box, [m]; where boxes share one destination, the number of that.
@@ -25,7 +25,7 @@ class Copies:
         elements: number of elements, [m].
         flat: True for flat copies, [m].
         target: row-major number of a flat copy's first element in the destination box, [m].
-        source_shape: shape that gives the strides of the source elements, [m, d].
+        source_strides: elements of the file from one source element to the next of each dimension, [m, d].
         target_offsets: first coordinate inside the destination box, [m, d].
         lengths: extent of the copied box, [m, d].
     """
@@ -35,7 +35,7 @@ class Copies:
     elements: Int64s
     flat: Mask
     target: Int64s
-    source_shape: Int64s
+    source_strides: Int64s
     target_offsets: Int64s
     lengths: Int64s
 
@@ -50,7 +50,8 @@ class ReadPlan:
 
     Attributes:
         file: file of each range, int64 [r]; ranges are sorted by (file, start).
-        start: first byte of each range in the file's data section, a multiple of the block size, int64 [r].
+        start: first byte of each range in the file's data section, a multiple of the block size, int64 [r]. The range is
+            of the chunk that holds this byte; it may reach a little into the next chunk.
         stop: end of each range, the end of a block, int64 [r].
         first_copy: the copies of range i are `first_copy[i]:first_copy[i + 1]`, int64 [r + 1].
         copies: all copies in file order.
@@ -70,6 +71,11 @@ class ReadPlan:
     def nbytes(self) -> int:
         """Number of bytes that the plan reads."""
         return int((self.stop - self.start).sum())
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest range in bytes."""
+        return int((self.stop - self.start).max(initial=0))
 
 
 @dataclass(frozen=True, slots=True)
