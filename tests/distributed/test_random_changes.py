@@ -70,6 +70,9 @@ def test_some_changes(worlds: Worlds, tmp_path: Path, layout: str, rounds: int) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(12_000)
-@pytest.mark.parametrize("layout", [layout for layout, size in WORLD_SIZE.items() if size > 1])
+# The backward pass of experts under FSDP2 divides by a factor in reduce-scatter, which gloo cannot.
+@pytest.mark.parametrize(
+    "layout", [layout for layout, size in WORLD_SIZE.items() if size > 1 and layout != "ep2-fsdp2"]
+)
 def test_hundreds_of_changes(worlds: Worlds, tmp_path: Path, layout: str) -> None:
     check(worlds, tmp_path, layout, 300, seed=time.time_ns() % 1000)

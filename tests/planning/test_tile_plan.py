@@ -15,7 +15,6 @@ from bytecheckpoint.planning.planned_rows import SavePlan
 from bytecheckpoint.planning.save_plan import plan_save
 from bytecheckpoint.representation.boxes import BoxTable
 from bytecheckpoint.representation.catalog_file import decode, encode
-from bytecheckpoint.representation.catalog_footer import CATALOG_FORMAT_VERSION
 from bytecheckpoint.tuning import tuned
 from tests.support.catalogs import assert_same
 from tests.support.meshes import Cut, catalog_of_plan, mesh_tables
@@ -103,7 +102,7 @@ def test_fsdp_has_a_row_for_each_file() -> None:
     assert np.bincount(plan.rank).max() <= 2
     assert plan.copied_of(3).tolist() == list(range(50, 100))
     data = encode(catalog_of_plan(plan))
-    assert f"bytecheckpoint{CATALOG_FORMAT_VERSION:02}".encode() in data
+    assert b"bytecheckpoint03" in data
 
 
 @pytest.mark.parametrize("fault", ["hole", "overlap"])

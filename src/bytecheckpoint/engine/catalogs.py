@@ -21,6 +21,7 @@ from bytecheckpoint.errors import (
     StorageUnavailableError,
     UsageError,
 )
+from bytecheckpoint.formats.storage import as_checkpoint
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import Catalog, CatalogSummary
 from bytecheckpoint.representation.catalog_file import decode, decode_summary
@@ -36,6 +37,7 @@ __all__ = [
     "CatalogReader",
     "check_rank",
     "is_sealed",
+    "open_catalog",
     "read_catalog",
     "read_catalog_file",
     "read_outline",
@@ -138,6 +140,24 @@ def read_summary(storage: Storage) -> CatalogSummary:
         if storage.stat(CATALOG_NAME).size * 4 < tuning().catalog_group_bytes:
             return decode_summary(storage.read(CATALOG_NAME))
     return read_outline(storage).summary()
+
+
+def open_catalog(storage: Storage) -> tuple[Storage, CatalogReader]:
+    """Open the catalog of a checkpoint, or that which a reader of foreign formats makes.
+
+    Returns:
+        The storage of the checkpoint's files, and the reader of its catalog.
+
+    Raises:
+        CheckpointError: as `CatalogReader`.
+    """
+    try:
+        return storage, CatalogReader(storage)
+    except CheckpointNotFoundError:
+        foreign = as_checkpoint(storage)
+        if foreign is None:
+            raise
+        return foreign, CatalogReader(foreign)
 
 
 class CatalogHead(msgspec.Struct, frozen=True, array_like=True):

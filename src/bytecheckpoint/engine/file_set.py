@@ -26,7 +26,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.boxes import Int64s
-from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.catalog import FOREIGN, Catalog
 from bytecheckpoint.representation.names import is_uri
 from bytecheckpoint.storage import FileReader, Storage, open_named, other_folder
 from bytecheckpoint.storage.base import call_timeout
@@ -186,7 +186,7 @@ class FileSet:
                 f"{self._storage.url}: the storage file {entry.name} is missing; use another checkpoint",
                 file=entry.name,
             ) from None
-        if not entry.block_bytes and entry.size > entry.data_offset:
+        if not entry.block_bytes and entry.size > entry.data_offset and entry.format != FOREIGN:
             reader.close()
             raise IncompatibleCheckpointError(
                 f"{self._storage.url}: {entry.name} has no checksums, and this version reads only files that have them"
@@ -234,8 +234,9 @@ class FileSet:
         """Read and verify as `fetch`, from one copy of the file."""
         entry = self._catalog.files[file]
         sums = self._catalog.sums(file)
-        block = start // entry.block_bytes
-        step = max(reader.preferred_bytes // entry.block_bytes, 1) * entry.block_bytes
+        size = entry.block_bytes
+        block = start // size if size else 0
+        step = max(reader.preferred_bytes // size, 1) * size if size else reader.preferred_bytes
         for position, part in split_buffers(stop - start, step, buffers):
             self.check_stopped()
             at = entry.data_offset + start + position
@@ -246,7 +247,7 @@ class FileSet:
                     f"was cut while it was being read; use another checkpoint",
                     file=entry.name,
                 )
-            for value in block_sums(part, entry.block_bytes):
+            for value in block_sums(part, size) if size else ():
                 if value != int(sums[block]):
                     raise self._damaged(file, block)
                 block += 1
@@ -256,7 +257,7 @@ class FileSet:
         entry = self._catalog.files[file]
         if not nbytes:
             return b""
-        block = entry.block_bytes or 1  # `fetch` refuses a file without checksums
+        block = entry.block_bytes or 1
         low = start // block * block
         high = min(-(-(start + nbytes) // block) * block, entry.size - entry.data_offset)
         data = bytearray(high - low)

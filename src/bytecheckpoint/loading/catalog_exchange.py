@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.concurrency import call_with_timeout
-from bytecheckpoint.engine.catalogs import CatalogReader
+from bytecheckpoint.engine.catalogs import CatalogHead, CatalogReader, open_catalog
 from bytecheckpoint.engine.distribution import whose_turn
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.errors import CheckpointError, CheckpointReplacedError, CorruptCheckpointError
 from bytecheckpoint.failures import Cancellation
+from bytecheckpoint.formats.storage import as_checkpoint
 from bytecheckpoint.loading.decision import OpenDecision, OpenReport
 from bytecheckpoint.planning.read_plan import groups_to_read, stored_rows
 from bytecheckpoint.representation.boxes import BoxTable
@@ -100,7 +101,8 @@ class CatalogExchange:
         remote = several and self._storage.capabilities.shared and not self._storage.capabilities.page_cache
         own, digest = None, b""
         if not remote or self._collective.rank == 0:
-            own = self._open(CatalogReader(self._storage))
+            self._storage, reader = open_catalog(self._storage)
+            own = self._open(reader)
             digest = xxhash.xxh3_128_digest(own.reader.identity)
             with own.detect_replacement():
                 remote = remote or (several and own.trees.are_remote())
@@ -114,7 +116,7 @@ class CatalogExchange:
         Raises:
             CorruptCheckpointError: the catalog's bytes have changed on their way.
         """
-        checkpoint = own or self._open(CatalogReader(self._storage, decision.head))
+        checkpoint = own or self._open(self._reader_of(decision.head))
 
         def read(name: str) -> NDArray[np.uint8]:
             what, _, number = name.partition(" ")
@@ -129,6 +131,14 @@ class CatalogExchange:
 
         self.machine_reads.begin(read, decision.servers(self._collective.rank))
         return checkpoint
+
+    def _reader_of(self, head: CatalogHead | None) -> CatalogReader:
+        """Return the reader of a catalog that rank 0 has read."""
+        reader = CatalogReader(self._storage, head)
+        if reader.catalog.is_foreign:
+            self._storage = as_checkpoint(self._storage) or self._storage
+            reader = CatalogReader(self._storage, head)
+        return reader
 
     def rows(self, checkpoint: OpenCheckpoint, wanted: BoxTable) -> Catalog:
         """Return a large catalog with the rows near some boxes. A group is read once per machine if its ranks serve it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from bytecheckpoint.engine.catalogs import CatalogReader, check_rank
+from bytecheckpoint.engine.catalogs import check_rank, open_catalog
 from bytecheckpoint.errors import OutOfRangeError, UsageError
 from bytecheckpoint.opening.box_reader import BoxReader
 from bytecheckpoint.opening.checkpoint import Checkpoint
@@ -46,8 +46,7 @@ def open(path: str | os.PathLike[str] | Storage, *, rank: int | None = None) -> 
     """
     if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 0):
         raise UsageError(f"open(rank={rank!r}): give the number of a rank that saved, or None")
-    storage = resolve(path)
-    reader = CatalogReader(storage)
+    storage, reader = open_catalog(resolve(path))
     reader.close()
     check_rank(storage.url, reader.catalog, rank)
     return Checkpoint(BoxReader(storage, reader.catalog, reader), rank)

@@ -156,6 +156,7 @@ class BoxReader:
             file=every.file[chosen],
             start=every.start[chosen],
             element=every.element[chosen],
+            strides=None if every.strides is None else every.strides[chosen],
         )
 
     def read(self, requests: Sequence[BoxRequest]) -> list[torch.Tensor]:

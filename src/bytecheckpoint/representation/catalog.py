@@ -21,13 +21,26 @@ from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.string_column import StringColumn
 from bytecheckpoint.representation.tilings import Tilings
 
-__all__ = ["MAX_DIMS", "SHARED", "VALUES_SLOT", "Catalog", "CatalogSummary", "StorageFile", "TensorTable", "row_order"]
+__all__ = [
+    "FOREIGN",
+    "MAX_DIMS",
+    "SHARED",
+    "VALUES_SLOT",
+    "Catalog",
+    "CatalogSummary",
+    "StorageFile",
+    "TensorTable",
+    "row_order",
+]
 
 VALUES_SLOT: Final = "//values"
 """Slot of the uint8 tensor that holds a state's encoded tree of plain values; its FQN is ""."""
 
 SHARED: Final = -1
 """The owner of a tensor that all ranks share."""
+
+FOREIGN: Final = "foreign"
+"""The format of files that other programs wrote, of which only the rows are known."""
 
 MAX_DIMS: Final = 64
 """Largest number of dimensions of a tensor, as in torch."""
@@ -211,6 +224,11 @@ class Catalog(TensorTable):
             byte_length=np.concatenate([self.byte_length, found.byte_length])[at],
             tilings=None,
         )
+
+    @lazy
+    def is_foreign(self) -> bool:
+        """True if other programs wrote some files: rows may overlap there in bytes, and leave bytes out."""
+        return any(file.format == FOREIGN for file in self.files)
 
     @lazy
     def runs(self) -> tuple[NDArray[np.int32], Int64s, Int64s]:

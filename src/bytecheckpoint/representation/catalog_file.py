@@ -49,6 +49,8 @@ def encode(catalog: Catalog, *, check: bool = True) -> bytes:
     assert problem is None, f"this catalog must not be written: {problem}"
     groups = divide(catalog)
     version = 3 if catalog.tilings is not None else 1 if len(groups) == 1 else 2
+    if catalog.is_foreign:
+        version = 4
     sums = sums_column(catalog)
     tables: Iterator[Any] = (table_of(catalog, group, sums) for group in groups)
     if version == 3:

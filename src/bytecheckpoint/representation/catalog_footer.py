@@ -31,7 +31,7 @@ __all__ = [
     "tail_start",
 ]
 
-CATALOG_FORMAT_VERSION: Final = 3
+CATALOG_FORMAT_VERSION: Final = 4
 SEAL_BYTES: Final = 32
 FOOTER_KEY: Final = b"bytecheckpoint"
 
@@ -161,7 +161,7 @@ def read_locator(tail: memoryview) -> tuple[int, int, bytes] | None:
         CorruptCheckpointError: a byte of the tail was changed.
     """
     name = tail[LOCATOR_BYTES : LOCATOR_BYTES + _NAME_BYTES]
-    if bytes(name) not in (_SEAL_MAGIC + _VERSIONS[2], _SEAL_MAGIC + _VERSIONS[3]):
+    if bytes(name) not in {_SEAL_MAGIC + _VERSIONS[version] for version in (2, 3, 4)}:
         return None
     locator, own = tail[: LOCATOR_BYTES - 16], tail[LOCATOR_BYTES - 16 : LOCATOR_BYTES]
     if _hash(locator, name, tail[LOCATOR_BYTES + SEAL_BYTES :]) != own:

@@ -119,7 +119,7 @@ class CatalogGroups:
             sound = len(places.offsets) == len(places.lengths) == len(places.hashes) == count
             for column, limit in ((self.group, count), (self.file, footer.files.count)):
                 sound &= bool((column >= 0).all() and (column < limit).all())
-            tiled = footer.version >= 3
+            tiled = footer.version == 3
             sound &= bool((self._rows >= (0 if tiled else 1)).all() and (self._rows <= sizes.sum()).all())
             listed = np.bincount(self.group, self._rows, count) if sound else sizes - 1
             # Tiles are listed by no tensor. The first group lists tilings, and has none.
@@ -195,6 +195,8 @@ class CatalogGroups:
         if contents.tilings is not None:
             wanted = wanted[wanted > 0]
             columns += ["tiling", "place"]
+        if contents.footer.version == 4:
+            columns.append("strides")
         with decoding():
             table = contents.parquet.read_row_groups(wanted.tolist(), columns=columns, use_threads=False)
             table.validate(full=True)

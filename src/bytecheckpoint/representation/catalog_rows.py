@@ -24,7 +24,7 @@ from bytecheckpoint.representation.arrow_columns import (
     read_strings,
     string_array,
 )
-from bytecheckpoint.representation.boxes import BoxTable, Int64s
+from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major, widened
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog, CatalogSummary
 from bytecheckpoint.representation.catalog_footer import Footer, check_parquet_claims, damaged, files_of
 from bytecheckpoint.representation.catalog_validation import catalog_problem
@@ -51,7 +51,7 @@ WRITE_OPTIONS: Final[dict[str, Any]] = {
         **dict.fromkeys(
             [
                 *(*_STRINGS.values(), "file", "byte_offset", "byte_length", "owner", "requires_grad", "view", "tiling"),
-                *("axes.list.element", "place.list.element"),
+                *("axes.list.element", "place.list.element", "strides.list.element"),
             ],
             "zstd",
         ),
@@ -239,6 +239,12 @@ def catalog_of_rows(
     sum_count = len(sums) + sum(len(text) // 16 for text in footer_sums.values())
     if sum(blocks) != sum_count:  # checked before memory for that many sums is allocated
         raise damaged(f"it holds {sum_count} checksums for {sum(blocks)} blocks")
+    strides = None
+    if footer.version == 4:
+        found, dims = read_lists(table, "strides", 1)
+        if dims.any():
+            strides = widened(found, boxes.ndim, 1)[at]
+            strides = np.where(dims[at][:, None] > 0, strides, row_major(boxes.lengths))
     catalog = Catalog(
         **tensors,
         boxes=boxes,
@@ -251,6 +257,7 @@ def catalog_of_rows(
         info=footer.info,
         files_read=read,
         tilings=tilings,
+        strides=strides,
     )
     if (problem := catalog_problem(catalog)) is not None:
         raise damaged(problem)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
-from bytecheckpoint.representation.catalog import MAX_DIMS, VALUES_SLOT, Catalog, row_order
+from bytecheckpoint.representation.catalog import FOREIGN, MAX_DIMS, VALUES_SLOT, Catalog, row_order
 from bytecheckpoint.representation.checksums import is_block_size
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.names import check_file_name, is_uri
@@ -97,17 +97,20 @@ def _rows_problem(catalog: Catalog) -> str | None:
     for tensor, number in zip(boxes.tensor[values].tolist(), file[values].tolist(), strict=True):
         if catalog.files[number].state != catalog.state[tensor]:
             return f"'{catalog.key(tensor)}' lies in file {catalog.files[number].name!r}, which is of another state"
-    return _boxes_problem(catalog, boxes, boxes.offsets, catalog.byte_length)
+    return _boxes_problem(catalog, boxes, boxes.offsets, catalog.byte_length, catalog.strides)
 
 
-def _boxes_problem(catalog: Catalog, boxes: BoxTable, farthest: NDArray[Any], nbytes: Int64s) -> str | None:
-    """Check that boxes lie inside their tensors and have as many bytes as they have elements.
+def _boxes_problem(
+    catalog: Catalog, boxes: BoxTable, farthest: NDArray[Any], nbytes: Int64s, strides: Int64s | None = None
+) -> str | None:
+    """Check that boxes lie inside their tensors, and have the bytes from their first to their last element.
 
     Args:
         catalog: the catalog.
         boxes: boxes of rows, or of tilings.
         farthest: largest offset of each box, [n, d].
         nbytes: number of bytes of each box, [n].
+        strides: strides of each box in elements, [n, d]; None: row-major boxes.
     """
     outside = np.zeros(len(boxes), np.bool_)
     elements = np.ones(len(boxes), np.float64)
@@ -119,7 +122,14 @@ def _boxes_problem(catalog: Catalog, boxes: BoxTable, farthest: NDArray[Any], nb
     if (row := _first(outside)) is not None:
         return f"a box of tensor '{catalog.key(int(boxes.tensor[row]))}' lies outside its shape"
     sizes = np.array([itemsize(name) for name in catalog.dtype.values], np.int64)[catalog.dtype.codes][boxes.tensor]
-    if (row := _first((elements * sizes > _MAX_BYTES) | (boxes.volumes() * sizes != nbytes))) is not None:
+    spans = boxes.volumes()
+    if strides is not None:
+        moves = np.maximum(boxes.lengths - 1, 0)
+        reach = (moves.astype(np.float64) * strides).sum(axis=1)
+        if (row := _first((strides < 0).any(axis=1) | (reach * sizes > _MAX_BYTES))) is not None:
+            return f"a box of tensor '{catalog.key(int(boxes.tensor[row]))}' has impossible strides"
+        spans = np.where(spans > 0, (moves * strides).sum(axis=1) + 1, 0)
+    if (row := _first((elements * sizes > _MAX_BYTES) | (spans * sizes != nbytes))) is not None:
         return f"a box of tensor '{catalog.key(int(boxes.tensor[row]))}' has another size than its bytes"
     return None
 
@@ -177,7 +187,7 @@ def _runs_problem(catalog: Catalog) -> str | None:
         what = f"tensor '{catalog.key(int(catalog.boxes.tensor[row]))}'" if row < len(catalog.file) else "a tile"
         return f"bytes of {what} lie outside file {catalog.files[file[row]].name!r}"
     for number in np.flatnonzero(catalog.untiled).tolist():
-        if not is_uri(catalog.files[number].name):
+        if not is_uri(catalog.files[number].name) and catalog.files[number].format != FOREIGN:
             return f"the rows of file {catalog.files[number].name!r} do not cover it exactly once"
     return None
 

@@ -14,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from bytecheckpoint.representation.arrow_columns import dictionary_array, flat_list_array, list_array, number_array
-from bytecheckpoint.representation.boxes import BoxTable, Int64s
+from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
 from bytecheckpoint.representation.catalog_footer import FOOTER_KEY
 from bytecheckpoint.representation.catalog_groups import GroupPlaces
@@ -63,6 +63,9 @@ def table_of(catalog: Catalog, runs: Int64s, sums: Callable[[Int64s], Any]) -> A
     columns["byte_length"] = number_array(byte_length[rows], pa.int64())
     columns["sums"] = sums(rows)
     columns["view"] = pa.nulls(len(rows), pa.string())
+    if catalog.is_foreign:
+        columns["strides"] = _strides(catalog, rows)
+        return _table(columns, (*_COLUMNS, "strides"))
     if catalog.tilings is None:
         return _table(columns, _COLUMNS)
     none = np.zeros(len(rows), np.int64)
@@ -70,6 +73,15 @@ def table_of(catalog: Catalog, runs: Int64s, sums: Callable[[Int64s], Any]) -> A
     columns["axes"] = columns["place"] = list_array(none[:, None], none)
     table = _table(columns, (*_COLUMNS, *_TILE_COLUMNS))
     return pa.concat_tables([table, _tiles(catalog.tilings, tiles, sums(tiles + count))]).unify_dictionaries()
+
+
+def _strides(catalog: Catalog, rows: Int64s) -> Any:
+    """Return the column of strides, with an empty list for each row-major row."""
+    strides, lengths = catalog.strides, catalog.boxes.lengths[rows]
+    if strides is None:
+        return list_array(lengths, np.zeros(len(rows), np.int64))
+    moves = ((strides[rows] != row_major(lengths)) & (lengths != 1)).any(axis=1)
+    return list_array(strides[rows], np.where(moves, catalog.ndims[catalog.boxes.tensor[rows]], 0))
 
 
 def _tiles(tilings: Tilings, tiles: Int64s, sums: Any) -> Any:

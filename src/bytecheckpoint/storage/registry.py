@@ -147,6 +147,8 @@ def _is_below(folder: str, place: str) -> bool:
 def _refuse_link(storage: Storage, name: str) -> None:
     """Refuse a symbolic link in the folder of a checkpoint that leads out of it."""
     while isinstance(storage, WrappedStorage):
+        if storage.follows_links:
+            return
         storage = storage.inner
     if not isinstance(storage, LocalStorage):
         return

@@ -70,6 +70,9 @@ class WrappedStorage(Storage, FolderProbe, RoomCheck, UploadCleanup):
         inner: the wrapped storage.
     """
 
+    #: True if links in the folder may lead out of it.
+    follows_links = False
+
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
         self.url = inner.url

@@ -1,0 +1,77 @@
+"""Foreign files are opened and loaded like checkpoints of this package, at any layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import bytecheckpoint
+from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
+from tests.support.settings import using
+from tests.support.worlds import on_ranks
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(700, 500), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.LayerNorm(5))
+
+
+def stored(folder: Path, *, old: bool = False) -> Path:
+    """A file with strided weights, tied weights, plain values and elements at odd bytes (in the old form)."""
+    model = net()
+    state = {**model.state_dict(), "turned": model[0].weight.detach().t(), "tied": model[0].bias.detach()}
+    value = {"state_dict": state, "epoch": 3, "odd": torch.ones(3, dtype=torch.uint8), "lrs": [0.1, 0.2]}
+    torch.save(value, folder / "model.pt", _use_new_zipfile_serialization=not old)
+    return folder / "model.pt"
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_open(tmp_path: Path, old: bool) -> None:
+    path, model = stored(tmp_path, old=old), net()
+    with bytecheckpoint.open(path) as found:
+        assert found["extra_states/epoch"] == 3 and [found["lrs/0"], found["lrs/1"]] == [0.1, 0.2]
+        assert torch.equal(found["model/1.weight"][...], model[1].weight)
+        assert torch.equal(found["model/turned"][3:9, 5:300:7], model[0].weight.t()[3:9, 5:300:7])
+        assert torch.equal(found["model/tied"][...], model[0].bias)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_load_into_a_module(tmp_path: Path, old: bool) -> None:
+    model = nn.Sequential(nn.Linear(700, 500), nn.Conv2d(3, 4, 3), nn.LayerNorm(5))
+    report = bytecheckpoint.load(stored(tmp_path, old=old), {"model": model}, strict=False)
+    assert set(report.unexpected) == {"model/turned", "model/tied"}
+    for name, value in net().state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+@on_ranks(2)
+def test_load_onto_a_mesh(path: str) -> None:
+    """Each rank reads its part of transposed memory, cut into ranges of the smallest size."""
+    if dist.get_rank() == 0:
+        Path(path).mkdir()
+        stored(Path(path))
+    dist.barrier()
+    mesh = init_device_mesh("cpu", (2,))
+    for dim in (0, 1):
+        empty = torch.zeros(700, 500)
+        state = {"turned": distribute_tensor(empty, mesh, [Shard(dim)])}
+        with using(chunk_bytes=1 << 20):
+            bytecheckpoint.load(f"{path}/model.pt", {"model": state}, strict=False, overlap_loading=dim == 1)
+        turned = state["turned"]
+        assert isinstance(turned, DTensor) and torch.equal(turned.full_tensor(), net()[0].weight.t())
+
+
+def test_what_is_there_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("nothing")
+    with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
+        bytecheckpoint.open(tmp_path / "model.pt")
+    with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
+        bytecheckpoint.open(tmp_path)
+    with pytest.raises((CheckpointNotFoundError, IncompatibleCheckpointError), match=r"notes\.txt"):
+        bytecheckpoint.open(tmp_path / "notes.txt")
