@@ -1,0 +1,208 @@
+"""Folders of weights, read as they lie: every byte equals what safetensors and torch load."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file, save_model
+
+from bytecheckpoint.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+)
+from bytecheckpoint.formats.detect import detect
+from bytecheckpoint.formats.huggingface import read_huggingface
+from bytecheckpoint.storage import resolve
+from tests.formats.oracle import assert_same, read_tensors
+
+WEIGHTS = {
+    "embed.weight": torch.arange(60.0).view(10, 6),
+    "layers.0.weight": torch.randn(6, 6).bfloat16(),
+    "layers.1.weight": torch.arange(36, dtype=torch.int8).view(6, 6),
+    "scale": torch.tensor(2.0),
+    "empty": torch.empty(0, 4),
+    "fp8": torch.randn(4, 4).to(torch.float8_e4m3fn),
+}
+
+
+def found_in(folder: Path) -> dict[str, torch.Tensor]:
+    foreign = read_huggingface(resolve(str(folder)))
+    return {name.removeprefix("model/"): tensor for name, tensor in read_tensors(folder, foreign).items()}
+
+
+def split(folder: Path, save: Any, suffix: str, stem: str) -> None:
+    """Write the weights into two files with an index, as `save_pretrained` does."""
+    names = list(WEIGHTS)
+    weight_map = {}
+    for number, part in enumerate((names[:2], names[2:]), 1):
+        file = f"{stem}-0000{number}-of-00002.{suffix}"
+        save({name: WEIGHTS[name] for name in part}, folder / file)
+        weight_map.update(dict.fromkeys(part, file))
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def same(folder: Path, format: str = "huggingface") -> None:
+    found = found_in(folder)
+    assert_same(dict(sorted(found.items())), dict(sorted(WEIGHTS.items())))
+    assert detect(resolve(str(folder))).format == format
+
+
+def test_one_file(tmp_path):
+    save_file(WEIGHTS, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "tie_word_embeddings": true}')
+    same(tmp_path)
+    assert read_huggingface(resolve(str(tmp_path))).catalog.info["config"]["model_type"] == "llama"
+
+
+def test_several_files(tmp_path):
+    split(tmp_path, save_file, "safetensors", "model")
+    same(tmp_path)
+
+
+def test_several_files_of_torch(tmp_path):
+    split(tmp_path, torch.save, "bin", "pytorch_model")
+    same(tmp_path)
+
+
+def test_one_file_of_torch(tmp_path):
+    torch.save({**WEIGHTS, "tied": WEIGHTS["embed.weight"]}, tmp_path / "pytorch_model.bin")
+    found = found_in(tmp_path)
+    assert_same(found.pop("tied"), WEIGHTS["embed.weight"])
+    assert_same(dict(sorted(found.items())), dict(sorted(WEIGHTS.items())))
+
+
+def test_tied_tensors_of_save_model(tmp_path):
+    model = torch.nn.Module()
+    model.embed, model.head = torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(3, 4, bias=False)
+    model.head.weight = model.embed.weight
+    save_model(model, str(tmp_path / "model.safetensors"))
+    foreign = read_huggingface(resolve(str(tmp_path)))
+    assert sorted(found_in(tmp_path)) == ["embed.weight", "head.weight"] and foreign.catalog.count == 1
+
+
+def test_a_file_by_name(tmp_path):
+    save_file(WEIGHTS, tmp_path / "a.safetensors")
+    save_file(WEIGHTS, tmp_path / "b.safetensors")
+    torch.save(WEIGHTS, tmp_path / "c.pt")
+    storage = resolve(str(tmp_path))
+    for name in ("b.safetensors", "c.pt"):
+        foreign = detect(storage, name).read(storage)
+        assert [file.name for file in foreign.catalog.files] == [name]
+        assert_same(read_tensors(tmp_path, foreign)["model/embed.weight"], WEIGHTS["embed.weight"])
+    with pytest.raises(CorruptCheckpointError, match="another file has the tensor"):
+        detect(storage).read(storage)
+
+
+RANKS = """
+import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import Shard, init_device_mesh, distribute_tensor
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+whole = torch.arange(70.0).view(7, 10)
+value = {"rows": distribute_tensor(whole, mesh, [Shard(0)]), "columns": distribute_tensor(whole, mesh, [Shard(1)])}
+writer = dcp.HuggingFaceStorageWriter(folder + "/hf", save_distributed=True, enable_consolidation=False)
+dcp.save(value, storage_writer=writer)
+dist.destroy_process_group()
+"""
+
+
+def test_safetensors_of_dcp(tmp_path):
+    ranks = [subprocess.Popen([sys.executable, "-c", RANKS, str(rank), str(tmp_path)]) for rank in range(2)]
+    assert [process.wait(timeout=120) for process in ranks] == [0, 0]
+    folder = tmp_path / "hf"
+    found, whole = found_in(folder), torch.arange(70.0).view(7, 10)
+    assert torch.equal(found["rows"], whole) and torch.equal(found["columns"], whole)
+    foreign = read_huggingface(resolve(str(folder)))
+    assert foreign.catalog.info["guessed_shapes"] == ["columns", "rows"] and "tail" in foreign.notes[0]
+    # A lost file in front shows, and a lost tail does if a file says the whole shape.
+    files = sorted(folder.glob("*.safetensors"))
+    first = files[0].read_bytes()
+    files[0].unlink()
+    with pytest.raises(IncompatibleCheckpointError, match=r"the parts of .* have \d+ of 70 elements"):
+        read_huggingface(resolve(str(folder)))
+    files[0].write_bytes(first)
+    files[1].unlink()
+    sharding = {name: {"saved_offsets": [0, 0], "global_shape": [7, 10]} for name in ("rows", "columns")}
+    save_file(load_file(files[0]), files[0], metadata={"DCP_SHARDING_INFO": json.dumps(sharding)})
+    with pytest.raises(IncompatibleCheckpointError, match=r"the parts of .* have \d+ of 70 elements"):
+        read_huggingface(resolve(str(folder)))
+
+
+def edited_index(folder: Path, **edits: str | None) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    for name, file in edits.items():
+        index["weight_map"][name.replace("_", ".")] = file
+    path.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("edits", "error", "text"),
+    [
+        ({"other": "model-00001-of-00002.safetensors"}, CheckpointNotFoundError, "names 'other'"),
+        ({"scale": "model-00001-of-00002.safetensors"}, CheckpointNotFoundError, "names 'scale'"),
+        ({"scale": "../model.safetensors"}, CheckpointNotFoundError, "lacks the file"),
+        ({"scale": "/etc/passwd"}, CheckpointNotFoundError, "lacks the file"),
+        ({"scale": None}, CorruptCheckpointError, "cannot be read"),
+    ],
+)
+def test_an_index_that_lies(tmp_path, edits, error, text):
+    split(tmp_path, save_file, "safetensors", "model")
+    edited_index(tmp_path, **edits)
+    with pytest.raises(error, match=text):
+        found_in(tmp_path)
+
+
+@pytest.mark.parametrize("length", [-1, 100, 7, 0])
+def test_a_file_that_was_cut_short(tmp_path, length):
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    data = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(data[:length])
+    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors"):
+        found_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        ([], "is empty"),
+        (["notes.txt"], "no checkpoint of a known format"),
+        (["metadata.parquet"], "of this package"),
+        (["latest", "global_step1/mp_rank_00_model_states.pt"], "DeepSpeed"),
+        (["zero_pp_rank_0_mp_rank_00_optim_states.pt"], "DeepSpeed"),
+        (["mp_rank_00/model_optim_rng.pt"], "Megatron"),
+        (["latest_checkpointed_iteration.txt"], "one iteration"),
+        (["model_world_size_2_rank_0.pt"], "files of ranks"),
+        (["_CHECKPOINT_METADATA", "manifest.ocdbt"], "Orbax"),
+        (["model.gguf"], "another framework"),
+        (["a.pt", "b.pt"], "give one"),
+        (["x.safetensors.index.json", "y.safetensors.index.json"], "several indexes"),
+    ],
+)
+def test_other_folders_are_refused_by_name(tmp_path, files, text):
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=text) as caught:
+        detect(resolve(str(tmp_path)))
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_one_torch_file_and_dcp_are_found(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    torch.save(WEIGHTS, tmp_path / "last.ckpt")
+    storage = resolve(str(tmp_path))
+    assert detect(storage).format == "torch-save" and detect(storage).read(storage).catalog.count == 6
+    dcp.save(dict(WEIGHTS), checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    storage = resolve(str(tmp_path / "dcp"))
+    assert detect(storage).format == "dcp" and detect(storage).read(storage).catalog.count == 6
