@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from bytecheckpoint.formats.archives import is_zip
+from bytecheckpoint.formats.files import open_file
 from bytecheckpoint.formats.foreign import ForeignCheckpoint
 from bytecheckpoint.formats.torch_save import read_torch_save
 from bytecheckpoint.representation.boxes import BoxTable, widened
@@ -22,6 +24,8 @@ from bytecheckpoint.storage.wrappers import WrappedStorage, wrapped_like
 
 __all__ = ["ForeignStorage", "as_checkpoint"]
 
+#: First byte of a pickle since protocol 2.
+_PICKLE: Final = b"\x80"
 _VALUES_NAME: Final = ".bytecheckpoint-values"
 
 
@@ -74,7 +78,11 @@ def as_checkpoint(storage: Storage) -> ForeignStorage | None:
     around = wrapped_like(storage, resolve(folder))
     try:
         around.stat(name)
+        with open_file(around, name) as file:
+            head = file.read(0, min(file.size, 4))
     except FileNotFoundError:
+        return None
+    if not (is_zip(head) or head[:1] == _PICKLE):
         return None
     return ForeignStorage(around, partial(read_torch_save, name=name), storage.url)
 
