@@ -159,7 +159,7 @@ def _known(layout: Layout, parsed: ParsedRule, config: Config) -> dict[str, int]
         try:
             size = dim_size(layout.all_dims[name], config)
         except TextError as error:
-            raise text_error(f"{layout.file or layout.name}: dim '{name}'", error) from None
+            raise text_error(f"{layout.label}: dim '{name}'", error) from None
         if size is not None:
             known[name] = size
     return known | parsed.rule.sizes

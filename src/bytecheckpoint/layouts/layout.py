@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -62,6 +63,11 @@ class Layout(Content):
         """The names of both sides."""
         return self.left, self.right
 
+    @property
+    def label(self) -> str:
+        """The name of the layout in messages: its file, or its own name."""
+        return self.file.removeprefix(f"{_BUILTIN}{os.sep}") or self.name
+
     def to_text(self) -> str:
         """Return the layout as the text of a `*.layout` file."""
         return to_text(self)
@@ -69,7 +75,7 @@ class Layout(Content):
     @staticmethod
     def from_text(text: str, file: str = "text") -> Layout:
         """Parse the text of a `*.layout` file, called `file` in messages."""
-        return Layout(**parse(text, file), file=file)
+        return Layout(**parse(text, file.removeprefix(f"{_BUILTIN}{os.sep}")), file=file)
 
     @staticmethod
     def read(path: str | Path) -> Layout:
@@ -102,9 +108,7 @@ class Layout(Content):
         result = tuple(find(name, self.file) for name in self.include)
         for layout in result:
             if layout.sides != self.sides:
-                raise UsageError(
-                    f"{self.file or self.name} includes {layout.name}, whose sides are {' and '.join(layout.sides)}"
-                )
+                raise UsageError(f"{self.label} includes {layout.name}, whose sides are {' and '.join(layout.sides)}")
         return result
 
     def merged(self, name: str) -> Iterator[Statement | Alias | Scales]:
@@ -120,6 +124,10 @@ class Layout(Content):
         for layout in self.included:
             result |= layout.all_dims
         return result | dict(self.dims)
+
+    def is_for(self, config: Config) -> bool:
+        """Return whether the configurations say that this is the right layout."""
+        return bool(self.fits) and condition(self.fits, config) is True
 
     def check_config(self, config: Config) -> list[str]:
         """Check the configurations of both sides; return the requirements that their keys do not decide.
@@ -143,7 +151,7 @@ class Layout(Content):
                 raise UsageError(f"layout {self.name!r}: '{name}' is no name: use letters, digits, '_', '-' and '.'")
         if self.left == self.right:
             raise UsageError(f"layout {self.name}: both sides are called '{self.left}'")
-        start = SourcePlace(self.file or self.name)
+        start = SourcePlace(self.label)
         for key, text in self.dims.items():
             with _Placed(SourcePlace(f"{start}: dim '{key}'")):
                 if not _WORD.fullmatch(key):
@@ -186,7 +194,7 @@ class Layout(Content):
                     raise TextError(f"'{statement.text}' is no regular expression: {error}") from None
 
     def _parsed(self, number: int, rule: Rule) -> ParsedRule:
-        start = SourcePlace(f"{self.file or self.name}: rule {number + 1}")
+        start = SourcePlace(f"{self.label}: rule {number + 1}")
         if not rule.left or not rule.right:
             raise UsageError(f"{rule.places[0] if rule.places else start}: a rule needs a name on each side")
         names = [(side, *item) for side, family in enumerate((rule.left, rule.right)) for item in family.items()]

@@ -224,7 +224,7 @@ def check_left_over(layout: Layout, number: int, matched: MatchedSide, rules: Se
     advice = f"; the most similar is '{near[0]}' ({families[near[0]].place})" if near else ""
     more = f" and {len(left) - _MOST_SHOWN} more" if len(left) > _MOST_SHOWN else ""
     raise IncompatibleCheckpointError(
-        f"{layout.file or layout.name}: no rule fits {', '.join(left[:_MOST_SHOWN])}{more} of the {side} side{advice}"
+        f"{layout.label}: no rule fits {', '.join(left[:_MOST_SHOWN])}{more} of the {side} side{advice}"
     )
 
 

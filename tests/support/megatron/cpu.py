@@ -86,8 +86,9 @@ def use_cpu() -> None:
 
 def _norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
     """Return a norm that marks its weight for sequence parallelism; without Apex, Megatron has none that does."""
-    made = torch.nn.RMSNorm(hidden_size, eps)
-    made.weight.sequence_parallel = config.sequence_parallel
+    made = (torch.nn.LayerNorm if config.normalization == "LayerNorm" else torch.nn.RMSNorm)(hidden_size, eps)
+    for parameter in made.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
     return made
 
 

@@ -1,0 +1,244 @@
+"""The layouts that are built in, by logits: weights as files of Hugging Face's have them, in real models of Megatron-Core.
+
+The files of tests/layouts/families have names, shapes and the logits that transformers computes. Square matrices, the
+order of gate and up, interleaved heads and tied embeddings show in logits, and in nothing else.
+"""
+
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.layouts import Layout as TensorLayout
+from bytecheckpoint.layouts.binding import bind
+from bytecheckpoint.layouts.layout import builtin_names, find
+from bytecheckpoint.layouts.matching import Side
+from tests.layouts.models import FAMILIES, Family, move
+from tests.support.megatron.models import Layout, initialize_parallel, transformer_config
+
+pytestmark = pytest.mark.timeout(300)
+
+LAYER_NORM = {"normalization": "LayerNorm", "add_bias_linear": True, "gated_linear_unit": False}
+LAYER_NORM |= {"activation_func": lambda x: torch.nn.functional.gelu(x, approximate="tanh")}
+NO_BALANCE = {
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "allgather",
+    "moe_aux_loss_coeff": 0.0,
+}
+
+
+class CausalAttention(torch.nn.Module):
+    """Attention whose values have fewer dimensions than its keys, which Megatron-Core has for GPUs only."""
+
+    def __init__(self, *_, softmax_scale, **__):
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query, key, value, *_, **__):
+        length, batch = query.shape[:2]
+        scores = torch.einsum("sbnd,tbnd->bnst", query, key) * self.scale
+        scores = scores.masked_fill(torch.triu(torch.ones(length, length), 1).bool(), -torch.inf)
+        return torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1), value).reshape(length, batch, -1)
+
+
+def arguments(family, c):
+    """Return changes of the configuration and arguments of GPTModel, from a configuration of Hugging Face's."""
+    rope = c.get("rope_parameters") or {}
+    config = {
+        "num_layers": c.get("num_hidden_layers", c.get("n_layer")),
+        "num_attention_heads": c.get("num_attention_heads", c.get("n_head")),
+        "ffn_hidden_size": c.get("intermediate_size", 64),
+        "num_query_groups": c.get("num_key_value_heads"),
+        "kv_channels": c.get("head_dim"),
+        "layernorm_epsilon": next(
+            c[k] for k in c if k in ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
+        ),
+        "add_qkv_bias": family in ("qwen2", "qwen2_moe", "seed_oss", "stablelm", "glm4_moe"),
+        "qk_layernorm": family in ("qwen3", "qwen3_moe", "glm4_moe"),
+    }
+    model = {
+        "position_embedding_type": "rope",
+        "rotary_base": int(rope.get("rope_theta", 10000)),
+        "rotary_percent": rope.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0)),
+        "share_embeddings_and_output_weights": c["tie_word_embeddings"],
+    }
+    experts = c.get("num_experts", c.get("num_local_experts", c.get("n_routed_experts")))
+    if experts:
+        config |= NO_BALANCE | {
+            "num_moe_experts": experts,
+            "moe_router_topk": c["num_experts_per_tok"],
+            "moe_ffn_hidden_size": c.get("moe_intermediate_size", c["intermediate_size"]),
+            "moe_router_pre_softmax": not c.get("norm_topk_prob", True),
+        }
+    if dense := c.get("first_k_dense_replace", len(c.get("mlp_only_layers") or [])):
+        config["moe_layer_freq"] = [int(layer >= dense) for layer in range(config["num_layers"])]
+    if shared := c.get("shared_expert_intermediate_size"):
+        config |= {"moe_shared_expert_intermediate_size": shared, "moe_shared_expert_gate": True}
+    if family in ("deepseek_v3", "glm4_moe"):
+        config |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_pre_softmax": False,
+            "moe_router_num_groups": c["n_group"],
+            "moe_router_group_topk": c["topk_group"],
+            "moe_router_topk_scaling_factor": c["routed_scaling_factor"],
+            "moe_shared_expert_intermediate_size": c["n_shared_experts"] * c["moe_intermediate_size"],
+        }
+    if family == "deepseek_v3":
+        config |= {
+            "multi_latent_attention": True,
+            "qk_layernorm": True,
+            "q_lora_rank": c["q_lora_rank"],
+            "kv_lora_rank": c["kv_lora_rank"],
+            "qk_head_dim": c["qk_nope_head_dim"],
+            "qk_pos_emb_head_dim": c["qk_rope_head_dim"],
+            "v_head_dim": c["v_head_dim"],
+            "rope_type": "rope",
+            "rotary_base": model["rotary_base"],
+            "mscale": 1.0,
+            "mscale_all_dim": 0.0,
+        }
+        del config["kv_channels"], config["num_query_groups"]
+    if family in ("gpt2", "starcoder2", "gpt_neox"):
+        config |= LAYER_NORM
+    if family == "gpt2":
+        model |= {"position_embedding_type": "learned_absolute"}
+    if family == "gpt_neox":
+        config["activation_func"] = torch.nn.functional.gelu
+    if family == "stablelm":
+        config["normalization"] = "LayerNorm"
+    if family == "llama-tied":
+        config["add_bias_linear"] = True
+    if family == "smollm3":
+        config["no_rope_freq"] = [int(not rope) for rope in c["no_rope_layers"]]
+    if family == "gpt_oss":
+        config |= {
+            "add_bias_linear": True,
+            "activation_func": lambda x: x * torch.sigmoid(1.702 * x),
+            "glu_linear_offset": 1.0,
+            "activation_func_clamp_value": 7.0,
+            "softmax_type": "learnable",
+        }
+    return {name: value for name, value in config.items() if value is not None}, model
+
+
+class Model:
+    """A model of Megatron-Core for a family."""
+
+    def __init__(self, name):
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+
+        initialize_parallel(Layout())
+        self.family = Family(name)
+        changes, given = arguments(name, self.family.config)
+        self.config = transformer_config(Layout(), **changes)
+        if changes.get("normalization") == "LayerNorm":
+            spec = get_gpt_layer_local_spec(normalization="LayerNorm")
+        else:
+            spec = get_gpt_decoder_block_spec(self.config, use_transformer_engine=False, normalization="RMSNorm")
+        if name == "deepseek_v3":
+            for layer in spec.layer_specs:
+                layer.submodules.self_attention.submodules.core_attention = CausalAttention
+        length = self.family.config.get("n_positions", 8)
+        self.model = GPTModel(self.config, spec, vocab_size=48, max_sequence_length=length, **given).float().eval()
+        self.tensors = {n: t.detach() for n, t in self.model.state_dict().items() if isinstance(t, torch.Tensor)}
+        plain = {n: v for n, v in vars(self.config).items() if isinstance(v, int | float | str)}
+        self.keys = self.family.keys() | self.family.keys(plain | given, "megatron")
+        (self.layout,) = (layout for layout in map(find, builtin_names()) if layout.is_for(self.keys))
+
+    def bound(self, layout):
+        sides = [Side(list(shapes), list(shapes.values())) for shapes in (self.family.shapes, self.shapes())]
+        return bind(layout, sides[0], sides[1], self.keys)
+
+    def shapes(self):
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def difference(self, arrays):
+        """Return the largest difference of the logits from those of transformers."""
+        for name, tensor in self.tensors.items():
+            tensor.copy_(torch.from_numpy(arrays[name]))
+        ids = torch.tensor(self.family.ids)[None]
+        mask = torch.triu(torch.ones(ids.shape[1], ids.shape[1]), 1).bool()[None, None]
+        with torch.no_grad():
+            logits = self.model(ids, torch.arange(ids.shape[1])[None], mask)[0, :, : self.family.logits.shape[1]]
+        return np.abs(logits.numpy() - self.family.logits).max()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_the_way_back(name):
+    model = Model(name)
+    weights = model.family.weights()
+    binding = model.bound(model.layout)
+    arrays = move(binding.left, binding.right, weights)
+    assert model.difference(arrays) < 1e-5
+    for key, array in move(binding.right, binding.left, arrays).items():
+        np.testing.assert_array_equal(array, weights[key], key)
+    assert not binding.undecided
+    derived = bind(model.layout, Side(list(weights), [a.shape for a in weights.values()]), config=model.keys).right
+    assert set(derived.names) == set(model.tensors)
+    assert model.family.megatron == model.shapes()
+
+
+def mutants(text, rng):
+    """Yield texts with one edit of the rules each."""
+    lines = text.split("\n")
+    places = [k for k, line in enumerate(lines) if " : " in line]
+    while True:
+        k = rng.choice(places)
+        name, _, axes = lines[k].partition(" : ")
+        tokens = re.findall(r"\w+|\S", axes)
+        words = [i for i, token in enumerate(tokens) if token.isidentifier()]
+        edit = rng.choice(["swap", "drop", "transpose", "label"])
+        if edit == "drop":
+            del tokens[rng.choice(words)]
+        elif edit == "swap" and len(words) > 1:
+            a, b = rng.sample(words, 2)
+            tokens[a], tokens[b] = tokens[b], tokens[a]
+        elif edit == "transpose" and len(words) > 1 and tokens[-1].isidentifier():
+            tokens = [tokens[-1], *tokens[:-1]]
+        elif edit == "label":
+            other = rng.choice(places)
+            if other == k or lines[other].partition(" : ")[2] == axes:
+                continue
+            tokens = re.findall(r"\w+|\S", lines[other].partition(" : ")[2])
+        else:
+            continue
+        changed = re.sub(r" ([:)\]])", r"\1", re.sub(r"([(\[~]) ", r"\1", " ".join(tokens)))
+        if changed != " ".join(axes.split()):
+            yield "\n".join([*lines[:k], f"{name} : {changed}", *lines[k + 1 :]])
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt2", "deepseek_v3"])
+def test_one_edit_of_a_layout_shows(name):
+    model, rng = Model(name), random.Random(name)
+    weights, refused, survivors = model.family.weights(), 0, []
+    rules = [parsed.rule for parsed in model.layout.parsed]  # with those of included layouts
+    whole = TensorLayout(
+        "all", "hf", "megatron", model.layout.all_dims, rules, ignore=list(model.layout.merged("ignore")),
+        aliases=list(model.layout.merged("aliases")),
+    )  # fmt: skip
+    found = mutants(whole.to_text(), rng)
+    for _ in range(50):
+        text = next(found)
+        try:
+            binding = model.bound(TensorLayout.from_text(text))
+            arrays = move(binding.left, binding.right, weights)
+        except CheckpointError:
+            refused += 1
+            continue
+        difference = model.difference(arrays)
+        if not difference > 1e-4:  # or nan
+            survivors.append(text)
+    print(name, "refused", refused, "of 50")
+    assert not [text for text in survivors if not equal(text, model, weights)]
+
+
+def equal(text, model, weights):
+    """Return whether a layout moves each element as the right one does."""
+    right, changed = (model.bound(layout) for layout in (model.layout, TensorLayout.from_text(text)))
+    one, two = move(right.left, right.right, weights), move(changed.left, changed.right, weights)
+    return all(np.array_equal(one[name], two[name]) for name in one)

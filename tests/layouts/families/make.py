@@ -1,0 +1,103 @@
+"""Write the files of this folder: the tensors of a model of each family in a file of Hugging Face's, and its logits.
+
+    python tests/layouts/families/make.py [FAMILY ...]     # where torch, transformers 5.24 and safetensors are installed
+
+The weights follow from the names of the tensors, so that a file holds names, shapes, configuration and logits only.
+transformers reads the weights from a file of its own, by its own conversions.
+"""
+
+import glob
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+FOLDER = Path(__file__).parent
+sys.path.insert(0, str(FOLDER.parents[2]))
+from tests.layouts.models import collapsed, weights  # noqa: E402  from this repository, which is not installed here
+
+BASE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 37}
+BASE |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "max_position_embeddings": 64}
+GROUPED = BASE | {"num_key_value_heads": 2}
+WIDE = GROUPED | {"head_dim": 8}
+EXPERTS = {"num_experts": 3, "moe_intermediate_size": 12, "num_experts_per_tok": 2}
+LATENT = {"kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 6, "q_lora_rank": 14}
+FAMILIES = {
+    "llama": GROUPED,
+    "llama-tied": GROUPED | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "mistral": WIDE,
+    "qwen2": GROUPED,
+    "qwen3": WIDE,
+    "seed_oss": WIDE,
+    "smollm3": GROUPED | {"num_hidden_layers": 4},
+    "phi3": GROUPED,
+    "stablelm": GROUPED | {"use_qkv_bias": True, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "starcoder2": GROUPED,
+    "gpt2": {
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 4,
+        "vocab_size": 37,
+        "n_positions": 8,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+    "gpt_neox": BASE | {"use_parallel_residual": False},
+    "mixtral": GROUPED | {"num_local_experts": 3},
+    "qwen2_moe": GROUPED | EXPERTS | {"shared_expert_intermediate_size": 20},
+    "qwen3_moe": WIDE | EXPERTS | {"mlp_only_layers": [0]},
+    "glm4_moe": WIDE
+    | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "use_qk_norm": True}
+    | {"moe_intermediate_size": 12, "num_experts_per_tok": 2, "n_shared_experts": 2, "attention_bias": True},
+    "deepseek_v3": BASE
+    | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4}
+    | {"moe_intermediate_size": 12, "num_experts_per_tok": 2, "n_shared_experts": 2}
+    | LATENT,
+    "gpt_oss": WIDE
+    | {"num_local_experts": 3, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+}
+
+
+def main() -> None:
+    for family in sys.argv[1:] or FAMILIES:
+        config = AutoConfig.for_model(family.partition("-")[0], **FAMILIES[family])
+        for name in ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout"):
+            if hasattr(config, name):
+                setattr(config, name, 0.0)
+        config._attn_implementation = "eager"
+        with tempfile.TemporaryDirectory() as folder:
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            shapes = {}
+            for file in glob.glob(f"{folder}/*.safetensors"):
+                with safe_open(file, "pt") as opened:
+                    shapes |= {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+            tensors = {name: torch.from_numpy(array) for name, array in weights(shapes).items()}
+            save_file(tensors, f"{folder}/model.safetensors", {"format": "pt"})
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+            written = json.loads(Path(folder, "config.json").read_text())
+        ids = torch.arange(6)[None] * 5 % 37
+        with torch.no_grad():
+            logits = model(ids).logits[0]
+        print(family, len(shapes), float(logits.abs().max()))
+        made = {
+            "config": written,
+            "tensors": collapsed(shapes),
+            "ids": ids[0].tolist(),
+            "logits": [[round(x, 6) for x in row] for row in logits.tolist()],
+        }
+        text = json.dumps(made, indent=1)
+        text = re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), text)
+        (FOLDER / f"{family}.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

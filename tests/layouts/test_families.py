@@ -1,0 +1,57 @@
+"""The layouts that are built in, on names and shapes of real models.
+
+tests/frameworks/megatron/test_foreign_layouts.py compares logits.
+"""
+
+import re
+
+import numpy as np
+import pytest
+
+from bytecheckpoint.layouts.binding import bind
+from bytecheckpoint.layouts.layout import builtin_names, find
+from bytecheckpoint.layouts.matching import Side
+from tests.layouts.models import FAMILIES, Family, move
+
+TRANSFORMER_ENGINE = {
+    r"(?<!final_)input_layernorm\.(weight|bias)$": r"self_attention.linear_qkv.layer_norm_\1",
+    r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))$": r"mlp.experts.\2\1",
+    r"\.kv_layernorm\.weight$": r".linear_kv_up_proj.layer_norm_weight",
+}
+
+
+def side(shapes):
+    return Side(list(shapes), list(shapes.values()))
+
+
+def layout_of(family):
+    (layout,) = (layout for layout in map(find, builtin_names()) if layout.is_for(family.keys()))
+    return layout
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_real_names_and_shapes(name):
+    family = Family(name)
+    layout, keys, weights = layout_of(family), family.keys(), family.weights()
+    both = bind(layout, side(family.shapes), side(family.megatron), keys)
+    assert not len(both.left.unbound) and not len(both.right.unbound)
+    arrays = move(both.left, both.right, weights)
+    assert not any(np.isnan(array).any() for array in arrays.values())
+    for key, array in move(both.right, both.left, arrays).items():
+        np.testing.assert_array_equal(array, weights[key])
+    assert set(bind(layout, side(family.shapes), config=keys).right.names) == set(family.megatron)
+    derived = bind(layout, right=side(family.megatron), config=keys).left
+    assert {
+        n: tuple(s for s in shape if s >= 0) for n, shape in zip(derived.names, derived.shapes.tolist(), strict=True)
+    } == (family.shapes)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_names_of_transformer_engine(name):
+    family = Family(name)
+    names = list(family.megatron)
+    for pattern, text in TRANSFORMER_ENGINE.items():
+        if "input_layernorm" not in pattern or name != "deepseek_v3":  # latent attention has a norm of its own
+            names = [re.sub(pattern, text, found) for found in names]
+    right = Side(names, list(family.megatron.values()))
+    assert not len(bind(layout_of(family), side(family.shapes), right, family.keys()).right.unbound)
