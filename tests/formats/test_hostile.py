@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.formats.dcp import read_dcp
+from bytecheckpoint.formats.torch_save import read_torch_save
+from bytecheckpoint.storage import resolve
+from tests.formats.golden.make import states
 from tests.formats.hostile import corpus
 
 #: Files that hold data, however it looks: calls are records there.
@@ -78,8 +86,6 @@ print(json.dumps({"results": results, "bytes": (peak() - before) << 10}))
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    import torch
-
     folder = tmp_path_factory.mktemp("hostile")
     torch.save({"w": torch.ones(3)}, folder / "sound.pt")
     files = corpus()
@@ -110,3 +116,26 @@ def test_memory_and_time_are_bounded(outcome):
     assert outcome["bytes"] < 256 << 20
     slow = {name: seconds for name, (_, _, seconds) in outcome["results"].items() if seconds > 5}
     assert not slow
+
+
+@pytest.mark.parametrize("name", ["new.pt", "old.pt", "dcp/.metadata", "dcp/__0_0.distcp"])
+def test_random_damage_is_an_error_that_names_the_file(tmp_path, name):
+    torch.save(states(), tmp_path / "new.pt")
+    torch.save(states(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    dcp.save(states(), checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    path, draw = tmp_path / name, random.Random(name)
+    data, texts = path.read_bytes(), []
+    for _ in range(200):
+        damaged = bytearray(data)
+        for _ in range(draw.randint(1, 3)):
+            at = draw.randrange(len(damaged))
+            damaged[at : at + draw.choice((0, 1, 1, 1, 8))] = draw.randbytes(draw.choice((0, 1, 1, 8)))
+        path.write_bytes(damaged)
+        try:
+            if name.startswith("dcp"):
+                read_dcp(resolve(str(tmp_path / "dcp")))
+            else:
+                read_torch_save(resolve(str(tmp_path)), name)
+        except CheckpointError as error:
+            texts.append(str(error))
+    assert texts and all(str(tmp_path) in text for text in texts)

@@ -22,6 +22,7 @@ from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointErro
 from bytecheckpoint.formats.torch_save import read_torch_save
 from bytecheckpoint.representation.dtypes import dtype_names
 from bytecheckpoint.storage import resolve
+from tests.formats.hostile import old, storage, tensor
 from tests.formats.oracle import assert_same, read_tensors, values_of
 
 BOTH = pytest.mark.parametrize("new", [True, False], ids=["zip", "old"])
@@ -167,6 +168,16 @@ def test_torch_is_not_imported(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["12", "False"]
+
+
+def test_a_tensor_of_the_first_torch(tmp_path):
+    """Files of 2018 have `_rebuild_tensor`, without gradients and hooks."""
+    made = (
+        tensor(storage(), 1, (3,), (1,)).replace(b"_rebuild_tensor_v2", b"_rebuild_tensor").replace(b"\x89)tR", b"tR")
+    )
+    (tmp_path / "x.pt").write_bytes(old(made, ["0"], struct.pack("<q", 4) + np.arange(4, dtype=np.float32).tobytes()))
+    found = values_of(tmp_path, read_torch_save(resolve(str(tmp_path)), "x.pt"))["model"]
+    assert torch.equal(found, torch.tensor([1.0, 2, 3]))
 
 
 def test_sums_are_those_of_the_zip(tmp_path):

@@ -18,7 +18,7 @@ from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, Inco
 from bytecheckpoint.formats.dcp_items import ItemReader
 from bytecheckpoint.formats.files import RangedFile, open_file
 from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns
-from bytecheckpoint.formats.meanings import CONSTANTS, MEANINGS
+from bytecheckpoint.formats.meanings import CONSTANTS, MEANINGS, dtype_name
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.formats.unpickling import MAX_PICKLE_BYTES, read_pickle
 from bytecheckpoint.representation.boxes import BoxTable
@@ -151,10 +151,11 @@ def _merge(value: Any, merged: dict[str, _Merged], items: _StoredItems) -> None:
             merged.setdefault(name, _Merged(None))
             continue
         dtype, layout, requires_grad = facts["properties"].state[:3]
+        name_of_dtype = dtype_name(dtype)
         if layout != "torch.strided":
             raise IncompatibleCheckpointError(f"tensor {name!r} has the layout {layout!r}, which is not supported")
-        tensor = merged.setdefault(name, _Merged(facts["size"], dtype.name, requires_grad is True))
-        if (tensor.size, tensor.dtype) != (facts["size"], dtype.name):
+        tensor = merged.setdefault(name, _Merged(facts["size"], name_of_dtype, requires_grad is True))
+        if (tensor.size, tensor.dtype) != (facts["size"], name_of_dtype):
             raise ValueError(f"two shapes or dtypes of {name!r}")
         tensor.chunks.update([(chunk.state["offsets"], chunk.state["sizes"]) for chunk in facts["chunks"]])
     for index, info in state["storage_data"].items():

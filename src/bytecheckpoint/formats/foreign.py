@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.formats.meanings import StoredTensor
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
-from bytecheckpoint.representation.catalog import SHARED, Catalog, StorageFile, TensorTable, row_order
+from bytecheckpoint.representation.catalog import FOREIGN, SHARED, Catalog, StorageFile, TensorTable, row_order
 from bytecheckpoint.representation.dtypes import itemsize
 
 __all__ = ["FileSums", "ForeignCheckpoint", "ForeignColumns"]
@@ -106,7 +106,7 @@ class ForeignColumns:
 
     def add_file(self, name: str, size: int, rank: int = 0) -> int:
         """Add a file to the table; return its position."""
-        self.files.append(StorageFile(name, "model", rank, size, 0, 0, 0, "", format="foreign"))
+        self.files.append(StorageFile(name, "model", rank, size, 0, 0, 0, "", format=FOREIGN))
         return len(self.files) - 1
 
     def add_tensor(self, state: str, fqn: str, dtype: str, shape: tuple[int, ...], requires_grad: bool = False) -> int:

@@ -18,7 +18,6 @@ from bytecheckpoint.formats.files import RangedFile, open_file
 from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.meanings import StoredTensor
 from bytecheckpoint.formats.torch_save import read_object
-from bytecheckpoint.representation.catalog import StorageFile
 from bytecheckpoint.representation.header_reader import StorageHeader, header_bytes_needed, parse_header
 from bytecheckpoint.storage import Storage
 
@@ -190,8 +189,7 @@ class _FolderReader:
     def _add_safetensors(self, file: RangedFile) -> None:
         header = _header(file)
         columns = self._columns
-        columns.files.append(_storage_file(file, header))
-        number = len(columns.files) - 1
+        number = columns.add_file(file.name, file.size)
         pieces = _pieces(file, header)
         for entry in header.entries:
             name, shape = entry.key.fqn, entry.global_shape
@@ -248,10 +246,6 @@ class _FolderReader:
         for new in range(before, len(columns.fqns)):
             self._numbers[columns.fqns[new]] = new
             self._volumes[new] = math.prod(columns.shapes[new])
-
-
-def _storage_file(file: RangedFile, header: StorageHeader) -> StorageFile:
-    return StorageFile(file.name, "model", 0, file.size, header.data_offset, 0, 0, "")
 
 
 def _pieces(file: RangedFile, header: StorageHeader) -> dict[str, _TensorPiece] | None:

@@ -27,6 +27,7 @@ __all__ = [
     "StorageRef",
     "StoredTensor",
     "TorchDevice",
+    "dtype_name",
     "storage_of",
 ]
 
@@ -205,7 +206,15 @@ def _tensor_v3(
         raise IncompatibleCheckpointError(
             "a tensor with the bit 'conj' or 'neg' is not supported: resolve it, and save it"
         )
-    return _tensor(storage, offset, size, stride, requires_grad, dtype.name)
+    return _tensor(storage, offset, size, stride, requires_grad, dtype_name(dtype))
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the name of a `torch.dtype`. Raises IncompatibleCheckpointError: this package does not have the dtype."""
+    if type(dtype) is Dtype:
+        return dtype.name
+    name = dtype.full if type(dtype) is GlobalName else type(dtype).__name__
+    raise IncompatibleCheckpointError(f"tensors of the dtype {name!r} are not supported")
 
 
 def _parameter(data: object, requires_grad: object, *_: object) -> object:
