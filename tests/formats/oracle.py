@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from bytecheckpoint.formats.foreign import ForeignCheckpoint, row_major_strides
+from bytecheckpoint.formats.foreign import ForeignCheckpoint
+from bytecheckpoint.representation.boxes import row_major
 from bytecheckpoint.representation.values import codec
 
 
 def read_tensors(folder: Path, foreign: ForeignCheckpoint) -> dict[str, torch.Tensor]:
     """Return every tensor by "state/fqn", aliases too. Elements that no row fills are NaN or -1."""
     catalog = foreign.catalog
-    strides = row_major_strides(catalog.boxes.lengths) if foreign.strides is None else foreign.strides
+    strides = row_major(catalog.boxes.lengths) if foreign.strides is None else foreign.strides
     found = {}
     for i in range(catalog.count):
         dtype = getattr(torch, catalog.dtype[i])

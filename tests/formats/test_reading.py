@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -75,3 +78,26 @@ def test_what_is_there_is_no_checkpoint(tmp_path: Path) -> None:
         bytecheckpoint.open(tmp_path)
     with pytest.raises(CheckpointNotFoundError, match=r"notes\.txt"):
         bytecheckpoint.open(tmp_path / "notes.txt")
+
+
+def test_folders(tmp_path: Path) -> None:
+    state = {name: value.contiguous() for name, value in net().state_dict().items()}
+    dcp.save({"model": state, "step": 5}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (tmp_path / "hf").mkdir()
+    files: dict[str, str] = {}
+    for number, name in enumerate(state):
+        files[name] = f"model-{number % 2}.safetensors"
+    for file in set(files.values()):
+        save_file({name: state[name] for name in state if files[name] == file}, tmp_path / "hf" / file)
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    for folder in ("dcp", "hf"):
+        model = nn.Sequential(nn.Linear(700, 500), nn.Conv2d(3, 4, 3), nn.LayerNorm(5))
+        bytecheckpoint.load(tmp_path / folder, {"model": model})
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items()), folder
+
+
+def test_an_unfinished_save_is_no_foreign_folder(tmp_path: Path) -> None:
+    bytecheckpoint.save(tmp_path / "step", {"model": net()})
+    (tmp_path / "step" / "metadata.parquet").unlink()
+    with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
+        bytecheckpoint.load(tmp_path / "step", {"model": net()})

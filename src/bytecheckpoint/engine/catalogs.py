@@ -21,7 +21,7 @@ from bytecheckpoint.errors import (
     StorageUnavailableError,
     UsageError,
 )
-from bytecheckpoint.formats.storage import as_checkpoint
+from bytecheckpoint.formats.detect import as_checkpoint
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import Catalog, CatalogSummary
 from bytecheckpoint.representation.catalog_file import decode, decode_summary

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.formats.archives import local_header_end, locate, read_directory
 from bytecheckpoint.formats.files import RangedFile, open_file
-from bytecheckpoint.formats.foreign import ForeignColumns, RowColumns, row_major_strides
+from bytecheckpoint.formats.foreign import ForeignColumns, RowColumns
 from bytecheckpoint.formats.meanings import StorageRef, StoredTensor
 from bytecheckpoint.formats.torch_save import read_object, unpickle
-from bytecheckpoint.representation.boxes import BoxTable, Int64s
+from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.storage import Storage
 
@@ -93,7 +93,7 @@ class ItemReader:
         lengths = self._heads(file, begin, size, nbytes) if nbytes.any() else np.zeros_like(begin)
         needed = (nbytes > 0) & (heads | (lengths == 0))
         first = begin + lengths
-        strides = row_major_strides(boxes.lengths)
+        strides = row_major(boxes.lengths)
         self._prove(np.flatnonzero(needed), boxes, file, begin, size, first, strides)
         return RowColumns(boxes, file, first, strides), np.where(needed | (nbytes == 0), -1, begin)
 

@@ -1,24 +1,33 @@
-"""Say which format a folder has, by the names of its files. Nothing is opened."""
+"""Say which format a folder has, by the names of its files, and show it as a checkpoint of this package."""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
+from bytecheckpoint.formats.archives import is_zip
 from bytecheckpoint.formats.dcp import metadata_files, read_dcp
-from bytecheckpoint.formats.foreign import ForeignCheckpoint
+from bytecheckpoint.formats.files import open_file
+from bytecheckpoint.formats.foreign import VALUES_NAME, ForeignCheckpoint
 from bytecheckpoint.formats.huggingface import SAFETENSORS, read_huggingface, weight_files
 from bytecheckpoint.formats.torch_save import read_torch_save
+from bytecheckpoint.representation.catalog_file import encode
 from bytecheckpoint.representation.names import CATALOG_NAME
-from bytecheckpoint.storage import Storage
+from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.storage.base import FileReader, FileStat
+from bytecheckpoint.storage.wrappers import WrappedStorage, wrapped_like
 
-__all__ = ["FormatReader", "detect"]
+__all__ = ["ForeignStorage", "FormatReader", "as_checkpoint", "detect"]
 
 _TORCH: Final = (".pt", ".pth", ".bin", ".ckpt")
+#: First byte of a pickle since protocol 2.
+_PICKLE: Final = b"\x80"
 #: Pattern of a file's name -> description of a folder that has such a file. The first that fits counts.
 _PROGRAMS: Final = {
     re.escape(CATALOG_NAME): "a checkpoint of this package: load or open it as such",
@@ -56,12 +65,12 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
         name: the file, if the checkpoint is one file of the folder.
 
     Raises:
-        CheckpointNotFoundError: the folder is empty, or has no such file.
-        IncompatibleCheckpointError: the folder has a format that is not read, or none that is known.
+        CheckpointNotFoundError: the folder is empty, has no such file, or has no format that is known.
+        IncompatibleCheckpointError: the folder has a format that is not read.
     """
-    names = [found for found, _ in storage.list()]
     if name is not None:
-        return _of_file(storage, name, names)
+        return _of_file(storage, name)
+    names = [found for found, _ in storage.list()]
     if not names:
         raise CheckpointNotFoundError(f"{storage.url} is empty, or there is no such folder")
     if metadata_files(names):
@@ -82,9 +91,7 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
         raise IncompatibleCheckpointError(
             f"{storage.url} has {len(torch_files)} files of torch.save ({listed}, ...): give one"
         )
-    raise IncompatibleCheckpointError(
-        f"{storage.url} has no checkpoint of a known format (it has {', '.join(names[:5])})"
-    )
+    raise CheckpointNotFoundError(f"{storage.url} has no checkpoint of a known format (it has {', '.join(names[:5])})")
 
 
 def _refuse(storage: Storage, names: list[str], known: Mapping[str, str]) -> None:
@@ -93,11 +100,92 @@ def _refuse(storage: Storage, names: list[str], known: Mapping[str, str]) -> Non
             raise IncompatibleCheckpointError(f"{storage.url} is {what} (it has {found!r})")
 
 
-def _of_file(storage: Storage, name: str, names: list[str]) -> FormatReader:
-    if name not in names:
-        raise CheckpointNotFoundError(f"{storage.url}/{name}: there is no such file")
+def _of_file(storage: Storage, name: str) -> FormatReader:
+    try:
+        storage.stat(name)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"{storage.url}/{name}: there is no such file") from None
     if name.endswith(SAFETENSORS):
         return FormatReader("huggingface", partial(read_huggingface, name=name))
-    if name.endswith(_TORCH):
+    with open_file(storage, name) as file:
+        head = file.read(0, min(file.size, 4))
+    if is_zip(head) or head[:1] == _PICKLE:
         return FormatReader("torch-save", partial(read_torch_save, name=name))
-    raise IncompatibleCheckpointError(f"{storage.url}/{name} is no file of safetensors or torch.save by its name")
+    raise CheckpointNotFoundError(f"{storage.url}/{name} is no file of safetensors or torch.save")
+
+
+class ForeignStorage(WrappedStorage):
+    """A folder of another program, with the catalog and the files of plain values that a reader makes of it, in memory.
+
+    Args:
+        inner: storage of the folder.
+        read: function that reads the folder.
+        url: address that the user gave; by default that of the folder.
+    """
+
+    follows_links = True  # the cache of Hugging Face consists of links
+
+    def __init__(self, inner: Storage, read: Callable[[Storage], ForeignCheckpoint], url: str = "") -> None:
+        super().__init__(inner)
+        self.url = url or inner.url
+        self._read = read
+        self._lock = threading.Lock()
+        self._files: Mapping[str, bytes] | None = None
+
+    def _made(self, name: str) -> bytes | None:
+        """Return the bytes of a file that the folder does not hold, None for one that it may hold."""
+        if name != CATALOG_NAME and not name.startswith(VALUES_NAME):
+            return None
+        with self._lock:
+            if self._files is None:
+                catalog, values = self._read(self.inner).with_values()
+                self._files = {CATALOG_NAME: encode(catalog), **values}
+            return self._files.get(name)
+
+    def open(self, name: str) -> FileReader:  # noqa: D102 (the base describes it)
+        data = self._made(name)
+        return super().open(name) if data is None else _BytesReader(data)
+
+    def read(self, name: str) -> bytes:  # noqa: D102
+        data = self._made(name)
+        return super().read(name) if data is None else data
+
+    def stat(self, name: str) -> FileStat:  # noqa: D102
+        data = self._made(name)
+        return super().stat(name) if data is None else FileStat(len(data), 0.0, str(len(data)))
+
+
+def as_checkpoint(storage: Storage) -> ForeignStorage | None:
+    """Return a folder of another program, or a single file at its address, as a checkpoint; None if it is none.
+
+    Raises:
+        IncompatibleCheckpointError: it has a format that is not read.
+    """
+    folder, _, name = storage.url.rpartition("/")
+    with contextlib.suppress(CheckpointNotFoundError):
+        if folder and name:
+            around = wrapped_like(storage, resolve(folder))
+            return ForeignStorage(around, detect(around, name).read, storage.url)
+    with contextlib.suppress(CheckpointNotFoundError):
+        return ForeignStorage(storage, detect(storage).read)
+    return None
+
+
+class _BytesReader(FileReader):
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+        self.size = len(data)
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
+        begin = offset
+        for buffer in buffers:
+            part = self._data[offset : offset + len(buffer)]
+            buffer[: len(part)] = part
+            offset += len(part)
+        return offset - begin
+
+    def other_copies(self) -> Iterator[FileReader]:
+        return iter(())
+
+    def close(self) -> None:
+        pass

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint.formats.meanings import StoredTensor
-from bytecheckpoint.representation.boxes import BoxTable, Int64s
-from bytecheckpoint.representation.catalog import FOREIGN, SHARED, Catalog, StorageFile, TensorTable, row_order
+from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major, widened
+from bytecheckpoint.representation.catalog import (
+    FOREIGN,
+    SHARED,
+    VALUES_SLOT,
+    Catalog,
+    StorageFile,
+    TensorTable,
+    row_order,
+)
 from bytecheckpoint.representation.dtypes import itemsize
 
-__all__ = ["FileSums", "ForeignCheckpoint", "ForeignColumns"]
+__all__ = ["VALUES_NAME", "FileSums", "ForeignCheckpoint", "ForeignColumns"]
+
+VALUES_NAME: Final = ".bytecheckpoint-values"
+"""Beginning of the names of files that hold plain values, in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +76,47 @@ class ForeignCheckpoint:
     sums: FileSums
     notes: tuple[str, ...] = ()
     heads: Int64s | None = None
+
+    def with_values(self) -> tuple[Catalog, dict[str, bytes]]:
+        """Return the catalog with a tensor for the plain values of each state, and the files that hold these, by name."""
+        catalog = self.catalog
+        contents = {f"{VALUES_NAME}-{number}": item for number, item in enumerate(self.values.items())}
+        values = {name: blob for name, (_, blob) in contents.items()}
+        states = [state for state, _ in contents.values()]
+        sizes = np.array([len(blob) for blob in values.values()], np.int64)
+        count, width = len(states), catalog.boxes.ndim
+        columns: dict[str, Any] = {
+            "states": states, "fqns": [""] * count, "slots": [VALUES_SLOT] * count, "dtypes": ["uint8"] * count,
+        }  # fmt: skip
+        names = {"state": "states", "fqn": "fqns", "slot": "slots", "dtype": "dtypes"}
+        strings = {given: [*getattr(catalog, name).to_list(), *columns[given]] for name, given in names.items()}
+        more = widened(sizes[:, None], width, 1)
+        tensors = TensorTable.of(
+            **strings,
+            shapes=np.concatenate([catalog.shapes, more]),
+            ndims=np.concatenate([catalog.ndims, np.ones(count, np.int64)]),
+            owner=np.concatenate([catalog.owner, np.full(count, SHARED, np.int32)]),
+            requires_grad=np.concatenate([catalog.requires_grad, np.zeros(count, bool)]),
+        )
+        files = [
+            StorageFile(name, state, 0, len(blob), 0, 0, 0, "", FOREIGN) for name, (state, blob) in contents.items()
+        ]
+        boxes = BoxTable(catalog.count + np.arange(count), np.zeros_like(more), more)
+        built = Catalog.build(
+            tensors,
+            boxes=BoxTable.concat([catalog.boxes, boxes]),
+            file=np.concatenate([catalog.file, len(catalog.files) + np.arange(count, dtype=np.int32)]),
+            byte_offset=np.concatenate([catalog.byte_offset, np.zeros(count, np.int64)]),
+            byte_length=np.concatenate([catalog.byte_length, sizes]),
+            files=[*catalog.files, *files],
+            sums=[np.zeros(0, np.uint64)] * (len(catalog.files) + count),
+            aliases=catalog.aliases,
+            info=catalog.info,
+        )
+        strides = self.strides
+        if strides is not None:  # the rows keep their order, and those of the values follow
+            strides = np.concatenate([widened(strides, width, 1), np.ones((count, width), np.int64)])
+        return replace(built, strides=strides), values
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +209,7 @@ class ForeignColumns:
         sizes = np.array([itemsize(name) for name in self.dtypes], np.int64)
         item = sizes[boxes.tensor] if len(boxes) else np.zeros(0, np.int64)
         empty = (boxes.lengths == 0).any(axis=1)
-        dense = row_major_strides(boxes.lengths)
+        dense = row_major(boxes.lengths)
         # Along a dimension of one element, and in a row without elements, any stride will do.
         strides = np.where((boxes.lengths > 1) & ~empty[:, None], strides, dense)
         length = np.where(empty, 0, (((boxes.lengths - 1) * strides).sum(axis=1) + 1) * item)
@@ -185,16 +237,8 @@ class ForeignColumns:
             aliases=self.aliases,
             info=info,
         )
-        return catalog, None if bool((strides == row_major_strides(boxes.lengths)).all()) else strides
+        return catalog, None if bool((strides == row_major(boxes.lengths)).all()) else strides
 
 
 def _widened(strides: Int64s, ndim: int) -> Int64s:
     return np.pad(strides, ((0, 0), (0, ndim - strides.shape[1])), constant_values=1)
-
-
-def row_major_strides(lengths: Int64s) -> Int64s:
-    """Return the strides of row-major boxes, int64 [n, d]; boxes are padded on the right with length 1."""
-    strides = np.ones_like(lengths)
-    for k in range(lengths.shape[1] - 2, -1, -1):
-        strides[:, k] = strides[:, k + 1] * np.maximum(lengths[:, k + 1], 1)
-    return strides

@@ -20,7 +20,7 @@ from bytecheckpoint.engine.distribution import whose_turn
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.errors import CheckpointError, CheckpointReplacedError, CorruptCheckpointError
 from bytecheckpoint.failures import Cancellation
-from bytecheckpoint.formats.storage import as_checkpoint
+from bytecheckpoint.formats.detect import as_checkpoint
 from bytecheckpoint.loading.decision import OpenDecision, OpenReport
 from bytecheckpoint.planning.read_plan import groups_to_read, stored_rows
 from bytecheckpoint.representation.boxes import BoxTable
