@@ -88,6 +88,7 @@ STILL_WIDE = {
 }
 #: Small modules with one importer that stay by themselves, with the reason.
 SMALL_MODULES: dict[str, str] = {
+    "bytecheckpoint.cli.layout": "a verb of its own",
     "bytecheckpoint.collectives.call_log": "its importer would be longer than 400 lines",
     "bytecheckpoint.collectives.transport.serving": "its importer would be longer than 400 lines",
     "bytecheckpoint.storage.testing.fault_rule": "a FUSE program of the tests loads it without the package",

@@ -134,7 +134,8 @@ WRONG_TENSORS = {
         HF, MEGATRON, {}, "llama.layout:9: the size of 'g' does not follow from the shapes: give it under 'dims'",
     ),
     "a requirement": (HF, MEGATRON, CONFIG | {"megatron.rotary_interleaved": True},
-        "llama.layout:5: the layout llama requires megatron.rotary_interleaved = false"),
+        "llama.layout:5: the layout llama requires megatron.rotary_interleaved = false, but "
+        "megatron.rotary_interleaved is True"),
     "dimensions": (
         changed(HF, layers__1__norm__weight=(4, 1)), MEGATRON, CONFIG,
         "llama.layout:15: layers.1.norm.weight has 2 dimensions, but 'h' has 1",

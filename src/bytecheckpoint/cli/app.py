@@ -319,6 +319,47 @@ def monitor(
     return partial(monitor, root, reporter=reporter, host=host, port=port, token=token, json=json)
 
 
+layout_app = typer.Typer(help="Check layouts, which state how tensors of one naming lie in those of another.")
+app.add_typer(layout_app, name="layout")
+
+
+@layout_app.command("check")
+def layout_check(
+    layout: Annotated[
+        str,
+        typer.Argument(
+            metavar="LAYOUT", help="A *.layout file, or the name of one that is built in.", show_default=False
+        ),
+    ],
+    left: Annotated[str | None, typer.Option(metavar="PATH", help="Checkpoint of the left side.")] = None,
+    right: Annotated[str | None, typer.Option(metavar="PATH", help="Checkpoint of the right side.")] = None,
+    left_state: Annotated[str, typer.Option(help="State of the left checkpoint.")] = "model",
+    right_state: Annotated[str, typer.Option(help="State of the right checkpoint.")] = "model",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SIDE.KEY=VALUE", help="A key of a configuration.")
+    ] = None,
+    json: Json = False,
+) -> Job:
+    """Check the text of a layout, and whether it fits the tensors of checkpoints. No bytes of tensors are read."""
+    from bytecheckpoint.cli.layout import check
+
+    states = (left_state, right_state)
+    return partial(check, layout, left=left, right=right, states=states, settings=settings or [], json=json)
+
+
+@layout_app.command("show")
+def layout_show(
+    layout: Annotated[
+        str | None, typer.Argument(metavar="[LAYOUT]", help="A layout; default: list those that are built in.")
+    ] = None,
+    json: Json = False,
+) -> Job:
+    """Print a layout, or the list of those that are built in."""
+    from bytecheckpoint.cli.layout import show
+
+    return partial(show, layout, json=json)
+
+
 @app.command()
 def cooldown(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="A folder of steps.", show_default=False)],

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.layouts.axes import TextError, parse_axes
-from bytecheckpoint.layouts.config import Config, check_condition, check_size, condition
+from bytecheckpoint.layouts.config import Config, check_condition, check_size, condition, keys_of
 from bytecheckpoint.layouts.names import Group, Piece, Text, common_name, parse_template
 from bytecheckpoint.layouts.parts import Component, Family, FamilyError, SourcePlace, components, family_dims
 from bytecheckpoint.layouts.statements import Alias, Content, Rule, Scales, Statement
@@ -140,7 +140,8 @@ class Layout(Content):
             assert isinstance(statement, Statement)
             holds = condition(statement.text, config)
             if holds is False:
-                raise UsageError(f"{statement.place}: the layout {self.name} requires {statement.text}")
+                values = ", ".join(f"{key} is {config[key]}" for key in keys_of(statement.text) if key in config)
+                raise UsageError(f"{statement.place}: the layout {self.name} requires {statement.text}, but {values}")
             if holds is None:
                 unknown.append(statement.text)
         return unknown
