@@ -7,6 +7,7 @@ others. The timeout is needed before that: a wrong one is replaced, and its erro
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -16,10 +17,12 @@ import numpy as np
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Strict
 from bytecheckpoint.frameworks.selection import NameSelection
+from bytecheckpoint.layouts.layout import Layout, find
 from bytecheckpoint.settings import Settings, settings
 
 __all__ = [
     "check_flags",
+    "check_layout",
     "check_metadata",
     "check_rename",
     "check_selection",
@@ -143,6 +146,20 @@ def check_rename(rename: object) -> Callable[[str], str] | None:
         return name
 
     return renamed
+
+
+def check_layout(layout: object) -> Layout | None:
+    """Return the layout that an argument names: one that is built in, or a file.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if layout is None or isinstance(layout, Layout):
+        return layout
+    if not isinstance(layout, str | os.PathLike):
+        raise UsageError(f"layout={layout!r}: give the name of a layout, a file, or a bytecheckpoint.layouts.Layout")
+    name = os.fspath(layout)
+    return Layout.read(name) if os.sep in name or name.endswith(".layout") else find(name)
 
 
 def check_metadata(metadata: object) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -91,6 +91,27 @@ class ModuleScan:
     values: dict[str, list[Any]] = field(default_factory=dict)
     setters: dict[str, list[Callable[[Any], None]]] = field(default_factory=dict)
     parameters: dict[int, ParameterName] = field(default_factory=dict)
+
+
+def configuration_of(states: Mapping[str, object]) -> dict[str, bool | int | float | str]:
+    """Return the plain values in the configurations of modules, under "hf." (transformers) or "megatron."."""
+    found: dict[str, bool | int | float | str] = {}
+    for state, value in states.items():
+        for module in as_modules(state, value) or ():
+            inner = next((one for one in module.modules() if hasattr(one, "config")), None)
+            config: Any = getattr(inner, "config", None)
+            if hasattr(config, "to_dict") and hasattr(config, "model_type"):
+                found |= _plain("hf", config.to_dict())
+            elif is_dataclass(config):
+                found |= _plain("megatron", vars(config))
+                found |= _plain(
+                    "megatron", {name: getattr(inner, name, None) for name in ("rotary_base", "vocab_size")}
+                )
+    return found
+
+
+def _plain(prefix: str, values: Mapping[str, object]) -> dict[str, bool | int | float | str]:
+    return {f"{prefix}.{name}": value for name, value in values.items() if isinstance(value, bool | int | float | str)}
 
 
 def as_modules(state_name: str, value: object) -> list[nn.Module] | None:

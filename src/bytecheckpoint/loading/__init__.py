@@ -12,6 +12,7 @@ import torch
 
 from bytecheckpoint.arguments import (
     check_flags,
+    check_layout,
     check_rename,
     check_selection,
     check_states,
@@ -26,6 +27,7 @@ from bytecheckpoint.errors import CheckpointError, CheckpointReplacedError, Inco
 from bytecheckpoint.frameworks.registry import resolve as resolve_framework
 from bytecheckpoint.frameworks.wrappers import unwrap_states
 from bytecheckpoint.handles import LoadReport
+from bytecheckpoint.layouts import Layout
 from bytecheckpoint.loading.request import LoadRequest, Matching
 from bytecheckpoint.loading.steps import FilledStates, Load
 from bytecheckpoint.saving import prepare_next
@@ -62,6 +64,7 @@ def load(
     exclude: Sequence[str] | None = None,
     rename: Mapping[str, str] | Callable[[str], str] | None = None,
     names: Mapping[Any, Any] | None = None,
+    layout: Layout | str | os.PathLike[str] | None = None,
     process_group: ProcessGroup | None = None,
     timeout: float | None = None,
     prepare_save: bool | None = None,
@@ -90,6 +93,8 @@ def load(
             state. A parameter's optimizer state is renamed with the parameter, unless the optimizer's own name is. Plain
             values keep their names.
         names: parameter names, as for `save`.
+        layout: layout by which the names of the checkpoint and those of the live objects belong together (docs/layouts.md):
+            a name of one that is built in, a file, or a `Layout`. A live name that `rename` gives is what the layout sees.
         process_group: ranks that load together; by default all.
         timeout: seconds that one step may wait for the other ranks; default `settings().timeout`.
         prepare_save: prepare the next save of the same states in the background (see `prepare`), which takes memory of
@@ -142,7 +147,7 @@ def load(
             bare = unwrap_states(states)
             world.note_layout(bare)
             selection, new_names = check_selection(include, exclude), check_rename(rename)
-            matching = Matching(check_strict(strict), cast, selection, new_names, names)
+            matching = Matching(check_strict(strict), cast, selection, new_names, names, check_layout(layout))
             wants_prepare = bool("optimizer" in states if prepare_save is None else prepare_save)
             wants_prepare = wants_prepare and not world.is_prepared(bare)
             return LoadRequest(resolve_framework(framework, bare), bare, matching, overlap_loading, wants_prepare)

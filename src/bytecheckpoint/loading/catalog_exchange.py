@@ -140,8 +140,11 @@ class CatalogExchange:
             reader = CatalogReader(self._storage, head)
         return reader
 
-    def rows(self, checkpoint: OpenCheckpoint, wanted: BoxTable) -> Catalog:
-        """Return a large catalog with the rows near some boxes. A group is read once per machine if its ranks serve it."""
+    def rows(self, checkpoint: OpenCheckpoint, wanted: BoxTable | None) -> Catalog:
+        """Return a large catalog with the rows near some boxes, or with all rows for None.
+
+        A group is read once per machine if its ranks serve it.
+        """
         groups = checkpoint.reader.groups
         assert groups is not None
 
@@ -149,7 +152,8 @@ class CatalogExchange:
             data = np.frombuffer(memory, np.uint8)
             self.machine_reads.get(f"group {number}", number, data, checkpoint.files)
 
-        return checkpoint.reader.rows(groups_to_read(groups, wanted), fill, wanted)
+        chosen = np.unique(groups.group) if wanted is None else groups_to_read(groups, wanted)
+        return checkpoint.reader.rows(np.union1d(chosen, groups.head_groups), fill, wanted)
 
     def _open(self, reader: CatalogReader) -> OpenCheckpoint:
         self._stack.callback(reader.close)

@@ -13,6 +13,7 @@ from bytecheckpoint.engine.catalogs import CatalogHead
 from bytecheckpoint.errors import CheckpointReplacedError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.selection import NameSelection, SelectionReport, check_selections
 from bytecheckpoint.planning.exchange_plan import plan_shared_reads
+from bytecheckpoint.planning.part_space import LiveSide
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
 from bytecheckpoint.representation.names import unescape
 from bytecheckpoint.representation.plans import ReadPlan
@@ -21,11 +22,13 @@ from bytecheckpoint.representation.shards import TensorKey
 __all__ = [
     "FitDecision",
     "FitReport",
+    "NamesReport",
     "OpenDecision",
     "OpenReport",
     "check_alike",
     "decide_fit",
     "decide_open",
+    "join_names",
     "ranges_of",
     "recognized_bitmap",
     "unexpected_keys",
@@ -107,6 +110,33 @@ def check_alike(decision: OpenDecision, url: str, *, last: bool) -> None:
     raise error(
         f"ranks see different checkpoints at {url}; it was replaced during the load, or the path is not shared; load again"
     )
+
+
+class NamesReport(msgspec.Struct, frozen=True):
+    """The tensors of a rank's modules, or of those of all ranks, to which a layout is bound.
+
+    Attributes:
+        shapes: global shape of each tensor, by state and name.
+        config: plain values of the configurations of the modules.
+    """
+
+    shapes: dict[str, dict[str, list[int]]] = {}
+    config: dict[str, bool | int | float | str] = {}
+
+    def live_side(self) -> LiveSide:
+        """Return them for planning."""
+        shapes = {state: {name: tuple(shape) for name, shape in own.items()} for state, own in self.shapes.items()}
+        return LiveSide(shapes, self.config)
+
+
+def join_names(reports: Sequence[NamesReport]) -> NamesReport:
+    """Join the names of all ranks."""
+    joined = NamesReport({}, {})
+    for report in reports:
+        joined.config.update(report.config)
+        for state, own in report.shapes.items():
+            joined.shapes.setdefault(state, {}).update(own)
+    return joined
 
 
 class FitReport(msgspec.Struct, frozen=True):

@@ -14,8 +14,10 @@ from bytecheckpoint.engine.scatter import BoxTarget
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError, listed
 from bytecheckpoint.frameworks.base import SavedTensor
 from bytecheckpoint.loading.saved import SavedView
+from bytecheckpoint.opening.part_targets import plan_parts
 from bytecheckpoint.planning.coverage import first_gap
 from bytecheckpoint.planning.intersect import intersect
+from bytecheckpoint.planning.part_space import LaidOut
 from bytecheckpoint.planning.read_plan import StoredRows, plan_reads
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import SHARED, Catalog
@@ -57,12 +59,14 @@ class Fit:
         targets: memory to fill, to which the plan's copies refer.
         converted: keys of the tensors that are cast.
         chunk_bytes: length of one read.
+        padding: memory that becomes 0, because a layout says that it is padding.
     """
 
     plan: ReadPlan
     targets: list[BoxTarget]
     converted: list[str]
     chunk_bytes: int
+    padding: Sequence[torch.Tensor] = ()
 
 
 def refuse_missing(url: str, missing: Sequence[str], others: Iterable[str], unmatched: Sequence[str] = ()) -> None:
@@ -244,6 +248,7 @@ def fit_wanted(
     chunk_bytes: int,
     *,
     cast: bool,
+    laid: LaidOut | None = None,
 ) -> Fit:
     """Match the boxes that a rank wants with the stored shards, and plan the reads.
 
@@ -256,6 +261,7 @@ def fit_wanted(
         url: URL of the checkpoint.
         chunk_bytes: length of one read.
         cast: True to convert dtypes.
+        laid: the catalog as a layout shows it; None without a layout.
 
     Raises:
         IncompatibleCheckpointError: shapes or dtypes differ, or the checkpoint has no data for some elements.
@@ -264,12 +270,32 @@ def fit_wanted(
     rows = np.array([s.rows for s in wanted], np.int64)
     first = np.cumsum(rows) - rows
     targets, converted = _make_targets(url, tensors, wanted, boxes.tensor[first].tolist(), cast=cast)
+    if laid is not None:
+        pairs = zip(wanted, targets, strict=True)
+        of_boxes = [BoxTarget(shard.box(n).data, t.dtype) for shard, t in pairs for n in range(shard.rows)]
+        reads = plan_parts(laid, boxes, of_boxes, chunk_bytes)
+        _refuse_holes(url, catalog, boxes, reads.plan)
+        return Fit(reads.plan, reads.targets, converted, chunk_bytes, reads.padding)
     contiguous = np.repeat(np.array([t.contiguous for t in targets], bool), rows)
     plan = plan_reads(stored, boxes, contiguous, chunk_bytes)
     _prove_coverage(url, catalog, boxes, plan)
     if len(boxes) > len(wanted):
         plan = _with_fragments(plan, wanted, rows, targets)
     return Fit(plan, targets, converted, chunk_bytes)
+
+
+def _refuse_holes(url: str, catalog: Catalog, boxes: BoxTable, plan: ReadPlan) -> None:
+    """Refuse a plan through a layout that does not fill every element exactly once."""
+    if len(plan.overlaps):
+        raise CorruptCheckpointError(
+            f"{url}: stored shards overlap ({len(plan.overlaps)} pairs); use another checkpoint"
+        )
+    holes = np.flatnonzero(plan.missing)
+    if len(holes):
+        names = [str(catalog.key(int(boxes.tensor[i]))) for i in holes[:_SHOWN].tolist()]
+        raise IncompatibleCheckpointError(
+            f"{url} has no data for {int(plan.missing.sum())} elements of {listed(names)}, as the layout sees it"
+        )
 
 
 def _with_fragments(plan: ReadPlan, wanted: Sequence[LiveShard], rows: Int64s, targets: list[BoxTarget]) -> ReadPlan:

@@ -6,9 +6,15 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch.optim import Optimizer
+
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Destination, Framework, Strict, is_strict
+from bytecheckpoint.frameworks.detection import nested_objects
+from bytecheckpoint.frameworks.modules import as_modules, configuration_of
 from bytecheckpoint.frameworks.selection import NameSelection
+from bytecheckpoint.layouts import Layout
+from bytecheckpoint.loading.decision import NamesReport
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.names import escape
 from bytecheckpoint.representation.similar_names import SimilarNames
@@ -26,6 +32,7 @@ class Matching:
         selection: selection of live names; an attempt works on a copy, which notes the patterns that match.
         rename: function from a live name to the name in the checkpoint; None if they are equal.
         names: explicit parameter names for optimizers.
+        layout: layout through which the checkpoint is seen; None: its names are those of the live objects.
     """
 
     strict: Strict
@@ -33,6 +40,7 @@ class Matching:
     selection: NameSelection
     rename: Callable[[str], str] | None
     names: Mapping[Any, Any] | None
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +60,28 @@ class LoadRequest:
     matching: Matching
     overlap: bool
     prepare_save: bool
+
+    def live_names(self) -> NamesReport:
+        """Return the names and shapes of the tensors in this rank's modules, for a layout.
+
+        Raises:
+            UsageError: a state is an optimizer, whose hyperparameters have names that no layout changes yet.
+        """
+        if optimizers := [
+            state for state, value in self.states.items() if next(nested_objects(value, Optimizer), None) is not None
+        ]:
+            raise UsageError(f"layout= loads no optimizers yet: load {optimizers[0]!r} without it, or leave it out")
+        modules = {state: value for state, value in self.states.items() if as_modules(state, value) is not None}
+        captured = self.framework.capture(modules, names=self.matching.names) if modules else []
+        shapes: dict[str, dict[str, list[int]]] = {}
+        for state in captured:
+            own = shapes.setdefault(state.name, {})
+            for shard in state.shards:
+                name = shard.key.fqn
+                if (rename := self.matching.rename) is not None:
+                    name = rename(f"{state.name}/{name}").removeprefix(f"{state.name}/")
+                own[name] = [*shard.global_shape]
+        return NamesReport(shapes, configuration_of(modules))
 
     def state_of(self, name: str) -> str:
         """Return the state of a name in `Destination.missing`."""

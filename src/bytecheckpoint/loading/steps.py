@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
+import torch
+
 from bytecheckpoint.arguments import value_of
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.agreement import Agreement
@@ -29,11 +31,13 @@ from bytecheckpoint.loading.catalog_exchange import CatalogExchange, OpenCheckpo
 from bytecheckpoint.loading.decision import (
     FitDecision,
     FitReport,
+    NamesReport,
     OpenDecision,
     OpenReport,
     check_alike,
     decide_fit,
     decide_open,
+    join_names,
     ranges_of,
     recognized_bitmap,
     unexpected_names,
@@ -53,6 +57,7 @@ from bytecheckpoint.loading.live_names import LiveNames
 from bytecheckpoint.loading.request import LoadRequest
 from bytecheckpoint.loading.saved import SavedView
 from bytecheckpoint.planning.exchange_plan import exchange_plan_of_rank
+from bytecheckpoint.planning.part_space import lay_out
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
 from bytecheckpoint.representation.plans import SharedChunks
@@ -80,12 +85,14 @@ class _OpenedLoad:
         exchange: this rank's part in reading the catalog.
         own: checkpoint as far as this rank has read it; None if rank 0 sends the catalog.
         decision: rank 0's decision.
+        live: tensors of all ranks' modules, if a layout is to be bound to them.
     """
 
     request: LoadRequest
     exchange: CatalogExchange
     own: OpenCheckpoint | None
     decision: OpenDecision
+    live: NamesReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +261,11 @@ class Load:
         (checked, exchange, own), decision = self._agree("open", work, _decide_open, OpenReport, OpenDecision)
         check_alike(decision, value_of(storage).url, last=last)
         self._operation.mark("agree")
-        return _OpenedLoad(checked, exchange, own, decision)
+        live = None
+        if checked.matching.layout is not None:
+            gathered = self._agree("names", lambda: (None, checked.live_names()), _join_names, NamesReport, NamesReport)
+            live = gathered[1]
+        return _OpenedLoad(checked, exchange, own, decision, live)
 
     # --- fit ------------------------------------------------------------------------------------------------------
 
@@ -275,6 +286,14 @@ class Load:
         catalog, groups, url = checkpoint.reader.catalog, checkpoint.reader.groups, checkpoint.files.url
         with checkpoint.detect_replacement():
             chunk_bytes = read_length(catalog, world_size, self._settings)
+            laid = None
+            if matching.layout is not None and opened.live is not None:
+                if groups is not None:
+                    catalog, groups = opened.exchange.rows(checkpoint, None), None
+                    checkpoint.files.replace_catalog(catalog)
+                laid = lay_out(catalog, matching.layout, opened.live.live_side())
+                catalog = laid.catalog
+                checkpoint.trees.replace_catalog(catalog)
             selection = copy.deepcopy(matching.selection)
             live = LiveNames(selection, matching.rename, request.states.keys())
             view = SavedView(catalog, checkpoint.trees, self._collective.rank, live, groups)
@@ -301,7 +320,15 @@ class Load:
                     checkpoint.trees.replace_catalog(catalog)
                 rows = checkpoint.trees.rows
                 fit = fit_wanted(
-                    catalog, rows, view.tensors, destination.wanted, boxes, url, chunk_bytes, cast=matching.cast
+                    catalog,
+                    rows,
+                    view.tensors,
+                    destination.wanted,
+                    boxes,
+                    url,
+                    chunk_bytes,
+                    cast=matching.cast,
+                    laid=laid,
                 )
                 self._operation.mark("plan")
         ranges = ranges_of(fit.plan)
@@ -369,6 +396,9 @@ class Load:
                 nbytes, received = exchange.read, exchange.received
             threads = self._settings.storage.read_threads
             nbytes += read_all(files, scatter, private, threads=threads, chunk_bytes=fitted.fit.chunk_bytes)
+            with torch.no_grad():
+                for padding in fitted.fit.padding:
+                    padding.zero_()
             destination.check()
             refuse_mismatches(files.url, request.refused_mismatches(destination))
         self._operation.mark("read")
@@ -396,6 +426,11 @@ class Load:
             settings=self._settings,
         )
         return exchange, plan.private.tolist() if fitted.exchanges else range(len(ranges))
+
+
+def _join_names(_: None, reports: list[NamesReport]) -> NamesReport:
+    """Join the names of all ranks, on rank 0."""
+    return join_names(reports)
 
 
 def _decide_open(

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
+
+from bytecheckpoint.arguments import check_layout
 from bytecheckpoint.engine.catalogs import check_rank, open_catalog
 from bytecheckpoint.errors import OutOfRangeError, UsageError
+from bytecheckpoint.layouts import Layout
 from bytecheckpoint.opening.box_reader import BoxReader
 from bytecheckpoint.opening.checkpoint import Checkpoint
 from bytecheckpoint.opening.entry import Entry
+from bytecheckpoint.planning.part_space import lay_out
 from bytecheckpoint.storage import Storage, resolve
 
 __all__ = ["Checkpoint", "Entry", "OutOfRangeError", "open"]
 
 
-def open(path: str | os.PathLike[str] | Storage, *, rank: int | None = None) -> Checkpoint:
+def open(
+    path: str | os.PathLike[str] | Storage,
+    *,
+    rank: int | None = None,
+    layout: Layout | str | os.PathLike[str] | None = None,
+) -> Checkpoint:
     """Open a checkpoint of any layout for reading.
 
     This call reads only the catalog; of a large one, only the list of tensors, whose places are read with them. The result
@@ -26,6 +36,8 @@ def open(path: str | os.PathLike[str] | Storage, *, rank: int | None = None) -> 
         rank: rank whose values to show where ranks saved different values under one key (random number generators,
             dataloaders). If this rank has no value, or with None, a key shows the shared value if there is one, else that
             of the lowest rank.
+        layout: layout by which the tensors are shown under other names (docs/layouts.md): a name of one that is built in, a
+            file, or a `Layout`.
 
     Returns:
         The checkpoint; `close` it or use it in a `with` statement to release its files early.
@@ -49,4 +61,11 @@ def open(path: str | os.PathLike[str] | Storage, *, rank: int | None = None) -> 
     storage, reader = open_catalog(resolve(path))
     reader.close()
     check_rank(storage.url, reader.catalog, rank)
-    return Checkpoint(BoxReader(storage, reader.catalog, reader), rank)
+    if (chosen := check_layout(layout)) is None:
+        return Checkpoint(BoxReader(storage, reader.catalog, reader), rank)
+    catalog = reader.catalog
+    if reader.groups is not None:
+        catalog = reader.rows(np.union1d(reader.groups.group, reader.groups.head_groups))
+        reader.close()
+    laid = lay_out(catalog, chosen)
+    return Checkpoint(BoxReader(storage, laid.catalog, None, laid), rank)

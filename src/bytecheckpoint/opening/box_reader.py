@@ -22,7 +22,9 @@ from bytecheckpoint.errors import (
     UsageError,
 )
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
+from bytecheckpoint.opening.part_targets import plan_parts
 from bytecheckpoint.opening.slices import row_major_boxes
+from bytecheckpoint.planning.part_space import LaidOut
 from bytecheckpoint.planning.read_plan import StoredRows, groups_to_read, plan_reads, stored_rows
 from bytecheckpoint.representation.boxes import BoxTable
 from bytecheckpoint.representation.catalog import Catalog
@@ -84,13 +86,16 @@ class BoxReader:
         storage: storage of the checkpoint.
         catalog: catalog of the checkpoint; of a large one the tensors, and the rows that were read so far.
         rest: reader of the catalog: of the other rows of a large one, and of a later one in its place.
+        laid: the catalog as a layout shows it, in the place of `catalog`; None without a layout.
     """
 
-    def __init__(self, storage: Storage, catalog: Catalog, rest: CatalogReader | None = None) -> None:
+    def __init__(
+        self, storage: Storage, catalog: Catalog, rest: CatalogReader | None = None, laid: LaidOut | None = None
+    ) -> None:
         self.storage = storage
+        self._laid = laid
         self.catalog = catalog
         self._opened = rest
-        self._rest = rest if rest is not None and rest.groups is not None else None
         self._groups = (
             rest.groups.value_groups if rest is not None and rest.groups is not None else np.zeros(0, np.int64)
         )
@@ -98,6 +103,11 @@ class BoxReader:
         self._rows: StoredRows | None = None
         self._files: FileSet | None = FileSet(storage, catalog)
         self._pid = os.getpid()
+
+    @property
+    def _rest(self) -> CatalogReader | None:
+        """Reader of the other rows of a large catalog; None of a small one."""
+        return self._opened if self._opened is not None and self._opened.groups is not None else None
 
     def close(self) -> None:
         """Close the files; later reads raise."""
@@ -115,7 +125,7 @@ class BoxReader:
             raise UsageError(f"the checkpoint {self.storage.url} was closed; open it again")
         if self._pid != os.getpid():  # after a fork: another thread of the parent may have held the old lock
             self._files, self._pid, self._lock = FileSet(self.storage, self.catalog), os.getpid(), threading.RLock()
-            self._rest = self._rest and self._rest.again()
+            self._opened = self._opened and self._opened.again()
         return self._files
 
     def _read_groups(self, wanted: BoxTable) -> None:
@@ -188,7 +198,7 @@ class BoxReader:
                 file=CATALOG_NAME,
                 tensors=(str(catalog.key(requests[0].tensor)),),
             )
-        plan = self._plan(requests)
+        plan = self._plan(requests) if self._laid is None else None
         try:
             with torch.inference_mode(False):  # the reader threads, which write into it, do not inherit the mode
                 out = [torch.empty(r.shape, dtype=t, device="cpu") for r, t in zip(requests, dtypes, strict=True)]
@@ -197,18 +207,43 @@ class BoxReader:
                 f"{self.storage.url}: no memory for {sum(sizes)} bytes of {catalog.key(requests[0].tensor)}; read it in "
                 f"parts, such as entry[0:1000] or entry.chunks()"
             ) from error
+        targets = [
+            BoxTarget(part, dtype)
+            for request, data, dtype in zip(requests, out, dtypes, strict=True)
+            for part in request.parts(data)
+        ]
+        if plan is None:
+            plan, targets = self._plan_parts(requests, targets)
         ranges = range(len(plan.file))
         if ranges:
-            longest = int((plan.stop - plan.start).max())
-            targets = [
-                BoxTarget(part, dtype)
-                for request, data, dtype in zip(requests, out, dtypes, strict=True)
-                for part in request.parts(data)
-            ]
-            read_all(
-                files, ScatterPlan(plan, targets), ranges, threads=settings().storage.read_threads, chunk_bytes=longest
-            )
+            threads = settings().storage.read_threads
+            read_all(files, ScatterPlan(plan, targets), ranges, threads=threads, chunk_bytes=plan.longest)
         return out
+
+    def _plan_parts(self, requests: Sequence[BoxRequest], targets: list[BoxTarget]) -> tuple[ReadPlan, list[BoxTarget]]:
+        """Plan the reads through the layout, and fill what is padding."""
+        assert self._laid is not None
+        boxes = [(r.tensor, offsets, r.lengths) for r in requests for offsets in r.offsets]
+        tensor, offsets, lengths = map(list, zip(*boxes, strict=True))
+        wanted = BoxTable.build(tensor, offsets, lengths)
+        reads = plan_parts(self._laid, wanted, targets, self._chunk_bytes(self._laid.rows))
+        self._refuse_holes(reads.plan, tensor)
+        for padding in reads.padding:
+            padding.zero_()
+        return reads.plan, reads.targets
+
+    @staticmethod
+    def _chunk_bytes(stored: StoredRows) -> int:
+        largest = int(stored.block_bytes[stored.file].max(initial=1))
+        return -(-settings().storage.chunk_bytes // largest) * largest
+
+    def _refuse_holes(self, plan: ReadPlan, tensors: Sequence[int]) -> None:
+        if plan.missing.any():
+            name = str(self.catalog.key(tensors[int(np.flatnonzero(plan.missing)[0])]))
+            raise IncompatibleCheckpointError(
+                f"{self.storage.url} has no data for some elements of {name}; `bytecheckpoint inspect --boxes` shows "
+                "what it holds"
+            )
 
     def _plan(self, requests: Sequence[BoxRequest]) -> ReadPlan:
         """Plan the reads and check that they fill all requested elements."""
@@ -217,19 +252,13 @@ class BoxReader:
         tensor, offsets, lengths, contiguous = map(list, zip(*boxes, strict=True))
         wanted = BoxTable.build(tensor, offsets, lengths)
         stored = self._stored(wanted)
-        largest = int(stored.block_bytes[stored.file].max(initial=1))
-        chunk = -(-settings().storage.chunk_bytes // largest) * largest
-        plan = plan_reads(stored, wanted, np.array(contiguous, bool), chunk)
+        plan = plan_reads(stored, wanted, np.array(contiguous, bool), self._chunk_bytes(stored))
         if len(plan.overlaps):
             name = str(catalog.key(int(stored.boxes.tensor[plan.overlaps[0, 0]])))
             raise CorruptCheckpointError(
                 f"{url}: stored shards of {name} overlap; use another checkpoint", file=CATALOG_NAME, tensors=(name,)
             )
-        if plan.missing.any():
-            name = str(catalog.key(tensor[int(np.flatnonzero(plan.missing)[0])]))
-            raise IncompatibleCheckpointError(
-                f"{url} has no data for some elements of {name}; `bytecheckpoint inspect --boxes` shows what it holds"
-            )
+        self._refuse_holes(plan, tensor)
         return plan
 
 

@@ -1,0 +1,387 @@
+"""Show a catalog under the names of another program, and plan its reads in the space of the layout's parts.
+
+A layout says how tensors of two namings consist of the same parts (docs/layouts.md). Stored rows become boxes of parts, and
+so do wanted boxes; they are intersected there, and copied by the strides of both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError, listed
+from bytecheckpoint.layouts import Layout
+from bytecheckpoint.layouts.binding import Binding, BoundSide, bind
+from bytecheckpoint.layouts.lowering import PartBoxes, to_parts
+from bytecheckpoint.layouts.matching import Side
+from bytecheckpoint.planning.read_plan import StoredRows, stored_rows
+from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major, widened
+from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog, TensorTable
+from bytecheckpoint.representation.dtypes import itemsize
+
+__all__ = ["LaidOut", "LiveSide", "lay_out"]
+
+
+@dataclass(frozen=True, slots=True)
+class LiveSide:
+    """The tensors into which a checkpoint is loaded, of all ranks.
+
+    Attributes:
+        shapes: global shape of each tensor, by state and name.
+        config: configuration of the program, as {"megatron.num_query_groups": 8}.
+    """
+
+    shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
+    config: Mapping[str, Any]
+
+    def of(self, state: str) -> Mapping[str, tuple[int, ...]]:
+        """Return the tensors of a state; of one without modules, such as an optimizer, those of all modules."""
+        return self.shapes.get(state) or {name: shape for own in self.shapes.values() for name, shape in own.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class _LaidGroup:
+    """The tensors of one state and slot that a layout connects.
+
+    Attributes:
+        shown: number of each tensor of the other side in the catalog that is shown, int64 [t]; -1 for none.
+        side: the other side.
+        first_part: number of the first of its parts.
+    """
+
+    shown: Int64s
+    side: BoundSide
+    first_part: int
+
+
+@dataclass(frozen=True, eq=False)
+class LaidOut:
+    """A catalog under other names.
+
+    Attributes:
+        catalog: the tensors under these names. Those whose bytes lie in parts have one row each, which no read uses.
+        rows: stored rows of all parts; those of tensors that no layout concerns are parts of their own.
+    """
+
+    catalog: Catalog
+    rows: StoredRows
+    groups: Sequence[_LaidGroup]
+    alone: Int64s
+
+    def wanted(self, boxes: BoxTable, strides: Int64s) -> tuple[PartBoxes, PartBoxes]:
+        """Cut wanted boxes into boxes of parts.
+
+        Args:
+            boxes: boxes of the tensors of `catalog`.
+            strides: elements from one element of a box to the next in memory, int64 [n, d].
+
+        Returns:
+            The boxes of parts, and those of padding, which has the value 0. Both refer to the wanted boxes by number.
+        """
+        parts: list[PartBoxes] = []
+        padding: list[PartBoxes] = []
+        own = np.flatnonzero(self.alone[boxes.tensor] >= 0)
+        parts.append(
+            PartBoxes(
+                BoxTable(self.alone[boxes.tensor[own]], boxes.offsets[own], boxes.lengths[own]),
+                own,
+                np.zeros(len(own), np.int64),
+                strides[own],
+            )
+        )
+        for group in self.groups:
+            number = np.full(self.catalog.count, -1, np.int64)
+            known = np.flatnonzero(group.shown >= 0)
+            number[group.shown[known]] = known
+            chosen = np.flatnonzero(number[boxes.tensor] >= 0)
+            if not len(chosen):
+                continue
+            taken = boxes.take(chosen)
+            found = to_parts(
+                group.side.places,
+                BoxTable(number[taken.tensor], taken.offsets, taken.lengths),
+                strides[chosen],
+                target=True,
+            )
+            for made, into in zip(found, (parts, padding), strict=True):
+                into.append(_renumbered(made, chosen, group.first_part))
+        return _joined(parts), _joined(padding)
+
+
+def _renumbered(made: PartBoxes, origin: Int64s, first_part: int) -> PartBoxes:
+    boxes = BoxTable(made.boxes.tensor + first_part, made.boxes.offsets, made.boxes.lengths)
+    return replace(made, boxes=boxes, origin=origin[made.origin])
+
+
+def _joined(found: Sequence[PartBoxes]) -> PartBoxes:
+    boxes = BoxTable.concat([made.boxes for made in found])
+    return PartBoxes(
+        boxes,
+        np.concatenate([np.zeros(0, np.int64), *(made.origin for made in found)]),
+        np.concatenate([np.zeros(0, np.int64), *(made.first for made in found)]),
+        np.concatenate(
+            [np.zeros((0, boxes.ndim), np.int64), *(widened(made.strides, boxes.ndim, 1) for made in found)]
+        ),
+    )
+
+
+def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> LaidOut:
+    """Show a catalog under the names of the other side of a layout.
+
+    Args:
+        catalog: catalog of the checkpoint, with all rows.
+        layout: the layout. The names of the checkpoint say which of its sides is stored.
+        live: tensors to load into; None to derive their names and shapes.
+
+    Raises:
+        IncompatibleCheckpointError: names, shapes or dtypes do not fit the layout.
+        UsageError: a requirement of the layout is not met.
+    """
+    stored = stored_rows(catalog)
+    values = catalog.slot.codes == catalog.slot.code_of(VALUES_SLOT)
+    shown = _Shown(catalog)
+    alone = [] if not values.any() else np.flatnonzero(values).tolist()
+    rows: list[StoredRows] = []
+    groups: list[_LaidGroup] = []
+    laid_states: set[str] = set()
+    count = 0
+    config = {**_stored_config(catalog, layout), **(live.config if live else {})}
+    for state in catalog.states():
+        for slot in catalog.slot.values:
+            numbers = np.flatnonzero(
+                (catalog.state.codes == catalog.state.code_of(state))
+                & (catalog.slot.codes == catalog.slot.code_of(slot))
+                & (catalog.owner == SHARED)
+                & ~values
+            )
+            if slot:  # such as the step of each parameter: no element of it belongs to one of the parameter's
+                alone += numbers[catalog.ndims[numbers] == 0].tolist()
+                numbers = numbers[catalog.ndims[numbers] > 0]
+            if not len(numbers):
+                continue
+            stored_side = _stored_side(layout, [catalog.fqn[n] for n in numbers.tolist()])
+            if stored_side is None:
+                alone += numbers.tolist()
+                continue
+            laid_states.add(state)
+            names, tensors = _names(catalog, state, numbers)
+            shapes = [catalog.shape(n) for n in tensors.tolist()]
+            other = None if live is None else live.of(state)
+            sides: list[Side | None] = [None, None]
+            sides[stored_side] = Side(names, shapes, partial=other is not None)
+            if other is not None:
+                sides[1 - stored_side] = Side(list(other), list(other.values()), partial=True)
+            bound = bind(layout, sides[0], sides[1], config)
+            own, shown_side = (bound.left, bound.right) if stored_side == 0 else (bound.right, bound.left)
+            rows.append(_in_parts(stored, own, tensors, count))
+            dtype = _dtypes(catalog, bound, own, tensors)
+            groups.append(_LaidGroup(shown.add(state, slot, shown_side, dtype, names, own, tensors), shown_side, count))
+            count += len(bound.sizes)
+    if catalog.is_foreign:  # the tree of such a state refers to its tensors, by the names of the checkpoint
+        alone = [n for n in alone if catalog.slot[n] != VALUES_SLOT or catalog.state[n] not in laid_states]
+    return shown.finish(stored, rows, groups, np.array(sorted(alone), np.int64), count)
+
+
+def _stored_config(catalog: Catalog, layout: Layout) -> dict[str, Any]:
+    """Return the configuration that a foreign folder has, under the name of its side."""
+    found = catalog.info.get("config")
+    return dict(_flattened("hf", found)) if isinstance(found, dict) else {}
+
+
+def _flattened(prefix: str, values: Mapping[str, Any]) -> Any:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flattened(f"{prefix}.{name}", value)
+        else:
+            yield f"{prefix}.{name}", value
+
+
+def _stored_side(layout: Layout, names: Sequence[str]) -> int | None:
+    """Return the side of a layout whose names a checkpoint has, None if it has those of neither.
+
+    Raises:
+        UsageError: the names fit both sides.
+    """
+    fits = []
+    for side in (0, 1):
+        families = [f for parsed in layout.parsed for f in parsed.families if f.side == side]
+        fits.append(sum(any(f.template.match(name) for f in families) for name in names))
+    if not any(fits):
+        return None
+    if fits[0] == fits[1]:
+        raise UsageError(f"{layout.label}: the names of the checkpoint ({listed(names, 3)}) fit both sides")
+    return int(fits[1] > fits[0])
+
+
+def _names(catalog: Catalog, state: str, numbers: Int64s) -> tuple[list[str], Int64s]:
+    """Return the names of some tensors and the number of each, with the further names of tied ones."""
+    names = [catalog.fqn[n] for n in numbers.tolist()]
+    of = dict(zip(names, numbers.tolist(), strict=True))
+    more = [(name, of[first]) for name, first in catalog.aliases.get(state, {}).items() if first in of]
+    return [*names, *(name for name, _ in more)], np.append(numbers, [number for _, number in more]).astype(np.int64)
+
+
+def _in_parts(stored: StoredRows, side: BoundSide, tensors: Int64s, first_part: int) -> StoredRows:
+    """Return the stored rows of a side's tensors as rows of parts."""
+    first, stop = (np.searchsorted(stored.boxes.tensor, tensors, side=at) for at in ("left", "right"))
+    count = stop - first
+    number = np.repeat(np.arange(len(tensors)), count)
+    row = np.arange(len(number)) - np.repeat(np.cumsum(count) - count, count) + first[number]
+    boxes = stored.boxes.take(row)
+    strides = row_major(boxes.lengths) if stored.strides is None else stored.strides[row]
+    found, _ = to_parts(side.places, BoxTable(number, boxes.offsets, boxes.lengths), strides, target=False)
+    at = row[found.origin]
+    return replace(
+        stored,
+        boxes=BoxTable(found.boxes.tensor + first_part, found.boxes.offsets, found.boxes.lengths),
+        file=stored.file[at],
+        start=stored.start[at] + found.first * stored.element[at],
+        element=stored.element[at],
+        strides=found.strides,
+    )
+
+
+def _dtypes(catalog: Catalog, bound: Binding, side: BoundSide, tensors: Int64s) -> Int64s:
+    """Return the code of each part's dtype, int64 [p]; -1 for parts that are not stored.
+
+    Raises:
+        IncompatibleCheckpointError: a part has several dtypes.
+    """
+    places = side.places
+    real = np.flatnonzero(places.part >= 0)
+    part, code = places.part[real], catalog.dtype.codes[tensors[places.tensor[real]]].astype(np.int64)
+    found = np.full(len(bound.sizes), -1, np.int64)
+    found[part] = code
+    differ = np.flatnonzero(found[part] != code)
+    if len(differ):
+        number = int(part[differ[0]])
+        names = [catalog.dtype.values[c] for c in {int(found[number]), int(code[differ[0]])}]
+        raise IncompatibleCheckpointError(f"{bound.group(number)} is stored as {' and '.join(names)}")
+    return found
+
+
+class _Shown:
+    """The tensors under the names of the other side."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._keys: list[tuple[str, str, str]] = []
+        self._dtypes: list[str] = []
+        self._shapes: list[tuple[int, ...]] = []
+        self._files: list[int] = []
+        self._grads: list[bool] = []
+
+    def add(
+        self,
+        state: str,
+        slot: str,
+        side: BoundSide,
+        dtype: Int64s,
+        names: Sequence[str],
+        own: BoundSide,
+        tensors: Int64s,
+    ) -> Int64s:
+        """Add the tensors of a side of which parts are stored, and those stored tensors of which no part has a place there.
+
+        Returns:
+            The number of each tensor of the side, -1 for one of which nothing is stored.
+        """
+        catalog, places = self._catalog, side.places
+        stored_part = np.flatnonzero((places.part >= 0) & (dtype[places.part] >= 0))
+        numbers = np.full(len(side.names), -1, np.int64)
+        by_tensor: dict[int, set[int]] = {}
+        for tensor, code in zip(
+            places.tensor[stored_part].tolist(), dtype[places.part[stored_part]].tolist(), strict=True
+        ):
+            by_tensor.setdefault(tensor, set()).add(code)
+        used = np.zeros(len(names), bool)
+        here = np.unique(places.part[places.part >= 0])
+        used[own.places.tensor[np.isin(own.places.part, here)]] = True
+        file = int(catalog.file[np.searchsorted(catalog.boxes.tensor, tensors[0])])
+        for tensor, codes in sorted(by_tensor.items()):
+            kinds = [catalog.dtype.values[code] for code in sorted(codes)]
+            if len(kinds) > 1:
+                raise IncompatibleCheckpointError(
+                    f"{state}/{side.names[tensor]} consists of parts that are stored as {' and '.join(kinds)}"
+                )
+            numbers[tensor] = len(self._keys)
+            shape = tuple(n for n in side.shapes[tensor].tolist() if n >= 0)
+            self._append((state, side.names[tensor], slot), kinds[0], shape, file)
+        # What has no place here is shown under its own name, as something that the program does not want.
+        for number in np.flatnonzero(~used).tolist():
+            tensor = int(tensors[number])
+            if catalog.fqn[tensor] == names[number]:
+                self._append((state, names[number], slot), catalog.dtype[tensor], catalog.shape(tensor), file)
+        return numbers
+
+    def _append(self, key: tuple[str, str, str], dtype: str, shape: tuple[int, ...], file: int) -> None:
+        self._keys.append(key)
+        self._dtypes.append(dtype)
+        self._shapes.append(shape)
+        self._files.append(file)
+        self._grads.append(True)
+
+    def finish(
+        self, stored: StoredRows, rows: Sequence[StoredRows], groups: Sequence[_LaidGroup], alone: Int64s, count: int
+    ) -> LaidOut:
+        """Return the result, with the tensors that no layout concerns behind the others."""
+        catalog, own = self._catalog, len(self._keys)
+        keys = [*self._keys, *(tuple(catalog.key(n)) for n in alone.tolist())]
+        shapes = [*self._shapes, *(catalog.shape(n) for n in alone.tolist())]
+        dtypes = [*self._dtypes, *(catalog.dtype[n] for n in alone.tolist())]
+        number = np.full(catalog.count, -1, np.int64)
+        number[alone] = own + np.arange(len(alone))
+        kept = np.flatnonzero(number[catalog.boxes.tensor] >= 0)
+        whole = BoxTable.build(range(own), [(0,) * len(shape) for shape in self._shapes], self._shapes)
+        boxes = catalog.boxes.take(kept)
+        boxes = BoxTable(number[boxes.tensor], boxes.offsets, boxes.lengths)
+        nbytes = whole.volumes() * np.array([itemsize(name) for name in self._dtypes], np.int64).reshape(own)
+        tensors = TensorTable.of(
+            states=[key[0] for key in keys],
+            fqns=[key[1] for key in keys],
+            slots=[key[2] for key in keys],
+            dtypes=dtypes,
+            shapes=BoxTable.build(range(len(shapes)), shapes, shapes).lengths,
+            ndims=np.array([len(shape) for shape in shapes], np.int64),
+            owner=np.concatenate([np.full(own, SHARED, np.int32), catalog.owner[alone]]),
+            requires_grad=np.concatenate([np.array(self._grads, bool), catalog.requires_grad[alone]]),
+        )
+        built = Catalog.build(
+            tensors,
+            boxes=BoxTable.concat([whole, boxes]),
+            file=np.concatenate([np.array(self._files, np.int32), catalog.file[kept]]),
+            byte_offset=np.concatenate([np.zeros(own, np.int64), catalog.byte_offset[kept]]),
+            byte_length=np.concatenate([nbytes, catalog.byte_length[kept]]),
+            files=catalog.files,
+            sums=catalog.file_sums,
+            info=catalog.info,
+        )
+        parts = np.full(len(keys), -1, np.int64)
+        parts[own:] = count + np.arange(len(alone))
+        strides = row_major(boxes.lengths) if stored.strides is None else stored.strides[kept]
+        others = replace(
+            stored,
+            boxes=BoxTable(parts[boxes.tensor], boxes.offsets, boxes.lengths),
+            file=stored.file[kept],
+            start=stored.start[kept],
+            element=stored.element[kept],
+            strides=strides,
+        )
+        return LaidOut(built, _concatenated([*rows, others]), groups, parts)
+
+
+def _concatenated(rows: Sequence[StoredRows]) -> StoredRows:
+    boxes = BoxTable.concat([r.boxes for r in rows])
+    order = np.argsort(boxes.tensor, kind="stable")
+    strides = [widened(r.strides, boxes.ndim, 1) for r in rows if r.strides is not None]
+    return replace(
+        rows[0],
+        boxes=boxes.take(order),
+        file=np.concatenate([r.file for r in rows])[order],
+        start=np.concatenate([r.start for r in rows])[order],
+        element=np.concatenate([r.element for r in rows])[order],
+        strides=np.concatenate(strides)[order],
+    )

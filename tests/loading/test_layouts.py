@@ -1,0 +1,174 @@
+"""Checkpoints are opened and loaded under the names of another program, through a layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import bytecheckpoint
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.layouts import Layout, Rule
+from tests.support.worlds import on_ranks
+
+GROUPS, QUERIES, SIZE, WIDTH, INNER, LAYERS, WORDS, PADDED = 2, 3, 4, 24, 20, 2, 50, 64
+CONFIG = {
+    "model_type": "llama", "num_attention_heads": GROUPS * QUERIES, "num_key_value_heads": GROUPS, "head_dim": SIZE,
+    "hidden_size": WIDTH, "vocab_size": WORDS, "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+OWN = {
+    "self_attention.linear_qkv.layer_norm_weight": (WIDTH,), "self_attention.linear_qkv.weight": (40, WIDTH),
+    "self_attention.linear_proj.weight": (WIDTH, 24), "mlp.linear_fc1.layer_norm_weight": (WIDTH,),
+    "mlp.linear_fc1.weight": (2 * INNER, WIDTH), "mlp.linear_fc2.weight": (WIDTH, INNER),
+}  # fmt: skip
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """A small Llama under the names of transformers."""
+    torch.manual_seed(5)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (WORDS, WIDTH), "model.norm.weight": (WIDTH,), "lm_head.weight": (WORDS, WIDTH),
+    }  # fmt: skip
+    for layer in range(LAYERS):
+        own = {
+            "input_layernorm": (WIDTH,), "post_attention_layernorm": (WIDTH,), "self_attn.q_proj": (24, WIDTH),
+            "self_attn.k_proj": (8, WIDTH), "self_attn.v_proj": (8, WIDTH), "self_attn.o_proj": (WIDTH, 24),
+            "mlp.gate_proj": (INNER, WIDTH), "mlp.up_proj": (INNER, WIDTH), "mlp.down_proj": (WIDTH, INNER),
+        }  # fmt: skip
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in own.items()}
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def fused(found: dict[str, torch.Tensor], layers: range = range(LAYERS)) -> dict[str, torch.Tensor]:
+    """The same weights under the names of Megatron-Core, made by torch."""
+    pad = torch.zeros(PADDED - WORDS, WIDTH)
+    made = {
+        "embedding.word_embeddings.weight": torch.cat([found["model.embed_tokens.weight"], pad]),
+        "decoder.final_layernorm.weight": found["model.norm.weight"],
+        "output_layer.weight": torch.cat([found["lm_head.weight"], pad]),
+    }
+    for layer in layers:
+        of = {n: found[f"model.layers.{layer}.{n}.weight"] for n in ("input_layernorm", "post_attention_layernorm")}
+        q, k, v, o = (found[f"model.layers.{layer}.self_attn.{n}_proj.weight"] for n in "qkvo")
+        heads = [part.view(GROUPS, -1, WIDTH) for part in (q, k, v)]
+        gate, up, down = (found[f"model.layers.{layer}.mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))
+        values = (of["input_layernorm"], torch.cat(heads, 1).reshape(-1, WIDTH), o, of["post_attention_layernorm"])
+        values = (*values, torch.cat([gate, up]), down)
+        made |= {f"decoder.layers.{layer}.{n}": value for n, value in zip(OWN, values, strict=True)}
+    return made
+
+
+def module_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
+    """A module with parameters of these names and shapes, which hold nothing of the values."""
+    root = nn.Module()
+    for name, value in tensors.items():
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = getattr(module, part)
+        module.register_parameter(last, nn.Parameter(torch.full_like(value, 7.0)))
+    return root
+
+
+def folder_of(path: Path, found: dict[str, torch.Tensor], **config: Any) -> Path:
+    path.mkdir(parents=True)
+    save_file(found, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(CONFIG | config))
+    return path
+
+
+def assert_holds(module: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    state = module.state_dict()
+    assert state.keys() == expected.keys()
+    for name, value in state.items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(whole, expected[name]), name
+
+
+def test_open_shows_the_other_names(tmp_path: Path) -> None:
+    folder, expected = folder_of(tmp_path / "hf", weights()), fused(weights())
+    with bytecheckpoint.open(folder, layout="llama") as found:
+        for name in ("self_attention.linear_qkv.weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"):
+            entry = found[f"model/decoder.layers.1.{name}"]
+            assert torch.equal(entry[...], expected[f"decoder.layers.1.{name}"])
+            assert torch.equal(entry[3:19, 5:7], expected[f"decoder.layers.1.{name}"][3:19, 5:7])
+
+
+def test_load_there_and_back(tmp_path: Path) -> None:
+    module = module_of(fused(weights()))
+    report = bytecheckpoint.load(folder_of(tmp_path / "hf", weights()), {"model": module}, layout="llama")
+    assert not report.missing and not report.unexpected
+    assert_holds(module, fused(weights()))
+    bytecheckpoint.save(tmp_path / "own", {"model": module})
+    back = module_of(weights())
+    layout = Layout.read(Path(bytecheckpoint.__file__).parent / "layouts" / "builtin" / "llama.layout")
+    sizes = {**layout.dims, "g": str(GROUPS), "d": str(SIZE), "v": str(WORDS)}
+    bytecheckpoint.load(tmp_path / "own", {"model": back}, layout=Layout(**{**vars_of(layout), "dims": sizes}))
+    assert_holds(back, weights())
+
+
+def vars_of(layout: Layout) -> dict[str, Any]:
+    return {name: getattr(layout, name) for name in layout.__dataclass_fields__}
+
+
+@on_ranks(2)
+def test_load_onto_two_ranks(path: str) -> None:
+    """Rank 0 has the first layer and rank 1 the second; both share the embeddings, cut by rows or columns."""
+    rank = dist.get_rank()
+    if rank == 0:
+        folder_of(Path(path), weights())
+    dist.barrier()
+    mesh = init_device_mesh("cpu", (2,))
+    expected = fused(weights(), range(rank, rank + 1))
+    module = module_of(expected)
+    shared = {"embedding.word_embeddings": Shard(0), "output_layer": Shard(1)}
+    for name, placement in shared.items():
+        whole = torch.full((PADDED, WIDTH), 7.0)
+        module.get_submodule(name).weight = nn.Parameter(distribute_tensor(whole, mesh, [placement]))
+    bytecheckpoint.load(path, {"model": module}, layout="llama")
+    assert_holds(module, expected)
+
+
+def test_layouts_of_a_program(tmp_path: Path) -> None:
+    """Parts that are turned, cut and stacked, into a module whose memory is transposed."""
+    value = torch.arange(4 * 6 * 5.0).reshape(4, 6, 5)
+    torch.save({"w": value, "b": torch.arange(6.0)}, tmp_path / "m.pt")
+    names = [Rule({"w": "e (f [a: 1 | b: 1]) h"}, {"experts.{e}.a": "a = h f", "experts.{e}.b": "b = f h"})]
+    layout = Layout("own", "file", "own", rules=[*names, Rule({"b": "n"}, {"bias": "n"})])
+    expected = {f"experts.{e}.a": value[e, 0::2].t().contiguous() for e in range(4)}
+    expected |= {f"experts.{e}.b": value[e, 1::2].contiguous() for e in range(4)} | {"bias": torch.arange(6.0)}
+    module = module_of(expected)
+    module.experts.get_submodule("2").a.data = torch.zeros(3, 5).t()  # type: ignore[union-attr]
+    bytecheckpoint.load(tmp_path / "m.pt", {"model": module}, layout=layout)
+    assert_holds(module, expected)
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    found = weights()
+    folder = folder_of(tmp_path / "hf", found)
+    module = module_of(fused(found))
+    with pytest.raises(UsageError, match="there is no layout 'lama': did you mean llama"):
+        bytecheckpoint.load(folder, {"model": module}, layout="lama")
+    lost = folder_of(tmp_path / "lost", {n: t for n, t in found.items() if "layers.1.self_attn.k_proj" not in n})
+    with pytest.raises(IncompatibleCheckpointError, match=r"layers\.1\.self_att"):
+        bytecheckpoint.load(lost, {"model": module}, layout="llama")
+    mixed = {n: t.half() if "layers.0.self_attn.v_proj" in n else t for n, t in found.items()}
+    with pytest.raises(IncompatibleCheckpointError, match=r"linear_qkv\.weight consists of .* float"):
+        bytecheckpoint.load(folder_of(tmp_path / "mixed", mixed), {"model": module}, layout="llama")
+    extra = folder_of(tmp_path / "extra", {**found, "model.layers.0.self_attn.sinks": torch.ones(6)})
+    with pytest.raises(IncompatibleCheckpointError, match="sinks"):
+        bytecheckpoint.load(extra, {"model": module}, layout="llama")
+    optimizer = torch.optim.SGD(module.parameters())
+    with pytest.raises(UsageError, match="loads no optimizers yet"):
+        bytecheckpoint.load(folder, {"model": module, "optimizer": optimizer}, layout="llama")
+    assert all((value == 7).all() for value in module.state_dict().values())
