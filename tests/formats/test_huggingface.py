@@ -181,7 +181,6 @@ def test_a_file_that_was_cut_short(tmp_path, length):
         (["zero_pp_rank_0_mp_rank_00_optim_states.pt"], "DeepSpeed"),
         (["mp_rank_00/model_optim_rng.pt"], "Megatron"),
         (["latest_checkpointed_iteration.txt"], "one iteration"),
-        (["model_world_size_2_rank_0.pt"], "files of ranks"),
         (["_CHECKPOINT_METADATA", "manifest.ocdbt"], "Orbax"),
         (["model.gguf"], "another framework"),
         (["a.pt", "b.pt"], "give one"),

@@ -13,7 +13,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.tensors.placements import LocalBox, local_boxes
+from bytecheckpoint.frameworks.tensors.placements import local_boxes
+from bytecheckpoint.representation.placements import LocalBox
 
 
 def chunk(tensor: torch.Tensor, parts: int, index: int, dim: int) -> torch.Tensor:

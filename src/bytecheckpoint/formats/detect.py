@@ -16,6 +16,7 @@ from bytecheckpoint.formats.dcp import metadata_files, read_dcp
 from bytecheckpoint.formats.files import open_file
 from bytecheckpoint.formats.foreign import VALUES_NAME, ForeignCheckpoint
 from bytecheckpoint.formats.huggingface import SAFETENSORS, read_huggingface, weight_files
+from bytecheckpoint.formats.rank_files import RANK_FILE, read_rank_files
 from bytecheckpoint.formats.torch_save import read_torch_save
 from bytecheckpoint.representation.catalog_file import encode
 from bytecheckpoint.representation.names import CATALOG_NAME
@@ -35,7 +36,6 @@ _PROGRAMS: Final = {
     r"latest(_universal)?": "the folder of a DeepSpeed run, which is not read yet",
     r"(.*/)?mp_rank_\d+(_\d+)*/(model_optim_rng|distrib_optim)\.pt": "of Megatron, by ranks, which is not read yet",
     r"latest_checkpointed_iteration\.txt": "the folder of a Megatron run: give the folder of one iteration",
-    r".*world_size_\d+_rank_\d+\.(pt|pth)": "a folder with files of ranks, which is not read yet",
     r"_CHECKPOINT_METADATA|manifest\.ocdbt|(.*/)?ocdbt\.process_.*": "of Orbax, which is not read yet",
 }
 #: The same for folders without weights that are read.
@@ -82,6 +82,8 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
         raise IncompatibleCheckpointError(f"{storage.url}: {error}") from None
     if index or files:
         return FormatReader("huggingface", read_huggingface)
+    if any(RANK_FILE.fullmatch(name) for name in names):
+        return FormatReader("rank-files", read_rank_files)
     _refuse(storage, names, _OTHERS)
     torch_files = [name for name in names if name.endswith(_TORCH)]
     if len(torch_files) == 1:

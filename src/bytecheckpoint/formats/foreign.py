@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -9,7 +10,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from bytecheckpoint.errors import CorruptCheckpointError
 from bytecheckpoint.formats.meanings import StoredTensor
+from bytecheckpoint.formats.sharded import ShardedValue
 from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major, widened
 from bytecheckpoint.representation.catalog import (
     FOREIGN,
@@ -145,6 +148,7 @@ class ForeignColumns:
         states, fqns, dtypes, shapes, requires_grad: facts of each tensor.
         rows: tensor, offsets, lengths, file, first byte and strides of each row.
         aliases: FQN under which a tied tensor is stored, by state and further name.
+        owners: rank of each tensor that is a value of one rank, by number.
     """
 
     files: list[StorageFile] = field(default_factory=list)
@@ -155,6 +159,7 @@ class ForeignColumns:
     requires_grad: list[bool] = field(default_factory=list)
     rows: list[tuple[int, tuple[int, ...], tuple[int, ...], int, int, tuple[int, ...]]] = field(default_factory=list)
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
+    owners: dict[int, int] = field(default_factory=dict)
 
     def add_file(self, name: str, size: int, rank: int = 0) -> int:
         """Add a file to the table; return its position."""
@@ -188,6 +193,60 @@ class ForeignColumns:
             number = self.add_tensor(state, fqn, tensor.dtype, tensor.shape, tensor.requires_grad)
             zeros = (0,) * len(tensor.shape)
             self.rows.append((number, zeros, tensor.shape, file, begin + tensor.start, tensor.strides))
+
+    def add_sharded(
+        self,
+        state: str,
+        ranks: Sequence[Mapping[str, ShardedValue]],
+        places: Mapping[str, tuple[int, int]],
+        label: str,
+    ) -> None:
+        """Add tensors of which each rank has parts; equal parts of several ranks are taken once.
+
+        Args:
+            state: state of the tensors.
+            ranks: tensors of each rank, by FQN.
+            places: file and first byte of each storage, by key.
+            label: address of the files, for messages.
+
+        Raises:
+            CorruptCheckpointError: the parts of a tensor contradict each other, or do not add up to it.
+        """
+        first: dict[str, tuple[int, ShardedValue]] = {}
+        volumes: dict[str, int] = {}
+        taken: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+        for values in ranks:
+            for fqn, value in values.items():
+                if fqn not in first:
+                    number = self.add_tensor(state, fqn, value.dtype, value.shape, value.requires_grad)
+                    first[fqn] = number, value
+                    volumes[fqn] = 0
+                number, other = first[fqn]
+                if (value.dtype, value.shape) != (other.dtype, other.shape):
+                    raise CorruptCheckpointError(f"{label}: the ranks have different shapes or dtypes of {fqn!r}")
+                for offsets, part in value.parts:
+                    ends = [o + n for o, n in zip(offsets, part.shape, strict=False)]
+                    known = taken.get((fqn, offsets))
+                    if (
+                        not len(offsets) == len(part.shape) == len(value.shape)
+                        or known not in {None, part.shape}
+                        or any(end > size for end, size in zip(ends, value.shape, strict=True))
+                    ):
+                        where = f"a part of {fqn!r} at {list(offsets)}"
+                        raise CorruptCheckpointError(f"{label}: {where} does not fit the others, or its tensor")
+                    if known is not None:
+                        continue
+                    taken[fqn, offsets] = part.shape
+                    file, begin = places[part.storage.key]
+                    volumes[fqn] += math.prod(part.shape)
+                    self.rows.append((number, offsets, part.shape, file, begin + part.start, part.strides))
+        for fqn, volume in volumes.items():
+            number, value = first[fqn]
+            if volume != math.prod(value.shape):
+                have = f"{volume} of {math.prod(value.shape)} elements"
+                raise CorruptCheckpointError(
+                    f"{label}: the parts of {fqn!r} have {have}: files of other ranks are needed"
+                )
 
     def build(self, info: Mapping[str, Any], columns: RowColumns | None = None) -> tuple[Catalog, Int64s | None]:
         """Return the catalog and the strides of its rows.
@@ -225,7 +284,7 @@ class ForeignColumns:
                 dtypes=self.dtypes,
                 shapes=shapes,
                 ndims=np.array([len(shape) for shape in self.shapes], np.int64),
-                owner=np.full(len(self.fqns), SHARED, np.int32),
+                owner=np.array([self.owners.get(number, SHARED) for number in range(len(self.fqns))], np.int32),
                 requires_grad=np.array(self.requires_grad, np.bool_),
             ),
             boxes=boxes,

@@ -223,17 +223,6 @@ def _parameter(data: object, requires_grad: object, *_: object) -> object:
     return msgspec.structs.replace(data, requires_grad=requires_grad is True, parameter=True)
 
 
-def _from_type(function: Any, kind: object, args: Any, state: object) -> object:
-    made = (
-        function.meaning(*args)
-        if function.meaning
-        else CallRecord(kind if type(kind) is GlobalName else function, args)
-    )
-    if type(made) is CallRecord:
-        made.state = state
-    return made
-
-
 def _quantised(*_: object) -> object:
     raise IncompatibleCheckpointError("quantised tensors are not supported: save int_repr() with scale and zero point")
 
@@ -315,7 +304,6 @@ MEANINGS: dict[str, Meaning] = {
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._utils._rebuild_qtensor": _quantised,
-    "torch._tensor._rebuild_from_type_v2": _from_type,
     "torch.serialization._get_layout": lambda text: text,
     "torch.Size": lambda dims=(): Size(_dims(dims)),
     "torch.device": _device,

@@ -12,6 +12,7 @@ from bytecheckpoint.formats.archives import StoredMember, is_zip, locate, read_d
 from bytecheckpoint.formats.files import RangedFile, open_file
 from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.meanings import CONSTANTS, MEANINGS, StorageRef, StoredTensor, storage_of
+from bytecheckpoint.formats.sharded import ShardedValue, rebuilt_tensor
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.formats.unpickling import MAX_PICKLE_BYTES, PickleEndsError, read_pickle
 from bytecheckpoint.representation.dtypes import itemsize
@@ -24,6 +25,7 @@ _MAGIC: Final = 0x1950A86A20F9469CFC6C
 _PROTOCOL: Final = 1001
 #: Bytes of an old file that are read first; more while its pickles go on.
 _FIRST_READ: Final = 1 << 20
+_MEANINGS: Final = {**MEANINGS, "torch._tensor._rebuild_from_type_v2": rebuilt_tensor}
 #: Keys under which programs keep the state_dict of the model in a larger dict.
 _MODEL_KEYS: Final = ("state_dict", "model_state_dict", "model", "module")
 #: Name of the state that holds what is neither a dict nor a list.
@@ -61,6 +63,7 @@ def read_torch_save(storage: Storage, name: str) -> ForeignCheckpoint:
         for state, value in states_of(found.value).items():
             values[state] = tree.encode(value)
             columns.add_whole(state, tree.tensors, places)
+            columns.add_sharded(state, [tree.sharded], places, file.label)
     catalog, strides = columns.build({"format": "torch-save"})
     sums = FileSums.of([(number, m.offset, m.size, m.crc) for m in found.storages.values() if m.crc is not None])
     return ForeignCheckpoint("torch-save", catalog, strides, values, sums, tuple(tree.notes))
@@ -91,7 +94,7 @@ def states_of(value: object) -> dict[str, Any]:
 
 
 def _holds_tensors(value: object) -> bool:
-    return isinstance(value, dict) and any(isinstance(item, StoredTensor) for item in value.values())
+    return isinstance(value, dict) and any(isinstance(item, StoredTensor | ShardedValue) for item in value.values())
 
 
 def read_object(file: RangedFile, prefix: str = "") -> TorchObject:
@@ -153,7 +156,7 @@ def unpickle(
         return ref
 
     label = file.label
-    return read_pickle(data, file=label, meanings=MEANINGS, constants=CONSTANTS, persistent=persistent, start=start)
+    return read_pickle(data, file=label, meanings=_MEANINGS, constants=CONSTANTS, persistent=persistent, start=start)
 
 
 def _read_old(file: RangedFile) -> TorchObject:

@@ -22,6 +22,7 @@ from bytecheckpoint.formats.meanings import (
     StoredTensor,
     TorchDevice,
 )
+from bytecheckpoint.formats.sharded import ShardedValue
 from bytecheckpoint.representation.values.codes import Code
 from bytecheckpoint.representation.values.tree import MAX_DEPTH, TENSOR_CLASS, TensorRef, key_of_path
 
@@ -45,11 +46,13 @@ class Tree:
 
     Attributes:
         tensors: tensors of the tree that was encoded last, by name.
+        sharded: its tensors of which a file holds parts, by name.
         notes: values that were left out, in words.
     """
 
     def __init__(self, file: str) -> None:
         self.tensors: dict[str, StoredTensor] = {}
+        self.sharded: dict[str, ShardedValue] = {}
         self.notes: list[str] = []
         self._file = file
         self._left = _MOST_VALUES
@@ -61,7 +64,7 @@ class Tree:
         Raises:
             IncompatibleCheckpointError: the tree has too many values, or too many levels.
         """
-        self.tensors = {}
+        self.tensors, self.sharded = {}, {}
         return bytes((0xC1, 1)) + _pack(self._native(value, 0))
 
     def _native(self, value: Any, depth: int) -> object:
@@ -148,15 +151,19 @@ class Tree:
         code = Code.SET if isinstance(value, set) else Code.FROZENSET
         return _ext(code, [msgspec.Raw(item) for item in packed])
 
-    def _tensor(self, value: StoredTensor, _: int) -> object:
+    def _tensor(self, value: StoredTensor | ShardedValue, _: int) -> object:
         path = [step for step in self._path if step not in _MODULE_STEPS or len(self._path) == 1]
         plain = name = key_of_path(tuple(path))
         self._charge(len(name))
         number = 1
-        while name in self.tensors:
+        while name in self.tensors or name in self.sharded:
             number += 1
             name = f"{plain}#{number}"
-        self.tensors[name] = value
+        if type(value) is ShardedValue:
+            self.sharded[name] = value
+        else:
+            assert type(value) is StoredTensor
+            self.tensors[name] = value
         reference = _ext(Code.TENSOR, name)
         if value.parameter or value.requires_grad:
             return _ext(Code.REGISTERED, [TENSOR_CLASS, [reference, value.parameter, value.requires_grad]])
@@ -218,6 +225,7 @@ _ENCODERS: dict[type, _Encoder] = {
     set: Tree._members,
     frozenset: Tree._members,
     StoredTensor: Tree._tensor,
+    ShardedValue: Tree._tensor,
     StorageRef: Tree._storage,
     TensorRef: lambda _, v, __: _ext(Code.TENSOR, v.name),
     CallRecord: Tree._call,

@@ -1,0 +1,119 @@
+"""Read folders in which each rank saved its own part with torch.save: `model_world_size_8_rank_3.pt` and the like.
+
+DTensors and ShardedTensors are joined by the places that their pickles state. A plain tensor is one tensor if
+its ranks have equal bytes, by their CRC32, and otherwise a tensor of each rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
+from bytecheckpoint.formats.files import open_file
+from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns
+from bytecheckpoint.formats.meanings import StoredTensor
+from bytecheckpoint.formats.sharded import ShardedValue
+from bytecheckpoint.formats.torch_save import TorchObject, read_object
+from bytecheckpoint.formats.trees import Tree
+from bytecheckpoint.storage import Storage
+
+__all__ = ["RANK_FILE", "read_rank_files"]
+
+RANK_FILE: Final = re.compile(r"(?:([^/]*?)_)?world_size_(\d{1,7})_rank_(\d{1,7})\.(?:pt|pth)")
+"""Name of a rank's file: state, number of ranks, rank."""
+
+
+@dataclass
+class _RankStates:
+    """One state of all ranks.
+
+    Attributes:
+        blobs: encoded tree of each rank.
+        sharded: tensors in parts, of each rank.
+        whole: plain tensors, of each rank.
+        sums: CRC32 of each storage of all ranks, by key.
+    """
+
+    blobs: list[bytes] = field(default_factory=list)
+    sharded: list[dict[str, ShardedValue]] = field(default_factory=list)
+    whole: list[dict[str, StoredTensor]] = field(default_factory=list)
+    sums: dict[str, int | None] = field(default_factory=dict)
+
+
+def read_rank_files(storage: Storage) -> ForeignCheckpoint:
+    """Read a folder with a file of each rank; the text before `world_size` is the state.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file, or that of a rank lacks.
+        CorruptCheckpointError: a file is damaged, or the parts of a tensor do not add up.
+        IncompatibleCheckpointError: the files hold what this package does not read; the message says what.
+    """
+    groups: dict[tuple[str, int], dict[int, str]] = {}
+    for name, _ in storage.list():
+        if found := RANK_FILE.fullmatch(name):
+            groups.setdefault((found[1] or "model", int(found[2])), {})[int(found[3])] = name
+    if not groups:
+        raise CheckpointNotFoundError(f"{storage.url} has no file of a rank")
+    if len({state for state, _ in groups}) != len(groups):
+        raise IncompatibleCheckpointError(
+            f"{storage.url} has files of several numbers of ranks: keep those of one save"
+        )
+    columns, tree = ForeignColumns(), Tree(storage.url)
+    values: dict[str, bytes] = {}
+    sums: list[tuple[int, int, int, int]] = []
+    for (state, count), names in groups.items():
+        if missing := [rank for rank in range(count) if rank not in names]:
+            raise CheckpointNotFoundError(
+                f"{storage.url} lacks the files of ranks {missing[:5]} of {count} of {state!r}"
+            )
+        ranks, places = _RankStates(), dict[str, tuple[int, int]]()
+        for rank in range(count):
+            with open_file(storage, names[rank]) as file:
+                found_object = read_object(file, f"{state}/{rank}/")
+                number = columns.add_file(file.name, file.size, rank)
+            _add(ranks, tree, found_object)
+            places.update({key: (number, member.offset) for key, member in found_object.storages.items()})
+            members = found_object.storages.values()
+            sums += [(number, m.offset, m.size, m.crc) for m in members if m.crc is not None]
+        values[state] = ranks.blobs[0]
+        if any(blob != ranks.blobs[0] for blob in ranks.blobs):
+            tree.notes.append(f"{state}: the ranks have different plain values; those of rank 0 are kept")
+        columns.add_sharded(state, ranks.sharded, places, storage.url)
+        _add_whole(columns, state, ranks, places)
+    catalog, strides = columns.build({"format": "rank-files", "world_size": max(count for _, count in groups)})
+    return ForeignCheckpoint("rank-files", catalog, strides, values, FileSums.of(sums), tuple(tree.notes))
+
+
+def _add(ranks: _RankStates, tree: Tree, found: TorchObject) -> None:
+    """Add the object of one rank."""
+    ranks.blobs.append(tree.encode(found.value))
+    ranks.sharded.append(tree.sharded)
+    ranks.whole.append(tree.tensors)
+    ranks.sums.update({key: member.crc for key, member in found.storages.items()})
+
+
+def _add_whole(columns: ForeignColumns, state: str, ranks: _RankStates, places: Mapping[str, tuple[int, int]]) -> None:
+    """Add plain tensors: those that all ranks have alike once, others for each rank."""
+    alike: dict[str, StoredTensor] = {}
+    for fqn in dict.fromkeys(name for tensors in ranks.whole for name in tensors):
+        held = {rank: tensors[fqn] for rank, tensors in enumerate(ranks.whole) if fqn in tensors}
+        content = {_content(tensor, ranks.sums) for tensor in held.values()}
+        if len(content) == 1 and (None not in content or len(held) == 1):
+            alike[fqn] = next(iter(held.values()))
+            continue
+        for rank, tensor in held.items():
+            before = len(columns.fqns)
+            columns.add_whole(state, {fqn: tensor}, places)
+            columns.owners.update(dict.fromkeys(range(before, len(columns.fqns)), rank))
+    columns.add_whole(state, alike, places)
+
+
+def _content(tensor: StoredTensor, sums: Mapping[str, int | None]) -> tuple[Any, ...] | None:
+    """Return facts that are equal if the bytes are; None if nothing says so."""
+    crc, nbytes = sums[tensor.storage.key], tensor.storage.nbytes
+    if nbytes and crc is None:
+        return None
+    return crc, nbytes, tensor.start, tensor.dtype, tensor.shape, tensor.strides, tensor.requires_grad

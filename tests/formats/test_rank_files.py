@@ -1,0 +1,106 @@
+"""Files of ranks with DTensors and ShardedTensors, joined without DTensor: every element is at its coordinate."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.formats.detect import detect
+from bytecheckpoint.formats.rank_files import read_rank_files
+from bytecheckpoint.formats.torch_save import read_torch_save
+from bytecheckpoint.storage import resolve
+from tests.formats.oracle import read_tensors, values_of
+
+RANKS = """
+import sys, torch, torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import Shard as Held, ShardedTensor
+from torch.distributed._shard.sharding_spec import ShardMetadata
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=4)
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+whole = torch.arange(77.0).view(7, 11)
+model = torch.nn.Sequential(torch.nn.Linear(10, 12, bias=False), torch.nn.Linear(12, 6, bias=False))
+with torch.no_grad():
+    model[0].weight.copy_(torch.arange(120.0).view(12, 10))
+    model[1].weight.copy_(torch.arange(72.0).view(6, 12))
+parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+fully_shard(model, mesh=mesh["dp"])
+part = whole.chunk(4)[rank] if rank < len(whole.chunk(4)) else whole[7:]
+held = Held(part.clone(), ShardMetadata([2 * rank, 0], list(part.shape), f"rank:{rank}/cpu"))
+states = {
+    "both": distribute_tensor(whole, mesh, [Shard(0), Shard(1)]),
+    "twice": distribute_tensor(whole, mesh, [Shard(0), Shard(0)]),
+    "mixed": distribute_tensor(whole, mesh, [Replicate(), Shard(1)]).to(torch.bfloat16),
+    "same": distribute_tensor(whole, mesh, [Replicate(), Replicate()]),
+    "scalar": distribute_tensor(torch.tensor(3.0), mesh, [Replicate(), Replicate()]),
+    "transposed": distribute_tensor(whole, mesh, [Shard(0), Replicate()]).t(),
+    "sharded": ShardedTensor._init_from_local_shards([held], (7, 11)),
+    "plain": torch.arange(5.0),
+    **model.state_dict(),
+}
+torch.save(states, f"{folder}/model_world_size_4_rank_{rank}.pt")
+optim = {"state": {0: {"exp_avg": states["both"], "step": torch.tensor(4.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+torch.save(optim, f"{folder}/optim_world_size_4_rank_{rank}.pt")
+torch.save({"rng": torch.full((3,), rank), "epoch": 2}, f"{folder}/extra_state_world_size_4_rank_{rank}.pt")
+torch.save({"w": DTensor.from_local(whole, mesh, [Partial(), Replicate()])}, f"{folder}/partial.pt")
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    ranks = [subprocess.Popen([sys.executable, "-c", RANKS, str(rank), str(folder)]) for rank in range(4)]
+    assert [process.wait(timeout=240) for process in ranks] == [0, 0, 0, 0]
+    (folder / "init").unlink(missing_ok=True)
+    (folder / "partial.pt").rename(folder.parent / "partial.pt")
+    return folder
+
+
+def test_tensors_are_whole(saved):
+    storage = resolve(str(saved))
+    assert detect(storage).format == "rank-files"
+    foreign = read_rank_files(storage)
+    found, whole = read_tensors(saved, foreign), torch.arange(77.0).view(7, 11)
+    for name in ("both", "twice", "same", "sharded"):
+        assert torch.equal(found[f"model/{name}"], whole), name
+    assert torch.equal(found["model/mixed"], whole.bfloat16())
+    assert torch.equal(found["model/transposed"], whole.t())
+    assert found["model/scalar"] == 3
+    assert torch.equal(found["model/plain"], torch.arange(5.0))
+    assert torch.equal(found["model/0.weight"], torch.arange(120.0).view(12, 10))
+    assert torch.equal(found["model/1.weight"], torch.arange(72.0).view(6, 12))
+    assert torch.equal(found["optim/state.0.exp_avg"], whole)
+    assert values_of(saved, foreign)["optim"]["param_groups"] == [{"lr": 0.1, "params": [0]}]
+    own = [
+        rank
+        for key, rank in zip(foreign.catalog.keys(), foreign.catalog.owner.tolist(), strict=True)
+        if key.fqn == "rng"
+    ]
+    assert own == [0, 1, 2, 3] and set(foreign.catalog.owner.tolist()) == {-1, 0, 1, 2, 3}
+
+
+def test_missing_parts_are_refused(saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    storage = resolve(str(tmp_path))
+    with pytest.raises(CorruptCheckpointError, match=r"'both' have \d+ of 77 elements: files of other ranks"):
+        read_torch_save(storage, "model_world_size_4_rank_0.pt")
+    with pytest.raises(IncompatibleCheckpointError, match=r"partial\.pt.*'Partial'"):
+        read_torch_save(resolve(str(saved.parent)), "partial.pt")
+    (tmp_path / "model_world_size_4_rank_2.pt").unlink()
+    with pytest.raises(CheckpointNotFoundError, match=r"ranks \[2\] of 4 of 'model'"):
+        read_rank_files(storage)
+    shutil.copy(tmp_path / "model_world_size_4_rank_1.pt", tmp_path / "model_world_size_4_rank_2.pt")
+    with pytest.raises(CorruptCheckpointError, match="elements"):
+        read_rank_files(storage)
+    shutil.copy(tmp_path / "model_world_size_4_rank_1.pt", tmp_path / "model_world_size_2_rank_1.pt")
+    with pytest.raises(IncompatibleCheckpointError, match="several numbers of ranks"):
+        read_rank_files(storage)
