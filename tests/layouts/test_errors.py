@@ -1,5 +1,6 @@
 """Wrong layouts and wrong checkpoints: each message names the place, the tensor and the numbers."""
 
+import random
 import re
 
 import pytest
@@ -131,7 +132,8 @@ WRONG_TENSORS = {
             "llama.layout: dim 'd': hf.head_dim is 2, but megatron.kv_channels is 4",
     ),
     "no configuration": (
-        HF, MEGATRON, {}, "llama.layout:9: the size of 'g' does not follow from the shapes: give it under 'dims'",
+        HF, MEGATRON, {},
+        "llama.layout:9: the sizes of 'g', 'r', 'd' do not follow from the shapes: give some of them under 'dims'",
     ),
     "a requirement": (HF, MEGATRON, CONFIG | {"megatron.rotary_interleaved": True},
         "llama.layout:5: the layout llama requires megatron.rotary_interleaved = false, but "
@@ -197,3 +199,61 @@ def test_the_layout_itself_is_right():
     assert binding.undecided == ["megatron.rotary_interleaved = false"]
     assert [binding.left.names[k] for k in binding.left.unbound] == ["layers.0.rotary.inv_freq"]
     assert [binding.right.names[k] for k in binding.right.unbound] == ["decoder.0.norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ("(" * 25 + "a" + ")" * 25, "column 25: axes are nested more than 20 deep"),
+        (" ".join(f"[x{k}: a{k} | y{k}: b{k}]" for k in range(30)), "there are more than 1000 parts"),
+    ],
+)
+def test_texts_that_would_take_forever(axes, message):
+    with pytest.raises(CheckpointError, match=message):
+        Layout.from_text(f"{HEAD}w : {axes}\n <-> u : {axes}\n")
+    for name in ("(" * 30 + "a" + "|b)" * 30, "(a|b)" * 30):
+        with pytest.raises(CheckpointError, match=r"nested more than 20 deep|more than 1000 choices"):
+            Layout.from_text(f"{HEAD}{name} : a\n <-> u : a\n")
+
+
+@pytest.mark.parametrize("line", ["rules x", "dims : x", "dims y"])
+def test_sections_stand_alone(line):
+    with pytest.raises(
+        CheckpointError,
+        match=r"expected 'rules' alone|is no name of a dim|has no right side|expected '(dims|rules)' alone",
+    ):
+        Layout.from_text(f"{HEAD}w : a\n<-> u : a\n{line}\n")
+
+
+def test_random_edits_are_refused_or_mean_something():
+    rng, parsed = random.Random(5), 0
+    pieces = [
+        *"(){}[]<>|:~?\\=# \n\tl1.",
+        "same t",
+        " with a = 2",
+        " <-> ",
+        "...",
+        "{l}",
+        "<x>",
+        "rules\n",
+        "alias hf a = b",
+        "{(a b)}",
+    ]
+    for _ in range(300):
+        text = LLAMA
+        for _ in range(rng.choice([1, 2, 5])):
+            at = rng.randrange(len(text))
+            text = text[:at] + rng.choice(pieces) + text[at + rng.choice([0, 1, 4]) :]
+        try:
+            layout = Layout.from_text(text)
+        except CheckpointError:
+            continue
+        parsed += 1
+        assert Layout.from_text(layout.to_text()) == layout
+        for left, right in ((HF, MEGATRON), (HF, None), (None, MEGATRON)):
+            try:
+                sides = [side and Side(list(side), list(side.values())) for side in (left, right)]
+                bind(layout, sides[0], sides[1], CONFIG)
+            except CheckpointError:
+                pass
+    assert parsed > 20

@@ -7,7 +7,8 @@ from bytecheckpoint.layouts import Alias, Layout, Rule, Scales, Statement
 from bytecheckpoint.layouts.binding import bind
 from bytecheckpoint.layouts.layout import builtin_names, find
 from bytecheckpoint.layouts.matching import Side
-from bytecheckpoint.layouts.names import common_name, parse_template
+from bytecheckpoint.layouts.names import parse_template
+from bytecheckpoint.layouts.parsed import common_name
 
 EVERYTHING = Layout(
     "every-thing", "a", "b",

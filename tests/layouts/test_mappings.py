@@ -213,7 +213,7 @@ class RandomRule:
         try:  # what follows from the shapes need not be given
             check(Rule(self.left, self.right, same=self.same, **given), used, texts=self.texts, seed=seed, derive=False)
         except IncompatibleCheckpointError as error:
-            if "does not follow" not in str(error):
+            if "not follow from" not in str(error):
                 raise
         check(Rule(self.left, self.right, same=self.same, **used), used, texts=self.texts, seed=seed)
 

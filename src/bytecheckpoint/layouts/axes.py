@@ -8,16 +8,18 @@ An axis is a dim `d`, the constant `1`, a product `(A B ...)` of axes of which t
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = [
     "ONE", "REST", "Alternative", "Axis", "Dim", "One", "Product", "Rest", "Sum", "TextError",
-    "affine", "alternatives", "dims_of", "parse_axes", "parse_axis", "size_of", "solve",
+    "affine", "alternatives", "count_alternatives", "dims_of", "parse_axes", "parse_axis", "size_of", "solve",
 ]  # fmt: skip
 
 _TOKEN = re.compile(r"\s*(\.\.\.|[^\W\d]\w*|1(?!\w)|[()\[\]|:~]|.)", re.DOTALL)
+_MOST_DEEP = 20
 _NAME = re.compile(r"[^\W\d]\w*")
 
 
@@ -104,7 +106,7 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self._text = text
         self._tokens = [(m[1], m.start(1)) for m in _TOKEN.finditer(text.rstrip())]
-        self._at = 0
+        self._at = self._depth = 0
 
     @property
     def next(self) -> str:
@@ -129,6 +131,14 @@ class _Parser:
         return TextError(f"expected {expected}, found {found} in '{self._text.strip()}'", self.column)
 
     def axis(self) -> Axis:
+        self._depth += 1
+        if self._depth > _MOST_DEEP:
+            raise TextError(f"axes are nested more than {_MOST_DEEP} deep", self.column)
+        axis = self._axis()
+        self._depth -= 1
+        return axis
+
+    def _axis(self) -> Axis:
         token = self.next
         if token == "(":
             self.take()
@@ -205,6 +215,17 @@ def dims_of(axis: Axis) -> Iterator[str]:
                 yield from dims_of(factor)
         case Alternative(_, _, term):
             yield from dims_of(term)
+
+
+def count_alternatives(axis: Axis) -> int:
+    """Return how many choices of one term per sum there are."""
+    match axis:
+        case Sum(_, terms):
+            return sum(map(count_alternatives, terms))
+        case Product(factors):
+            return math.prod(map(count_alternatives, factors))
+        case _:
+            return 1
 
 
 def alternatives(axis: Axis) -> Iterator[tuple[tuple[str, ...], Axis]]:

@@ -6,17 +6,17 @@ cost per tensor is that of matching its name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.layouts.axes import TextError
-from bytecheckpoint.layouts.component import BoundComponent
-from bytecheckpoint.layouts.config import Config, dim_size
-from bytecheckpoint.layouts.instances import ComponentBinder
-from bytecheckpoint.layouts.layout import Layout, ParsedRule
+from bytecheckpoint.layouts.component import BoundComponent, Instances
+from bytecheckpoint.layouts.config import Config, condition, dim_size
+from bytecheckpoint.layouts.layout import Layout
 from bytecheckpoint.layouts.lowering import Lowering, PartPlaces
 from bytecheckpoint.layouts.matching import (
     MatchedSide,
@@ -27,10 +27,12 @@ from bytecheckpoint.layouts.matching import (
     match_side,
     text_error,
 )  # fmt: skip
-from bytecheckpoint.layouts.parts import Part, SourcePlace, family_dims, part_text
+from bytecheckpoint.layouts.members import Expected, Members, Namer, members_of
+from bytecheckpoint.layouts.parsed import ParsedRule
+from bytecheckpoint.layouts.parts import Component, Part, SourcePlace, family_dims, part_text
 from bytecheckpoint.layouts.sizes import numbering
-from bytecheckpoint.layouts.statements import Rule
-from bytecheckpoint.representation.boxes import Int64s
+from bytecheckpoint.layouts.statements import Alias, Rule
+from bytecheckpoint.representation.boxes import Int64s, Mask
 
 __all__ = ["Binding", "BoundSide", "PartGroup", "bind"]
 
@@ -232,3 +234,90 @@ def _with_copies(places: PartPlaces, matched: MatchedSide) -> PartPlaces:
     added = np.concatenate([places.tensor, *tensors])
     joined = replace(joined, tensor=added, copy=np.arange(len(index)) >= len(places))
     return _sorted(joined, np.argsort(joined.tensor, kind="stable"))
+
+
+class ComponentBinder:
+    """Bind the components of rules to the names of both sides.
+
+    Args:
+        layout: the layout.
+        matched: the names of each side, None for a side that is derived.
+        config: configurations of both sides.
+    """
+
+    def __init__(self, layout: Layout, matched: Sequence[MatchedSide | None], config: Config) -> None:
+        self._layout, self._matched = layout, matched
+        self._numbers: dict[tuple[int, str], list[tuple[Namer, Int64s, int]]] = defaultdict(list)
+        self._expected = Expected(layout, matched)
+        self._aliases = {
+            (layout.sides.index(alias.side), alias.name)
+            for alias in layout.merged("aliases")
+            if isinstance(alias, Alias) and (not alias.when or condition(alias.when, config))
+        }
+        self._known: dict[str, int] = {}
+
+    def bind(
+        self,
+        parsed: ParsedRule,
+        rule: int,
+        texts: Sequence[tuple[str, ...]],
+        known: Mapping[str, int],
+        numbers: Mapping[str, int],
+    ) -> Iterator[tuple[Component, BoundComponent]]:
+        """Bind each component of a rule that has tensors.
+
+        Args:
+            parsed: the rule.
+            rule: number of the rule.
+            texts: texts in the names of the rule, by number.
+            known: sizes that are given.
+            numbers: sizes that the numbers in names need.
+        """
+        claimed: dict[int, list[Mask]] = defaultdict(list)
+        self._known |= known
+        for component in parsed.components:
+            members: list[Members | None] = []
+            namers = [Namer(variant, component.shared, texts, parsed.rule.names) for variant in component.variants]
+            for variant in component.variants:
+                family = parsed.families.index(variant.family)
+                side = self._matched[variant.family.side]
+                made = None if side is None else members_of(side, rule, family, variant, component.shared, numbers)
+                members.append(made[0] if made else None)
+                if made:
+                    claimed[family].append(made[1])
+                    if side and not side.side.partial and len(made[0].key):
+                        for k, name in enumerate(component.shared):
+                            self._numbers[variant.family.side, name].append(
+                                (namers[len(members) - 1], made[0].key, k + 1)
+                            )
+            derived = [v.family for v, m in zip(component.variants, members, strict=True) if m is None]
+            if any((family.side, family.template.source) in self._aliases for family in derived):
+                continue  # a tensor is written once
+            if any(m is not None and len(m.tensor) for m in members):
+                yield component, Instances(component, members, namers, dict(numbers), self._expected).bound()
+        for f, masks in claimed.items():
+            side = self._matched[parsed.families[f].side]
+            rows = side.rows.get((rule, f)) if side else None
+            if side and rows:
+                side.left_over += rows.tensor[~np.logical_or.reduce(masks)].tolist()
+
+    def check_numbers(self) -> None:
+        """Refuse a side in whose names a number is missing between 0 and the largest one."""
+        for (side, name), noted in self._numbers.items():
+            found = np.unique(np.concatenate([key[:, column] for _, key, column in noted]))
+            count = max(int(found[-1]) + 1, self._known.get(name, 0))
+            if len(found) == count <= self._known.get(name, count):
+                continue
+            namer, key, column = noted[0]
+            where = f"{namer.variant.family.place}: {{{name}}} in the names of the {self._layout.sides[side]} side"
+            if count > self._known.get(name, count):
+                raise IncompatibleCheckpointError(
+                    f"{where} runs from 0 to {count - 1}, but {name} is {self._known[name]}"
+                )
+            missing = next(number for number, there in enumerate([*found.tolist(), -1]) if number != there)
+            row = key[0].copy()
+            row[column] = missing
+            example = namer.name(row, {})
+            raise IncompatibleCheckpointError(
+                f"{where} runs from 0 to {count - 1}, but {missing} is missing{f', as in {example}' if example else ''}"
+            )

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.layouts.axes import REST, Dim, affine, axis_texts, dims_of, size_of
-from bytecheckpoint.layouts.layout import Layout
 from bytecheckpoint.layouts.lowering import Lowering
-from bytecheckpoint.layouts.matching import MatchedSide
+from bytecheckpoint.layouts.members import Expected, Members, Namer
 from bytecheckpoint.layouts.parts import Component, Variant
 from bytecheckpoint.layouts.sizes import Equation, padding_dims, solved, without_rest
-from bytecheckpoint.layouts.statements import Statement
 from bytecheckpoint.representation.boxes import Int64s, Mask
 
-__all__ = ["BoundComponent", "Expected", "Instances", "Members", "Namer", "PlaceRows"]
+__all__ = ["BoundComponent", "Instances", "PlaceRows"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,117 +54,6 @@ class BoundComponent:
     rows: tuple[list[PlaceRows], list[PlaceRows]]
     names: list[str]
     shapes: Int64s
-
-
-@dataclass(eq=False)
-class Members:
-    """The tensors of a variant.
-
-    Attributes:
-        variant: the variant.
-        tensor: number of each tensor, int64 [n].
-        key: number of its texts, and the values of the shared dims, int64 [n, 1 + s].
-        own: values of the other dims in its name, int64 [n, o].
-        own_dims: names of these dims.
-    """
-
-    variant: Variant
-    tensor: Int64s
-    key: Int64s
-    own: Int64s
-    own_dims: tuple[str, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Namer:
-    """Make the names of a variant's tensors, for messages and for sides that are derived.
-
-    Attributes:
-        variant: the variant.
-        shared: dims whose values stand in keys.
-        texts: texts by number.
-        names: right texts by left texts.
-    """
-
-    variant: Variant
-    shared: Sequence[str]
-    texts: Sequence[tuple[str, ...]]
-    names: Mapping[str, str]
-
-    def name(self, key: Int64s, values: Mapping[str, int], sizes: Mapping[str, int] | None = None) -> str:
-        """Return the name of one tensor, "" if the sizes do not give its numbers."""
-        values = {**values, **{name: int(key[k + 1]) for k, name in enumerate(self.shared)}}
-        numbers: list[int] = []
-        for axis in self.variant.holes:
-            try:
-                base, weights = affine(axis, sizes or {}) if not isinstance(axis, Dim) else (0, {axis.name: 1})
-                numbers.append(base + sum(weight * values.get(name, 0) for name, weight in weights.items()))
-            except KeyError:
-                return ""
-        return self.writer(int(key[0]))(numbers)
-
-    def writer(self, code: int) -> Callable[[Sequence[int]], str]:
-        """Return the function that makes a name from the numbers in it, for the texts of a number."""
-        template = self.variant.family.template
-        found = self.texts[code] if self.texts else ()
-        if self.variant.family.side:
-            found = tuple(self.names.get(text, text) for text in found)
-        return template.writer({text.name: value for text, value in zip(template.texts, found, strict=True)})
-
-
-class Expected:
-    """The tensors that may be missing or unused.
-
-    Args:
-        layout: the layout.
-        matched: the names of each side, None for a side that is derived.
-    """
-
-    def __init__(self, layout: Layout, matched: Sequence[MatchedSide | None]) -> None:
-        self.sides, self._matched = layout.sides, matched
-        self._patterns: dict[tuple[str, str], list[re.Pattern[str]]] = defaultdict(list)
-        for word in ("ignore", "optional"):
-            for statement in layout.merged(word):
-                assert isinstance(statement, Statement)
-                self._patterns[word, statement.side].append(re.compile(statement.text))
-
-    def matched(self, variant: Variant) -> MatchedSide:
-        """Return the names of the variant's side, which are given."""
-        side = self._matched[variant.family.side]
-        assert side is not None
-        return side
-
-    def excuse(self, variant: Variant, name: str, present: Sequence[tuple[Variant, str, int]]) -> bool:
-        """Return whether a tensor may be missing.
-
-        Args:
-            variant: variant of the tensor.
-            name: name of the tensor.
-            present: variants, names and numbers of the tensors that belong to it.
-        """
-        if self._fits("optional", variant.family.side, name):
-            return True
-        others = [item for item in present if item[0].family.side != variant.family.side]
-        return bool(others) and len(others) == len(present) and all(
-            self._fits("ignore", other.family.side, found)
-            or found in self.matched(other).virtual
-            or tensor in self.matched(other).copies
-            for other, found, tensor in others
-        )  # fmt: skip
-
-    def missing(
-        self, variant: Variant, name: str, present: Sequence[tuple[Variant, str, int]]
-    ) -> IncompatibleCheckpointError:
-        """Return the error for a tensor that is missing."""
-        sides, side = self.sides, variant.family.side
-        other = next((item for item in present if item[0].family.side != side), present[0])
-        return IncompatibleCheckpointError(
-            f"{variant.family.place}: {name} is missing on the {sides[side]} side: "
-            f"{other[1]} of the {sides[other[0].family.side]} side needs it"
-        )
-
-    def _fits(self, word: str, side: int, name: str) -> bool:
-        return any(pattern.fullmatch(name) for pattern in self._patterns[word, self.sides[side]])
 
 
 class Instances:
@@ -311,12 +196,13 @@ class Instances:
             axes = without_rest(variant.family.axes, rest)
             if member is None:
                 sizes = dict.fromkeys(padding_dims(axes), 0) | sizes
-            for name in (*(name for axis in axes for name in dims_of(axis)), *variant.dims):
-                if name not in sizes and name not in self._component.shared:
-                    raise IncompatibleCheckpointError(
-                        f"{variant.family.place}: the size of '{name}' does not follow from the shapes: "
-                        "give it under 'dims'"
-                    )
+            needed = dict.fromkeys((*(name for axis in axes for name in dims_of(axis)), *variant.dims))
+            if unknown := [name for name in needed if name not in sizes and name not in self._component.shared]:
+                names = ", ".join(f"'{name}'" for name in unknown)
+                several = f"the sizes of {names} do not follow from the shapes: give some of them"
+                single = f"the size of {names} does not follow from the shapes: give it"
+                text = several if len(unknown) > 1 else single
+                raise IncompatibleCheckpointError(f"{variant.family.place}: {text} under 'dims'")
         return sizes
 
     def _check_present(self, present: Sequence[Mask]) -> None:
@@ -368,7 +254,7 @@ class Instances:
             )
         if side.side.partial:
             return
-        expected = sizes[self._group][:, : len(member.own_dims)].prod(1)
+        expected = sizes[self._group][:, : len(member.own_dims)].prod(1, dtype=np.float64)  # no overflow
         found = np.bincount(instance, minlength=len(self._keys))
         short = np.flatnonzero((found < expected) & (self._first[v] >= 0) & self._bound)
         if len(short):

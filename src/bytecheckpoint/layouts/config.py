@@ -14,6 +14,7 @@ _WORD = r"[^\W\d]\w*(?:\.\w+)*"
 _OPERAND = re.compile(rf"\s*({_WORD}|[0-9]+)\s*")
 _CLAUSE = re.compile(rf"(not\s+)?({_WORD}(?:\s*\|\s*{_WORD})*)(?:\s*(!=|=)\s*(\S+)|\s+in\s+(\S.*))?", re.DOTALL)
 _KEY = re.compile(r"[^\W\d]\w*(?:\.\w+)+")
+_LARGEST = 1 << 53  # beyond it floats are not exact
 _CONSTANTS = {"true": True, "false": False, "none": None}
 
 
@@ -131,6 +132,6 @@ def _arithmetic(text: str, config: Config) -> int | None:
                 raise TextError(f"{token} is 0 in '{text}'")
             product = product * value if operator == "*" else product / value
     total += sign * product
-    if total != total // 1 or total < 0:  # also for nan and infinity
+    if total != total // 1 or not 0 <= total < _LARGEST:  # also for nan and infinity
         raise TextError(f"'{text}' is {total:g}, which is no size")
     return int(total)

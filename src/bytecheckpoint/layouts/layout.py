@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.layouts.axes import TextError, parse_axes
 from bytecheckpoint.layouts.config import Config, check_condition, check_size, condition, keys_of
-from bytecheckpoint.layouts.names import Group, Piece, Text, common_name, parse_template
-from bytecheckpoint.layouts.parts import Component, Family, FamilyError, SourcePlace, components, family_dims
+from bytecheckpoint.layouts.names import Group, Piece, Text, parse_template
+from bytecheckpoint.layouts.parsed import ParsedRule, conflicts
+from bytecheckpoint.layouts.parts import Family, FamilyError, SourcePlace, components, family_dims
 from bytecheckpoint.layouts.statements import Alias, Content, Rule, Scales, Statement
 from bytecheckpoint.layouts.text import parse, to_text
 from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.similar_names import SimilarNames
 
-__all__ = ["Layout", "ParsedRule", "builtin_names", "conflicts", "find"]
+__all__ = ["Layout", "builtin_names", "find"]
 
 _BUILTIN = Path(__file__).parent / "builtin"
 
 _AXES = re.compile(r"(?:([^=]*?)=)?(.*)", re.DOTALL)
 _WORD = re.compile(r"[^\W\d]\w*")
-
-
-@dataclass(frozen=True)
-class ParsedRule:
-    """A rule whose texts are parsed and checked.
-
-    Attributes:
-        rule: the rule.
-        families: families of both sides.
-        components: components of the rule.
-    """
-
-    rule: Rule
-    families: tuple[Family, ...]
-    components: tuple[Component, ...]
 
 
 @dataclass(frozen=True)
@@ -278,26 +263,6 @@ def _with_texts(families: list[Family], rule: Rule) -> list[Family]:
     if len(set(rule.names.values())) < len(rule.names):
         raise TextError("'names' gives one name twice")
     return changed
-
-
-def conflicts(
-    rules: Sequence[ParsedRule], others: Sequence[ParsedRule] | None = None, *, all_hold: bool = False
-) -> Iterator[tuple[Family, Family, str]]:
-    """Yield the pairs of families of a side that fit a common name, with that name.
-
-    Args:
-        rules: rules to compare.
-        others: rules to compare them with, None for `rules` among themselves.
-        all_hold: all conditions of the rules hold. Otherwise, two rules with conditions may have the same names.
-    """
-    families = [(rule, family) for rule in rules for family in rule.families]
-    added = [(rule, family) for rule in others or () for family in rule.families]
-    pairs = itertools.product(added, families) if others is not None else itertools.combinations(families, 2)
-    for (rule, a), (other, b) in pairs:
-        if a.side != b.side or (rule is not other and rule.rule.when and other.rule.when and not all_hold):
-            continue
-        if (name := common_name(a.template, b.template)) is not None:
-            yield a, b, name
 
 
 def find(name: str, beside: str = "") -> Layout:

@@ -12,8 +12,9 @@ import numpy as np
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.layouts.axes import TextError
 from bytecheckpoint.layouts.config import Config, condition
-from bytecheckpoint.layouts.layout import Layout, ParsedRule, conflicts
+from bytecheckpoint.layouts.layout import Layout
 from bytecheckpoint.layouts.names import Template, parse_template
+from bytecheckpoint.layouts.parsed import ParsedRule, conflicts
 from bytecheckpoint.layouts.parts import Family
 from bytecheckpoint.layouts.statements import Alias, Scales, Statement
 from bytecheckpoint.representation.boxes import Int64s

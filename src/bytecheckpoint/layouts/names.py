@@ -7,6 +7,7 @@ alternative is the one to write, and an option is written. A backslash takes the
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,11 @@ from dataclasses import dataclass, field
 from bytecheckpoint.layouts.axes import Axis, TextError, alternatives, parse_axis
 from bytecheckpoint.lazy import lazy
 
-__all__ = ["Group", "Hole", "Template", "Text", "common_name", "parse_template"]
+__all__ = ["Group", "Hole", "Piece", "Template", "Text", "parse_template"]
 
 _MOST_DIGITS = 15  # numbers of more digits, which no layout has, would not fit int64 columns
+_MOST_PATHS = 1000
+_MOST_DEEP = 20
 _DIGITS = re.compile(r"[0-9]+")
 
 
@@ -188,6 +191,8 @@ def _text(source: str, at: int) -> tuple[Piece, int]:
 def _group(source: str, at: int) -> tuple[Piece, int]:
     choices: list[tuple[Piece, ...]] = []
     start = at
+    if source.count("(", 0, at) - source.count(")", 0, at) > _MOST_DEEP:
+        raise TextError(f"alternatives are nested more than {_MOST_DEEP} deep", at)
     while True:
         pieces, at = _parse(source, at + 1, "|)")
         if at == len(source):
@@ -212,6 +217,11 @@ def _all(pieces: Sequence[Piece]) -> Iterator[Piece]:
                 yield from _all(choice)
 
 
+def _count_paths(pieces: Sequence[Piece]) -> int:
+    groups = [piece for piece in pieces if isinstance(piece, Group)]
+    return math.prod(sum(map(_count_paths, group.alternatives)) for group in groups)
+
+
 def _paths(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
     """Yield the pieces of each choice of alternatives."""
     options: list[list[list[Piece]]] = [
@@ -223,6 +233,8 @@ def _paths(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 
 def _check(template: Template) -> None:
+    if _count_paths(template.pieces) > _MOST_PATHS:
+        raise TextError(f"'{template.source}' has more than {_MOST_PATHS} choices of alternatives")
     names = {str(hole.axis) for hole in template.holes} | {f"<{text.name}>" for text in template.texts}
     for path in _paths(template.pieces):
         found = [f"<{p.name}>" if isinstance(p, Text) else str(p.axis) for p in path if isinstance(p, Text | Hole)]
@@ -281,86 +293,3 @@ def _skeleton_regex(pieces: Sequence[Piece]) -> str:
             case Group(options):
                 result += f"(?:{'|'.join(map(_skeleton_regex, options))})"
     return result
-
-
-_ANY, _DIGIT = "any", "digit"  # classes of characters, beside single ones
-
-
-def common_name(left: Template, right: Template) -> str | None:
-    """Return a name that both templates match, None if there is none. A number may have zeros in front here."""
-    ends = [_ends(template) for template in (left, right)]
-    for k in (0, 1):  # most pairs differ in the text that all their names begin or end with
-        short = min(len(end[k]) for end in ends)
-        a, b = (end[k][:short] if k == 0 else end[k][len(end[k]) - short :] for end in ends)
-        if a != b:
-            return None
-    a_moves, b_moves = _automaton(left), _automaton(right)
-    names = {(0, 0): ""}
-    queue = [(0, 0)]
-    for at in queue:
-        if at == (1, 1):
-            return names[at]
-        reached = [((state, at[1]), "") for c, state in a_moves[at[0]] if not c]
-        reached += [((at[0], state), "") for c, state in b_moves[at[1]] if not c]
-        reached += [
-            ((p, q), c)
-            for a, p in a_moves[at[0]]
-            if a
-            for b, q in b_moves[at[1]]
-            if b and (c := _common_character(a, b))
-        ]
-        for state, c in reached:
-            if state not in names:
-                names[state] = names[at] + c
-                queue.append(state)
-    return None
-
-
-def _ends(template: Template) -> tuple[str, str]:
-    pieces = template.pieces
-    first, last = (pieces[0], pieces[-1]) if pieces else ("", "")
-    return first if isinstance(first, str) else "", last if isinstance(last, str) else ""
-
-
-def _common_character(a: str, b: str) -> str:
-    """Return a character of both classes, "" if there is none."""
-    if a in (_ANY, b):
-        a, b = b, a
-    if b in (_ANY, a) or (b == _DIGIT and a.isdecimal()):
-        return {_ANY: "x", _DIGIT: "0"}.get(a, a)
-    return b if a == _DIGIT and b.isdecimal() else ""
-
-
-def _automaton(template: Template) -> list[list[tuple[str, int]]]:
-    """Return the moves of each state, as (class of characters or "" for none, next state), from state 0 to state 1."""
-    moves: list[list[tuple[str, int]]] = [[], []]
-
-    def new() -> int:
-        moves.append([])
-        return len(moves) - 1
-
-    def add(pieces: Sequence[Piece], at: int) -> int:
-        for piece in pieces:
-            match piece:
-                case Text(_, ()) | Hole():
-                    kind = _DIGIT if isinstance(piece, Hole) else _ANY
-                    state = new()
-                    moves[at].append((kind, state))
-                    moves[state].append((kind, state))
-                    at = state
-                case str():
-                    for c in piece:
-                        state = new()
-                        moves[at].append((c, state))
-                        at = state
-                case Group(options) | Text(_, options):
-                    end = new()
-                    for option in options:
-                        start = new()
-                        moves[at].append(("", start))
-                        moves[add([option] if isinstance(option, str) else option, start)].append(("", end))
-                    at = end
-        return at
-
-    moves[add(template.pieces, 0)].append(("", 1))
-    return moves

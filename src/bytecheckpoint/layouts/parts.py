@@ -7,11 +7,12 @@ same dims for it, then each side's parts tile its tensors, and equal indices con
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bytecheckpoint.layouts.axes import Axis, TextError, alternatives, dims_of
+from bytecheckpoint.layouts.axes import Axis, TextError, alternatives, count_alternatives, dims_of
 from bytecheckpoint.layouts.names import Template
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "part_text",
 ]
 
+_MOST_PARTS = 1000
 Labels = frozenset[str]
 
 
@@ -219,6 +221,9 @@ def _root(connected: dict[Variant, Variant], variant: Variant) -> Variant:
 
 def _variants(family: Family) -> list[Variant]:
     result: list[Variant] = []
+    axes = (*family.axes, *(hole.axis for hole in family.template.holes))
+    if math.prod(map(count_alternatives, axes)) > _MOST_PARTS:
+        raise FamilyError(f"there are more than {_MOST_PARTS} parts", Variant(family, (), (), ()))
     for combination in itertools.product(*(list(alternatives(hole.axis)) for hole in family.template.holes)):
         name_labels = [label for labels, _ in combination for label in labels]
         if any(label.startswith("~") for label in name_labels):

@@ -9,8 +9,8 @@ import numpy as np
 
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.layouts.axes import REST, Alternative, Axis, Dim, One, Product, Sum, dims_of, size_of, solve
-from bytecheckpoint.layouts.layout import ParsedRule
 from bytecheckpoint.layouts.matching import MatchedSide
+from bytecheckpoint.layouts.parsed import ParsedRule
 from bytecheckpoint.layouts.parts import SourcePlace
 from bytecheckpoint.representation.boxes import Int64s, Mask
 

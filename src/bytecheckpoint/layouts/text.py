@@ -71,9 +71,11 @@ class _LayoutReader:
         elif word in ("dims", "rules") and not rest:
             self._finish()
             self._section = word
-        elif word in _WORDS and not _ARROW.search(line) and (word in ("scales",) or " : " not in line):
+        elif word in _FORMS and not _ARROW.search(line) and (word in ("scales",) or " : " not in line):
             self._finish()
             self._statement(word, rest)
+        elif word in ("dims", "rules") and " : " not in line and " = " not in line:
+            raise self.error(f"expected '{word}' alone, found '{rest}' after it")
         elif self._section == "dims":
             dim = _DIM.fullmatch(line.strip())
             if not dim:
