@@ -1,0 +1,86 @@
+"""Folders of Hugging Face are loaded into real models of Megatron-Core, cut by tensor, pipeline and expert parallelism."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.numpy import save_file
+
+import bytecheckpoint
+from bytecheckpoint.layouts.binding import bind
+from bytecheckpoint.layouts.layout import builtin_names, find
+from bytecheckpoint.layouts.matching import Side
+from tests.frameworks.megatron.test_foreign_layouts import LAYER_NORM, arguments
+from tests.layouts.models import Family, move
+from tests.support.megatron.models import Layout, gpt_chunks, initialize_parallel, transformer_config
+from tests.support.worlds import Worlds
+
+pytestmark = pytest.mark.timeout(400)
+
+CASES = {
+    "llama": [Layout(tp=2, pp=2, tied=False, vocabulary=48), Layout(tp=2, dp=2, tied=False, vocabulary=48)],
+    "llama-tied": [Layout(tp=2, pp=2, vocabulary=48)],
+    "gpt2": [Layout(tp=2, pp=2, vocabulary=48)],
+    "mixtral": [Layout(ep=3, dp=3, tied=False, moe=True, vocabulary=48)],
+    "qwen3_moe": [Layout(tp=2, pp=2, sequence=True, tied=False, moe=True, vocabulary=48)],
+}
+
+
+def chunks_of(name: str, layout: Layout) -> list[Any]:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+
+    changes, given = arguments(name, Family(name).config)
+    config = transformer_config(layout, **changes)
+    norm = "LayerNorm" if changes.get("normalization") == LAYER_NORM["normalization"] else "RMSNorm"
+    tied = given.pop("share_embeddings_and_output_weights")
+    assert tied == layout.tied
+
+    def of_chunk(virtual: dict[str, int]) -> dict[str, Any]:
+        if norm == "LayerNorm":
+            spec = get_gpt_layer_local_spec(normalization=norm)
+        else:
+            spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=norm, **virtual)
+        return {"transformer_layer_spec": spec, **given}
+
+    return [chunk.float() for chunk in gpt_chunks(layout, config, of_chunk)]
+
+
+def load_and_save(name: str, layout: Layout, source: str, target: str) -> int:
+    initialize_parallel(layout)
+    chunks = chunks_of(name, layout)
+    (built_in,) = (found for found in builtin_names() if find(found).is_for(Family(name).keys()))
+    report = bytecheckpoint.load(source, {"model": chunks}, layout=built_in)
+    assert not report.missing and not report.unexpected
+    bytecheckpoint.save(target, {"model": chunks})
+    dist.barrier()
+    return report.bytes_read
+
+
+@pytest.mark.parametrize(("name", "layout"), [(name, layout) for name, found in CASES.items() for layout in found])
+def test_each_rank_gets_its_part(worlds: Worlds, name: str, layout: Layout, tmp_path: Path) -> None:
+    family = Family(name)
+    (tmp_path / "hf").mkdir()
+    weights = family.weights()
+    half = len(weights) // 2
+    files = {n: f"model-{number // half}.safetensors" for number, n in enumerate(weights)}
+    for file in set(files.values()):
+        save_file({n: a for n, a in weights.items() if files[n] == file}, tmp_path / "hf" / file)
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(family.config))
+    worlds.close()
+    worlds.run(layout.world, load_and_save, name, layout, str(tmp_path / "hf"), str(tmp_path / "own"), timeout=200)
+    (built_in,) = (found for found in map(find, builtin_names()) if found.is_for(family.keys()))
+    with bytecheckpoint.open(tmp_path / "own") as found:
+        names = found._catalog.fqns("model")  # without further names, those of Transformer Engine
+        tensors = {name: found[f"model/{name}"][...] for name in names}
+    right = Side(list(tensors), [tuple(t.shape) for t in tensors.values()])
+    bound = bind(built_in, Side(list(weights), [a.shape for a in weights.values()]), right, family.keys())
+    assert not len(bound.right.unbound)
+    for key, array in move(bound.left, bound.right, weights).items():
+        assert torch.equal(tensors[key], torch.from_numpy(np.nan_to_num(array, nan=1e9))), key
