@@ -1,9 +1,12 @@
 """The layouts that are built in, on names and shapes of real models.
 
-tests/frameworks/megatron/test_foreign_layouts.py compares logits.
+tests/frameworks/megatron/test_foreign_layouts.py compares logits; torchtitan's own adapters made torchtitan.json.
 """
 
+import json
 import re
+import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,13 +22,15 @@ TRANSFORMER_ENGINE = {
     r"\.kv_layernorm\.weight$": r".linear_kv_up_proj.layer_norm_weight",
 }
 
+TORCHTITAN = json.loads((Path(__file__).parent / "torchtitan.json").read_text())
+
 
 def side(shapes):
     return Side(list(shapes), list(shapes.values()))
 
 
-def layout_of(family):
-    (layout,) = (layout for layout in map(find, builtin_names()) if layout.is_for(family.keys()))
+def layout_of(family, right="megatron"):
+    (layout,) = (x for x in map(find, builtin_names()) if x.right == right and x.is_for(family.keys()))
     return layout
 
 
@@ -55,3 +60,15 @@ def test_names_of_transformer_engine(name):
             names = [re.sub(pattern, text, found) for found in names]
     right = Side(names, list(family.megatron.values()))
     assert not len(bind(layout_of(family), side(family.shapes), right, family.keys()).right.unbound)
+
+
+@pytest.mark.parametrize("name", TORCHTITAN)
+def test_the_adapters_of_torchtitan(name):
+    family, expected = Family(name), TORCHTITAN[name]
+    layout, weights = layout_of(family, "torchtitan"), family.weights()
+    for right in (side({key: shape for key, (_, *shape) in expected.items()}), None):
+        binding = bind(layout, side(family.shapes), right, family.keys())
+        arrays = move(binding.left, binding.right, weights)
+        assert {key: [zlib.crc32(array.tobytes()), *array.shape] for key, array in arrays.items()} == expected
+    for key, array in move(binding.right, binding.left, arrays).items():
+        np.testing.assert_array_equal(array, weights[key])

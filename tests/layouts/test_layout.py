@@ -151,3 +151,19 @@ def test_a_tensor_that_nothing_needs_has_no_sizes():
     )
     binding = bind(layout, side({"e": (3, 2)}), side({"e": (3, 2)}))
     assert len(binding.left.places) == len(binding.right.places) == 1
+
+
+def test_what_cannot_be_loaded_yet_is_refused():
+    head = "layout t a <-> b\nscales a (<w>.weight)_scale : o of (o i) -> rows\nrules\n"
+    layout = Layout.from_text(f"{head}x.weight : o\n <-> y : o\n")
+    with pytest.raises(
+        CheckpointError, match=r"text:2: x.weight_scale holds scales: 'rows' is understood, but cannot be loaded"
+    ):
+        bind(layout, side({"x.weight": (2,), "x.weight_scale": ()}))
+    assert names(bind(layout, side({"x.weight": (2,)})).right) == {"y"}
+    for option in ("mean t", "add 1"):
+        layout = Layout.from_text(f"{head}x : o{' t' * (option == 'mean t')}\n <-> y : o\n {option}\n")
+        with pytest.raises(
+            CheckpointError, match=f"text:4: '{option.split()[0]}' is understood, but cannot be loaded yet"
+        ):
+            bind(layout, side({"x": (2, 3)}))

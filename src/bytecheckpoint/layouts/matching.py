@@ -102,8 +102,8 @@ def active_rules(layout: Layout, config: Config) -> list[ParsedRule]:
     for first, second, name in conflicts(conditional, all_hold=True):
         raise UsageError(f"{second.place}: '{name}' fits {first.place} too, and the conditions of both rules hold")
     for parsed in active:
-        if parsed.rule.mean:
-            raise UsageError(f"{parsed.families[0].place}: 'mean' is understood, but cannot be loaded yet")
+        if word := "mean" if parsed.rule.mean else "add" if parsed.rule.add else "":
+            raise UsageError(f"{parsed.families[0].place}: '{word}' is understood, but cannot be loaded yet")
     return active
 
 
@@ -210,13 +210,18 @@ def check_left_over(layout: Layout, number: int, matched: MatchedSide, rules: Se
     """Refuse names that fit no rule and that the layout does not expect."""
     side = layout.sides[number]
     expected = [re.compile(s.text) for s in layout.merged("ignore") if isinstance(s, Statement) and s.side == side]
-    scales = [parse_template(s.name) for s in layout.merged("scales") if isinstance(s, Scales) and s.side == side]
+    for scales in layout.merged("scales"):
+        if isinstance(scales, Scales) and scales.side == side:
+            match = parse_template(scales.name).match
+            if found := next((name for name in matched.side.names if match(name)), None):
+                raise IncompatibleCheckpointError(
+                    f"{scales.place}: {found} holds scales: '{scales.operation}' is understood, but cannot be loaded yet"
+                )
     left = [
         matched.side.names[tensor]
         for tensor in matched.left_over
         if tensor not in matched.copies
         and not any(pattern.fullmatch(matched.side.names[tensor]) for pattern in expected)
-        and not any(template.match(matched.side.names[tensor]) for template in scales)
     ]
     if not left:
         return

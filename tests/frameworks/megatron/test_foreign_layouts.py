@@ -148,7 +148,9 @@ class Model:
         self.tensors = {n: t.detach() for n, t in self.model.state_dict().items() if isinstance(t, torch.Tensor)}
         plain = {n: v for n, v in vars(self.config).items() if isinstance(v, int | float | str)}
         self.keys = self.family.keys() | self.family.keys(plain | given, "megatron")
-        (self.layout,) = (layout for layout in map(find, builtin_names()) if layout.is_for(self.keys))
+        (self.layout,) = (
+            layout for layout in map(find, builtin_names()) if layout.right == "megatron" and layout.is_for(self.keys)
+        )
 
     def bound(self, layout):
         sides = [Side(list(shapes), list(shapes.values())) for shapes in (self.family.shapes, self.shapes())]
