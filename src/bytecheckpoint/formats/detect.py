@@ -13,6 +13,7 @@ from typing import Final
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from bytecheckpoint.formats.archives import is_zip
 from bytecheckpoint.formats.dcp import metadata_files, read_dcp
+from bytecheckpoint.formats.deepspeed import OPTIMIZER_FILE, read_deepspeed
 from bytecheckpoint.formats.files import open_file
 from bytecheckpoint.formats.foreign import VALUES_NAME, ForeignCheckpoint
 from bytecheckpoint.formats.huggingface import SAFETENSORS, read_huggingface, weight_files
@@ -75,6 +76,8 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
         raise CheckpointNotFoundError(f"{storage.url} is empty, or there is no such folder")
     if metadata_files(names):
         return FormatReader("dcp", read_dcp)
+    if any(OPTIMIZER_FILE.fullmatch(name) for name in names):
+        return FormatReader("deepspeed", read_deepspeed)
     _refuse(storage, names, _PROGRAMS)
     try:
         index, files = weight_files(names)

@@ -1,0 +1,112 @@
+"""Folders of DeepSpeed, read as they lie: every element equals DeepSpeed's own universal conversion."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from bytecheckpoint.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+)
+from bytecheckpoint.formats.deepspeed import read_deepspeed
+from bytecheckpoint.formats.detect import detect
+from bytecheckpoint.storage import resolve
+from tests.formats.oracle import read_tensors, values_of
+
+GOLDEN = Path(__file__).parent / "golden" / "deepspeed-0.19.8"
+FROZEN = {"count", "frozen.weight"}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_state_equals_the_universal_one(stage):
+    folder = GOLDEN / f"zero{stage}"
+    storage = resolve(str(folder))
+    assert detect(storage).format == "deepspeed"
+    foreign = read_deepspeed(storage)
+    found, values = read_tensors(folder, foreign), values_of(folder, foreign)
+    expected = torch.load(GOLDEN / f"zero{stage}.expected.pt")
+    pairs = {(name, slot) for name, slots in expected.items() for slot in slots} - {(name, "fp32") for name in FROZEN}
+    for name, slot in pairs:
+        ours = values["optimizer"]["state"][name][slot]
+        assert torch.equal(ours.flatten(), expected[name][slot].flatten()), (name, slot)
+    assert len(pairs) == {1: 20, 2: 20, 3: 15}[stage]
+    groups = values["optimizer"]["param_groups"]
+    assert [group["params"] for group in groups] == [
+        ["embed.weight", "body.weight", "head.weight"], ["body.bias", "frozen.bias"],
+    ]  # fmt: skip
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert values["extra_states"]["global_steps"] == 2 and values["extra_states"]["note"] == "hi"
+    for name, tensor in values["model"].items():
+        assert torch.equal(tensor, found[f"model/{name}"])
+        if name not in FROZEN:
+            fp32 = expected[name]["fp32"].flatten()
+            assert torch.equal(tensor.flatten().bfloat16(), fp32.bfloat16())
+            assert tensor.dtype == (torch.float32 if stage == 3 else torch.bfloat16)
+
+
+def test_frozen_parameters_and_buffers_are_those_of_the_model():
+    stages = [
+        values_of(GOLDEN / f"zero{n}", read_deepspeed(resolve(str(GOLDEN / f"zero{n}"))))["model"] for n in (1, 2, 3)
+    ]
+    for name in FROZEN:
+        assert torch.equal(stages[0][name], stages[1][name]) and torch.equal(stages[0][name], stages[2][name])
+    assert torch.equal(stages[2]["count"], torch.arange(4.0))
+
+
+def damaged(folder: Path, stage: int) -> Path:
+    shutil.copytree(GOLDEN / f"zero{stage}", folder, dirs_exist_ok=True)
+    return folder
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_missing_ranks_are_refused(tmp_path, stage):
+    folder = damaged(tmp_path, stage)
+    storage = resolve(str(folder))
+    last = folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    data = last.read_bytes()
+    last.unlink()
+    with pytest.raises(IncompatibleCheckpointError, match="number of partitions"):
+        read_deepspeed(storage)
+    last.write_bytes(data)
+    (folder / "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt").write_bytes(data)
+    with pytest.raises(CheckpointNotFoundError, match=r"ranks \[2\]"):
+        read_deepspeed(storage)
+    (folder / "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt").rename(
+        folder / "zero_pp_rank_0_mp_rank_01_optim_states.pt"
+    )
+    with pytest.raises(IncompatibleCheckpointError, match="tensor or pipeline parallel"):
+        read_deepspeed(storage)
+
+
+@pytest.mark.parametrize(
+    ("stage", "file", "old", "new"),
+    [
+        (1, "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", b"K?", b"K>"),  # elements of a fragment
+        (3, "zero_pp_rank_0_mp_rank_00_model_states.pt", b"K\x09K\x05\x86", b"K\x08K\x05\x86"),  # shape of a parameter
+    ],
+)
+def test_partitions_that_do_not_add_up_are_refused(tmp_path, monkeypatch, stage, file, old, new):
+    from bytecheckpoint.formats import torch_save
+
+    folder = damaged(tmp_path, stage)
+    plain = torch_save.unpickle
+    monkeypatch.setattr(
+        torch_save,
+        "unpickle",
+        lambda opened, data, *more: plain(opened, data.replace(old, new) if opened.name == file else data, *more),
+    )
+    with pytest.raises(CorruptCheckpointError, match=r"elements"):
+        read_deepspeed(resolve(str(folder)))
+
+
+def test_another_object_is_damage(tmp_path):
+    folder = damaged(tmp_path, 1)
+    torch.save([1, 2], folder / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states\.pt is damaged"):
+        read_deepspeed(resolve(str(folder)))
