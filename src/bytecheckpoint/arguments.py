@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -148,8 +148,8 @@ def check_rename(rename: object) -> Callable[[str], str] | None:
     return renamed
 
 
-def check_layout(layout: object) -> Layout | None:
-    """Return the layout that an argument names: one that is built in, or a file.
+def check_layout(layout: object) -> Layout | Literal["auto"] | None:
+    """Return the layout that an argument names: one that is built in, or a file; "auto" stands for itself.
 
     Raises:
         UsageError: there is none.
@@ -159,6 +159,8 @@ def check_layout(layout: object) -> Layout | None:
     if not isinstance(layout, str | os.PathLike):
         raise UsageError(f"layout={layout!r}: give the name of a layout, a file, or a bytecheckpoint.layouts.Layout")
     name = os.fspath(layout)
+    if name == "auto":
+        return "auto"
     return Layout.read(name) if os.sep in name or name.endswith(".layout") else find(name)
 
 

@@ -108,6 +108,7 @@ def test_load_there_and_back(tmp_path: Path) -> None:
     module = module_of(fused(weights()))
     report = bytecheckpoint.load(folder_of(tmp_path / "hf", weights()), {"model": module}, layout="llama")
     assert not report.missing and not report.unexpected
+    assert any("rotary_interleaved" in note for note in report.notes)  # this module has no configuration
     assert_holds(module, fused(weights()))
     bytecheckpoint.save(tmp_path / "own", {"model": module})
     back = module_of(weights())
@@ -139,6 +140,12 @@ def test_load_onto_two_ranks(path: str) -> None:
     assert_holds(module, expected)
 
 
+def test_equal_names_need_no_layout(tmp_path: Path) -> None:
+    module = module_of(weights())
+    bytecheckpoint.load(folder_of(tmp_path / "hf", weights()), {"model": module}, layout="auto")
+    assert_holds(module, weights())
+
+
 def test_layouts_of_a_program(tmp_path: Path) -> None:
     """Parts that are turned, cut and stacked, into a module whose memory is transposed."""
     value = torch.arange(4 * 6 * 5.0).reshape(4, 6, 5)
@@ -168,6 +175,8 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     extra = folder_of(tmp_path / "extra", {**found, "model.layers.0.self_attn.sinks": torch.ones(6)})
     with pytest.raises(IncompatibleCheckpointError, match="sinks"):
         bytecheckpoint.load(extra, {"model": module}, layout="llama")
+    with pytest.raises(IncompatibleCheckpointError, match="no layout for the model_type 'llama'"):
+        bytecheckpoint.load(folder, {"model": module}, layout="auto")
     optimizer = torch.optim.SGD(module.parameters())
     with pytest.raises(UsageError, match="loads no optimizers yet"):
         bytecheckpoint.load(folder, {"model": module, "optimizer": optimizer}, layout="llama")

@@ -94,7 +94,8 @@ def load(
             values keep their names.
         names: parameter names, as for `save`.
         layout: layout by which the names of the checkpoint and those of the live objects belong together (docs/layouts.md):
-            a name of one that is built in, a file, or a `Layout`. A live name that `rename` gives is what the layout sees.
+            a name of one that is built in, a file, a `Layout`, or "auto" for the one that is built in for the model, if
+            the names differ. A live name that `rename` gives is what the layout sees.
         process_group: ranks that load together; by default all.
         timeout: seconds that one step may wait for the other ranks; default `settings().timeout`.
         prepare_save: prepare the next save of the same states in the background (see `prepare`), which takes memory of

@@ -57,7 +57,7 @@ from bytecheckpoint.loading.live_names import LiveNames
 from bytecheckpoint.loading.request import LoadRequest
 from bytecheckpoint.loading.saved import SavedView
 from bytecheckpoint.planning.exchange_plan import exchange_plan_of_rank
-from bytecheckpoint.planning.part_space import lay_out
+from bytecheckpoint.planning.part_space import choose_layout, lay_out
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
 from bytecheckpoint.representation.plans import SharedChunks
@@ -291,8 +291,11 @@ class Load:
                 if groups is not None:
                     catalog, groups = opened.exchange.rows(checkpoint, None), None
                     checkpoint.files.replace_catalog(catalog)
-                laid = lay_out(catalog, matching.layout, opened.live.live_side())
-                catalog = laid.catalog
+                here = opened.live.live_side()
+                layout = choose_layout(catalog, here) if matching.layout == "auto" else matching.layout
+                if layout is not None:
+                    laid = lay_out(catalog, layout, here)
+                    catalog = laid.catalog
                 checkpoint.trees.replace_catalog(catalog)
             selection = copy.deepcopy(matching.selection)
             live = LiveNames(selection, matching.rename, request.states.keys())
@@ -309,6 +312,8 @@ class Load:
                 live.note_saved(chain((TensorKey(s, "", VALUES_SLOT) for s in request.states), view.index.keys))
                 refuse_shared_memory(destination.wanted)
                 refuse_missing(url, missing, view.other_names(destination.recognized), selection.unmatched)
+                if laid is not None:
+                    destination.notes += [f"the layout cannot compare {what} here" for what in laid.undecided]
                 destination.mismatches += lost_positions(catalog, request.states, world_size)
                 refuse_mismatches(url, request.refused_mismatches(destination))
                 loaded, others = view.extra_state_names(destination.extra_states, world_size)

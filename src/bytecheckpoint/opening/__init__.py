@@ -63,6 +63,8 @@ def open(
     check_rank(storage.url, reader.catalog, rank)
     if (chosen := check_layout(layout)) is None:
         return Checkpoint(BoxReader(storage, reader.catalog, reader), rank)
+    if chosen == "auto":
+        raise UsageError("open(layout='auto'): nothing says which names to show; give the name of a layout")
     catalog = reader.catalog
     if reader.groups is not None:
         catalog = reader.rows(np.union1d(reader.groups.group, reader.groups.head_groups))

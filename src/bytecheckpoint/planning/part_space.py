@@ -15,6 +15,7 @@ import numpy as np
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError, listed
 from bytecheckpoint.layouts import Layout
 from bytecheckpoint.layouts.binding import Binding, BoundSide, bind
+from bytecheckpoint.layouts.layout import builtin_names, find
 from bytecheckpoint.layouts.lowering import PartBoxes, to_parts
 from bytecheckpoint.layouts.matching import Side
 from bytecheckpoint.planning.read_plan import StoredRows, stored_rows
@@ -22,7 +23,7 @@ from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major, wid
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog, TensorTable
 from bytecheckpoint.representation.dtypes import itemsize
 
-__all__ = ["LaidOut", "LiveSide", "lay_out"]
+__all__ = ["LaidOut", "LiveSide", "choose_layout", "lay_out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,16 @@ class LaidOut:
     Attributes:
         catalog: the tensors under these names. Those whose bytes lie in parts have one row each, which no read uses.
         rows: stored rows of all parts; those of tensors that no layout concerns are parts of their own.
+        groups: tensors that the layout connects.
+        alone: number of the part that each other tensor of `catalog` is, -1 for none, int64 [t].
+        undecided: requirements of the layout that no configuration decides.
     """
 
     catalog: Catalog
     rows: StoredRows
     groups: Sequence[_LaidGroup]
     alone: Int64s
+    undecided: Sequence[str] = ()
 
     def wanted(self, boxes: BoxTable, strides: Int64s) -> tuple[PartBoxes, PartBoxes]:
         """Cut wanted boxes into boxes of parts.
@@ -128,6 +133,28 @@ def _joined(found: Sequence[PartBoxes]) -> PartBoxes:
     )
 
 
+def choose_layout(catalog: Catalog, live: LiveSide) -> Layout | None:
+    """Return the layout that is built in for a checkpoint's model and the program's; None if the names are the same.
+
+    Raises:
+        IncompatibleCheckpointError: nothing says which model the checkpoint has, or no layout or several are for it.
+    """
+    keys = catalog.keys()
+    if any(state in live.shapes and name in live.shapes[state] for state, name, _ in keys):
+        return None
+    config = {**_stored_config(catalog), **live.config}
+    here = {key.partition(".")[0] for key in live.config}
+    found = [layout for layout in map(find, builtin_names()) if here & {*layout.sides} and layout.is_for(config)]
+    if len(found) == 1:
+        return found[0]
+    kind = config.get("hf.model_type")
+    what = "a checkpoint without config.json" if kind is None else f"the model_type {kind!r}"
+    raise IncompatibleCheckpointError(
+        f"layout='auto' finds {listed([layout.name for layout in found], 5) or 'no layout'} for {what} and a program of "
+        f"{' and '.join(sorted(here)) or 'unknown kind'}: give one of {', '.join(builtin_names())}, or a layout of your own"
+    )
+
+
 def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> LaidOut:
     """Show a catalog under the names of the other side of a layout.
 
@@ -147,8 +174,9 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
     rows: list[StoredRows] = []
     groups: list[_LaidGroup] = []
     laid_states: set[str] = set()
+    undecided: list[str] = []
     count = 0
-    config = {**_stored_config(catalog, layout), **(live.config if live else {})}
+    config = {**_stored_config(catalog), **(live.config if live else {})}
     for state in catalog.states():
         for slot in catalog.slot.values:
             numbers = np.flatnonzero(
@@ -175,6 +203,7 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
             if other is not None:
                 sides[1 - stored_side] = Side(list(other), list(other.values()), partial=True)
             bound = bind(layout, sides[0], sides[1], config)
+            undecided += bound.undecided
             own, shown_side = (bound.left, bound.right) if stored_side == 0 else (bound.right, bound.left)
             rows.append(_in_parts(stored, own, tensors, count))
             dtype = _dtypes(catalog, bound, own, tensors)
@@ -182,10 +211,11 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
             count += len(bound.sizes)
     if catalog.is_foreign:  # the tree of such a state refers to its tensors, by the names of the checkpoint
         alone = [n for n in alone if catalog.slot[n] != VALUES_SLOT or catalog.state[n] not in laid_states]
-    return shown.finish(stored, rows, groups, np.array(sorted(alone), np.int64), count)
+    laid = shown.finish(stored, rows, groups, np.array(sorted(alone), np.int64), count)
+    return replace(laid, undecided=list(dict.fromkeys(undecided)))
 
 
-def _stored_config(catalog: Catalog, layout: Layout) -> dict[str, Any]:
+def _stored_config(catalog: Catalog) -> dict[str, Any]:
     """Return the configuration that a foreign folder has, under the name of its side."""
     found = catalog.info.get("config")
     return dict(_flattened("hf", found)) if isinstance(found, dict) else {}

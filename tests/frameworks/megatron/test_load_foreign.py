@@ -54,8 +54,7 @@ def chunks_of(name: str, layout: Layout) -> list[Any]:
 def load_and_save(name: str, layout: Layout, source: str, target: str) -> int:
     initialize_parallel(layout)
     chunks = chunks_of(name, layout)
-    (built_in,) = (found for found in builtin_names() if find(found).is_for(Family(name).keys()))
-    report = bytecheckpoint.load(source, {"model": chunks}, layout=built_in)
+    report = bytecheckpoint.load(source, {"model": chunks}, layout="auto")
     assert not report.missing and not report.unexpected
     bytecheckpoint.save(target, {"model": chunks})
     dist.barrier()
