@@ -167,3 +167,12 @@ def test_what_cannot_be_loaded_yet_is_refused():
             CheckpointError, match=f"text:4: '{option.split()[0]}' is understood, but cannot be loaded yet"
         ):
             bind(layout, side({"x": (2, 3)}))
+
+
+def test_layouts_that_include_each_other(tmp_path):
+    for name, other in (("one", "two"), ("two", "one")):
+        (tmp_path / f"{name}.layout").write_text(f"layout {name} a <-> b\ninclude {other}\n")
+    with pytest.raises(CheckpointError, match=r"two.layout includes one.layout includes two.layout: a circle"):
+        Layout.read(tmp_path / "one.layout")
+    (tmp_path / "llama.layout").write_text("layout llama hf <-> megatron\ninclude llama\nrules\nx : h\n <-> y : h\n")
+    assert len(Layout.read(tmp_path / "llama.layout").parsed) == 1 + len(find("llama").parsed)

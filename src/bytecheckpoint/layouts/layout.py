@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -132,7 +133,7 @@ class Layout(Content):
         return unknown
 
     def _check(self) -> None:
-        for name in (self.name, self.left, self.right):
+        for name in (self.name, self.left, self.right, *self.include):
             if not re.fullmatch(r"[\w.-]+", name):
                 raise UsageError(f"layout {self.name!r}: '{name}' is no name: use letters, digits, '_', '-' and '.'")
         if self.left == self.right:
@@ -265,12 +266,23 @@ def _with_texts(families: list[Family], rule: Rule) -> list[Family]:
     return changed
 
 
+#: The layouts that are being read, each of which includes the next one.
+_reading: ContextVar[tuple[Path, ...]] = ContextVar("reading", default=())
+
+
 def find(name: str, beside: str = "") -> Layout:
     """Return the layout `name`: a file beside the file `beside`, or a layout that is built in."""
-    folders = [Path(beside).parent] if beside else []
+    folders = [Path(beside).parent] if Path(beside).is_file() else []
     for folder in (*folders, _BUILTIN):
         if (path := folder / f"{name}.layout").is_file() and path != Path(beside):
-            return Layout.read(path)
+            reading = _reading.get()
+            if path in reading:
+                raise UsageError(f"{' includes '.join(file.name for file in (*reading, path))}: a circle")
+            token = _reading.set((*reading, path))
+            try:
+                return Layout.read(path)
+            finally:
+                _reading.reset(token)
     near = SimilarNames(builtin_names()).of(name)
     raise UsageError(f"there is no layout '{name}'{f': did you mean {near[0]}?' if near else ''}")
 
