@@ -109,7 +109,7 @@ class ItemReader:
     ) -> None:
         """Read the heads of rows, and correct the rows' first bytes and strides by them."""
         columns = self._columns
-        known: dict[tuple[int, bytes], StoredTensor] = {}
+        known: dict[bytes, StoredTensor] = {}  # most items have the head of another one of equal shape
         for opened, places in self._by_file(file[chosen]):
             rows = chosen[places]
             ranges = zip(begin[rows].tolist(), (first - begin)[rows].tolist(), strict=True)
@@ -117,11 +117,11 @@ class ItemReader:
             for row, head in zip(rows.tolist(), found, strict=True):
                 number = int(boxes.tensor[row])
                 shape = tuple(boxes.lengths[row, : len(columns.shapes[number])].tolist())
-                tensor = known.get((number, head))
-                if tensor is None or tensor.shape != shape:
+                tensor = known.get(head)
+                if tensor is None or (tensor.dtype, tensor.shape) != (columns.dtypes[number], shape):
                     tensor = check_head(opened, head, columns.dtypes[number], shape)
                 if tensor is not None:
-                    known[number, head] = tensor
+                    known[head] = tensor
                 else:
                     whole = read_object(opened.part(int(begin[row]), int(size[row])))
                     tensor = _checked(opened, whole.value, columns.dtypes[number], shape)
