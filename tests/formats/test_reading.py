@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +13,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import bytecheckpoint
 from bytecheckpoint.errors import CheckpointNotFoundError
+from tests.formats.golden.make_deepspeed import Net
 from tests.support.settings import using
 from tests.support.worlds import on_ranks
 
@@ -101,3 +105,44 @@ def test_an_unfinished_save_is_no_foreign_folder(tmp_path: Path) -> None:
     (tmp_path / "step" / "metadata.parquet").unlink()
     with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
         bytecheckpoint.load(tmp_path / "step", {"model": net()})
+
+
+def assert_resumed(model: nn.Module, optimizer: torch.optim.Optimizer, expected: Mapping[str, Any]) -> None:
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        state, wanted = optimizer.state[parameter], expected[name]
+        assert state["step"] == 2, name
+        assert torch.equal(parameter.detach(), wanted["fp32"].view_as(parameter)), name
+        for slot in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(state[slot], wanted[slot].view_as(parameter)), name
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_a_folder_of_deepspeed_into_plain_torch(stage: str) -> None:
+    """Two ranks' flat partitions fill a model and its optimizer; weights of fp32 come from the masters, to the last bit."""
+    folder = Path(__file__).parent / "golden" / "deepspeed-0.19.8" / stage
+    model = Net()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trained if (p.ndim > 1) == wide]} for wide in (True, False)]
+    optimizer = torch.optim.AdamW(groups, lr=0.5)
+    report = bytecheckpoint.load(folder, {"model": model, "optimizer": optimizer}, cast=True)
+    assert not report.missing and not report.unexpected
+    assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.01, 0.1), (0.01, 0.0)]
+    assert_resumed(model, optimizer, torch.load(f"{folder}.expected.pt"))
+
+
+def test_an_optimizer_of_dcp(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+    saved = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    other = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    new = torch.optim.AdamW(other.parameters(), lr=0.3)
+    bytecheckpoint.load(tmp_path, {"model": other, "optim": new})
+    assert new.param_groups[0]["lr"] == 0.1
+    named = {n: {"fp32": p.detach(), **optimizer.state[p]} for n, p in model.named_parameters()}
+    assert_resumed(other, new, named)

@@ -15,9 +15,10 @@ from bytecheckpoint.formats.archives import is_zip
 from bytecheckpoint.formats.dcp import metadata_files, read_dcp
 from bytecheckpoint.formats.deepspeed import OPTIMIZER_FILE, read_deepspeed
 from bytecheckpoint.formats.files import open_file
-from bytecheckpoint.formats.foreign import VALUES_NAME, ForeignCheckpoint
+from bytecheckpoint.formats.foreign import ForeignCheckpoint
 from bytecheckpoint.formats.huggingface import SAFETENSORS, read_huggingface, weight_files
 from bytecheckpoint.formats.rank_files import RANK_FILE, read_rank_files
+from bytecheckpoint.formats.shown import VALUES_NAME, with_values
 from bytecheckpoint.formats.torch_save import read_torch_save
 from bytecheckpoint.representation.catalog_file import encode
 from bytecheckpoint.representation.names import CATALOG_NAME
@@ -143,7 +144,7 @@ class ForeignStorage(WrappedStorage):
             return None
         with self._lock:
             if self._files is None:
-                catalog, values = self._read(self.inner).with_values()
+                catalog, values = with_values(self._read(self.inner))
                 self._files = {CATALOG_NAME: encode(catalog), **values}
             return self._files.get(name)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from bytecheckpoint.errors import CorruptCheckpointError
 from bytecheckpoint.formats.meanings import StoredTensor
 from bytecheckpoint.formats.sharded import ShardedValue
-from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major, widened
+from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major
 from bytecheckpoint.representation.catalog import (
     FOREIGN,
     SHARED,
-    VALUES_SLOT,
     Catalog,
     StorageFile,
     TensorTable,
@@ -25,10 +24,7 @@ from bytecheckpoint.representation.catalog import (
 )
 from bytecheckpoint.representation.dtypes import itemsize
 
-__all__ = ["VALUES_NAME", "FileSums", "ForeignCheckpoint", "ForeignColumns"]
-
-VALUES_NAME: Final = ".bytecheckpoint-values"
-"""Beginning of the names of files that hold plain values, in memory."""
+__all__ = ["FileSums", "ForeignCheckpoint", "ForeignColumns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,47 +75,6 @@ class ForeignCheckpoint:
     sums: FileSums
     notes: tuple[str, ...] = ()
     heads: Int64s | None = None
-
-    def with_values(self) -> tuple[Catalog, dict[str, bytes]]:
-        """Return the catalog with a tensor for the plain values of each state, and the files that hold these, by name."""
-        catalog = self.catalog
-        contents = {f"{VALUES_NAME}-{number}": item for number, item in enumerate(self.values.items())}
-        values = {name: blob for name, (_, blob) in contents.items()}
-        states = [state for state, _ in contents.values()]
-        sizes = np.array([len(blob) for blob in values.values()], np.int64)
-        count, width = len(states), catalog.boxes.ndim
-        columns: dict[str, Any] = {
-            "states": states, "fqns": [""] * count, "slots": [VALUES_SLOT] * count, "dtypes": ["uint8"] * count,
-        }  # fmt: skip
-        names = {"state": "states", "fqn": "fqns", "slot": "slots", "dtype": "dtypes"}
-        strings = {given: [*getattr(catalog, name).to_list(), *columns[given]] for name, given in names.items()}
-        more = widened(sizes[:, None], width, 1)
-        tensors = TensorTable.of(
-            **strings,
-            shapes=np.concatenate([catalog.shapes, more]),
-            ndims=np.concatenate([catalog.ndims, np.ones(count, np.int64)]),
-            owner=np.concatenate([catalog.owner, np.full(count, SHARED, np.int32)]),
-            requires_grad=np.concatenate([catalog.requires_grad, np.zeros(count, bool)]),
-        )
-        files = [
-            StorageFile(name, state, 0, len(blob), 0, 0, 0, "", FOREIGN) for name, (state, blob) in contents.items()
-        ]
-        boxes = BoxTable(catalog.count + np.arange(count), np.zeros_like(more), more)
-        built = Catalog.build(
-            tensors,
-            boxes=BoxTable.concat([catalog.boxes, boxes]),
-            file=np.concatenate([catalog.file, len(catalog.files) + np.arange(count, dtype=np.int32)]),
-            byte_offset=np.concatenate([catalog.byte_offset, np.zeros(count, np.int64)]),
-            byte_length=np.concatenate([catalog.byte_length, sizes]),
-            files=[*catalog.files, *files],
-            sums=[np.zeros(0, np.uint64)] * (len(catalog.files) + count),
-            aliases=catalog.aliases,
-            info=catalog.info,
-        )
-        strides = self.strides
-        if strides is not None:  # the rows keep their order, and those of the values follow
-            strides = np.concatenate([widened(strides, width, 1), np.ones((count, width), np.int64)])
-        return replace(built, strides=strides), values
 
 
 @dataclass(frozen=True, slots=True)
