@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from pathlib import Path
 
@@ -110,3 +111,25 @@ def test_another_object_is_damage(tmp_path):
     torch.save([1, 2], folder / "mp_rank_00_model_states.pt")
     with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states\.pt is damaged"):
         read_deepspeed(resolve(str(folder)))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_random_damage_of_pickles_is_an_error_that_names_the_folder(monkeypatch, stage):
+    from bytecheckpoint.formats import torch_save
+
+    plain, draw, texts = torch_save.unpickle, random.Random(stage), []
+    folder = str(GOLDEN / f"zero{stage}")
+
+    def damage(opened, data, *more):
+        changed = bytearray(data)
+        if draw.random() < 0.5:
+            changed[draw.randrange(len(changed))] = draw.choice((0x29, 0x4B, 0x4E, 0x7D, draw.randrange(256)))
+        return plain(opened, bytes(changed), *more)
+
+    monkeypatch.setattr(torch_save, "unpickle", damage)
+    for _ in range(150):
+        try:
+            read_deepspeed(resolve(folder))
+        except CheckpointError as error:
+            texts.append(str(error))
+    assert texts and all(folder in text for text in texts)

@@ -34,8 +34,9 @@ _PICKLE: Final = b"\x80"
 #: Pattern of a file's name -> description of a folder that has such a file. The first that fits counts.
 _PROGRAMS: Final = {
     re.escape(CATALOG_NAME): "a checkpoint of this package: load or open it as such",
-    r"(.*/)?(bf16_)?zero_pp_rank_.*|(.*/)?mp_rank_\d+_model_states\.pt": "of DeepSpeed, which is not read yet",
-    r"latest(_universal)?": "the folder of a DeepSpeed run, which is not read yet",
+    r"latest(_universal)?|.*/(bf16_)?zero_pp_rank_.*": "the folder of a DeepSpeed run: give the folder of one step",
+    r"zero/optimizer_state\.pt": "of DeepSpeed in its universal form, which is not read yet: give the one that it is of",
+    r"(zero_pp_rank|mp_rank_\d+_model_states|layer_\d+).*\.pt": "of DeepSpeed without the optimizer's files: give one file",
     r"(.*/)?mp_rank_\d+(_\d+)*/(model_optim_rng|distrib_optim)\.pt": "of Megatron, by ranks, which is not read yet",
     r"latest_checkpointed_iteration\.txt": "the folder of a Megatron run: give the folder of one iteration",
     r"_CHECKPOINT_METADATA|manifest\.ocdbt|(.*/)?ocdbt\.process_.*": "of Orbax, which is not read yet",
