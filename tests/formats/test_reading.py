@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import bytecheckpoint
-from bytecheckpoint.errors import CheckpointNotFoundError
+from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
 from tests.formats.golden.make_deepspeed import Net
 from tests.support.settings import using
 from tests.support.worlds import on_ranks
@@ -146,3 +146,12 @@ def test_an_optimizer_of_dcp(tmp_path: Path) -> None:
     assert new.param_groups[0]["lr"] == 0.1
     named = {n: {"fp32": p.detach(), **optimizer.state[p]} for n, p in model.named_parameters()}
     assert_resumed(other, new, named)
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    path = stored(tmp_path)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    for call in (bytecheckpoint.open, lambda found: bytecheckpoint.load(found, {"model": net()})):
+        with pytest.raises(CorruptCheckpointError, match=r"model\.pt"):
+            call(path)

@@ -212,8 +212,10 @@ class CatalogReader:
     def _begin_here(self) -> None:
         """Read the head from the storage."""
         for attempt in range(_ATTEMPTS):
+            size = 0
             try:
-                self._begin(size := self._opened().size)
+                size = self._opened().size
+                self._begin(size)
             except CorruptCheckpointError:
                 self.close()
                 self.groups, self._pieces = None, {}
