@@ -33,7 +33,6 @@ _TORCH: Final = (".pt", ".pth", ".bin", ".ckpt")
 _PICKLE: Final = b"\x80"
 #: Pattern of a file's name -> description of a folder that has such a file. The first that fits counts.
 _PROGRAMS: Final = {
-    re.escape(CATALOG_NAME): "a checkpoint of this package: load or open it as such",
     r"latest(_universal)?|.*/(bf16_)?zero_pp_rank_.*": "the folder of a DeepSpeed run: give the folder of one step",
     r"zero/optimizer_state\.pt": "of DeepSpeed in its universal form, which is not read yet: give the one that it is of",
     r"(zero_pp_rank|mp_rank_\d+_model_states|layer_\d+).*\.pt": "of DeepSpeed without the optimizer's files: give one file",
@@ -74,6 +73,8 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
     if name is not None:
         return _of_file(storage, name)
     names = [found for found, _ in storage.list()]
+    if CATALOG_NAME in names:
+        raise CheckpointNotFoundError(f"{storage.url} is a checkpoint of this package, not of another program")
     if not names:
         raise CheckpointNotFoundError(f"{storage.url} is empty, or there is no such folder")
     if metadata_files(names):

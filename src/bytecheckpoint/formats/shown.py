@@ -12,7 +12,6 @@ from bytecheckpoint.formats.foreign import ForeignCheckpoint
 from bytecheckpoint.representation.boxes import BoxTable, Int64s, widened
 from bytecheckpoint.representation.catalog import FOREIGN, SHARED, VALUES_SLOT, Catalog, StorageFile, TensorTable
 from bytecheckpoint.representation.string_column import StringColumn
-from bytecheckpoint.representation.values.codec import decode, encode
 from bytecheckpoint.representation.values.tree import TensorRef
 
 __all__ = ["VALUES_NAME", "with_values"]
@@ -76,6 +75,8 @@ def _with_slots(
         strides: strides of its rows, as in `Catalog`.
         values: encoded trees of plain values by state.
     """
+    from bytecheckpoint.representation.values.codec import decode, encode  # imports torch, which a list does without
+
     found = dict(values)
     names: dict[tuple[str, str], tuple[str, str]] = {}
     for state, blob in values.items():
