@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bytecheckpoint.cli.format import plural, print_json, print_table, printable
-from bytecheckpoint.engine.catalogs import open_catalog, read_catalog
+from bytecheckpoint.engine.catalogs import open_catalog
 from bytecheckpoint.errors import CheckpointError, UsageError
 from bytecheckpoint.layouts.binding import Binding, BoundSide, bind
+from bytecheckpoint.layouts.config import flattened
 from bytecheckpoint.layouts.layout import Layout, builtin_names, find
 from bytecheckpoint.layouts.matching import Side
 from bytecheckpoint.storage import Storage, resolve
@@ -55,13 +56,14 @@ def check(
             if path is None:
                 sides.append(None)
                 continue
-            storage = open_catalog(resolve(path))[0]  # of this package or of another program
-            catalog = read_catalog(storage)[0]
+            storage, reader = open_catalog(resolve(path))  # of this package or of another program
+            reader.close()
+            catalog = reader.catalog
             keys = [(i, key.fqn) for i, key in enumerate(catalog.keys()) if key.state == state and not key.slot]
             if not keys:
                 raise UsageError(f"{storage.url} has no tensors in the state '{state}'")
             sides.append(Side([fqn for _, fqn in keys], [catalog.shape(i) for i, _ in keys]))
-            config |= _flat(_read_config(storage), naming)
+            config |= flattened(naming, _read_config(storage))
         config |= dict(map(_setting, settings))
         if layout.fits and not layout.is_for(config):
             lines.append(f"the layout is for {layout.fits}")
@@ -109,14 +111,6 @@ def _read_config(storage: Storage) -> dict[str, object]:
     except (CheckpointError, FileNotFoundError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}
-
-
-def _flat(config: dict[str, object], prefix: str) -> dict[str, object]:
-    result: dict[str, object] = {}
-    for key, value in config.items():
-        name = f"{prefix}.{key}"
-        result |= _flat(value, name) if isinstance(value, dict) else {name: value}
-    return result
 
 
 def _setting(text: str) -> tuple[str, object]:

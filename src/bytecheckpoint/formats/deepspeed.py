@@ -24,7 +24,6 @@ from bytecheckpoint.formats.meanings import StoredTensor
 from bytecheckpoint.formats.torch_save import read_object
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.representation.boxes import BoxTable, row_major
-from bytecheckpoint.representation.catalog import row_order
 from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.values.tree import TensorRef
@@ -265,8 +264,6 @@ class _FolderOfRanks:
         boxes = BoxTable(tensor[found.source], found.offsets, found.lengths)
         begin = np.array(ranges.begin, np.int64)[found.source] + (found.flat_start - start[found.source]) * items
         files = np.array(ranges.file, np.int32)[found.source]
-        if (order := row_order(boxes)) is not None:
-            boxes, files, begin = boxes.take(order), files[order], begin[order]
         return RowColumns(boxes, files, begin, row_major(boxes.lengths))
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from bytecheckpoint.errors import CorruptCheckpointError
 from bytecheckpoint.formats.meanings import StoredTensor
 from bytecheckpoint.formats.sharded import ShardedValue
-from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major
+from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major, widened
 from bytecheckpoint.representation.catalog import (
     FOREIGN,
     SHARED,
@@ -216,7 +216,7 @@ class ForeignColumns:
         file, begin = np.array(files, np.int32), np.array(begins, np.int64)
         if columns is not None:
             boxes = BoxTable.concat([columns.boxes, boxes])
-            strides = np.concatenate([_widened(columns.strides, boxes.ndim), _widened(strides, boxes.ndim)])
+            strides = np.concatenate([widened(each, boxes.ndim, 1) for each in (columns.strides, strides)])
             file = np.concatenate([columns.file, file])
             begin = np.concatenate([columns.begin, begin])
         shapes = BoxTable.build(range(len(self.shapes)), self.shapes, self.shapes, boxes.ndim).lengths
@@ -227,6 +227,7 @@ class ForeignColumns:
         # Along a dimension of one element, and in a row without elements, any stride will do.
         strides = np.where((boxes.lengths > 1) & ~empty[:, None], strides, dense)
         length = np.where(empty, 0, (((boxes.lengths - 1) * strides).sum(axis=1) + 1) * item)
+        has_strides = bool((strides != dense).any())
         order = row_order(boxes)
         if order is not None:
             boxes, file, begin, length = boxes.take(order), file[order], begin[order], length[order]
@@ -251,8 +252,4 @@ class ForeignColumns:
             aliases=self.aliases,
             info=info,
         )
-        return catalog, None if bool((strides == row_major(boxes.lengths)).all()) else strides
-
-
-def _widened(strides: Int64s, ndim: int) -> Int64s:
-    return np.pad(strides, ((0, 0), (0, ndim - strides.shape[1])), constant_values=1)
+        return catalog, strides if has_strides else None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from bytecheckpoint.layouts.axes import TextError
 
-__all__ = ["Config", "check_condition", "check_size", "condition", "dim_size", "keys_of"]
+__all__ = ["Config", "check_condition", "check_size", "condition", "dim_size", "flattened", "keys_of"]
 
 Config = Mapping[str, object]
 _WORD = r"[^\W\d]\w*(?:\.\w+)*"
@@ -16,6 +16,15 @@ _CLAUSE = re.compile(rf"(not\s+)?({_WORD}(?:\s*\|\s*{_WORD})*)(?:\s*(!=|=)\s*(\S
 _KEY = re.compile(r"[^\W\d]\w*(?:\.\w+)+")
 _LARGEST = 1 << 53  # beyond it floats are not exact
 _CONSTANTS = {"true": True, "false": False, "none": None}
+
+
+def flattened(prefix: str, values: Mapping[str, object]) -> dict[str, object]:
+    """Return a nested configuration with one key for each value, as `hf.rope_parameters.rope_theta`."""
+    result: dict[str, object] = {}
+    for key, value in values.items():
+        name = f"{prefix}.{key}"
+        result |= flattened(name, value) if isinstance(value, Mapping) else {name: value}
+    return result
 
 
 def keys_of(text: str) -> Iterator[str]:

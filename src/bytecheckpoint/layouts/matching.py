@@ -20,7 +20,17 @@ from bytecheckpoint.layouts.statements import Alias, Scales, Statement
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.similar_names import SimilarNames
 
-__all__ = ["MatchedSide", "Rows", "Side", "TextCodes", "active_rules", "check_left_over", "match_side", "text_error"]
+__all__ = [
+    "MatchedSide",
+    "Rows",
+    "Side",
+    "TextCodes",
+    "active_rules",
+    "check_left_over",
+    "match_side",
+    "skeletons",
+    "text_error",
+]
 
 _DIGITS = re.compile(r"[0-9]+")
 _MOST_SHOWN = 5
@@ -144,8 +154,7 @@ def match_side(
     texts_of = [{right: left for left, right in parsed.rule.names.items()} if number else {} for parsed in rules]
     found: dict[tuple[int, int], tuple[list[int], list[int], list[list[int]]]] = {}
     candidates: dict[str, list[tuple[int, int, Family]]] = {}
-    skeletons = _skeletons(names)
-    for tensor, name, skeleton in zip(tensors, names, skeletons, strict=True):
+    for tensor, name, skeleton in zip(tensors, names, skeletons(names), strict=True):
         if alone and tensor in matched.copies:
             continue
         possible = candidates.get(skeleton)
@@ -169,7 +178,7 @@ def match_side(
     return matched
 
 
-def _skeletons(names: Sequence[str]) -> list[str]:
+def skeletons(names: Sequence[str]) -> list[str]:
     """Return the names with `#` for each run of digits, so that most names of a model are equal."""
     joined = "\0".join(names)
     if joined.count("\0") != len(names) - 1:

@@ -15,12 +15,14 @@ import numpy as np
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError, listed
 from bytecheckpoint.layouts import Layout
 from bytecheckpoint.layouts.binding import Binding, BoundSide, bind
+from bytecheckpoint.layouts.config import flattened
 from bytecheckpoint.layouts.layout import builtin_names, find
 from bytecheckpoint.layouts.lowering import PartBoxes, to_parts
-from bytecheckpoint.layouts.matching import Side
+from bytecheckpoint.layouts.matching import Side, skeletons
 from bytecheckpoint.planning.read_plan import StoredRows, stored_rows
 from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major, widened
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog, TensorTable
+from bytecheckpoint.representation.catalog_rows import ranges
 from bytecheckpoint.representation.dtypes import itemsize
 
 __all__ = ["LaidOut", "LiveSide", "choose_layout", "lay_out"]
@@ -218,15 +220,7 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
 def _stored_config(catalog: Catalog) -> dict[str, Any]:
     """Return the configuration that a foreign folder has, under the name of its side."""
     found = catalog.info.get("config")
-    return dict(_flattened("hf", found)) if isinstance(found, dict) else {}
-
-
-def _flattened(prefix: str, values: Mapping[str, Any]) -> Any:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flattened(f"{prefix}.{name}", value)
-        else:
-            yield f"{prefix}.{name}", value
+    return flattened("hf", found) if isinstance(found, dict) else {}
 
 
 def _stored_side(layout: Layout, names: Sequence[str]) -> int | None:
@@ -235,10 +229,12 @@ def _stored_side(layout: Layout, names: Sequence[str]) -> int | None:
     Raises:
         UsageError: the names fit both sides.
     """
+    kinds = skeletons(names)
     fits = []
     for side in (0, 1):
-        families = [f for parsed in layout.parsed for f in parsed.families if f.side == side]
-        fits.append(sum(any(f.template.match(name) for f in families) for name in names))
+        templates = [f.template for parsed in layout.parsed for f in parsed.families if f.side == side]
+        of_kind = {kind: [t for t in templates if t.skeleton.fullmatch(kind)] for kind in set(kinds)}
+        fits.append(sum(any(t.match(n) for t in of_kind[kind]) for n, kind in zip(names, kinds, strict=True)))
     if not any(fits):
         return None
     if fits[0] == fits[1]:
@@ -257,9 +253,8 @@ def _names(catalog: Catalog, state: str, numbers: Int64s) -> tuple[list[str], In
 def _in_parts(stored: StoredRows, side: BoundSide, tensors: Int64s, first_part: int) -> StoredRows:
     """Return the stored rows of a side's tensors as rows of parts."""
     first, stop = (np.searchsorted(stored.boxes.tensor, tensors, side=at) for at in ("left", "right"))
-    count = stop - first
-    number = np.repeat(np.arange(len(tensors)), count)
-    row = np.arange(len(number)) - np.repeat(np.cumsum(count) - count, count) + first[number]
+    number = np.repeat(np.arange(len(tensors)), stop - first)
+    row = ranges(first, stop - first)
     boxes = stored.boxes.take(row)
     strides = row_major(boxes.lengths) if stored.strides is None else stored.strides[row]
     found, _ = to_parts(side.places, BoxTable(number, boxes.offsets, boxes.lengths), strides, target=False)

@@ -160,10 +160,11 @@ class HeldShards:
                 exchanged: list[int] = []
                 for part in self._parts:
                     if isinstance(part, LaterShards):
-                        made, before = made + part.made(), len(made)
+                        before = len(made)
+                        made += part.made()
                         exchanged += (before + number for number in part.exchanged)
                     else:
-                        made = made + part
+                        made += part
                 if self.proof is not None:
                     self.proof.watch(made, exchanged)
                 self._made, self._parts = made, []

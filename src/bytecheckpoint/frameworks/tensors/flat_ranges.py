@@ -21,7 +21,7 @@ from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import ParameterName
 from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor
 from bytecheckpoint.frameworks.tensors.plain import plain_shard
-from bytecheckpoint.representation.boxes import Int64s
+from bytecheckpoint.representation.boxes import Int64s, row_major
 from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 
@@ -167,7 +167,7 @@ def flat_range_shards(ranges: Sequence[FlatRange]) -> list[LiveShard]:
     # One as_strided makes a view of any box; slicing and reshaping take several calls.
     stride = stride[boxes.source]
     places = origin[boxes.source] + (boxes.flat_start - start[boxes.source] + offset[boxes.source]) * stride
-    strides = _row_major_strides(boxes.lengths) * stride[:, None]
+    strides = row_major(boxes.lengths) * stride[:, None]
     offset_rows, length_rows, stride_rows = (
         _rows(column, boxes.source, ranges) for column in (boxes.offsets, boxes.lengths, strides)
     )
@@ -308,10 +308,3 @@ def _in_memory_order(flat: FlatRange) -> tuple[int, ...]:
     if not inside or any(o < 0 or o + n > s for s, o, n in zip(shape, origin, lengths, strict=True)):
         raise UsageError(f"{flat.key}: {box} does not lie inside the tensor's shape {shape}")
     return tuple(lengths[dim] for dim in order)
-
-
-def _row_major_strides(lengths: Int64s) -> Int64s:
-    """Return the strides of dense boxes, in elements, shape [m, d]."""
-    strides = np.ones_like(lengths)
-    strides[:, :-1] = np.cumprod(lengths[:, :0:-1], axis=1)[:, ::-1]
-    return strides
