@@ -30,14 +30,15 @@ def in_turn(world: ThreadWorld, one: _Calls, steps: range, *, together: bool) ->
         world: the ranks.
         one: function that makes the calls of a step.
         steps: the steps.
-        together: True if ranks begin each step together, as a training with collectives does.
+        together: True if ranks begin each step together, as a training with collectives does; else they begin only
+            the first of the good steps together, because a busy machine can hold a rank back for longer than a limit.
     """
     barrier = threading.Barrier(world.size)
 
     def every(collective: Collective) -> list[Any]:
         found = []
         for step in steps:
-            if together:
+            if together or step == GOOD_STEPS[0]:
                 barrier.wait(60)
             found.append(attempt(one, collective, step))
         return found
