@@ -50,6 +50,7 @@ _PHRASES = [(re.compile(pattern, re.IGNORECASE), say) for pattern, say in PHRASE
 
 #: Functions and classes that may have more parameters or fields, with the reason.
 MANY_FIELDS: dict[str, str] = {
+    "bytecheckpoint.cli.app.export": "the options of a command",
     "bytecheckpoint.dataloader.recipe.__init__": "keyword options, each with a default",
     "bytecheckpoint.storage.testing.fault_rule.FaultRule": "keyword options, each with a default",
     "bytecheckpoint.tiers.cooldown.CoolStep": "members of a documented JSON object",

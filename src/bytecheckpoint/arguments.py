@@ -17,7 +17,7 @@ import numpy as np
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Strict
 from bytecheckpoint.frameworks.selection import NameSelection
-from bytecheckpoint.layouts.layout import Layout, find
+from bytecheckpoint.layouts.layout import Layout, find_or_read
 from bytecheckpoint.settings import Settings, settings
 
 __all__ = [
@@ -161,7 +161,7 @@ def check_layout(layout: object) -> Layout | Literal["auto"] | None:
     name = os.fspath(layout)
     if name == "auto":
         return "auto"
-    return Layout.read(name) if os.sep in name or name.endswith(".layout") else find(name)
+    return find_or_read(name)
 
 
 def check_metadata(metadata: object) -> None:

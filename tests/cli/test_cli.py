@@ -98,7 +98,7 @@ def test_ls_of_a_folder(cli: Cli, copied: Path) -> None:
     assert [step["status"] for step in found["checkpoints"]] == ["uncommitted", "committed"]
     committed = found["checkpoints"][1]
     assert committed.keys() == {
-        "name", "status", "created", "bytes", "files", "tensors", "state_names", "world_size", "framework"
+        "name", "status", "created", "format", "bytes", "files", "tensors", "state_names", "world_size", "framework"
     }  # fmt: skip
     assert (committed["tensors"], committed["world_size"]) == (3, 1)
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import bytecheckpoint
+from bytecheckpoint.cli.main import run
+from bytecheckpoint.storage import resolve
 from tests.loading.test_layouts import assert_holds, folder_of, fused, module_of, weights
 from tests.servers.s3 import S3Server
 
@@ -29,3 +31,14 @@ def test_a_folder_and_a_file(s3: S3Server, bucket: str, tmp_path: Path) -> None:
         assert_holds(module, weights())
     with bytecheckpoint.open(f"s3://{bucket}/other/whole.pt") as found:
         assert found["extra_states/epoch"] == 4
+
+
+def test_tools(s3: S3Server, bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"model": weights(), "epoch": 4}, tmp_path / "whole.pt")
+    s3.request("PUT", f"/{bucket}/a/whole.pt", body=(tmp_path / "whole.pt").read_bytes())
+    for path in (f"s3://{bucket}/a", f"s3://{bucket}/a/whole.pt"):
+        for tool in (["ls", path], ["inspect", path], ["diff", path, tmp_path / "whole.pt"]):
+            assert run([str(word) for word in tool]) == 0
+        assert run(["rm", path]) == run(["gc", path]) == 1 and run(["repair", path]) == 2
+        assert capsys.readouterr().err.count("is a checkpoint of another program") == 3
+    assert [name for name, _ in resolve(f"s3://{bucket}/a").list()] == ["whole.pt"]

@@ -21,6 +21,14 @@ app = typer.Typer(
 
 Path = Annotated[str, typer.Argument(metavar="PATH", help="Folder or URL of one checkpoint.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+LayoutOption = Annotated[
+    str | None,
+    typer.Option(
+        "--layout",
+        metavar="LAYOUT",
+        help="Layout by which the first checkpoint is seen: a name, a *.layout file, auto.",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")]
 # Argument and options of the verbs about the metrics of a run.
 Root = Annotated[str, typer.Argument(metavar="ROOT", help="Folder or URL of a run.", show_default=False)]
@@ -69,12 +77,13 @@ def inspect(
     values: Annotated[bool, typer.Option("--values", help="Show plain values too.")] = False,
     boxes: Annotated[bool, typer.Option("--boxes", help="Show every stored box with its file and bytes.")] = False,
     rank: Annotated[int | None, typer.Option(min=0, help="With --values: rank whose values are shown.")] = None,
+    layout: LayoutOption = None,
     json: Json = False,
 ) -> Job:
     """Show tensors (dtype, shape, bytes, boxes), the layout of the save, and the bytes of each writer."""
     from bytecheckpoint.cli.inspect import inspect
 
-    return partial(inspect, path, patterns or [], values=values, boxes=boxes, rank=rank, json=json)
+    return partial(inspect, path, patterns or [], values=values, boxes=boxes, rank=rank, layout=layout, json=json)
 
 
 @app.command()
@@ -113,12 +122,13 @@ def diff(
     b: Annotated[str, typer.Argument(metavar="B", help="Another one.", show_default=False)],
     rtol: Annotated[float, typer.Option(help="Relative tolerance.")] = 0.0,
     atol: Annotated[float, typer.Option(help="Absolute tolerance.")] = 0.0,
+    layout: LayoutOption = None,
     json: Json = False,
 ) -> Job:
     """Compare two checkpoints tensor by tensor; bit by bit unless a tolerance is given."""
     from bytecheckpoint.cli.tools import diff
 
-    return partial(diff, a, b, rtol=rtol, atol=atol, json=json)
+    return partial(diff, a, b, rtol=rtol, atol=atol, layout=layout, json=json)
 
 
 @app.command()
@@ -133,6 +143,7 @@ def export(
         str | None, typer.Option(help="Local folder of a model, whose files beside the weights are copied.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace weights that are there.")] = False,
+    layout: LayoutOption = None,
     json: Json = False,
 ) -> Job:
     """Write consolidated Hugging Face safetensors, sharded with an index, in bounded memory."""
@@ -140,7 +151,7 @@ def export(
 
     return partial(
         export, src, dst, state=state, dtype=dtype, max_shard_size=max_shard_size, adapter=adapter,
-        files_from=files_from, force=force, json=json,
+        files_from=files_from, force=force, layout=layout, json=json,
     )  # fmt: skip
 
 

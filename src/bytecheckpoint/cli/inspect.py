@@ -9,21 +9,37 @@ from typing import Any
 
 import numpy as np
 
-from bytecheckpoint.cli.format import as_json, plural, print_json, print_table, printable, size_text, typed_value
-from bytecheckpoint.cli.ls import open_catalog, summary
+from bytecheckpoint.cli.format import as_json, print_json, print_table, printable, size_text, typed_value
+from bytecheckpoint.cli.ls import open_catalog, origin, summary, tensor_bytes
 from bytecheckpoint.engine.catalogs import check_rank
-from bytecheckpoint.errors import shown
+from bytecheckpoint.errors import UsageError, shown
+from bytecheckpoint.formats.shown import VALUES_NAME
+from bytecheckpoint.layouts.layout import find_or_read
+from bytecheckpoint.planning.part_space import lay_out, layout_of_model
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
 
 __all__ = ["inspect"]
 
 
-def inspect(path: str, patterns: Sequence[str], *, values: bool, boxes: bool, rank: int | None, json: bool) -> int:
+def inspect(
+    path: str,
+    patterns: Sequence[str],
+    *,
+    values: bool,
+    boxes: bool,
+    rank: int | None,
+    layout: str | None,
+    json: bool,
+) -> int:
     """Print the tensors, the layout and the writers of a checkpoint."""
+    if boxes and layout is not None:
+        raise UsageError("--boxes shows stored boxes, which have the names of the checkpoint: leave --layout out")
     storage, catalog = open_catalog(path)
     check_rank(storage.url, catalog, rank)
-    tensors = _tensors(catalog, patterns, boxes)
     writers = _writers(catalog)
+    if layout is not None:
+        catalog = lay_out(catalog, layout_of_model(catalog) if layout == "auto" else find_or_read(layout)).catalog
+    tensors = _tensors(catalog, patterns, boxes)
     info = catalog.info
     about = {
         "path": storage.url,
@@ -32,7 +48,7 @@ def inspect(path: str, patterns: Sequence[str], *, values: bool, boxes: bool, ra
         "versions": info.get("versions"),
         "metadata": info.get("metadata"),
     }
-    plain = _values(path, patterns, rank) if values else []
+    plain = _values(path, patterns, rank, layout) if values else []
     if json:
         about |= {"tensors": tensors, "writers": writers}
         if values:
@@ -42,7 +58,7 @@ def inspect(path: str, patterns: Sequence[str], *, values: bool, boxes: bool, ra
         print_json(about)
         return 0
     print(printable(storage.url))
-    print(printable(f"saved {about['created']} by {plural(about['world_size'], 'rank')} ({about['framework']})"))
+    print(printable(origin(about)))
     for name in ("layout", "versions", "metadata"):
         if about[name]:
             print(printable(f"{name}: {_in_words(about[name])}"))
@@ -90,7 +106,7 @@ def _tensors(catalog: Catalog, patterns: Sequence[str], boxes: bool) -> list[dic
     row_tensor = catalog.boxes.tensor
     number = np.bincount(row_tensor, minlength=count)
     first = np.cumsum(number) - number
-    nbytes = np.add.reduceat(catalog.byte_length, first) if count else first
+    nbytes = tensor_bytes(catalog)
     writer = np.array([file.rank for file in catalog.files], np.int64)[catalog.file]
     pairs = np.unique(np.stack([row_tensor, writer], axis=1), axis=0)
     ranks = np.split(pairs[:, 1], np.searchsorted(pairs[:, 0], np.arange(1, count)))
@@ -182,20 +198,22 @@ def _ranges(ranks: Sequence[int]) -> str:
 def _writers(catalog: Catalog) -> list[dict[str, Any]]:
     total: dict[int, list[int]] = {}
     for file in catalog.files:
+        if file.name.startswith(VALUES_NAME):
+            continue
         entry = total.setdefault(file.rank, [0, 0])
         entry[0] += 1
         entry[1] += file.size
     return [{"rank": rank, "files": files, "bytes": nbytes} for rank, (files, nbytes) in sorted(total.items())]
 
 
-def _values(path: str, patterns: Sequence[str], rank: int | None) -> list[tuple[str, Any, str]]:
+def _values(path: str, patterns: Sequence[str], rank: int | None, layout: str | None) -> list[tuple[str, Any, str]]:
     """Return (key, value, error) of each plain value."""
     from bytecheckpoint.errors import IncompatibleCheckpointError
     from bytecheckpoint.opening import open as open_checkpoint
     from bytecheckpoint.opening.view import CheckpointView
 
     found: list[tuple[str, Any, str]] = []
-    with open_checkpoint(path, rank=rank) as checkpoint:
+    with open_checkpoint(path, rank=rank, layout=layout) as checkpoint:
         view = CheckpointView.of(checkpoint)
         for key in checkpoint:
             if view.stored_under(key) is not None or not _matches(key, patterns):

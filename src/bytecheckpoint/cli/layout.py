@@ -11,7 +11,7 @@ from bytecheckpoint.engine.catalogs import open_catalog
 from bytecheckpoint.errors import CheckpointError, UsageError
 from bytecheckpoint.layouts.binding import Binding, BoundSide, bind
 from bytecheckpoint.layouts.config import flattened
-from bytecheckpoint.layouts.layout import Layout, builtin_names, find
+from bytecheckpoint.layouts.layout import builtin_names, find, find_or_read
 from bytecheckpoint.layouts.matching import Side
 from bytecheckpoint.storage import Storage, resolve
 
@@ -23,7 +23,7 @@ _CONFIG = "config.json"
 def show(name: str | None, *, json: bool) -> int:
     """Print the text of a layout, or the list of those that are built in."""
     if name is not None:
-        layout = _layout(name)
+        layout = find_or_read(name)
         print(Path(layout.file).read_text("utf-8"), end="")
         return 0
     layouts = [find(name) for name in builtin_names()]
@@ -39,7 +39,7 @@ def check(
     name: str, *, left: str | None, right: str | None, states: tuple[str, str], settings: Sequence[str], json: bool
 ) -> int:
     """Check a layout, and that it fits the tensors of checkpoints, of which only headers are read."""
-    layout = _layout(name)
+    layout = find_or_read(name)
     rules = len(layout.parsed)
     about: dict[str, object] = {
         "ok": True,
@@ -80,11 +80,6 @@ def check(
     else:
         print("\n".join(map(printable, lines)))
     return 0
-
-
-def _layout(name: str) -> Layout:
-    path = Path(name)
-    return Layout.read(path) if path.is_file() or path.suffix else find(name)
 
 
 def _about(binding: Binding, sides: Sequence[Side | None]) -> dict[str, object]:

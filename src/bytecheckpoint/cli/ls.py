@@ -20,6 +20,9 @@ from bytecheckpoint.cli.format import (
 from bytecheckpoint.concurrency import call_with_timeout, parallel_map
 from bytecheckpoint.engine.catalogs import read_catalog, read_outline, read_summary
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageUnavailableError
+from bytecheckpoint.formats.detect import as_checkpoint
+from bytecheckpoint.formats.shown import VALUES_NAME
+from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog, CatalogSummary
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, natural_order
@@ -27,14 +30,14 @@ from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.tiers.storage import hot_part
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["explain_missing_catalog", "ls", "open_catalog", "summary"]
+__all__ = ["explain_missing_catalog", "ls", "open_catalog", "origin", "summary", "tensor_bytes"]
 
 #: Catalogs to read at the same time from a storage far away: small files, each of which it answers late.
 _READS = 16
 
 
 def open_catalog(path: str) -> tuple[Storage, Catalog]:
-    """Open the catalog at `path`.
+    """Open the catalog at `path`, or that of a checkpoint of another program, about which notes are printed.
 
     Raises:
         CheckpointNotFoundError: there is no catalog; the message says what is there instead.
@@ -43,7 +46,16 @@ def open_catalog(path: str) -> tuple[Storage, Catalog]:
     try:
         return storage, read_catalog(storage)[0]
     except CheckpointNotFoundError as error:
+        return _open_foreign(storage, error)
+
+
+def _open_foreign(storage: Storage, error: CheckpointNotFoundError) -> tuple[Storage, Catalog]:
+    """Open the catalog of another program's checkpoint. Raises `error`, or a better one, if there is none."""
+    foreign = as_checkpoint(storage)
+    if foreign is None:
         raise explain_missing_catalog(storage, error) from None
+    print_notes(foreign.notes())
+    return foreign, read_catalog(foreign)[0]
 
 
 def explain_missing_catalog(storage: Storage, error: CheckpointNotFoundError) -> CheckpointNotFoundError:
@@ -72,12 +84,15 @@ def ls(path: str, *, json: bool) -> int:
         catalog = read_outline(listed)
     except CheckpointNotFoundError as error:
         steps = _steps(listed)
-        if not steps:
-            raise (
-                StorageUnavailableError(unreachable) if unreachable else explain_missing_catalog(storage, error)
-            ) from None
-        damaged = _show_steps(listed, steps, json, unreachable)
+        if steps:
+            damaged = _show_steps(listed, steps, json, unreachable)
+        elif unreachable:
+            raise StorageUnavailableError(unreachable) from None
+        else:
+            _show_one(*_open_foreign(storage, error), json, unreachable)
     else:
+        if catalog.is_foreign:  # its files hold several states, so the rows count
+            catalog = read_catalog(listed)[0]
         _show_one(listed, catalog, json, unreachable)
     if unreachable and not json:
         print_notes([f"only this machine's hot tier is listed, as the durable storage does not answer: {unreachable}"])
@@ -112,15 +127,24 @@ def _steps(storage: Storage) -> list[dict[str, Any]]:
 
 def summary(found: CatalogSummary) -> dict[str, Any]:
     """Return the facts of a checkpoint that fit on one line."""
+    files = [file for file in found.files if not file.name.startswith(VALUES_NAME)]  # those lie in memory
     return {
         "created": format_time(found.info.get("created")),
-        "bytes": sum(file.size for file in found.files),
-        "files": len(found.files),
+        "format": found.info.get("format"),
+        "bytes": sum(file.size for file in files),
+        "files": len(files),
         "tensors": found.tensors,
         "state_names": found.states,
         "world_size": found.info.get("world_size"),
         "framework": found.info.get("framework"),
     }
+
+
+def origin(about: dict[str, Any]) -> str:
+    """Return who wrote a checkpoint, and when, in words."""
+    if about["format"]:
+        return f"{about['format']}, of another program"
+    return f"saved {about['created']} by {plural(about['world_size'], 'rank')} ({about['framework']})"
 
 
 def _show_steps(storage: Storage, steps: list[dict[str, Any]], json: bool, unreachable: str) -> bool:
@@ -149,15 +173,23 @@ def _show_steps(storage: Storage, steps: list[dict[str, Any]], json: bool, unrea
     return bad
 
 
+def tensor_bytes(catalog: Catalog) -> Int64s:
+    """Return the number of bytes of the elements of each tensor, int64 [t]."""
+    element = np.array([itemsize(name) for name in catalog.dtype.values], np.int64)[catalog.dtype.codes]
+    nbytes: Int64s = catalog.shapes.prod(axis=1) * element
+    return nbytes
+
+
 def _show_one(storage: Storage, catalog: Catalog, json: bool, unreachable: str) -> None:
     states: list[dict[str, Any]] = []
     values = catalog.slot.codes == catalog.slot.codes_of([VALUES_SLOT])[0]
-    # By whole tensors and files: of a large catalog the rows are not here.
-    element = np.array([itemsize(name) for name in catalog.dtype.values], np.int64)[catalog.dtype.codes]
-    nbytes = catalog.shapes.prod(axis=1) * element
+    nbytes = tensor_bytes(catalog)
     for state in catalog.states():
         chosen = catalog.of_state(state)
-        files = [file for file in catalog.files if file.state == state]
+        files = [file for file in catalog.files if file.state == state]  # of a large catalog the rows are not here
+        if catalog.is_foreign:
+            of_state = catalog.file[np.isin(catalog.boxes.tensor, chosen[~values[chosen]])]
+            files = [catalog.files[number] for number in np.unique(of_state).tolist()]
         states.append(
             {
                 "state": state,
@@ -179,12 +211,7 @@ def _show_one(storage: Storage, catalog: Catalog, json: bool, unreachable: str) 
         print_json({**about, "unreachable": unreachable})
         return
     print(printable(storage.url))
-    print(
-        printable(
-            f"saved {about['created']} by {plural(about['world_size'], 'rank')} ({about['framework']}), "
-            f"{size_text(about['bytes'])} in {plural(about['files'], 'file')}"
-        )
-    )
+    print(printable(f"{origin(about)}, {size_text(about['bytes'])} in {plural(about['files'], 'file')}"))
     print_table(
         ["state", "tensors>", "size>", "files>", "ranks>", "plain values"],
         [

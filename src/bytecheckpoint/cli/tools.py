@@ -168,11 +168,13 @@ def cp(source: str, target: str, *, json: bool) -> int:
     return int(bool(failed))
 
 
-def diff(a: str, b: str, *, rtol: float, atol: float, json: bool) -> int:
+def diff(a: str, b: str, *, rtol: float, atol: float, layout: str | None, json: bool) -> int:
     """Compare two checkpoints and print the differences. Return 1 if there are any."""
+    from bytecheckpoint.opening import open as open_checkpoint
     from bytecheckpoint.tools import compare
 
-    report = compare(a, b, rtol=rtol, atol=atol)
+    with open_checkpoint(a, layout=layout) as first:
+        report = compare(first, b, rtol=rtol, atol=atol)
     if json:
         print_json({"a": resolve(a).url, "b": resolve(b).url, "equal": report.equal, **asdict(report)})
         return int(not report.equal)
@@ -189,13 +191,14 @@ def _print_messages(found: Iterable[Any], notes: Iterable[str]) -> None:
     print_notes(notes)
 
 
-def export(src: str, dst: str, *, max_shard_size: str, json: bool, **options: Any) -> int:
+def export(src: str, dst: str, *, max_shard_size: str, layout: str | None, json: bool, **options: Any) -> int:
     """Export a checkpoint. Return 1 if the conversion made finite values infinite."""
+    from bytecheckpoint.opening import open as open_checkpoint
     from bytecheckpoint.tools import export
 
     limit = parse_size(max_shard_size)
-    with progress_bar("exporting") as progress:
-        report = export(src, dst, max_shard_bytes=limit, progress=progress, **options)
+    with progress_bar("exporting") as progress, open_checkpoint(src, layout=layout) as source:
+        report = export(source, dst, max_shard_bytes=limit, progress=progress, **options)
     if json:
         print_json(asdict(report))
         return int(bool(report.overflowed))
@@ -306,9 +309,22 @@ def rm(paths: Sequence[str], *, cold: bool, dry_run: bool, json: bool) -> int:
 def gc(paths: Sequence[str], *, older_than: str, dry_run: bool, json: bool) -> int:
     """Remove garbage. Return 1 if a place cannot be looked at."""
     from bytecheckpoint.tools import collect_garbage, collect_hot_garbage
+    from bytecheckpoint.tools.subject import refuse_other_programs
 
     age = parse_age(older_than)
-    calls: _Calls = {path: partial(collect_garbage, path, older_than=age, dry_run=dry_run) for path in paths}
+
+    def collect(path: str) -> list[Any]:
+        storage = resolve(path)
+        try:
+            found = collect_garbage(path, older_than=age, dry_run=dry_run)
+        except CheckpointNotFoundError:
+            refuse_other_programs(storage, "gc")
+            raise
+        if not found and not storage.version(CATALOG_NAME) and _steps_of_run(storage) is None:
+            refuse_other_programs(storage, "gc")
+        return found
+
+    calls: _Calls = {path: partial(collect, path) for path in paths}
     calls["the hot tier of this machine"] = partial(collect_hot_garbage, older_than=age, dry_run=dry_run)
     return _run(calls, dry_run=dry_run, json=json)
 

@@ -139,6 +139,12 @@ class ForeignStorage(WrappedStorage):
         self._read = read
         self._lock = threading.Lock()
         self._files: Mapping[str, bytes] | None = None
+        self._notes: tuple[str, ...] = ()
+
+    def notes(self) -> tuple[str, ...]:
+        """Return facts that a user should know: values that were left out, sizes that nothing proves."""
+        self._made(CATALOG_NAME)
+        return self._notes
 
     def _made(self, name: str) -> bytes | None:
         """Return the bytes of a file that the folder does not hold, None for one that it may hold."""
@@ -146,7 +152,9 @@ class ForeignStorage(WrappedStorage):
             return None
         with self._lock:
             if self._files is None:
-                catalog, values = with_values(self._read(self.inner))
+                found = self._read(self.inner)
+                catalog, values = with_values(found)
+                self._notes = found.notes
                 self._files = {CATALOG_NAME: encode(catalog), **values}
             return self._files.get(name)
 

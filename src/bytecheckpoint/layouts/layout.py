@@ -287,6 +287,11 @@ def find(name: str, beside: str = "") -> Layout:
     raise UsageError(f"there is no layout '{name}'{f': did you mean {near[0]}?' if near else ''}")
 
 
+def find_or_read(text: str) -> Layout:
+    """Return the layout that a user names: the file if the text has a slash or ends in ".layout", else one built in."""
+    return Layout.read(text) if os.sep in text or text.endswith(".layout") else find(text)
+
+
 def builtin_names() -> list[str]:
     """Return the names of the layouts that are built in."""
     return sorted(path.stem for path in _BUILTIN.glob("*.layout"))

@@ -13,7 +13,7 @@ from bytecheckpoint.layouts import Layout
 from bytecheckpoint.opening.box_reader import BoxReader
 from bytecheckpoint.opening.checkpoint import Checkpoint
 from bytecheckpoint.opening.entry import Entry
-from bytecheckpoint.planning.part_space import lay_out
+from bytecheckpoint.planning.part_space import lay_out, layout_of_model
 from bytecheckpoint.storage import Storage, resolve
 
 __all__ = ["Checkpoint", "Entry", "OutOfRangeError", "open"]
@@ -37,7 +37,7 @@ def open(
             dataloaders). If this rank has no value, or with None, a key shows the shared value if there is one, else that
             of the lowest rank.
         layout: layout by which the tensors are shown under other names (docs/layouts.md): a name of one that is built in, a
-            file, or a `Layout`.
+            file, a `Layout`, or "auto" for the only one that is built in for the model.
 
     Returns:
         The checkpoint; `close` it or use it in a `with` statement to release its files early.
@@ -63,9 +63,9 @@ def open(
     check_rank(storage.url, reader.catalog, rank)
     if (chosen := check_layout(layout)) is None:
         return Checkpoint(BoxReader(storage, reader.catalog, reader), rank)
-    if chosen == "auto":
-        raise UsageError("open(layout='auto'): nothing says which names to show; give the name of a layout")
     catalog = reader.catalog
+    if chosen == "auto":
+        chosen = layout_of_model(catalog)
     if reader.groups is not None:
         catalog = reader.rows(np.union1d(reader.groups.group, reader.groups.head_groups))
         reader.close()

@@ -25,7 +25,7 @@ from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog, 
 from bytecheckpoint.representation.catalog_rows import ranges
 from bytecheckpoint.representation.dtypes import itemsize
 
-__all__ = ["LaidOut", "LiveSide", "choose_layout", "lay_out"]
+__all__ = ["LaidOut", "LiveSide", "choose_layout", "lay_out", "layout_of_model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +147,28 @@ def choose_layout(catalog: Catalog, live: LiveSide) -> Layout | None:
     config = {**_stored_config(catalog), **live.config}
     here = {key.partition(".")[0] for key in live.config}
     found = [layout for layout in map(find, builtin_names()) if here & {*layout.sides} and layout.is_for(config)]
+    return _only_one(found, config, f" and a program of {' and '.join(sorted(here)) or 'unknown kind'}")
+
+
+def layout_of_model(catalog: Catalog) -> Layout:
+    """Return the only layout that is built in for a checkpoint's model, to whichever program.
+
+    Raises:
+        IncompatibleCheckpointError: nothing says which model the checkpoint has, or no layout or several are for it.
+    """
+    config = _stored_config(catalog)
+    return _only_one([layout for layout in map(find, builtin_names()) if layout.is_for(config)], config, "")
+
+
+def _only_one(found: Sequence[Layout], config: Mapping[str, Any], program: str) -> Layout:
     if len(found) == 1:
         return found[0]
     kind = config.get("hf.model_type")
     what = "a checkpoint without config.json" if kind is None else f"the model_type {kind!r}"
+    names = ", ".join(layout.name for layout in found) or ", ".join(builtin_names())
     raise IncompatibleCheckpointError(
-        f"layout='auto' finds {listed([layout.name for layout in found], 5) or 'no layout'} for {what} and a program of "
-        f"{' and '.join(sorted(here)) or 'unknown kind'}: give one of {', '.join(builtin_names())}, or a layout of your own"
+        f"layout='auto' finds {listed([layout.name for layout in found], 5) or 'no layout'} for {what}{program}: "
+        f"give one of {names}, or a layout of your own"
     )
 
 

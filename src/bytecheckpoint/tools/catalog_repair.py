@@ -27,7 +27,7 @@ from bytecheckpoint.representation.names import CATALOG_NAME, file_stem, generat
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tools.rebuild import build_catalog
-from bytecheckpoint.tools.subject import Subject, storage_of
+from bytecheckpoint.tools.subject import Subject, refuse_other_programs, storage_of
 from bytecheckpoint.tools.verify_files import Progress, VerifyFinding, verify_catalog
 
 __all__ = ["GenerationReport", "RepairReport", "generations_of_whole_saves", "repair"]
@@ -104,6 +104,7 @@ def repair(checkpoint: Subject, *, force: bool = False, progress: Progress | Non
         return RepairReport(storage.url, False, "", (), (), ("the catalog is sound; nothing was changed",))
     found = _generations(storage)
     if not found:
+        refuse_other_programs(storage, "repair")
         raise CheckpointNotFoundError(
             f"{storage.url} holds no storage files of a checkpoint; give the folder of one step"
         )

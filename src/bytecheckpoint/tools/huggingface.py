@@ -132,6 +132,11 @@ def export(
     if max_shard_bytes < 1:
         raise UsageError(f"max_shard_bytes is {max_shard_bytes}: give a positive number of bytes")
     with opened(checkpoint) as source:
+        if (
+            storage.url in (source.path, source.path.rpartition("/")[0])
+            and CheckpointView.of(source).catalog.is_foreign
+        ):
+            raise UsageError(f"{storage.url} holds the checkpoint itself: export into another folder")
         if state not in source.states:
             raise UsageError(f"{source.path} has no {state!r}; it holds {', '.join(source.states)}")
         view = CheckpointView.of(source)

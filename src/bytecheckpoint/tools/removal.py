@@ -39,7 +39,7 @@ from bytecheckpoint.tools.retirement import (
     tombstones,
     users_in,
 )
-from bytecheckpoint.tools.subject import Subject, storage_of
+from bytecheckpoint.tools.subject import Subject, refuse_other_programs, storage_of
 
 __all__ = ["Removal", "collect_garbage", "collect_hot_garbage", "remove"]
 
@@ -103,6 +103,8 @@ def remove(checkpoint: Subject, *, cold: bool = False, dry_run: bool = False) ->
             del names[CATALOG_NAME]
     if not any(name == CATALOG_NAME or generation_of(name) is not None for _, names in found for name in names):
         steps = [name for name in storage.folders() if CATALOG_NAME in dict(resolve(f"{storage.url}/{name}").list())]
+        if not steps:
+            refuse_other_programs(storage, "rm")
         no_seal = f": {_NO_SEAL}" if foreign else ""
         hint = f"; it is a folder of {len(steps)} steps: name those" if steps else no_seal
         raise CheckpointNotFoundError(f"{storage.url} holds no checkpoint{hint}")

@@ -7,12 +7,14 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeAlias, Union
 
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.formats.detect import as_checkpoint
 from bytecheckpoint.storage import Storage, resolve
 
 if TYPE_CHECKING:
     from bytecheckpoint.opening import Checkpoint
 
-__all__ = ["Subject", "opened", "storage_of"]
+__all__ = ["Subject", "opened", "refuse_other_programs", "storage_of"]
 
 #: A path or URL, a storage, or an open checkpoint.
 Subject: TypeAlias = Union[str, os.PathLike[str], Storage, "Checkpoint"]
@@ -24,6 +26,23 @@ def storage_of(subject: Subject) -> Storage:
         return resolve(subject)
     path: str = getattr(subject, "path", subject)  # type: ignore[arg-type]  # `resolve` refuses what is no path
     return resolve(path)
+
+
+def refuse_other_programs(storage: Storage, tool: str) -> None:
+    """Refuse a checkpoint of another program, at an address without one of this package.
+
+    Args:
+        storage: storage of the address.
+        tool: name of the tool, for the message.
+
+    Raises:
+        UsageError: there is one.
+        IncompatibleCheckpointError: there is one of a format that is not read.
+    """
+    if as_checkpoint(storage) is not None:
+        raise UsageError(
+            f"{storage.url} is a checkpoint of another program: {tool} works on those of this package only"
+        )
 
 
 @contextlib.contextmanager

@@ -1,0 +1,109 @@
+"""The command line's tools on folders and files of other programs, none of which they change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+import bytecheckpoint
+from bytecheckpoint.cli.main import run
+from tests.layouts.models import Family
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder of Hugging Face, two files of torch.save and a checkpoint of DCP, which the tests leave as they are."""
+    folder, family = tmp_path_factory.mktemp("foreign"), Family("mixtral")
+    (folder / "hf").mkdir()
+    torch.manual_seed(0)
+    save_file({name: torch.randn(shape) for name, shape in family.shapes.items()}, folder / "hf/model.safetensors")
+    (folder / "hf/config.json").write_text(json.dumps(family.config))
+    (folder / "hf/training_args.pt").write_bytes(b"of no format")
+    value = {"model": {"w": torch.arange(12.0).view(3, 4).t(), "b": torch.ones(3)}, "step": 3}
+    torch.save(value, folder / "new.pt")
+    torch.save(value, folder / "old.pt", _use_new_zipfile_serialization=False)
+    dcp.save(value, checkpoint_id=folder / "dcp")
+    before = listing(folder)
+    yield folder
+    assert listing(folder) == before
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Call:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = run([str(a) for a in arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def as_json(cli: Call, *arguments: object) -> Any:
+    code, out, err = cli(*arguments, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_ls(cli: Call, folder: Path) -> None:
+    found = as_json(cli, "ls", folder / "new.pt")
+    assert (found["format"], found["files"], found["bytes"]) == ("torch-save", 1, (folder / "new.pt").stat().st_size)
+    assert {s["state"]: (s["tensors"], s["files"], s["plain_values"]) for s in found["states"]} == {
+        "model": (2, 1, True), "extra_states": (0, 0, True)
+    }  # fmt: skip
+    code, out, err = cli("ls", folder / "hf")
+    assert code == 0 and "huggingface, of another program, " in out and "training_args.pt: not read" in err
+    assert as_json(cli, "ls", folder / "dcp")["tensors"] == as_json(cli, "ls", folder / "old.pt")["tensors"] == 2
+    assert cli("ls", folder)[2].endswith("new.pt, old.pt, ...): give one\n")
+
+
+def test_inspect(cli: Call, folder: Path) -> None:
+    found = as_json(cli, "inspect", folder / "new.pt", "--values", "--boxes")
+    assert found["writers"] == [{"rank": 0, "files": 1, "bytes": (folder / "new.pt").stat().st_size}]
+    tensors = {tensor["key"]: tensor for tensor in found["tensors"]}
+    assert tensors["model/w"]["shape"] == [4, 3] and tensors["model/w"]["bytes"] == 48
+    assert tensors["model/w"]["stored"][0]["file"] == "new.pt"
+    assert found["values"] == [{"key": "extra_states/step", "type": "int", "value": 3}]
+    names = {tensor["fqn"] for tensor in as_json(cli, "inspect", folder / "hf", "--layout", "auto")["tensors"]}
+    assert "decoder.layers.0.self_attention.linear_qkv.weight" in names
+    assert "leave --layout out" in cli("inspect", folder / "hf", "--layout", "mixtral", "--boxes")[2]
+
+
+def test_diff_and_export(cli: Call, folder: Path, tmp_path: Path) -> None:
+    assert cli("diff", folder / "new.pt", folder / "old.pt")[0] == 0
+    assert cli("diff", folder / "dcp", folder / "new.pt")[0] == 0
+    assert cli("export", folder / "new.pt", tmp_path / "new")[0] == 0
+    assert torch.equal(load_file(tmp_path / "new/model.safetensors")["w"], torch.arange(12.0).view(3, 4).t())
+    assert cli("export", folder / "hf", tmp_path / "megatron", "--layout", "auto")[0] == 0
+    assert cli("diff", folder / "hf", tmp_path / "megatron", "--layout", "mixtral")[0] == 0
+    code, _, err = cli("diff", folder / "hf", folder / "hf", "--layout", "nothing")
+    assert code == 2 and "there is no layout 'nothing'" in err
+    for source in ("hf", "hf/model.safetensors"):
+        code, _, err = cli("export", folder / source, folder / "hf", "--force")
+        assert code == 2 and "holds the checkpoint itself" in err
+
+
+def test_auto_names_the_layouts_among_which_to_choose(folder: Path, tmp_path: Path) -> None:
+    save_file({"x": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for path, text in ((tmp_path, "give one of llama, torchtitan_llama3"), (folder / "new.pt", "without config.json")):
+        with pytest.raises(bytecheckpoint.errors.IncompatibleCheckpointError, match=text):
+            bytecheckpoint.open(path, layout="auto")
+
+
+@pytest.mark.parametrize("tool", ["rm", "gc", "repair"])
+@pytest.mark.parametrize("name", ["hf", "new.pt", "dcp"])
+def test_tools_that_change_checkpoints_refuse_those_of_others(cli: Call, folder: Path, tool: str, name: str) -> None:
+    code, _, err = cli(tool, folder / name)
+    assert code and f"is a checkpoint of another program: {tool} works on those of this package only" in err
