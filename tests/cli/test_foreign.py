@@ -94,6 +94,14 @@ def test_diff_and_export(cli: Call, folder: Path, tmp_path: Path) -> None:
         assert code == 2 and "holds the checkpoint itself" in err
 
 
+def test_verify(cli: Call, folder: Path) -> None:
+    code, out, err = cli("verify", folder / "new.pt")
+    assert code == 0 and "2 tensors, 60 B in 1 file: sound" in out
+    assert "new.pt: the CRC32 of 2 of its parts was checked" in err
+    assert as_json(cli, "verify", f"fsspec+file://{folder}/new.pt")["bytes_read"] == 60
+    assert as_json(cli, "verify", folder / "old.pt")["notes"] == ["old.pt: no checksums; only its size was checked"]
+
+
 def test_auto_names_the_layouts_among_which_to_choose(folder: Path, tmp_path: Path) -> None:
     save_file({"x": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')

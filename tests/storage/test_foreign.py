@@ -37,7 +37,7 @@ def test_tools(s3: S3Server, bucket: str, tmp_path: Path, capsys: pytest.Capture
     torch.save({"model": weights(), "epoch": 4}, tmp_path / "whole.pt")
     s3.request("PUT", f"/{bucket}/a/whole.pt", body=(tmp_path / "whole.pt").read_bytes())
     for path in (f"s3://{bucket}/a", f"s3://{bucket}/a/whole.pt"):
-        for tool in (["ls", path], ["inspect", path], ["diff", path, tmp_path / "whole.pt"]):
+        for tool in (["ls", path], ["inspect", path], ["verify", path], ["diff", path, tmp_path / "whole.pt"]):
             assert run([str(word) for word in tool]) == 0
         assert run(["rm", path]) == run(["gc", path]) == 1 and run(["repair", path]) == 2
         assert capsys.readouterr().err.count("is a checkpoint of another program") == 3

@@ -340,6 +340,8 @@ def _located(storage: Storage) -> Iterator[None]:
         where = f"{storage.url}/{CATALOG_NAME}"
         if where in str(error):  # of a part that another rank has read
             raise
+        if isinstance(error, CorruptCheckpointError) and error.file not in ("", CATALOG_NAME):
+            raise  # of a file of another program, from which the catalog is made
         if isinstance(error, IncompatibleCheckpointError):
             raise IncompatibleCheckpointError(f"{where}: {error}") from None
         raise CorruptCheckpointError(f"{where}: {error}", file=CATALOG_NAME) from None

@@ -105,9 +105,10 @@ def read_dcp(storage: Storage, *, heads: bool = True) -> ForeignCheckpoint:
         tree = Tree(storage.url)
         values = _values(reader, numbers, columns, items, tree)
     catalog, strides = columns.build({"format": "dcp"}, rows)
-    return ForeignCheckpoint(
-        "dcp", catalog, strides, values, FileSums.of([]), tuple(tree.notes), None if heads else unread
-    )
+    places = [(numbers[name], *place) for name, *place in items.values.values()]
+    archives = np.concatenate([np.stack([at, begin, size], axis=1), np.array(places, np.int64).reshape(-1, 3)])
+    sums = FileSums.of([], archives)
+    return ForeignCheckpoint("dcp", catalog, strides, values, sums, tuple(tree.notes), None if heads else unread)
 
 
 @dataclass

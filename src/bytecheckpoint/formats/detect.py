@@ -15,7 +15,7 @@ from bytecheckpoint.formats.archives import is_zip
 from bytecheckpoint.formats.dcp import metadata_files, read_dcp
 from bytecheckpoint.formats.deepspeed import OPTIMIZER_FILE, read_deepspeed
 from bytecheckpoint.formats.files import open_file
-from bytecheckpoint.formats.foreign import ForeignCheckpoint
+from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint
 from bytecheckpoint.formats.huggingface import SAFETENSORS, read_huggingface, weight_files
 from bytecheckpoint.formats.rank_files import RANK_FILE, read_rank_files
 from bytecheckpoint.formats.shown import VALUES_NAME, with_values
@@ -139,12 +139,17 @@ class ForeignStorage(WrappedStorage):
         self._read = read
         self._lock = threading.Lock()
         self._files: Mapping[str, bytes] | None = None
-        self._notes: tuple[str, ...] = ()
+        self._facts: tuple[tuple[str, ...], FileSums] = (), FileSums.of([])
 
     def notes(self) -> tuple[str, ...]:
         """Return facts that a user should know: values that were left out, sizes that nothing proves."""
         self._made(CATALOG_NAME)
-        return self._notes
+        return self._facts[0]
+
+    def sums(self) -> FileSums:
+        """Return the CRC32s that the format has, by positions in the catalog's table of files."""
+        self._made(CATALOG_NAME)
+        return self._facts[1]
 
     def _made(self, name: str) -> bytes | None:
         """Return the bytes of a file that the folder does not hold, None for one that it may hold."""
@@ -154,7 +159,7 @@ class ForeignStorage(WrappedStorage):
             if self._files is None:
                 found = self._read(self.inner)
                 catalog, values = with_values(found)
-                self._notes = found.notes
+                self._facts = found.notes, found.sums
                 self._files = {CATALOG_NAME: encode(catalog), **values}
             return self._files.get(name)
 

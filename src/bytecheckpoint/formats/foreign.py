@@ -36,20 +36,23 @@ class FileSums:
         offset: first byte of each range in its file, int64 [n].
         length: bytes of each range, int64 [n].
         crc: CRC32 of each range, uint32 [n].
+        archives: file, first byte and length of zip files inside of files, whose directories have CRC32s, int64 [m, 3].
     """
 
     file: NDArray[np.int32]
     offset: Int64s
     length: Int64s
     crc: NDArray[np.uint32]
+    archives: Int64s
 
     @staticmethod
-    def of(rows: Sequence[tuple[int, int, int, int]]) -> FileSums:
+    def of(rows: Sequence[tuple[int, int, int, int]], archives: Int64s | None = None) -> FileSums:
         """Return the columns of (file, offset, length, crc)."""
         columns = np.array(rows, np.int64).reshape(len(rows), 4)
         return FileSums(
-            columns[:, 0].astype(np.int32), columns[:, 1].copy(), columns[:, 2].copy(), columns[:, 3].astype(np.uint32)
-        )
+            columns[:, 0].astype(np.int32), columns[:, 1].copy(), columns[:, 2].copy(), columns[:, 3].astype(np.uint32),
+            np.zeros((0, 3), np.int64) if archives is None else archives,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,7 +192,10 @@ class FsspecStorage(UploadingStorage):
 
         def look(fs: Any) -> dict[str, Any]:
             fs.invalidate_cache()
-            found: dict[str, Any] = fs.info(path)
+            try:
+                found: dict[str, Any] = fs.info(path)
+            except NotADirectoryError:  # the folder is a file
+                raise FileNotFoundError from None
             return found
 
         info = self._run("look at", self._label(name), look)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from bytecheckpoint.engine.catalogs import read_catalog, read_catalog_file
-from bytecheckpoint.errors import CheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError
+from bytecheckpoint.formats.detect import as_checkpoint
 from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.delivery import deliver_alert
 from bytecheckpoint.monitoring.record import path_without_secrets
@@ -15,6 +16,7 @@ from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tiers.storage import tier_of
 from bytecheckpoint.tools.subject import Subject, storage_of
 from bytecheckpoint.tools.verify_files import Progress, VerifyFinding, VerifyReport, verify_catalog
+from bytecheckpoint.tools.verify_foreign import verify_foreign
 from bytecheckpoint.tools.verify_tier import verify_tier
 
 __all__ = ["Progress", "VerifyFinding", "VerifyReport", "verify"]
@@ -27,7 +29,8 @@ def verify(checkpoint: Subject, progress: Progress | None = None, *, threads: in
     """Check every byte of a checkpoint: sizes, headers, block checksums, and that every tensor is complete.
 
     Findings also become an alert for the sinks of the setting `metrics`. If another save replaces the checkpoint meanwhile,
-    the new checkpoint is verified.
+    the new checkpoint is verified. A checkpoint of another program is checked against the sums that its own format has; the
+    notes say which.
 
     Args:
         checkpoint: path, storage or open checkpoint.
@@ -66,7 +69,12 @@ def _verify(storage: Storage, progress: Progress | None, threads: int) -> Verify
     tier = tier_of(storage)
     if tier is not None:
         return verify_tier(tier, progress, threads=threads)
-    catalog, _ = read_catalog(storage)
+    try:
+        catalog, _ = read_catalog(storage)
+    except CheckpointNotFoundError:
+        if (foreign := as_checkpoint(storage)) is None:
+            raise
+        return verify_foreign(foreign, progress, threads=threads)
     return verify_catalog(storage, catalog, progress, threads=threads)
 
 

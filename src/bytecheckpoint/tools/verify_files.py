@@ -22,7 +22,7 @@ from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import FileReader, Storage, open_named
 from bytecheckpoint.storage.time_limits import with_time_limits
 
-__all__ = ["Progress", "VerifyFinding", "VerifyReport", "verify_catalog"]
+__all__ = ["Progress", "VerifyFinding", "VerifyReport", "finding_in", "verify_catalog"]
 
 _CHUNK = 8 << 20
 _MAX_PENDING = 64
@@ -35,8 +35,8 @@ class VerifyFinding:
 
     Attributes:
         kind: "missing" (no such file), "size" (truncated or extended), "header" (its bytes differ or contradict the
-            catalog), "block" (checksum mismatch), "unreadable" (the storage fails), "hole" (elements that no file
-            stores), "overlap" (elements that are stored twice).
+            catalog), "block" (checksum mismatch), "sum" (mismatch with a checksum of another program), "unreadable" (the
+            storage fails), "hole" (elements that no file stores), "overlap" (elements that are stored twice).
         file: name of the file, "" for holes and overlaps.
         block: the first damaged block, -1 if the finding is not about a block.
         blocks: number of consecutive damaged blocks, 0 if the finding is not about a block.
@@ -239,16 +239,7 @@ class _FileCheck:
                 self._progress(self.done, self._total)
 
     def _report(self, number: int, kind: str, text: str, low: int, high: int, block: int = -1, blocks: int = 0) -> None:
-        catalog = self._catalog
-        rows = (catalog.file == number) & (catalog.byte_offset < high)
-        rows &= catalog.byte_offset + catalog.byte_length > low
-        touched = np.unique(catalog.boxes.tensor[rows])
-        tensors = tuple(_display_key(catalog, int(t)) for t in touched[:_MAX_NAMED_TENSORS])
-        if tensors:
-            more = f" and {len(touched) - 3} more" if len(touched) > 3 else ""
-            text += f"; touches {', '.join(tensors[:3])}{more}"
-        name = catalog.files[number].name
-        finding = VerifyFinding(kind, name, block, blocks, tensors, len(touched), text)
+        finding = finding_in(self._catalog, number, kind, text, (low, high), (block, blocks))
         with self._lock:
             self._findings.append((number, block, finding))
 
@@ -263,6 +254,29 @@ class _FileCheck:
             named = f"block {first}" if len(blocks) == 1 else f"blocks {first} to {first + len(blocks) - 1}"
             text = f"checksum mismatch in {file.name}, {named} (bytes {low} to {high})"
             self._report(number, "block", text, low, high, first, len(blocks))
+
+
+def finding_in(
+    catalog: Catalog, number: int, kind: str, text: str, span: tuple[int, int], blocks: tuple[int, int] = (-1, 0)
+) -> VerifyFinding:
+    """Return a finding about bytes of a file, with the tensors that lie there.
+
+    Args:
+        catalog: catalog of the checkpoint.
+        number: position of the file in the catalog.
+        kind: kind of the finding.
+        text: the finding in words, without the tensors.
+        span: first byte, and the end of the bytes.
+        blocks: the first damaged block, and how many there are.
+    """
+    rows = (catalog.file == number) & (catalog.byte_offset < span[1])
+    rows &= catalog.byte_offset + catalog.byte_length > span[0]
+    touched = np.unique(catalog.boxes.tensor[rows])
+    tensors = tuple(_display_key(catalog, int(t)) for t in touched[:_MAX_NAMED_TENSORS])
+    if tensors:
+        more = f" and {len(touched) - 3} more" if len(touched) > 3 else ""
+        text += f"; touches {', '.join(tensors[:3])}{more}"
+    return VerifyFinding(kind, catalog.files[number].name, *blocks, tensors, len(touched), text)
 
 
 def _display_key(catalog: Catalog, tensor: int) -> str:

@@ -193,7 +193,7 @@ def durable_version(path: str) -> str:
         return "" if content is None else xxhash.xxh3_128_hexdigest(content)
     try:
         return version_of(stat_file(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return ""
 
 
