@@ -76,7 +76,13 @@ class SavedStates(Protocol):
 
     A *tree* holds the plain values of one state as one rank saved them, encoded. `find`, `slots` and `trees_about` take
     names of live objects, as `names_of` does; names in trees and keys are the checkpoint's own.
+
+    Attributes:
+        shown_names: names under which a layout shows the tensors of each of the checkpoint's names; the trees of optimizers
+            have the latter. Empty without a layout.
     """
+
+    shown_names: Mapping[str, Sequence[str]]
 
     def states(self) -> Collection[str]:
         """Return the names of the states that the checkpoint holds."""

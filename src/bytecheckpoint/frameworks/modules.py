@@ -98,20 +98,27 @@ def configuration_of(states: Mapping[str, object]) -> dict[str, bool | int | flo
     found: dict[str, bool | int | float | str] = {}
     for state, value in states.items():
         for module in as_modules(state, value) or ():
-            inner = next((one for one in module.modules() if hasattr(one, "config")), None)
-            config: Any = getattr(inner, "config", None)
+            config: Any = next((one.config for one in module.modules() if hasattr(one, "config")), None)
             if hasattr(config, "to_dict") and hasattr(config, "model_type"):
                 found |= _plain("hf", config.to_dict())
             elif is_dataclass(config):
                 found |= _plain("megatron", vars(config))
-                found |= _plain(
-                    "megatron", {name: getattr(inner, name, None) for name in ("rotary_base", "vocab_size")}
-                )
+                inside = [one for one in module.modules() if hasattr(one, "vocab_size")][
+                    :1
+                ]  # the model in its wrappers
+                names = ("rotary_base", "vocab_size")
+                found |= _plain("megatron", {name: getattr(one, name, None) for one in inside for name in names})
     return found
 
 
 def _plain(prefix: str, values: Mapping[str, object]) -> dict[str, bool | int | float | str]:
-    return {f"{prefix}.{name}": value for name, value in values.items() if isinstance(value, bool | int | float | str)}
+    """Return those of the values that JSON keeps exactly, without long texts."""
+    return {
+        f"{prefix}.{name}": value
+        for name, value in values.items()
+        if (isinstance(value, bool | int | float) and abs(value) < 1 << 53)
+        or (isinstance(value, str) and len(value) < 256)
+    }
 
 
 def as_modules(state_name: str, value: object) -> list[nn.Module] | None:

@@ -23,7 +23,7 @@ from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.formats.detect import as_checkpoint
 from bytecheckpoint.loading.decision import OpenDecision, OpenReport
 from bytecheckpoint.planning.read_plan import groups_to_read, stored_rows
-from bytecheckpoint.representation.boxes import BoxTable
+from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
 from bytecheckpoint.representation.catalog_index import stored_tree
 from bytecheckpoint.representation.names import CATALOG_NAME
@@ -165,6 +165,8 @@ class CatalogExchange:
 class Trees:
     """Reads the trees of plain values, which go by the number of their tensor in the catalog. Several threads may use it.
 
+    Through a layout they go by the number in the catalog that it shows; ranks ask each other by the stored numbers.
+
     A file of values is small, so a load from a server costs about one request per file, and ranks want many of the same
     trees: those that all ranks share, and, to reshard a data loader, those of every rank that saved.
 
@@ -174,7 +176,7 @@ class Trees:
         machine_reads: division of the reads between the ranks of a machine; None: this rank reads all that it wants.
 
     Attributes:
-        rows: stored shards, ordered by tensor.
+        rows: stored shards, ordered by tensor, of the catalog that is shown.
         bytes_read: bytes read from storage so far.
     """
 
@@ -182,7 +184,8 @@ class Trees:
         self._catalog = catalog
         self._files = files
         self._machine_reads = machine_reads
-        self.rows = stored_rows(catalog)
+        self._shown: Int64s | None = None
+        self.rows = self._own_rows = stored_rows(catalog)
         self.bytes_read = 0
 
     def are_remote(self) -> bool:
@@ -194,6 +197,7 @@ class Trees:
 
     def read(self, number: int) -> bytes:
         """Read a tree, or get it from the rank of this machine that reads it. Raises as `FileSet.read`."""
+        number = self._stored_number(number)
         if self._machine_reads is None:
             return stored_tree(self._catalog, number, self.read_here(number).tobytes())
         owner = int(self._catalog.owner[number])  # reads its own tree, which other ranks rarely want
@@ -211,22 +215,37 @@ class Trees:
 
     def read_range(self, number: int, offset: int, nbytes: int) -> bytes:
         """Read a part of a tensor that is one run of bytes. Raises as `FileSet.read`."""
-        ((file, start, stop),) = self._ranges([number]).tolist()
+        ((file, start, stop),) = self._ranges([self._stored_number(number)]).tolist()
         self.bytes_read += nbytes
         return self._files.read(file, start + offset, min(nbytes, stop - start - offset))
 
     def replace_catalog(self, catalog: Catalog) -> None:
         """Use a catalog with more row groups, and so with the places of more of the same tensors."""
-        self._catalog, self.rows = catalog, stored_rows(catalog)
+        self._catalog = catalog
+        self.rows = self._own_rows = stored_rows(catalog)
+
+    def show(self, catalog: Catalog, stored: Int64s) -> None:
+        """Go by the numbers of a catalog that a layout shows.
+
+        Args:
+            catalog: the catalog.
+            stored: number of each of its tensors in the stored catalog.
+        """
+        self.rows, self._shown = stored_rows(catalog), stored
+
+    def _stored_number(self, number: int) -> int:
+        return number if self._shown is None else int(self._shown[number])
 
     def _ranges(self, numbers: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the place of each tree: (file, start, stop) rows, int64 [n, 3]. Each is one row of bytes."""
-        row = np.searchsorted(self.rows.boxes.tensor, numbers)
-        start = self.rows.start[row]
-        return np.stack([self.rows.file[row], start, start + self._catalog.byte_length[row]], axis=1).astype(np.int64)
+        row = np.searchsorted(self._own_rows.boxes.tensor, numbers)
+        start = self._own_rows.start[row]
+        return np.stack([self._own_rows.file[row], start, start + self._catalog.byte_length[row]], axis=1).astype(
+            np.int64
+        )
 
     def _nbytes(self, number: int) -> int:
-        nbytes = int(self._catalog.byte_length[np.searchsorted(self.rows.boxes.tensor, number)])
+        nbytes = int(self._catalog.byte_length[np.searchsorted(self._own_rows.boxes.tensor, number)])
         if self._catalog.shape(number) != (nbytes,) or self._catalog.dtype[number] != "uint8":
             raise CorruptCheckpointError(
                 f"catalog '{CATALOG_NAME}' says that the values of {self._catalog.state[number]} are not one run of bytes; "

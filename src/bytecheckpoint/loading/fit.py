@@ -14,7 +14,7 @@ from bytecheckpoint.engine.scatter import BoxTarget
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError, listed
 from bytecheckpoint.frameworks.base import SavedTensor
 from bytecheckpoint.loading.saved import SavedView
-from bytecheckpoint.opening.part_targets import plan_parts
+from bytecheckpoint.opening.part_targets import PartReads, plan_parts
 from bytecheckpoint.planning.coverage import first_gap
 from bytecheckpoint.planning.intersect import intersect
 from bytecheckpoint.planning.part_space import LaidOut
@@ -59,14 +59,14 @@ class Fit:
         targets: memory to fill, to which the plan's copies refer.
         converted: keys of the tensors that are cast.
         chunk_bytes: length of one read.
-        padding: memory that becomes 0, because a layout says that it is padding.
+        parts: reads through a layout, of which these are plan and targets; None without one.
     """
 
     plan: ReadPlan
     targets: list[BoxTarget]
     converted: list[str]
     chunk_bytes: int
-    padding: Sequence[torch.Tensor] = ()
+    parts: PartReads | None = None
 
 
 def refuse_missing(url: str, missing: Sequence[str], others: Iterable[str], unmatched: Sequence[str] = ()) -> None:
@@ -275,7 +275,7 @@ def fit_wanted(
         of_boxes = [BoxTarget(shard.box(n).data, t.dtype) for shard, t in pairs for n in range(shard.rows)]
         reads = plan_parts(laid, boxes, of_boxes, chunk_bytes)
         _refuse_holes(url, catalog, boxes, reads.plan)
-        return Fit(reads.plan, reads.targets, converted, chunk_bytes, reads.padding)
+        return Fit(reads.plan, reads.targets, converted, chunk_bytes, reads)
     contiguous = np.repeat(np.array([t.contiguous for t in targets], bool), rows)
     plan = plan_reads(stored, boxes, contiguous, chunk_bytes)
     _prove_coverage(url, catalog, boxes, plan)

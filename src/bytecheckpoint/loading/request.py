@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch.optim import Optimizer
+import torch
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Destination, Framework, Strict, is_strict
-from bytecheckpoint.frameworks.detection import nested_objects
 from bytecheckpoint.frameworks.modules import as_modules, configuration_of
 from bytecheckpoint.frameworks.selection import NameSelection
 from bytecheckpoint.layouts import Layout
@@ -63,16 +62,12 @@ class LoadRequest:
     prepare_save: bool
 
     def live_names(self) -> NamesReport:
-        """Return the names and shapes of the tensors in this rank's modules, for a layout.
-
-        Raises:
-            UsageError: a state is an optimizer, whose hyperparameters have names that no layout changes yet.
-        """
-        if optimizers := [
-            state for state, value in self.states.items() if next(nested_objects(value, Optimizer), None) is not None
-        ]:
-            raise UsageError(f"layout= loads no optimizers yet: load {optimizers[0]!r} without it, or leave it out")
-        modules = {state: value for state, value in self.states.items() if as_modules(state, value) is not None}
+        """Return the names and shapes of the tensors in this rank's modules and dicts of tensors, for a layout."""
+        modules = {
+            state: value
+            for state, value in self.states.items()
+            if as_modules(state, value) is not None or _is_of_tensors(value)
+        }
         captured = self.framework.capture(modules, names=self.matching.names) if modules else []
         shapes: dict[str, dict[str, list[int]]] = {}
         for state in captured:
@@ -120,3 +115,10 @@ class LoadRequest:
                 f"strict= names the state {state!r}, which neither the states nor the checkpoint have"
                 + (f"; did you mean {similar[0]!r}?" if similar else "")
             )
+
+
+def _is_of_tensors(value: object) -> bool:
+    """Return whether a value is a dict of tensors, with such dicts in it or not."""
+    if not isinstance(value, Mapping) or not value:
+        return False
+    return all(isinstance(item, torch.Tensor) or _is_of_tensors(item) for item in value.values())

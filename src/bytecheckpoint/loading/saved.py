@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ class SavedView:
         rank: rank whose view this is.
         live: names of the live objects; by default they are the checkpoint's.
         groups: groups of a large catalog, of which this rank has read some.
+        shown_names: names under which a layout shows those of the checkpoint.
 
     Attributes:
         index: index of the catalog.
@@ -48,18 +50,19 @@ class SavedView:
         rank: int,
         live: LiveNames | None = None,
         groups: CatalogGroups | None = None,
+        shown_names: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
         self.index = CatalogIndex(catalog)
+        self.shown_names = shown_names
         self._catalog = catalog
         self._trees = trees
         self._rank = rank
         self._live = live or LiveNames(NameSelection())
         self.from_rank_0: list[str] = []
         self._tree_cache: dict[str, list[bytes]] = {}
-        # Files of each tensor: all of them, or the first of those in each group.
+        # Boxes of the tensors with their files: all of them, or the hull and first file of each tensor in each group.
         rows = trees.rows
-        self._boxes = groups.hulls if groups else rows.boxes
-        self._files_of_tensors = (groups.hulls.tensor, groups.file) if groups else (rows.boxes.tensor, rows.file)
+        self._places = (groups.hulls, groups.file) if groups else (rows.boxes, rows.file)
 
     def states(self) -> Collection[str]:  # noqa: D102 (protocol)
         # A state of tensors with names is in parts, which `names_of` selects.
@@ -87,7 +90,7 @@ class SavedView:
     @lazy
     def _incomplete(self) -> NDArray[np.bool_]:
         """Mask of the tensors of which the rows hold fewer elements than the shape has."""
-        boxes = self._boxes
+        boxes = self._places[0]
         stored = np.bincount(boxes.tensor, boxes.volumes().astype(np.float64), self._catalog.count)
         # Products of floats lose the last digits of numbers above 2**53.
         return np.asarray(stored < 0.999999 * np.prod(self._catalog.shapes, axis=1, dtype=np.float64), np.bool_)
@@ -244,8 +247,8 @@ class SavedView:
         of_state = catalog.of_state(state)
         wanted = np.zeros(catalog.count, np.bool_)
         wanted[of_state] = np.isin(catalog.fqn.codes[of_state], codes) & (catalog.owner[of_state] == SHARED)
-        tensor, file = self._files_of_tensors
-        return np.array([f.rank for f in catalog.files], np.int64)[file[wanted[tensor]]]
+        boxes, file = self._places
+        return np.array([f.rank for f in catalog.files], np.int64)[file[wanted[boxes.tensor]]]
 
     def other_names(self, recognized: Collection[TensorKey]) -> Iterator[str]:
         """Iterate over the names that this rank does not recognize, spelled as in `Destination.missing`."""

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
-import torch
-
 from bytecheckpoint.arguments import value_of
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.agreement import Agreement
@@ -291,15 +289,17 @@ class Load:
                 if groups is not None:
                     catalog, groups = opened.exchange.rows(checkpoint, None), None
                     checkpoint.files.replace_catalog(catalog)
+                    checkpoint.trees.replace_catalog(catalog)
                 here = opened.live.live_side()
                 layout = choose_layout(catalog, here) if matching.layout == "auto" else matching.layout
                 if layout is not None:
                     laid = lay_out(catalog, layout, here)
                     catalog = laid.catalog
-                checkpoint.trees.replace_catalog(catalog)
+                    checkpoint.trees.show(catalog, laid.stored)
             selection = copy.deepcopy(matching.selection)
             live = LiveNames(selection, matching.rename, request.states.keys())
-            view = SavedView(catalog, checkpoint.trees, self._collective.rank, live, groups)
+            shown = {} if laid is None else laid.names
+            view = SavedView(catalog, checkpoint.trees, self._collective.rank, live, groups, shown)
             with gc_paused(), memory_for(url):
                 destination = request.framework.destination(
                     request.states, view, strict=matching.strict, names=matching.names
@@ -401,9 +401,8 @@ class Load:
                 nbytes, received = exchange.read, exchange.received
             threads = self._settings.storage.read_threads
             nbytes += read_all(files, scatter, private, threads=threads, chunk_bytes=fitted.fit.chunk_bytes)
-            with torch.no_grad():
-                for padding in fitted.fit.padding:
-                    padding.zero_()
+            if fitted.fit.parts is not None:
+                fitted.fit.parts.finish()
             destination.check()
             refuse_mismatches(files.url, request.refused_mismatches(destination))
         self._operation.mark("read")

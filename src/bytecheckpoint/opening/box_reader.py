@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +22,7 @@ from bytecheckpoint.errors import (
     UsageError,
 )
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
-from bytecheckpoint.opening.part_targets import plan_parts
+from bytecheckpoint.opening.part_targets import PartReads, plan_parts
 from bytecheckpoint.opening.slices import row_major_boxes
 from bytecheckpoint.planning.part_space import LaidOut
 from bytecheckpoint.planning.read_plan import StoredRows, groups_to_read, plan_reads, stored_rows
@@ -108,6 +108,11 @@ class BoxReader:
     def _rest(self) -> CatalogReader | None:
         """Reader of the other rows of a large catalog; None of a small one."""
         return self._opened if self._opened is not None and self._opened.groups is not None else None
+
+    @property
+    def shown_names(self) -> Mapping[str, Sequence[str]]:
+        """Names under which a layout shows the tensors of each of the checkpoint's names."""
+        return {} if self._laid is None else self._laid.names
 
     def close(self) -> None:
         """Close the files; later reads raise."""
@@ -212,25 +217,27 @@ class BoxReader:
             for request, data, dtype in zip(requests, out, dtypes, strict=True)
             for part in request.parts(data)
         ]
+        parts = None
         if plan is None:
-            plan, targets = self._plan_parts(requests, targets)
+            parts = self._plan_parts(requests, targets)
+            plan, targets = parts.plan, parts.targets
         ranges = range(len(plan.file))
         if ranges:
             threads = settings().storage.read_threads
             read_all(files, ScatterPlan(plan, targets), ranges, threads=threads, chunk_bytes=plan.longest)
+        if parts is not None:
+            parts.finish()
         return out
 
-    def _plan_parts(self, requests: Sequence[BoxRequest], targets: list[BoxTarget]) -> tuple[ReadPlan, list[BoxTarget]]:
-        """Plan the reads through the layout, and fill what is padding."""
+    def _plan_parts(self, requests: Sequence[BoxRequest], targets: list[BoxTarget]) -> PartReads:
+        """Plan the reads through the layout."""
         assert self._laid is not None
         boxes = [(r.tensor, offsets, r.lengths) for r in requests for offsets in r.offsets]
         tensor, offsets, lengths = map(list, zip(*boxes, strict=True))
         wanted = BoxTable.build(tensor, offsets, lengths)
         reads = plan_parts(self._laid, wanted, targets, self._chunk_bytes(self._laid.rows))
         self._refuse_holes(reads.plan, tensor)
-        for padding in reads.padding:
-            padding.zero_()
-        return reads.plan, reads.targets
+        return reads
 
     @staticmethod
     def _chunk_bytes(stored: StoredRows) -> int:

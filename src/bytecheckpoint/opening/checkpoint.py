@@ -191,7 +191,10 @@ class Checkpoint(Mapping[str, Any]):
             taken = set(self._keys.of_state[state])
             try:
                 trees, streams = self._trees(state)
-                values = plain_values(state, trees, streams, lambda fqn, slot: self._entry(state, fqn, slot), taken)
+                names = self._reader.shown_names
+                values = plain_values(
+                    state, trees, streams, lambda fqn, slot: self._entry(state, fqn, slot), taken, names
+                )
                 found = {key: _returning(value) for key, value in values.items()}
             except IncompatibleCheckpointError as error:
                 # The tensors stay readable: one key stands for the state's values, and reading it raises.

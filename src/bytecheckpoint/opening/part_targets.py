@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from bytecheckpoint.engine.scatter import BoxTarget
+from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.layouts.lowering import PartBoxes
 from bytecheckpoint.planning.part_space import LaidOut
 from bytecheckpoint.planning.read_plan import plan_reads
@@ -19,6 +20,19 @@ __all__ = ["PartReads", "plan_parts"]
 
 
 @dataclass(frozen=True, slots=True)
+class _Twin:
+    """Two values of the checkpoint that must be equal.
+
+    Attributes:
+        names: name of each in the checkpoint.
+        values: memory of each, without dimensions.
+    """
+
+    names: tuple[str, str]
+    values: tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class PartReads:
     """The reads that fill some boxes through a layout.
 
@@ -26,11 +40,32 @@ class PartReads:
         plan: ranges of files, with the copies of their bytes. `missing` counts elements of the wanted boxes.
         targets: memory of the parts, to which the copies refer.
         padding: memory of elements that no part has; they become 0.
+        twins: values that the layout joins.
     """
 
     plan: ReadPlan
     targets: list[BoxTarget]
-    padding: list[torch.Tensor]
+    padding: Sequence[torch.Tensor] = ()
+    twins: Sequence[_Twin] = ()
+
+    def finish(self) -> None:
+        """Fill the padding, and compare what the layout joins; to be called after the bytes have arrived.
+
+        Raises:
+            IncompatibleCheckpointError: the layout joins parameters of which the checkpoint has different values, such as
+                steps of an optimizer.
+        """
+        with torch.no_grad():
+            for padding in self.padding:
+                padding.zero_()
+        for twin in self.twins:
+            first, second = (value.detach().cpu() for value in twin.values)
+            if not torch.equal(first, second):
+                raise IncompatibleCheckpointError(
+                    f"the layout joins {' and '.join(twin.names)}, which are {first.item()} and {second.item()} in the "
+                    "checkpoint: an optimizer keeps one value for both here; leave the optimizer out, or load it under "
+                    "its own names"
+                )
 
 
 def plan_parts(laid: LaidOut, boxes: BoxTable, targets: Sequence[BoxTarget], chunk_bytes: int) -> PartReads:
@@ -47,13 +82,27 @@ def plan_parts(laid: LaidOut, boxes: BoxTable, targets: Sequence[BoxTarget], chu
         strides[number, : target.data.ndim] = target.data.stride()
     found, padding = laid.wanted(boxes, strides)
     parts = [BoxTarget(view, targets[origin].dtype) for origin, view in _views(found, targets)]
+    wanted, origin, twins = found.boxes, found.origin, []
+    if laid.twins:
+        others, numbers = [], []
+        for number, tensor in enumerate(boxes.tensor.tolist()):
+            (_, name), *more = laid.twins.get(tensor, [(0, "")])
+            for part, twin in more:
+                target = targets[number]
+                parts.append(BoxTarget(torch.empty_like(target.data), target.dtype))
+                twins.append(_Twin((name, twin), (target.data, parts[-1].data)))
+                others.append(part)
+                numbers.append(number)
+        wanted = BoxTable.concat([wanted, BoxTable.build(others, [()] * len(others), [()] * len(others))])
+        origin = np.append(origin, np.array(numbers, np.int64))
     contiguous = np.array([part.contiguous for part in parts], bool)
-    plan = plan_reads(laid.rows, found.boxes, contiguous, chunk_bytes)
+    plan = plan_reads(laid.rows, wanted, contiguous, chunk_bytes)
     # Elements that belong to no part are missing, too.
     missing = boxes.volumes()
-    np.subtract.at(missing, found.origin, found.boxes.volumes() - plan.missing)
+    np.subtract.at(missing, found.origin, found.boxes.volumes())
+    np.add.at(missing, origin, plan.missing)
     np.subtract.at(missing, padding.origin, padding.boxes.volumes())
-    return PartReads(replace(plan, missing=missing), parts, [view for _, view in _views(padding, targets)])
+    return PartReads(replace(plan, missing=missing), parts, [view for _, view in _views(padding, targets)], twins)
 
 
 def _views(found: PartBoxes, targets: Sequence[BoxTarget]) -> Iterator[tuple[int, torch.Tensor]]:

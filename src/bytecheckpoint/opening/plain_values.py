@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.frameworks.optimizers.renaming import renamed_trees
 from bytecheckpoint.frameworks.optimizers.tree import parse_state_reference, unpack_tensors
 from bytecheckpoint.opening.entry import Entry
 from bytecheckpoint.representation.names import unique_name
@@ -75,6 +77,7 @@ def plain_values(
     parts: Mapping[str, bytes],
     entry: Callable[[str, str], Entry | None],
     taken: Collection[str],
+    names: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return key -> value for all values of a state that are not tensors.
 
@@ -84,6 +87,7 @@ def plain_values(
         parts: the trees of the state's parts, by name; a part's values have its name and a dot before their keys.
         entry: (FQN, slot) -> the tensor of that name, to put into containers that are one value.
         taken: keys of the state's tensors.
+        names: names under which a layout shows the parameters of each of the checkpoint's names.
 
     Raises:
         CorruptCheckpointError: the values are damaged.
@@ -92,7 +96,7 @@ def plain_values(
     if not blobs:
         return {}
     with naming_file(blobs[0]):
-        return _collected(state, blobs, parts, _ValueCollector(state, entry, set(taken)))
+        return _collected(state, blobs, parts, _ValueCollector(state, entry, set(taken), names))
 
 
 def _collected(
@@ -117,8 +121,15 @@ def _collected(
 class _ValueCollector:
     """A collector of the plain values of one state under unique keys."""
 
-    def __init__(self, state: str, entry: Callable[[str, str], Entry | None], taken: set[str]) -> None:
+    def __init__(
+        self,
+        state: str,
+        entry: Callable[[str, str], Entry | None],
+        taken: set[str],
+        names: Mapping[str, Sequence[str]],
+    ) -> None:
         self.found: dict[str, Any] = {}
+        self._names = names
         self._state = state
         self._entry = entry
         self._taken = taken
@@ -171,6 +182,8 @@ class _ValueCollector:
                 )
             assert isinstance(tree, dict)
             trees.append(tree)
+        if self._names:
+            trees = renamed_trees(self._state, trees, self._names)
         self._add("param_groups", [unpack_tensors(group) for group in _merged_groups(trees)])
         seen: set[str] = set()
         for tree in trees:

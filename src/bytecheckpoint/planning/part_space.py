@@ -19,11 +19,13 @@ from bytecheckpoint.layouts.config import flattened
 from bytecheckpoint.layouts.layout import builtin_names, find
 from bytecheckpoint.layouts.lowering import PartBoxes, to_parts
 from bytecheckpoint.layouts.matching import Side, skeletons
+from bytecheckpoint.layouts.names import Template
 from bytecheckpoint.planning.read_plan import StoredRows, stored_rows
+from bytecheckpoint.planning.shown_tensors import ShownTensors
 from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major, widened
-from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog, TensorTable
+from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
 from bytecheckpoint.representation.catalog_rows import ranges
-from bytecheckpoint.representation.dtypes import itemsize
+from bytecheckpoint.representation.shards import TensorKey
 
 __all__ = ["LaidOut", "LiveSide", "choose_layout", "lay_out", "layout_of_model"]
 
@@ -69,6 +71,10 @@ class LaidOut:
         rows: stored rows of all parts; those of tensors that no layout concerns are parts of their own.
         groups: tensors that the layout connects.
         alone: number of the part that each other tensor of `catalog` is, -1 for none, int64 [t].
+        stored: number in the checkpoint's catalog of each of these, -1 for the others, int64 [t].
+        names: names under which the tensors of each of the checkpoint's names are shown.
+        twins: further parts whose value must be that of a tensor, each with its name in the checkpoint, by the tensor's
+            number: the layout joins parameters, and an optimizer has one step for the result.
         undecided: requirements of the layout that no configuration decides.
     """
 
@@ -76,6 +82,9 @@ class LaidOut:
     rows: StoredRows
     groups: Sequence[_LaidGroup]
     alone: Int64s
+    stored: Int64s
+    names: Mapping[str, Sequence[str]]
+    twins: Mapping[int, Sequence[tuple[int, str]]]
     undecided: Sequence[str] = ()
 
     def wanted(self, boxes: BoxTable, strides: Int64s) -> tuple[PartBoxes, PartBoxes]:
@@ -147,6 +156,10 @@ def choose_layout(catalog: Catalog, live: LiveSide) -> Layout | None:
     config = {**_stored_config(catalog), **live.config}
     here = {key.partition(".")[0] for key in live.config}
     found = [layout for layout in map(find, builtin_names()) if here & {*layout.sides} and layout.is_for(config)]
+    if len(found) > 1:
+        names = [name for _, name, slot in keys if not slot]
+        sides = [_stored_side(layout, names) for layout in found]
+        found = [a for a, side in zip(found, sides, strict=True) if side is not None and a.sides[1 - side] in here]
     return _only_one(found, config, f" and a program of {' and '.join(sorted(here)) or 'unknown kind'}")
 
 
@@ -186,8 +199,11 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
     """
     stored = stored_rows(catalog)
     values = catalog.slot.codes == catalog.slot.code_of(VALUES_SLOT)
-    shown = _Shown(catalog)
-    alone = [] if not values.any() else np.flatnonzero(values).tolist()
+    shown = ShownTensors(catalog)
+    own_values = values | (catalog.owner != SHARED)
+    alone = np.flatnonzero(own_values).tolist()
+    scalars: list[int] = []  # such as the step of each parameter
+    names: dict[str, list[str]] = {}
     rows: list[StoredRows] = []
     groups: list[_LaidGroup] = []
     laid_states: set[str] = set()
@@ -199,11 +215,10 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
             numbers = np.flatnonzero(
                 (catalog.state.codes == catalog.state.code_of(state))
                 & (catalog.slot.codes == catalog.slot.code_of(slot))
-                & (catalog.owner == SHARED)
-                & ~values
+                & ~own_values
             )
-            if slot:  # such as the step of each parameter: no element of it belongs to one of the parameter's
-                alone += numbers[catalog.ndims[numbers] == 0].tolist()
+            if slot:
+                scalars += numbers[catalog.ndims[numbers] == 0].tolist()
                 numbers = numbers[catalog.ndims[numbers] > 0]
             if not len(numbers):
                 continue
@@ -211,31 +226,66 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
             if stored_side is None:
                 alone += numbers.tolist()
                 continue
-            laid_states.add(state)
-            names, tensors = _names(catalog, state, numbers)
+            if not slot:
+                laid_states.add(state)
+            stored_names, tensors = _names(catalog, state, numbers, _templates(layout, stored_side))
             shapes = [catalog.shape(n) for n in tensors.tolist()]
             other = None if live is None else live.of(state)
             sides: list[Side | None] = [None, None]
-            sides[stored_side] = Side(names, shapes, partial=other is not None)
+            sides[stored_side] = Side(stored_names, shapes, partial=other is not None)
             if other is not None:
                 sides[1 - stored_side] = Side(list(other), list(other.values()), partial=True)
-            bound = bind(layout, sides[0], sides[1], config)
+            try:
+                bound = bind(layout, sides[0], sides[1], config)
+            except IncompatibleCheckpointError as error:
+                if not slot:
+                    raise
+                raise IncompatibleCheckpointError(f"{state} has {slot!r} of its parameters, and {error}") from error
             undecided += bound.undecided
             own, shown_side = (bound.left, bound.right) if stored_side == 0 else (bound.right, bound.left)
             rows.append(_in_parts(stored, own, tensors, count))
             dtype = _dtypes(catalog, bound, own, tensors)
-            groups.append(_LaidGroup(shown.add(state, slot, shown_side, dtype, names, own, tensors), shown_side, count))
+            added = shown.add(state, slot, shown_side, dtype, stored_names, own, tensors)
+            groups.append(_LaidGroup(added, shown_side, count))
+            _note_names(names, own, shown_side)
             count += len(bound.sizes)
     if catalog.is_foreign:  # the tree of such a state refers to its tensors, by the names of the checkpoint
         alone = [n for n in alone if catalog.slot[n] != VALUES_SLOT or catalog.state[n] not in laid_states]
-    laid = shown.finish(stored, rows, groups, np.array(sorted(alone), np.int64), count)
-    return replace(laid, undecided=list(dict.fromkeys(undecided)))
+    others = {(catalog.key(n), int(catalog.owner[n])): [n] for n in sorted(alone)}
+    for number in scalars:
+        state, fqn, slot = catalog.key(number)
+        for name in names.get(fqn, (fqn,)):
+            others.setdefault((TensorKey(state, name, slot), SHARED), []).append(number)
+    done = shown.finish(stored, others, count)
+    return LaidOut(
+        done.catalog, _concatenated([*rows, done.rows]), groups, done.alone, done.stored, names, done.twins,
+        list(dict.fromkeys(undecided)),
+    )  # fmt: skip
+
+
+def _note_names(names: dict[str, list[str]], own: BoundSide, shown: BoundSide) -> None:
+    """Add the names of the shown tensors that have parts of each stored one."""
+    places = [side.places for side in (own, shown)]
+    (tensor, part), (other, other_part) = (
+        (place.tensor[place.part >= 0], place.part[place.part >= 0]) for place in places
+    )
+    order = np.argsort(other_part, kind="stable")
+    first, stop = (np.searchsorted(other_part[order], part, side=at) for at in ("left", "right"))
+    pairs = np.stack([np.repeat(tensor, stop - first), other[order][ranges(first, stop - first)]], axis=1)
+    for stored, number in np.unique(pairs, axis=0).tolist():
+        known = names.setdefault(own.names[stored], [])
+        if shown.names[number] not in known:
+            known.append(shown.names[number])
 
 
 def _stored_config(catalog: Catalog) -> dict[str, Any]:
-    """Return the configuration that a foreign folder has, under the name of its side."""
-    found = catalog.info.get("config")
-    return flattened("hf", found) if isinstance(found, dict) else {}
+    """Return the configuration that a foreign folder has, under the name of its side, or that of the modules saved."""
+    if catalog.is_foreign:
+        found = catalog.info.get("config")
+        return flattened("hf", found) if isinstance(found, dict) else {}
+    layout = catalog.info.get("layout")
+    config = layout.get("config") if isinstance(layout, dict) else None
+    return config if isinstance(config, dict) else {}
 
 
 def _stored_side(layout: Layout, names: Sequence[str]) -> int | None:
@@ -247,7 +297,7 @@ def _stored_side(layout: Layout, names: Sequence[str]) -> int | None:
     kinds = skeletons(names)
     fits = []
     for side in (0, 1):
-        templates = [f.template for parsed in layout.parsed for f in parsed.families if f.side == side]
+        templates = _templates(layout, side)
         of_kind = {kind: [t for t in templates if t.skeleton.fullmatch(kind)] for kind in set(kinds)}
         fits.append(sum(any(t.match(n) for t in of_kind[kind]) for n, kind in zip(names, kinds, strict=True)))
     if not any(fits):
@@ -257,11 +307,22 @@ def _stored_side(layout: Layout, names: Sequence[str]) -> int | None:
     return int(fits[1] > fits[0])
 
 
-def _names(catalog: Catalog, state: str, numbers: Int64s) -> tuple[list[str], Int64s]:
-    """Return the names of some tensors and the number of each, with the further names of tied ones."""
+def _templates(layout: Layout, side: int) -> list[Template]:
+    return [f.template for parsed in layout.parsed for f in parsed.families if f.side == side]
+
+
+def _names(catalog: Catalog, state: str, numbers: Int64s, templates: Sequence[Template]) -> tuple[list[str], Int64s]:
+    """Return the names of some tensors and the number of each, with the further names of tied ones.
+
+    A further name that stands beside the first in the same rule, as an alternative, says nothing more.
+    """
     names = [catalog.fqn[n] for n in numbers.tolist()]
     of = dict(zip(names, numbers.tolist(), strict=True))
-    more = [(name, of[first]) for name, first in catalog.aliases.get(state, {}).items() if first in of]
+    more = [
+        (name, of[first])
+        for name, first in catalog.aliases.get(state, {}).items()
+        if first in of and not any(t.match(name) is not None and t.match(name) == t.match(first) for t in templates)
+    ]
     return [*names, *(name for name, _ in more)], np.append(numbers, [number for _, number in more]).astype(np.int64)
 
 
@@ -301,116 +362,6 @@ def _dtypes(catalog: Catalog, bound: Binding, side: BoundSide, tensors: Int64s) 
         names = [catalog.dtype.values[c] for c in {int(found[number]), int(code[differ[0]])}]
         raise IncompatibleCheckpointError(f"{bound.group(number)} is stored as {' and '.join(names)}")
     return found
-
-
-class _Shown:
-    """The tensors under the names of the other side."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self._keys: list[tuple[str, str, str]] = []
-        self._dtypes: list[str] = []
-        self._shapes: list[tuple[int, ...]] = []
-        self._files: list[int] = []
-        self._grads: list[bool] = []
-
-    def add(
-        self,
-        state: str,
-        slot: str,
-        side: BoundSide,
-        dtype: Int64s,
-        names: Sequence[str],
-        own: BoundSide,
-        tensors: Int64s,
-    ) -> Int64s:
-        """Add the tensors of a side of which parts are stored, and those stored tensors of which no part has a place there.
-
-        Returns:
-            The number of each tensor of the side, -1 for one of which nothing is stored.
-        """
-        catalog, places = self._catalog, side.places
-        stored_part = np.flatnonzero((places.part >= 0) & (dtype[places.part] >= 0))
-        numbers = np.full(len(side.names), -1, np.int64)
-        by_tensor: dict[int, set[int]] = {}
-        for tensor, code in zip(
-            places.tensor[stored_part].tolist(), dtype[places.part[stored_part]].tolist(), strict=True
-        ):
-            by_tensor.setdefault(tensor, set()).add(code)
-        used = np.zeros(len(names), bool)
-        here = np.unique(places.part[places.part >= 0])
-        used[own.places.tensor[np.isin(own.places.part, here)]] = True
-        file = int(catalog.file[np.searchsorted(catalog.boxes.tensor, tensors[0])])
-        for tensor, codes in sorted(by_tensor.items()):
-            kinds = [catalog.dtype.values[code] for code in sorted(codes)]
-            if len(kinds) > 1:
-                raise IncompatibleCheckpointError(
-                    f"{state}/{side.names[tensor]} consists of parts that are stored as {' and '.join(kinds)}"
-                )
-            numbers[tensor] = len(self._keys)
-            shape = tuple(n for n in side.shapes[tensor].tolist() if n >= 0)
-            self._append((state, side.names[tensor], slot), kinds[0], shape, file)
-        # What has no place here is shown under its own name, as something that the program does not want.
-        for number in np.flatnonzero(~used).tolist():
-            tensor = int(tensors[number])
-            if catalog.fqn[tensor] == names[number]:
-                self._append((state, names[number], slot), catalog.dtype[tensor], catalog.shape(tensor), file)
-        return numbers
-
-    def _append(self, key: tuple[str, str, str], dtype: str, shape: tuple[int, ...], file: int) -> None:
-        self._keys.append(key)
-        self._dtypes.append(dtype)
-        self._shapes.append(shape)
-        self._files.append(file)
-        self._grads.append(True)
-
-    def finish(
-        self, stored: StoredRows, rows: Sequence[StoredRows], groups: Sequence[_LaidGroup], alone: Int64s, count: int
-    ) -> LaidOut:
-        """Return the result, with the tensors that no layout concerns behind the others."""
-        catalog, own = self._catalog, len(self._keys)
-        keys = [*self._keys, *(tuple(catalog.key(n)) for n in alone.tolist())]
-        shapes = [*self._shapes, *(catalog.shape(n) for n in alone.tolist())]
-        dtypes = [*self._dtypes, *(catalog.dtype[n] for n in alone.tolist())]
-        number = np.full(catalog.count, -1, np.int64)
-        number[alone] = own + np.arange(len(alone))
-        kept = np.flatnonzero(number[catalog.boxes.tensor] >= 0)
-        whole = BoxTable.build(range(own), [(0,) * len(shape) for shape in self._shapes], self._shapes)
-        boxes = catalog.boxes.take(kept)
-        boxes = BoxTable(number[boxes.tensor], boxes.offsets, boxes.lengths)
-        nbytes = whole.volumes() * np.array([itemsize(name) for name in self._dtypes], np.int64).reshape(own)
-        tensors = TensorTable.of(
-            states=[key[0] for key in keys],
-            fqns=[key[1] for key in keys],
-            slots=[key[2] for key in keys],
-            dtypes=dtypes,
-            shapes=BoxTable.build(range(len(shapes)), shapes, shapes).lengths,
-            ndims=np.array([len(shape) for shape in shapes], np.int64),
-            owner=np.concatenate([np.full(own, SHARED, np.int32), catalog.owner[alone]]),
-            requires_grad=np.concatenate([np.array(self._grads, bool), catalog.requires_grad[alone]]),
-        )
-        built = Catalog.build(
-            tensors,
-            boxes=BoxTable.concat([whole, boxes]),
-            file=np.concatenate([np.array(self._files, np.int32), catalog.file[kept]]),
-            byte_offset=np.concatenate([np.zeros(own, np.int64), catalog.byte_offset[kept]]),
-            byte_length=np.concatenate([nbytes, catalog.byte_length[kept]]),
-            files=catalog.files,
-            sums=catalog.file_sums,
-            info=catalog.info,
-        )
-        parts = np.full(len(keys), -1, np.int64)
-        parts[own:] = count + np.arange(len(alone))
-        strides = row_major(boxes.lengths) if stored.strides is None else stored.strides[kept]
-        others = replace(
-            stored,
-            boxes=BoxTable(parts[boxes.tensor], boxes.offsets, boxes.lengths),
-            file=stored.file[kept],
-            start=stored.start[kept],
-            element=stored.element[kept],
-            strides=strides,
-        )
-        return LaidOut(built, _concatenated([*rows, others]), groups, parts)
 
 
 def _concatenated(rows: Sequence[StoredRows]) -> StoredRows:

@@ -13,6 +13,7 @@ from bytecheckpoint.collectives import Collective
 from bytecheckpoint.engine.pieces import SharedCopy
 from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.errors import IncompatibleCheckpointError, StorageError
+from bytecheckpoint.frameworks.modules import configuration_of
 from bytecheckpoint.frameworks.selection import select_states
 from bytecheckpoint.handles import SaveReport
 from bytecheckpoint.planning.local_table import LocalTable, factored
@@ -290,9 +291,11 @@ class Save:
         return escape(self._request.storage.url)
 
     def _layout(self, captured: CapturedState) -> bytes:
-        """Describe how the objects are distributed, as JSON for the catalog."""
+        """Describe how the objects are distributed, and what their configurations say, as JSON for the catalog."""
         layouts = {state: layout() for state, layout in captured.layouts.items()}
-        return json.dumps({"framework": self._request.states.framework.name, "kinds": layouts}).encode()
+        states = self._request.states
+        found = {"framework": states.framework.name, "kinds": layouts, "config": configuration_of(states.objects)}
+        return json.dumps(found).encode()
 
     def _ask_for_plan(self, request: PlanRequest) -> PlanResponse:
         """Ask the coordinator for a plan. It need not get the same columns from thousands of ranks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import cos, pi
 from typing import Any
 
@@ -26,16 +26,29 @@ SEQUENCES, MICROBATCH = 12, 3
 class Trainer(MegatronModel):
     """A model with its optimizer and scheduler, as a Megatron training program has them.
 
+    Args:
+        layout: how the model is spread.
+        seed: number from which its values are made.
+        lr: largest learning rate.
+        build: function that returns the bare chunks of this rank's stage.
+
     Attributes:
         scheduler: Megatron's, of learning rate and weight decay.
         step: number of the next step.
     """
 
-    def __init__(self, layout: Layout, seed: int = 1, *, lr: float = RATE) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        seed: int = 1,
+        *,
+        lr: float = RATE,
+        build: Callable[[Layout], list[Any]] = build_chunks,
+    ) -> None:
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
         initialize_parallel(layout)
-        bare = build_chunks(layout)
+        bare = build(layout)
         for chunk in bare:
             fill(chunk, seed)
         super().__init__(layout, bare, lr=lr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, listed
 from bytecheckpoint.frameworks.base import ParameterName, SavedStates
 from bytecheckpoint.frameworks.objects.classes import HeldClasses
 from bytecheckpoint.frameworks.optimizers.names import ParamGroup
+from bytecheckpoint.frameworks.optimizers.renaming import renamed_trees
 from bytecheckpoint.frameworks.optimizers.state_dtypes import StateDtypes
 from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state
 from bytecheckpoint.frameworks.optimizers.tree import is_optimizer_tree, parse_state_reference
@@ -79,8 +80,7 @@ class SavedTrees:
         all_names = [name for fqn, aliases in missing for name in (fqn, *aliases)]
         if not missing and not saved.names_of(state_name, ("",)):
             return  # the load selects nothing of this state
-        for position, blob in enumerate(saved.trees_about(state_name, all_names)):
-            tree = self._read(blob)
+        for position, tree in enumerate(self._read_all(all_names)):
             for group in tree["groups"]:
                 for fqn in group["params"]:
                     self.merged.groups.setdefault(fqn, []).append((position, group))
@@ -93,6 +93,21 @@ class SavedTrees:
                 if not missing:
                     break
 
+    def _read_all(self, names: Sequence[str]) -> Iterator[Any]:
+        """Read the trees as they are asked for; through a layout all of them at once, under the names that it shows."""
+        trees = map(self._read, self._saved.trees_about(self._state_name, names))
+        shown = self._saved.shown_names
+        if not shown:
+            return trees
+        renamed = renamed_trees(self._state_name, list(trees), shown)
+        for tree in renamed:
+            self._note_aliases(tree)
+        return iter(renamed)
+
+    def _note_aliases(self, tree: Any) -> None:
+        for fqn, aliases in tree["aliases"].items():
+            self.merged.fqn_of_alias.update(dict.fromkeys(aliases, fqn))
+
     def _read(self, blob: bytes) -> Any:
         """Decode a tree, and note its optimizers and aliases."""
         references: list[str] = []
@@ -103,8 +118,12 @@ class SavedTrees:
                     f"{self._state_name} was saved from plain values, not from an optimizer: load it into a dict"
                 )
         self.merged.optimizer_types.update(tree["optimizers"])
-        for fqn, aliases in tree["aliases"].items():
-            self.merged.fqn_of_alias.update(dict.fromkeys(aliases, fqn))
+        if references and self._saved.shown_names:
+            raise IncompatibleCheckpointError(
+                f"{self._state_name} has tensors inside of values of a parameter ({listed(references)}), which follow no "
+                "elements: load the optimizer without a layout, or leave it out"
+            )
+        self._note_aliases(tree)
         # The aliases are known now: decode again, with memory in place of the tensors.
         return decode(blob, on_tensor=self._memory, on_unregistered=self._classes) if references else tree
 

@@ -1,0 +1,178 @@
+"""Collect the tensors that a layout shows under the names of its other side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bytecheckpoint.errors import IncompatibleCheckpointError
+from bytecheckpoint.layouts.binding import BoundSide
+from bytecheckpoint.planning.read_plan import StoredRows
+from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major
+from bytecheckpoint.representation.catalog import SHARED, Catalog, TensorTable
+from bytecheckpoint.representation.catalog_rows import ranges
+from bytecheckpoint.representation.dtypes import itemsize
+from bytecheckpoint.representation.shards import TensorKey
+
+__all__ = ["Shown", "ShownTensors"]
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """The tensors of a catalog under other names.
+
+    Attributes:
+        catalog: the tensors. Those whose bytes lie in parts have one row each, which no read uses.
+        rows: stored rows of those that are parts of their own.
+        alone: number of the part that each of these is, -1 for the others, int64 [t].
+        stored: number in the checkpoint's catalog of each of these, -1 for the others, int64 [t].
+        twins: further parts whose value must be that of a tensor, each with its name in the checkpoint, by the tensor's
+            number.
+    """
+
+    catalog: Catalog
+    rows: StoredRows
+    alone: Int64s
+    stored: Int64s
+    twins: Mapping[int, Sequence[tuple[int, str]]]
+
+
+class ShownTensors:
+    """A collector of the tensors to show.
+
+    Args:
+        catalog: catalog of the checkpoint.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._keys: list[tuple[str, str, str]] = []
+        self._dtypes: list[str] = []
+        self._shapes: list[tuple[int, ...]] = []
+        self._files: list[int] = []
+        self._grads: list[bool] = []
+
+    def add(
+        self,
+        state: str,
+        slot: str,
+        side: BoundSide,
+        dtype: Int64s,
+        names: Sequence[str],
+        own: BoundSide,
+        tensors: Int64s,
+    ) -> Int64s:
+        """Add the tensors of a side of which parts are stored, and those stored tensors of which no part has a place there.
+
+        Returns:
+            The number of each tensor of the side, -1 for one of which nothing is stored.
+        """
+        catalog, places = self._catalog, side.places
+        stored_part = np.flatnonzero((places.part >= 0) & (dtype[places.part] >= 0))
+        numbers = np.full(len(side.names), -1, np.int64)
+        by_tensor: dict[int, set[int]] = {}
+        for tensor, code in zip(
+            places.tensor[stored_part].tolist(), dtype[places.part[stored_part]].tolist(), strict=True
+        ):
+            by_tensor.setdefault(tensor, set()).add(code)
+        used = np.zeros(len(names), bool)
+        here = np.unique(places.part[places.part >= 0])
+        used[own.places.tensor[np.isin(own.places.part, here)]] = True
+        file = int(catalog.file[np.searchsorted(catalog.boxes.tensor, tensors[0])])
+        for tensor, codes in sorted(by_tensor.items()):
+            kinds = [catalog.dtype.values[code] for code in sorted(codes)]
+            if len(kinds) > 1:
+                raise IncompatibleCheckpointError(
+                    f"{state}/{side.names[tensor]} consists of parts that are stored as {' and '.join(kinds)}"
+                )
+            numbers[tensor] = len(self._keys)
+            shape = tuple(n for n in side.shapes[tensor].tolist() if n >= 0)
+            self._append((state, side.names[tensor], slot), kinds[0], shape, file)
+        # What has no place here is shown under its own name, as something that the program does not want.
+        for number in np.flatnonzero(~used).tolist():
+            tensor = int(tensors[number])
+            if catalog.fqn[tensor] == names[number]:
+                self._append((state, names[number], slot), catalog.dtype[tensor], catalog.shape(tensor), file)
+        return numbers
+
+    def _append(self, key: tuple[str, str, str], dtype: str, shape: tuple[int, ...], file: int) -> None:
+        self._keys.append(key)
+        self._dtypes.append(dtype)
+        self._shapes.append(shape)
+        self._files.append(file)
+        self._grads.append(True)
+
+    def finish(
+        self,
+        stored: StoredRows,
+        others: Mapping[tuple[TensorKey, int], Sequence[int]],
+        count: int,
+    ) -> Shown:
+        """Return the result.
+
+        Args:
+            stored: rows of the checkpoint.
+            others: key and owner of each other tensor to show, and the stored tensors of which each has the value.
+            count: number of parts of the tensors that were added.
+        """
+        catalog, own = self._catalog, len(self._keys)
+        alone = np.unique([n for numbers in others.values() for n in numbers]).astype(np.int64)
+        part_of = np.full(catalog.count, -1, np.int64)
+        part_of[alone] = count + np.arange(len(alone))
+        first = np.array([numbers[0] for numbers in others.values()], np.int64)
+        twins = {}
+        for shown, ((key, _), numbers) in enumerate(others.items(), own):
+            kinds = sorted({catalog.dtype[n] for n in numbers})
+            if len(kinds) > 1:
+                raise IncompatibleCheckpointError(f"{key} joins values that are stored as {' and '.join(kinds)}")
+            if len(numbers) > 1:
+                twins[shown] = [(int(part_of[n]), str(catalog.key(n))) for n in numbers]
+        keys = [*self._keys, *(tuple(key) for key, _ in others)]
+        shapes = [*self._shapes, *(catalog.shape(n) for n in first.tolist())]
+        dtypes = [*self._dtypes, *(catalog.dtype[n] for n in first.tolist())]
+        number, kept = _rows_of(catalog, first)
+        whole = BoxTable.build(range(own), [(0,) * len(shape) for shape in self._shapes], self._shapes)
+        boxes = catalog.boxes.take(kept)
+        boxes = BoxTable(own + number, boxes.offsets, boxes.lengths)
+        nbytes = whole.volumes() * np.array([itemsize(name) for name in self._dtypes], np.int64).reshape(own)
+        tensors = TensorTable.of(
+            states=[key[0] for key in keys],
+            fqns=[key[1] for key in keys],
+            slots=[key[2] for key in keys],
+            dtypes=dtypes,
+            shapes=BoxTable.build(range(len(shapes)), shapes, shapes).lengths,
+            ndims=np.array([len(shape) for shape in shapes], np.int64),
+            owner=np.concatenate([np.full(own, SHARED, np.int32), catalog.owner[first]]),
+            requires_grad=np.concatenate([np.array(self._grads, bool), catalog.requires_grad[first]]),
+        )
+        built = Catalog.build(
+            tensors,
+            boxes=BoxTable.concat([whole, boxes]),
+            file=np.concatenate([np.array(self._files, np.int32), catalog.file[kept]]),
+            byte_offset=np.concatenate([np.zeros(own, np.int64), catalog.byte_offset[kept]]),
+            byte_length=np.concatenate([nbytes, catalog.byte_length[kept]]),
+            files=catalog.files,
+            sums=catalog.file_sums,
+            info=catalog.info,
+        )
+        parts = np.full(len(keys), -1, np.int64)
+        parts[own:] = part_of[first]
+        number, kept = _rows_of(catalog, alone)
+        boxes = stored.boxes.take(kept)
+        more = replace(
+            stored,
+            boxes=BoxTable(count + number, boxes.offsets, boxes.lengths),
+            file=stored.file[kept],
+            start=stored.start[kept],
+            element=stored.element[kept],
+            strides=row_major(boxes.lengths) if stored.strides is None else stored.strides[kept],
+        )
+        return Shown(built, more, parts, np.concatenate([np.full(own, -1, np.int64), first]), twins)
+
+
+def _rows_of(catalog: Catalog, tensors: Int64s) -> tuple[Int64s, Int64s]:
+    """Return the rows of some tensors, and before that the place of each row's tensor among them."""
+    first, stop = (np.searchsorted(catalog.boxes.tensor, tensors, side=at) for at in ("left", "right"))
+    return np.repeat(np.arange(len(tensors)), stop - first), ranges(first, stop - first)

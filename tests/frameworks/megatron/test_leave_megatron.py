@@ -1,0 +1,93 @@
+"""A run of Megatron goes on under FSDP2 with the names of transformers, with its optimizer; and comes back."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import bytecheckpoint
+from tests.support.llama import Llama
+from tests.support.megatron.models import LENGTH, RATE, Layout, gpt_chunks, transformer_config
+from tests.support.megatron.training import Trainer, param_groups_of, scale_at, tokens
+from tests.support.worlds import Worlds
+
+pytestmark = pytest.mark.timeout(400)
+
+STEPS = 3
+LAYOUTS = [
+    Layout(tp=2, dp=2, tied=False),
+    Layout(tp=2, pp=2, tied=False, sequence=True),
+    Layout(tp=1, pp=2, vpp=2, dp=2, tied=False, distributed=False),
+    Layout(tp=2, dp=2, tied=False, bf16=True),
+]
+
+
+def llama_chunks(layout: Layout) -> list[Any]:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    given = {"transformer_layer_spec": spec, "position_embedding_type": "rope", "rotary_base": 10000}
+    config = transformer_config(layout, num_query_groups=2, layernorm_epsilon=1e-5)
+    return gpt_chunks(layout, config, lambda virtual: given)
+
+
+trainer_of = partial(Trainer, build=llama_chunks)
+
+
+def in_megatron(layout: Layout, saved: str, source: str | None = None) -> list[float]:
+    """Train, save, and go on; return the losses behind the save. `source` is where the training begins instead."""
+    trainer = trainer_of(layout)
+    if source is None:
+        trainer.train(STEPS)
+        bytecheckpoint.save(saved, trainer.states())
+    else:
+        states = trainer.states()
+        bytecheckpoint.load(source, {name: states[name] for name in ("model", "optimizer")}, layout="auto")
+        trainer.step = 2 * STEPS
+        trainer.scheduler.step(trainer.step)
+    return trainer.train(STEPS)
+
+
+def under_fsdp(source: str, target: str, first: int) -> list[float]:
+    """Load into FSDP2, train, save, and go on; return all losses."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = Llama()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(param_groups_of(dict(model.named_parameters())), foreach=False)
+    bytecheckpoint.load(source, {"model": model, "optimizer": optimizer}, layout="auto", cast=True)
+    losses = []
+    for step in range(first, first + 2 * STEPS):
+        if step == first + STEPS:
+            bytecheckpoint.save(target, {"model": model, "optimizer": optimizer})
+        for group in optimizer.param_groups:
+            group["lr"] = (RATE if group["weight_decay"] else RATE / 2) * scale_at(step)
+        optimizer.zero_grad()
+        loss = model(tokens(step).chunk(mesh.size())[mesh.get_local_rank()])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total) / mesh.size())
+    return losses
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_next_losses(worlds: Worlds, layout: Layout, tmp_path: Path) -> None:
+    assert LENGTH % 2 == 0
+    own, theirs = str(tmp_path / "megatron"), str(tmp_path / "fsdp")
+    expected = worlds.run(layout.world, in_megatron, layout, own, timeout=200)[0]
+    found = worlds.run(2, under_fsdp, own, theirs, STEPS, timeout=200)[0]
+    tolerance = 2e-2 if layout.bf16 else 2e-5
+    assert found[:STEPS] == pytest.approx(expected, rel=tolerance)
+    back = worlds.run(layout.world, in_megatron, layout, "", theirs, timeout=200)[0]
+    assert back == pytest.approx(found[STEPS:], rel=tolerance)
