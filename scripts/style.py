@@ -61,6 +61,7 @@ MANY_FIELDS: dict[str, str] = {
     "bytecheckpoint.monitoring.record.RankRecord": "a message that becomes the columns of a documented table",
     "bytecheckpoint.monitoring.simulation.SimulatedRun": "keyword options, each with a default",
     "bytecheckpoint.layouts.statements.Content": "the parts of a text, most with a default",
+    "bytecheckpoint.manager.manager.__init__": "keyword options, each with a default",
     "bytecheckpoint.options.SaveOptions": "the keyword options of a call",
     "bytecheckpoint.representation.header_writer.build_header": "the fields of a header",
     "bytecheckpoint.handles.LoadReport": "a flat report for users",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import bytecheckpoint
 from bytecheckpoint import CheckpointManager
@@ -22,6 +23,7 @@ from bytecheckpoint.manager import Best, Cadence, Every, Latest, Retention, Step
 from bytecheckpoint.manager.run_folder import RunFolder, by_age, step_folder
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
+from tests.loading.test_layouts import folder_of, fused, module_of, weights
 from tests.support.damage import damage, storage_file
 from tests.support.faulty_storage import Faults
 from tests.support.memory import hot_tier
@@ -346,3 +348,34 @@ def test_damaged_files_of_the_manager(tmp_path: Path, text: str) -> None:
         for look in (manager.steps, manager.restore_latest):
             with pytest.raises(CorruptCheckpointError, match="bytecheckpoint-superseded, which lists"):
                 look()
+
+
+def test_a_run_begins_with_the_weights_of_another_program(tmp_path: Path) -> None:
+    """Until it has a step of its own; nothing in the other folder changes, and an optimizer stays new."""
+    found = weights()
+    folder = folder_of(tmp_path / "hf", found)
+    before = {file: file.stat().st_mtime_ns for file in folder.rglob("*")}
+    for attempt in range(2):
+        model = module_of(fused(found))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        states = {"model": model, "optimizer": optimizer}
+        with CheckpointManager(tmp_path / "run", states, keep=1, start_from=folder, layout="llama") as manager:
+            restored = manager.restore_latest()
+            assert (restored is None) == (attempt == 0) and manager.step == 5 * attempt
+            expected = {name: value + attempt for name, value in fused(found).items()}
+            assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+            assert bool(optimizer.state) == bool(attempt)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(fused(found)[name] + attempt + 1)
+            manager.save(5 * attempt + 5)
+    assert before == {file: file.stat().st_mtime_ns for file in folder.rglob("*")}
+    for arguments in ({"layout": "llama"}, {"start_from": folder, "layout": "lama"}):
+        with pytest.raises(UsageError, match=r"start_from|did you mean llama"):
+            CheckpointManager(tmp_path / "run", states, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="has weights for modules, and the states are progress"):
+        CheckpointManager(tmp_path / "run", {"progress": {}}, start_from=folder)

@@ -26,7 +26,15 @@ from bytecheckpoint.manager.boundary import Boundaries, SaveDue, StopJob, Usurpe
 from bytecheckpoint.manager.cadence import Cadence, When
 from bytecheckpoint.manager.folder_keeper import FolderKeeper
 from bytecheckpoint.manager.preemption import Preemption, PreemptionWatch
-from bytecheckpoint.manager.restores import Conversations, Progress, Reached, Restored, Restores, check_facts
+from bytecheckpoint.manager.restores import (
+    Conversations,
+    Origin,
+    Progress,
+    Reached,
+    Restored,
+    Restores,
+    check_facts,
+)
 from bytecheckpoint.manager.rules import Best, Keep, Retention, StepInfo
 from bytecheckpoint.manager.run_folder import RunFolder, step_folder, step_metadata, step_number
 from bytecheckpoint.manager.saves import RunSaves
@@ -39,6 +47,7 @@ from bytecheckpoint.world import world_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from bytecheckpoint.layouts import Layout
     from bytecheckpoint.manager.just_in_time import JustInTime
 
 __all__ = ["CheckpointManager"]
@@ -68,6 +77,9 @@ class CheckpointManager:
             the block on all of them. The exception is raised afterwards.
         save_options: options of all saves.
         load_options: options of all loads.
+        start_from: path of a checkpoint, also of another program, from whose weights the run begins while it has no step of
+            its own. Nothing there is changed or deleted.
+        layout: layout through which `start_from` is seen, as for `load`.
         process_group: ranks of the run; by default all.
 
     Raises:
@@ -85,12 +97,15 @@ class CheckpointManager:
         just_in_time: bool = False,
         save_options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
+        start_from: str | os.PathLike[str] | None = None,
+        layout: Layout | str | os.PathLike[str] | None = None,
         process_group: ProcessGroup | None = None,
     ) -> None:
         cadence = every if isinstance(every, Cadence) else Cadence(every)
         retention = keep if isinstance(keep, Retention) else Retention(keep)
         save_options, load_options = save_options or SaveOptions(), load_options or LoadOptions()
         _check_options(save_options, load_options)
+        origin = Origin.of(start_from, layout, states)
         collective = current(process_group, timeout=settings().timeout)
         number = world_of(collective).calls.begin("manager", str(root), settings().timeout)
         tag = f"manager/{number}"
@@ -102,7 +117,7 @@ class CheckpointManager:
             on_usurped=lambda reason: self._boundaries.request(Usurped(reason)),
         )  # fmt: skip
         self._saves = RunSaves(states, save_options, cadence, process_group, self._keeper)
-        self._restores = Restores(states, load_options, process_group, folder, self._conversations)
+        self._restores = Restores(states, load_options, process_group, folder, self._conversations, origin)
         self._just_in_time: JustInTime | None = None
         with contextlib.ExitStack() as stack:
             self._boundaries = stack.enter_context(Boundaries(collective, f"{tag}/boundaries", settings().timeout))
@@ -174,7 +189,7 @@ class CheckpointManager:
     def restore_latest(self) -> Restored | None:
         """Load the newest step whose every byte verifies; return None if there is no step and the run begins.
 
-        A damaged step is skipped, with a warning.
+        A damaged step is skipped, with a warning. A run that begins gets the weights of `start_from`.
 
         Raises:
             CorruptCheckpointError: there are steps, and none can be loaded. The states are undefined then.

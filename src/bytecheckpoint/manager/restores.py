@@ -7,15 +7,18 @@ from collections.abc import Callable, Collection, Mapping, MutableMapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from bytecheckpoint.arguments import check_layout
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.agreement import Agreement
-from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
+from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError, listed
+from bytecheckpoint.frameworks.modules import as_modules
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.loading import load
 from bytecheckpoint.manager.run_folder import RunFolder, step_folder
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.saving.steps import check_step
 from bytecheckpoint.settings import settings
+from bytecheckpoint.storage import resolve
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -94,6 +97,38 @@ def check_facts(metadata: object) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """A checkpoint from whose weights a run begins.
+
+    Attributes:
+        path: address of the checkpoint.
+        layout: layout through which it is seen, as for `load`.
+        states: names of the states that are loaded: those of modules.
+    """
+
+    path: str
+    layout: Any
+    states: Collection[str]
+
+    @classmethod
+    def of(cls, path: object, layout: object, states: Mapping[str, Any]) -> Origin | None:
+        """Check the arguments of a manager; return None if it has no such checkpoint.
+
+        Raises:
+            UsageError: there is a layout without a checkpoint, or no state is made of modules.
+        """
+        if path is None:
+            if layout is not None:
+                raise UsageError("layout= says how start_from= is seen: give start_from, the path of a checkpoint")
+            return None
+        check_layout(layout)
+        names = [name for name, value in states.items() if as_modules(name, value) is not None]
+        if not names:
+            raise UsageError(f"start_from={path!r} has weights for modules, and the states are {listed(list(states))}")
+        return cls(resolve(path).url, layout, names)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
 class Restored:
     """Result of a restore.
 
@@ -147,6 +182,7 @@ class Restores:
         group: ranks that load together.
         folder: folder of the run.
         conversations: agreements of the ranks.
+        origin: checkpoint from whose weights a run without steps begins.
 
     Attributes:
         last: result of the last restore; None if nothing was restored.
@@ -161,7 +197,9 @@ class Restores:
         group: ProcessGroup | None,
         folder: RunFolder,
         conversations: Conversations,
+        origin: Origin | None = None,
     ) -> None:
+        self._origin = origin
         self._states, self._options, self._group = states, options, group
         self._folder, self._conversations = folder, conversations
         self._is_rank_0 = conversations.collective.rank == 0
@@ -210,8 +248,11 @@ class Restores:
                 + "; ".join(f"step {step}: {why}" for step, why in skipped.items())
             )
         if self._is_rank_0:
-            _log.info("%s holds no committed step: the run begins", url)
+            begins = "" if self._origin is None else f" from the weights of {self._origin.path}"
+            _log.info("%s holds no committed step: the run begins%s", url, begins)
         self.last = None
+        if self._origin is not None:
+            self.load(self._origin.path, self._origin.states, layout=self._origin.layout)
         return None
 
     def _agree_on_steps(self) -> list[int]:
