@@ -17,16 +17,16 @@ import numpy as np
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError
 from bytecheckpoint.formats.dcp_items import ItemReader
 from bytecheckpoint.formats.files import RangedFile, open_file
-from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns
+from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns, RowColumns
 from bytecheckpoint.formats.meanings import CONSTANTS, MEANINGS, dtype_name
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.formats.unpickling import MAX_PICKLE_BYTES, read_pickle
-from bytecheckpoint.representation.boxes import BoxTable
+from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import row_order
 from bytecheckpoint.representation.values.tree import MAX_DEPTH, TensorRef, key_of_path
 from bytecheckpoint.storage import Storage
 
-__all__ = ["METADATA", "metadata_files", "read_dcp"]
+__all__ = ["METADATA", "DcpContent", "damage", "metadata_files", "read_content", "read_dcp"]
 
 METADATA: Final = ".metadata"
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
@@ -64,6 +64,31 @@ class _StoredItems:
     tensor_paths: list[tuple[Any, ...]] = field(default_factory=list)
 
 
+@dataclass
+class DcpContent:
+    """The content of a checkpoint of DCP, before it is given the form of states.
+
+    Attributes:
+        columns: the tensors and files.
+        rows: the rows of the tensors.
+        unread: first byte of each head that was not read, else -1.
+        names: name of each tensor in the metadata.
+        values: plain values by name.
+        storages: file and first byte of each storage among the plain values, by key.
+        items: places of all items in the files.
+        sums: CRC32 of the items.
+    """
+
+    columns: ForeignColumns
+    rows: RowColumns
+    unread: Int64s
+    names: list[str]
+    values: dict[str, Any]
+    storages: dict[str, tuple[int, int]]
+    items: _StoredItems
+    sums: FileSums
+
+
 def read_dcp(storage: Storage, *, heads: bool = True) -> ForeignCheckpoint:
     """Read a checkpoint of DCP.
 
@@ -77,6 +102,18 @@ def read_dcp(storage: Storage, *, heads: bool = True) -> ForeignCheckpoint:
         CorruptCheckpointError: a file is missing or damaged.
         IncompatibleCheckpointError: the checkpoint holds what this package does not read; the message says what.
     """
+    content = read_content(storage, heads=heads)
+    tree = Tree(storage.url)
+    with open_file(storage, metadata_files([name for name, _ in storage.list()])[0]) as file, damage(file):
+        values = _values(content, tree)
+    catalog, strides = content.columns.build({"format": "dcp"}, content.rows)
+    return ForeignCheckpoint(
+        "dcp", catalog, strides, values, content.sums, tuple(tree.notes), None if heads else content.unread
+    )
+
+
+def read_content(storage: Storage, *, heads: bool = True) -> DcpContent:
+    """Read the metadata, the heads and the plain values of a checkpoint of DCP; see `read_dcp`."""
     sizes = dict(storage.list())
     columns, items = ForeignColumns(), _StoredItems()
     names = metadata_files(list(sizes))
@@ -88,11 +125,11 @@ def read_dcp(storage: Storage, *, heads: bool = True) -> ForeignCheckpoint:
             if file.size > MAX_PICKLE_BYTES:
                 raise IncompatibleCheckpointError(f"{file.label} has {file.size} bytes, more than {MAX_PICKLE_BYTES}")
             data = file.read(0, file.size)
-            with _damage(file):
+            with damage(file):
                 value, _ = read_pickle(data, file=file.label, meanings=MEANINGS, constants=CONSTANTS)
                 _merge(value, merged, items)
                 del value, data
-    with open_file(storage, names[0]) as file, _damage(file):
+    with open_file(storage, names[0]) as file, damage(file):
         _add_tensors(columns, merged, items)
         boxes = _boxes(columns, items)
         numbers = _add_files(file, sizes, columns, items)
@@ -102,13 +139,12 @@ def read_dcp(storage: Storage, *, heads: bool = True) -> ForeignCheckpoint:
         if (order := row_order(boxes)) is not None:
             boxes, at, begin, size = boxes.take(order), at[order], begin[order], size[order]
         rows, unread = reader.rows(boxes, at, begin, size, heads=heads)
-        tree = Tree(storage.url)
-        values = _values(reader, numbers, columns, items, tree)
-    catalog, strides = columns.build({"format": "dcp"}, rows)
-    places = [(numbers[name], *place) for name, *place in items.values.values()]
+        places = [(numbers[name], first, length) for name, first, length in items.values.values()]
+        found = reader.values(places)
     archives = np.concatenate([np.stack([at, begin, size], axis=1), np.array(places, np.int64).reshape(-1, 3)])
-    sums = FileSums.of([], archives)
-    return ForeignCheckpoint("dcp", catalog, strides, values, sums, tuple(tree.notes), None if heads else unread)
+    names = [name for name, facts in merged.items() if facts.size is not None]
+    plain = dict(zip(items.values, found, strict=True))
+    return DcpContent(columns, rows, unread, names, plain, reader.storages, items, FileSums.of([], archives))
 
 
 @dataclass
@@ -131,7 +167,7 @@ class _Merged:
 
 
 @contextlib.contextmanager
-def _damage(file: RangedFile) -> Iterator[None]:
+def damage(file: RangedFile) -> Iterator[None]:
     """Name the file in errors, and turn those of objects that are not as DCP makes them into one of damage."""
     try:
         yield
@@ -245,24 +281,21 @@ def _add_files(
     return numbers
 
 
-def _values(
-    reader: ItemReader, numbers: Mapping[str, int], columns: ForeignColumns, items: _StoredItems, tree: Tree
-) -> dict[str, bytes]:
+def _values(content: DcpContent, tree: Tree) -> dict[str, bytes]:
     """Return the encoded tree of each state, with references to its tensors."""
-    places = [(numbers[file], begin, size) for file, begin, size in items.values.values()]
-    found = reader.values(places)
+    columns, items = content.columns, content.items
     trees: dict[str, Any] = {}
     nested = _nested(items)
     for state, fqn, path in zip(columns.states, columns.fqns, items.tensor_paths, strict=True):
         trees.setdefault(state, {})
         _set(trees[state], path, TensorRef(fqn))
-    for name, value in zip(items.values, found, strict=True):
+    for name, value in content.values.items():
         state, path = _place(name, items.paths.get(name), nested, tensor=False)
         _set(trees.setdefault(state, {}), path, value)
     values = {}
-    for state, content in trees.items():
-        values[state] = tree.encode(_with_lists(content))
-        columns.add_whole(state, tree.tensors, reader.storages)
+    for state, found in trees.items():
+        values[state] = tree.encode(_with_lists(found))
+        columns.add_whole(state, tree.tensors, content.storages)
     return values
 
 

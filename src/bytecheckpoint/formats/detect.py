@@ -12,11 +12,12 @@ from typing import Final
 
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from bytecheckpoint.formats.archives import is_zip
-from bytecheckpoint.formats.dcp import metadata_files, read_dcp
+from bytecheckpoint.formats.dcp import METADATA, metadata_files, read_dcp
 from bytecheckpoint.formats.deepspeed import OPTIMIZER_FILE, read_deepspeed
 from bytecheckpoint.formats.files import open_file
 from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint
 from bytecheckpoint.formats.huggingface import SAFETENSORS, read_huggingface, weight_files
+from bytecheckpoint.formats.megatron import MARKER, read_megatron
 from bytecheckpoint.formats.rank_files import RANK_FILE, read_rank_files
 from bytecheckpoint.formats.shown import VALUES_NAME, with_values
 from bytecheckpoint.formats.torch_save import read_torch_save
@@ -77,6 +78,8 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
         raise CheckpointNotFoundError(f"{storage.url} is a checkpoint of this package, not of another program")
     if not names:
         raise CheckpointNotFoundError(f"{storage.url} is empty, or there is no such folder")
+    if MARKER in names and METADATA in names:
+        return FormatReader("megatron", read_megatron)
     if metadata_files(names):
         return FormatReader("dcp", read_dcp)
     if any(OPTIMIZER_FILE.fullmatch(name) for name in names):

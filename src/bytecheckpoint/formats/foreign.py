@@ -69,6 +69,8 @@ class ForeignCheckpoint:
         heads: first byte of the head of each of the first rows, int64 [n], -1 where a row needs none. A head ends where its
             row begins, and proves place and strides: a reader of the row has to check it (`dcp_items.check_head`). None:
             the reader of the format has read all of them.
+        made: files that no folder holds, whose names begin with `VALUES_NAME`, by name: numbers that the program keeps in
+            plain values, and an optimizer in tensors.
     """
 
     format: str
@@ -78,6 +80,7 @@ class ForeignCheckpoint:
     sums: FileSums
     notes: tuple[str, ...] = ()
     heads: Int64s | None = None
+    made: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

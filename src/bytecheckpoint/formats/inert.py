@@ -11,7 +11,7 @@ import msgspec
 
 __all__ = [
     "COUNTED", "GATHERED", "LINES", "SIMPLE",
-    "CallRecord", "GlobalName", "Meaning", "append_items", "check_key", "set_items",
+    "CallRecord", "Dtype", "GlobalName", "Meaning", "append_items", "check_key", "set_items",
 ]  # fmt: skip
 
 #: Decimal digits of the longest int in text, as in `sys.int_info.default_max_str_digits`.
@@ -63,7 +63,13 @@ class CallRecord(msgspec.Struct, eq=False):
     pairs: list[tuple[Any, Any]] | None = None
 
 
-_PLAIN_KEYS = frozenset((str, bytes, bool, float, type(None), GlobalName, CallRecord))
+class Dtype(msgspec.Struct, frozen=True):
+    """A `torch.dtype`, by its name without "torch."."""
+
+    name: str
+
+
+_PLAIN_KEYS = frozenset((str, bytes, bool, float, type(None), GlobalName, CallRecord, Dtype))
 
 
 def check_key(key: object, depth: int = 0) -> int:

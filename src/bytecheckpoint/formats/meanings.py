@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from bytecheckpoint.errors import IncompatibleCheckpointError
-from bytecheckpoint.formats.inert import CallRecord, GlobalName, Meaning, check_key
+from bytecheckpoint.formats.inert import CallRecord, Dtype, GlobalName, Meaning, check_key
 from bytecheckpoint.representation.catalog import MAX_DIMS
 from bytecheckpoint.representation.dtypes import dtype_names, itemsize
 
@@ -39,12 +39,6 @@ class Size(tuple[int, ...]):
     """A `torch.Size`."""
 
     __slots__ = ()
-
-
-class Dtype(msgspec.Struct, frozen=True):
-    """A `torch.dtype`, by its name without "torch."."""
-
-    name: str
 
 
 class TorchDevice(msgspec.Struct, frozen=True):

@@ -60,7 +60,7 @@ def with_values(checkpoint: ForeignCheckpoint) -> tuple[Catalog, dict[str, bytes
     )
     if strides is not None:  # the rows keep their order, and those of the values follow
         strides = np.concatenate([widened(strides, width, 1), np.ones((count, width), np.int64)])
-    return replace(built, strides=strides), values
+    return replace(built, strides=strides), {**values, **checkpoint.made}
 
 
 def _with_slots(

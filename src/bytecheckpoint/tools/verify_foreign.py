@@ -228,7 +228,7 @@ def _manifest(storage: ForeignStorage, catalog: Catalog) -> dict[str, tuple[str,
     Raises:
         CorruptCheckpointError: the manifest cannot be read.
     """
-    if catalog.info.get("format") != "dcp" or _INTEGRITY not in dict(storage.list()):
+    if catalog.info.get("format") not in ("dcp", "megatron") or _INTEGRITY not in dict(storage.list()):
         return {}
     with open_file(storage, _INTEGRITY) as file:
         try:

@@ -1,0 +1,82 @@
+"""Checkpoints that Megatron itself saved, loaded as they lie at other layouts: the losses are those of the saving run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import bytecheckpoint
+from tests.support.comparisons import assert_complete
+from tests.support.megatron.models import LENGTH, Layout
+from tests.support.megatron.torch_dist import save_torch_dist
+from tests.support.megatron.training import Trainer, plain_run, scale_at, tokens
+from tests.support.real_frameworks import AFTER, BEFORE, assert_losses
+from tests.support.worlds import Worlds
+
+pytestmark = pytest.mark.timeout(600)
+
+KINDS = ["fully_reshardable"]
+#: Layout of the save, and those of the loads. Both have one model.
+CASES = {
+    "dense": (
+        Layout(tp=2, dp=2, bf16=True),
+        [Layout(tp=2, dp=2, bf16=True), Layout(dp=4, bf16=True), Layout(tp=2, pp=2, bf16=True)],
+    ),
+    "experts": (Layout(ep=2, dp=2, moe=True), [Layout(dp=2, moe=True), Layout(pp=2, moe=True)]),
+    "virtual": (Layout(pp=2, vpp=2, dp=2, tied=False), [Layout(dp=2, tied=False), Layout(tp=2, pp=2, tied=False)]),
+}
+
+
+def save(layout: Layout, folder: str) -> list[float]:
+    trainer = Trainer(layout, seed=4, lr=0.5)
+    trainer.train(BEFORE)
+    for kind in KINDS:
+        save_torch_dist(trainer, f"{folder}/{kind}", kind)
+    return trainer.train(AFTER)
+
+
+def load(layout: Layout, path: str) -> list[float]:
+    trainer = Trainer(layout, seed=9, lr=0.1)
+    trainer.train(1)
+    states = {**trainer.states(), "opt_param_scheduler": trainer.scheduler}
+    del states["scheduler"], states["extra_states"]
+    assert_complete(bytecheckpoint.load(path, states))
+    trainer.step = BEFORE
+    return trainer.train(AFTER)
+
+
+def load_plain(layout: Layout, path: str) -> list[float]:
+    """Load into one module, stepped by torch, and train as the scheduler and the clipping of Megatron do."""
+    model, adam = plain_run(layout, seed=9)
+    assert_complete(bytecheckpoint.load(path, {"model": model, "optimizer": adam}), ("unexpected",))
+    losses = []
+    for step in range(BEFORE, BEFORE + AFTER):
+        rows = tokens(step)
+        loss = model(
+            rows[:, :-1].contiguous(), torch.arange(LENGTH)[None], None, labels=rows[:, 1:].contiguous()
+        ).mean()
+        adam.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in adam.param_groups:
+            group["lr"] = scale_at(step) * (0.5 if group["weight_decay"] else 0.25)
+        adam.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_layout_trains_on(worlds: Worlds, name: str, tmp_path: Path) -> None:
+    source, layouts = CASES[name]
+    losses, *_ = worlds.run(source.world, save, source, str(tmp_path), timeout=300)
+    for layout in layouts:
+        for kind in KINDS:
+            found, *_ = worlds.run(layout.world, load, layout, f"{tmp_path}/{kind}", timeout=300)
+            if layout == source:
+                assert found == losses
+            assert_losses(found, losses, 1e-2 if source.bf16 else 1e-5)
+    if name == "virtual":
+        (found,) = worlds.run(1, load_plain, Layout(tied=False), f"{tmp_path}/fully_reshardable", timeout=300)
+        assert_losses(found, losses, 1e-5)

@@ -1,0 +1,36 @@
+"""Save as Megatron's training program does: `dist_checkpointing.save` of the model, the optimizer and the rest."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.support.megatron.training import Trainer
+
+
+def save_torch_dist(trainer: Trainer, path: str, kind: str) -> None:
+    """Save a checkpoint of Megatron.
+
+    Args:
+        trainer: the run.
+        path: new folder.
+        kind: form of the optimizer: "fully_reshardable" or "dp_reshardable".
+    """
+    from megatron.core import dist_checkpointing
+
+    Path(path).mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    metadata: dict[str, Any] = {"distrib_optim_sharding_type": kind, "chained_optim_avoid_prefix": True}
+    names = ["model"] if len(trainer.bare) == 1 else [f"model{number}" for number in range(len(trainer.bare))]
+    state: dict[str, Any] = {
+        name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, trainer.bare, strict=True)
+    }
+    of_model = state["model"] if len(names) == 1 else dict(state)
+    state["optimizer"] = trainer.optimizer.sharded_state_dict(of_model, metadata=metadata)
+    state["opt_param_scheduler"] = trainer.scheduler.state_dict()
+    state["args"] = Namespace(tensor_model_parallel_size=trainer.layout.tp, hidden_size=16)
+    state |= {"iteration": trainer.step, "checkpoint_version": 3.0}
+    dist_checkpointing.save(state, path, content_metadata=metadata)
