@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,11 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
+from bytecheckpoint.engine.catalogs import read_catalog
+from bytecheckpoint.representation.catalog_file import encode
+from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
+from bytecheckpoint.storage import COLD_FOLDERS, resolve
+from bytecheckpoint.tools import adopt
 from bytecheckpoint.tuning import tuned
 from tests.support.layouts import Box, Leaf, coded, grid_boxes
 from tests.support.streams import Loader
@@ -20,6 +27,7 @@ FOLDER = Path(__file__).parent / "v1"
 STREAMS = Path(__file__).parent / "v1-streams"  # added later to the format, beside what was there
 GROUPS = Path(__file__).parent / "v2-groups"  # the same as v1, with a catalog in groups, as large ones are
 TILES = Path(__file__).parent / "v3-tiles"  # a world of eight ranks, whose boxes a catalog of version 3 lists together
+FOREIGN = Path(__file__).parent / "v4-foreign"  # files of other programs, which lie beside a catalog of version 4
 ARRAYS = Path(__file__).parent / "v1-arrays"  # plain values in version 2: large numpy arrays are tensors
 WORLD = 3
 TILE_WORLD = 8
@@ -111,6 +119,29 @@ def arrays(rank: int) -> dict[str, Any]:
     }
 
 
+def foreign_state() -> dict[str, Any]:
+    """Return what the file of torch.save in the checkpoint with files of other programs holds."""
+    rows = coded((40, 30), torch.float32)
+    model = {"turned": rows.t(), "rows": rows[::3, 2:], "odd": torch.arange(5, dtype=torch.uint8)}
+    return {"model": model, "step": 3, "lr": 0.125}
+
+
+def make_foreign(folder: Path) -> None:
+    """Adopt a file of torch.save beside the catalog. Names in the folder stand for the URIs, so that it can be moved."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as place:
+        torch.save(foreign_state(), f"{place}/old.pt", _use_new_zipfile_serialization=False)
+        adopt(f"{place}/old.pt", str(folder))
+        (folder.parent / COLD_FOLDERS).unlink()
+        catalog, _ = read_catalog(resolve(folder))
+        files = [
+            replace(file, name=file.name.rpartition("/")[2] if is_uri(file.name) else file.name)
+            for file in catalog.files
+        ]
+        shutil.copy(f"{place}/old.pt", folder)
+    (folder / CATALOG_NAME).write_bytes(encode(replace(catalog, files=tuple(files))))
+
+
 def main() -> None:
     """Replace the golden checkpoints of the present version."""
 
@@ -133,6 +164,7 @@ def main() -> None:
         write_anew(TILES, save_tiles, TILE_WORLD)
     with tuned(catalog_group_bytes=1):
         write_anew(GROUPS, save_groups)
+    make_foreign(FOREIGN)
     write_anew(FOLDER, save)
     write_anew(STREAMS, save_streams)
     with tuned(array_tensor_bytes=16):

@@ -15,6 +15,7 @@ from tests.golden.make import (
     ARRAYS,
     EVERY_DTYPE,
     FOLDER,
+    FOREIGN,
     GROUPS,
     SHAPES,
     STREAMS,
@@ -23,6 +24,7 @@ from tests.golden.make import (
     VALUES,
     WORLD,
     arrays,
+    foreign_state,
     full,
     odd,
     states,
@@ -89,6 +91,19 @@ def test_plain_values_of_version_2_load_in_another_world() -> None:
 
     for rank, destination in enumerate(ThreadWorld(WORLD + 1).run(load)):
         assert equal(destination, arrays(rank if rank < WORLD else 0))
+
+
+def test_version_4_opens_loads_and_verifies() -> None:
+    expected = foreign_state()
+    with bytecheckpoint.open(FOREIGN) as checkpoint:
+        for name, value in expected["model"].items():
+            assert torch.equal(checkpoint[f"model/{name}"][...], value)
+        assert checkpoint["extra_states/lr"] == 0.125
+    empty = {name: torch.zeros_like(value) for name, value in expected["model"].items()}
+    destination: dict[str, Any] = {"model": empty, "extra_states": {}}
+    bytecheckpoint.load(FOREIGN, destination, timeout=20)
+    assert equal(destination["model"], expected["model"]) and destination["extra_states"]["step"] == 3
+    assert bytecheckpoint.tools.verify(FOREIGN).ok
 
 
 def test_version_3_opens_and_loads_in_another_world() -> None:

@@ -10,6 +10,7 @@ import torch
 import bytecheckpoint
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.tools import adopt, compare, verify
 from tests.loading.test_layouts import assert_holds, folder_of, fused, module_of, weights
 from tests.servers.s3 import S3Server
 
@@ -42,3 +43,20 @@ def test_tools(s3: S3Server, bucket: str, tmp_path: Path, capsys: pytest.Capture
         assert run(["rm", path]) == run(["gc", path]) == 1 and run(["repair", path]) == 2
         assert capsys.readouterr().err.count("is a checkpoint of another program") == 3
     assert [name for name, _ in resolve(f"s3://{bucket}/a").list()] == ["whole.pt"]
+
+
+def test_adopt(s3: S3Server, bucket: str, tmp_path: Path) -> None:
+    torch.save({"model": weights(), "epoch": 4}, tmp_path / "whole.pt")
+    data = (tmp_path / "whole.pt").read_bytes()
+    for name in ("sums", "none"):
+        s3.request("PUT", f"/{bucket}/{name}/whole.pt", body=data)
+        for folder in (f"s3://{bucket}/runs", str(tmp_path / "runs")):
+            adopt(f"s3://{bucket}/{name}/whole.pt", f"{folder}/{name}", hash=name == "sums")
+            assert compare(f"{folder}/{name}", tmp_path / "whole.pt").equal and verify(f"{folder}/{name}").ok
+        s3.request("PUT", f"/{bucket}/{name}/whole.pt", body=bytes([*data[:-4000], data[-4000] ^ 1, *data[-3999:]]))
+        for folder in (f"s3://{bucket}/runs", str(tmp_path / "runs")):
+            (found,) = verify(f"{folder}/{name}").findings
+            assert (found.kind, found.file) == (
+                "block" if name == "sums" else "header",
+                f"s3://{bucket}/{name}/whole.pt",
+            )

@@ -117,6 +117,25 @@ def cp(
 
 
 @app.command()
+def adopt(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="A checkpoint of another program.", show_default=False)
+    ],
+    destination: Annotated[
+        str, typer.Argument(metavar="DESTINATION", help="A new folder, in any storage.", show_default=False)
+    ],
+    hash: Annotated[
+        bool, typer.Option("--hash/--no-hash", help="Read all files once for checksums, or headers only.")
+    ] = True,
+    json: Json = False,
+) -> Job:
+    """Write a small checkpoint that names the files of another program's: every tool takes it, and verifies them."""
+    from bytecheckpoint.cli.tools import adopt
+
+    return partial(adopt, source, destination, hash=hash, json=json)
+
+
+@app.command()
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)],
     b: Annotated[str, typer.Argument(metavar="B", help="Another one.", show_default=False)],

@@ -143,7 +143,7 @@ def summary(found: CatalogSummary) -> dict[str, Any]:
 def origin(about: dict[str, Any]) -> str:
     """Return who wrote a checkpoint, and when, in words."""
     if about["format"]:
-        return f"{about['format']}, of another program"
+        return f"{about['format']}, of another program" + (f", adopted {about['created']}" if about["created"] else "")
     return f"saved {about['created']} by {plural(about['world_size'], 'rank')} ({about['framework']})"
 
 

@@ -168,6 +168,23 @@ def cp(source: str, target: str, *, json: bool) -> int:
     return int(bool(failed))
 
 
+def adopt(source: str, target: str, *, hash: bool, json: bool) -> int:
+    """Adopt a checkpoint of another program."""
+    from bytecheckpoint.tools import adopt
+
+    with progress_bar("reading") as progress:
+        report = adopt(source, target, hash=hash, progress=progress)
+    if json:
+        print_json(asdict(report))
+        return 0
+    print_notes(report.notes)
+    read = f"{size_text(report.nbytes)} read for checksums" if hash else "no checksums"
+    print(
+        f"{printable(report.target)}: {report.format}, {plural(report.files, 'file')} of {printable(report.path)}, {read}"
+    )
+    return 0
+
+
 def diff(a: str, b: str, *, rtol: float, atol: float, layout: str | None, json: bool) -> int:
     """Compare two checkpoints and print the differences. Return 1 if there are any."""
     from bytecheckpoint.opening import open as open_checkpoint

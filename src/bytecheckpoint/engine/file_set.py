@@ -28,7 +28,7 @@ from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import FOREIGN, Catalog
 from bytecheckpoint.representation.names import is_uri
-from bytecheckpoint.storage import FileReader, Storage, open_named, other_folder
+from bytecheckpoint.storage import FileReader, Storage, open_stored, other_folder
 from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.storage.optional import is_cached
 from bytecheckpoint.tracing.operation import count_retries, span
@@ -41,9 +41,11 @@ _CACHE_SAMPLES = 64
 _log = logging.getLogger("bytecheckpoint")
 
 
-def other_folders(catalog: Catalog) -> set[str]:
-    """Return the URLs of other folders that hold files of the checkpoint."""
-    return {file.name.rsplit("/", 2)[0] for file in catalog.files if is_uri(file.name)}
+def other_folders(catalog: Catalog, *, own: bool = False) -> set[str]:
+    """Return the URLs of other folders that hold files of the checkpoint; with `own` without adopted files."""
+    files = [file for file in catalog.files if is_uri(file.name) and not (own and file.format == FOREIGN)]
+    # The names of this package's files have a folder.
+    return {file.name.rsplit("/", 1 if file.format == FOREIGN else 2)[0] for file in files}
 
 
 def parallel_reads(storage: Storage, catalog: Catalog) -> int:
@@ -180,7 +182,7 @@ class FileSet:
         entry = self._catalog.files[file]
         try:
             with span("open", subject=entry.name):
-                reader = open_named(self._storage, entry.name)
+                reader = open_stored(self._storage, entry)
         except FileNotFoundError:
             raise CorruptCheckpointError(
                 f"{self._storage.url}: the storage file {entry.name} is missing; use another checkpoint",

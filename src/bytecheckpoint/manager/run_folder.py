@@ -27,7 +27,7 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.manager.rules import KeepRule, StepInfo, finite_metrics
 from bytecheckpoint.monitoring.alerts.evaluation import lacking_room
 from bytecheckpoint.representation.names import CATALOG_NAME, STEP_FOLDER, is_uri
-from bytecheckpoint.storage import Storage, open_named, resolve
+from bytecheckpoint.storage import Storage, open_stored, resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tiers.cooldown import file_uri
 from bytecheckpoint.tiers.flush.lock import flush_lock
@@ -349,7 +349,7 @@ class RunFolder:
         storage = with_time_limits(resolve(info.path))
         try:
             for file in read_catalog(storage)[0].files:
-                reader = open_named(storage, file.name)
+                reader = open_stored(storage, file)
                 try:
                     if not reader.match_size(file.size):
                         raise CorruptCheckpointError(f"{file.name} has {reader.size} bytes, not {file.size}")

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from bytecheckpoint.storage.base import Capabilities, FileReader, FileStat, FileWriter, NewFile, Storage
-from bytecheckpoint.storage.registry import COLD_FOLDERS, known_schemes, open_named, other_folder, resolve
+from bytecheckpoint.storage.registry import (
+    COLD_FOLDERS,
+    adopted_version,
+    known_schemes,
+    open_named,
+    open_stored,
+    other_folder,
+    resolve,
+)
 
 __all__ = [
     "COLD_FOLDERS",
@@ -13,8 +21,10 @@ __all__ = [
     "FileWriter",
     "NewFile",
     "Storage",
+    "adopted_version",
     "known_schemes",
     "open_named",
+    "open_stored",
     "other_folder",
     "resolve",
 ]

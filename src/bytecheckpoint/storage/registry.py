@@ -16,18 +16,23 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+import xxhash
+
 from bytecheckpoint._distribution import install_command
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, StorageError, UsageError
+from bytecheckpoint.representation.catalog import FOREIGN, StorageFile
 from bytecheckpoint.representation.names import generation_of, is_uri
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.base import FileReader, Storage
-from bytecheckpoint.storage.posix.storage import LocalStorage
-from bytecheckpoint.storage.wrappers import WrappedStorage, wrapped_like
+from bytecheckpoint.storage.posix.storage import LocalStorage, PosixStorage
+from bytecheckpoint.storage.wrappers import WrappedStorage, unwrapped, wrapped_like
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["COLD_FOLDERS", "GROUP", "known_schemes", "open_named", "other_folder", "resolve"]
+__all__ = [
+    "COLD_FOLDERS", "GROUP", "adopted_version", "known_schemes", "open_named", "open_stored", "other_folder", "resolve"
+]  # fmt: skip
 
 GROUP = "bytecheckpoint.storages"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -110,6 +115,34 @@ def open_named(storage: Storage, name: str) -> FileReader:
             f"{storage.url}: the catalog names {name[:200]!r}, which is no storage file", file=name[:200]
         )
     return other_folder(storage, folder).open("/".join(inside))
+
+
+def open_stored(storage: Storage, file: StorageFile) -> FileReader:
+    """Open a file of the checkpoint in `storage`: one of this package, or an adopted one of another program.
+
+    Raises as `open_named`; CorruptCheckpointError too for an adopted file without checksums that was replaced.
+    """
+    if file.format != FOREIGN or not is_uri(file.name):
+        return open_named(storage, file.name)
+    folder, _, name = file.name.rpartition("/")
+    place = other_folder(storage, folder)
+    if not file.block_bytes and file.header_sum and adopted_version(place, name) != file.header_sum:
+        raise CorruptCheckpointError(
+            f"{storage.url}: {file.name} was replaced or written to since it was adopted: adopt it again",
+            file=file.name,
+        )
+    return place.open(name)
+
+
+def adopted_version(storage: Storage, name: str) -> int:
+    """Return the xxh3_64 of a file's size and time, or version in an object store, by which a file replaced shows.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    found = storage.stat(name)
+    local = isinstance(unwrapped(storage), PosixStorage)  # its versions have numbers of files, which a mount changes
+    return xxhash.xxh3_64_intdigest(f"{found.size} {found.modified if local else found.version}".encode())
 
 
 def other_folder(storage: Storage, folder: str) -> Storage:

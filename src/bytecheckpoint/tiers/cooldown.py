@@ -169,6 +169,8 @@ def _newest_names(steps: Sequence[_ReadStep], keep: int) -> set[str]:
 def _plan_step(step: _ReadStep, kept: Mapping[str, str], users: Mapping[str, str]) -> CoolStep:
     """Plan the action for one step. `kept`: step to stay -> reason; `users`: URI of a file -> a step that names it."""
     files = step.catalog.files
+    if step.catalog.is_foreign:
+        return step.planned("keep", "it names files of another program")
     own = [files[number] for number in own_files(step.catalog)]
     if files and not own:
         moved = {name for _, name, _ in _moved_files(step.catalog)}
@@ -248,9 +250,9 @@ def _move(hot: Storage, cold: Storage, progress: Callable[[int], None]) -> None:
         _log.warning("%s: moved files could not be removed: %s", hot.url, error)
 
 
-def _note_folder(hot: Storage, cold: Storage) -> None:
-    """Note in the run's folder where its steps move: a step alone is not trusted to lead its readers elsewhere."""
-    run, place = resolve(hot.url.rpartition("/")[0]), cold.url.rpartition("/")[0]
+def note_folder(step: Storage, place: str) -> None:
+    """Note beside a step a folder to which its catalog leads: a step alone is not trusted to lead its readers elsewhere."""
+    run = resolve(step.url.rpartition("/")[0])
     while True:
         version = run.version(COLD_FOLDERS)
         known = run.read(COLD_FOLDERS).decode().splitlines() if version else []
@@ -287,7 +289,7 @@ def _publish_catalogs(hot: Storage, cold: Storage, catalog: Catalog, data: bytes
     """Commit the cold checkpoint, and publish a catalog at the step's path that names the cold files."""
     lease.check()
     commit(cold, catalog, data, "")
-    _note_folder(hot, cold)
+    note_folder(hot, cold.url.rpartition("/")[0])
     files = [file if is_uri(file.name) else replace(file, name=file_uri(cold, file.name)) for file in catalog.files]
     moved = encode(catalog.with_files(files, catalog.file_sums, {**catalog.info, "moved_to": cold.url}))
     try:

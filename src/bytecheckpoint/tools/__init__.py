@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bytecheckpoint.tools.adoption import AdoptReport, adopt
     from bytecheckpoint.tools.bandwidth import measure
     from bytecheckpoint.tools.catalog_repair import GenerationReport, RepairReport, repair
     from bytecheckpoint.tools.comparison import CompareReport, Difference, compare
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from bytecheckpoint.tools.verification import VerifyFinding, VerifyReport, verify
 
 __all__ = [
+    "AdoptReport",
     "CompareReport",
     "CopyReport",
     "Difference",
@@ -32,6 +34,7 @@ __all__ = [
     "RepairReport",
     "VerifyFinding",
     "VerifyReport",
+    "adopt",
     "collect_garbage",
     "collect_hot_garbage",
     "compare",
@@ -46,6 +49,7 @@ __all__ = [
 
 _HOME = {
     "measure": "bandwidth",
+    **dict.fromkeys(("AdoptReport", "adopt"), "adoption"),
     "stream": "reading",
     **dict.fromkeys(("GenerationReport", "RepairReport", "repair"), "catalog_repair"),
     **dict.fromkeys(("CompareReport", "Difference", "compare"), "comparison"),

@@ -18,7 +18,7 @@ from bytecheckpoint.tiers.storage import tier_of
 from bytecheckpoint.tools.subject import Subject, storage_of
 from bytecheckpoint.tools.verify_files import Progress
 
-__all__ = ["CopyReport", "check_apart", "copy"]
+__all__ = ["CopyReport", "Counted", "check_apart", "copy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,8 @@ def copy(checkpoint: Subject, target: str, progress: Progress | None = None) -> 
     check_apart(source, destination)
     path, (catalog, data) = source.url, read_catalog(source)
     if others := other_folders(catalog):
+        if catalog.is_foreign:
+            raise UsageError(f"{path} names files of another program: copy those, and adopt them there")
         if own_files(catalog) or len(others) > 1:
             raise UsageError(
                 f"{path} uses files of other folders ({', '.join(sorted(others))}): load it and save it again"
@@ -76,7 +78,7 @@ def copy(checkpoint: Subject, target: str, progress: Progress | None = None) -> 
     with leased(destination) as lease:
         if lease.is_in(source):
             raise UsageError(f"{source.url} and {destination.url} are the same folder")
-        counted = _Counted(sum(nbytes), progress)
+        counted = Counted(sum(nbytes), progress)
         copied = copy_files(source, destination, catalog, check=lease.check, progress=counted.add)
         lease.check()
         commit(destination, catalog, data, "")
@@ -120,15 +122,24 @@ def _is_there(target: Storage, catalog: Catalog, data: bytes) -> bool:
     return False
 
 
-class _Counted:
-    """A sum of bytes, for a function of progress."""
+class Counted:
+    """A sum of bytes, for a function of progress.
+
+    Args:
+        total: bytes in all.
+        progress: function of (bytes done, bytes in all).
+
+    Attributes:
+        done: bytes done.
+    """
 
     def __init__(self, total: int, progress: Progress | None) -> None:
-        self._done, self._total, self._progress = 0, total, progress
+        self.done, self._total, self._progress = 0, total, progress
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
+        """Count more bytes, and report them."""
         with self._lock:
-            self._done = min(self._done + nbytes, self._total)  # an upload that is repeated counts twice
+            self.done = min(self.done + nbytes, self._total)  # an upload that is repeated counts twice
             if self._progress is not None:
-                self._progress(self._done, self._total)
+                self._progress(self.done, self._total)

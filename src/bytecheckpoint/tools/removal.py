@@ -161,7 +161,7 @@ def _is_own(name: str, *, hot: bool) -> bool:
 
 def _other_folders(storage: Storage) -> set[str]:
     try:
-        return other_folders(read_outline(storage))
+        return other_folders(read_outline(storage), own=True)
     except (CheckpointNotFoundError, CorruptCheckpointError):
         return set()
 

@@ -16,7 +16,7 @@ from bytecheckpoint.concurrency import call_with_timeout, parallel_map
 from bytecheckpoint.engine.catalogs import read_outline
 from bytecheckpoint.engine.file_set import other_folders
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
-from bytecheckpoint.representation.names import CATALOG_NAME, METRICS_FOLDER
+from bytecheckpoint.representation.names import CATALOG_NAME, METRICS_FOLDER, is_uri
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.storage.posix.storage import PosixStorage
@@ -55,10 +55,12 @@ def retire(storage: Storage, created: float) -> str:
         return "it is a symbolic link"
     version = storage.version(CATALOG_NAME)
     catalog = read_outline(storage)
-    if elsewhere := other_folders(catalog):
+    if elsewhere := other_folders(catalog, own=True):
         return f"it names files in {', '.join(sorted(elsewhere))}"
     stone = f".bytecheckpoint-retired-{secrets.token_hex(8)}.json"
-    storage.publish(stone, json.dumps({"files": [file.name for file in catalog.files]}).encode())
+    storage.publish(
+        stone, json.dumps({"files": [file.name for file in catalog.files if not is_uri(file.name)]}).encode()
+    )
     if float(catalog.info.get("created", 0.0)) != created or storage.version(CATALOG_NAME) != version:
         storage.delete([stone])
         return "it was saved anew meanwhile"

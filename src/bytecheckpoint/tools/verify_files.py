@@ -12,14 +12,14 @@ import numpy as np
 import xxhash
 
 from bytecheckpoint.engine.file_set import parallel_reads
-from bytecheckpoint.errors import CheckpointError, StorageError
+from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, StorageError
 from bytecheckpoint.planning.coverage import overlapping
-from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
+from bytecheckpoint.representation.catalog import FOREIGN, VALUES_SLOT, Catalog
 from bytecheckpoint.representation.checksums import block_sums
 from bytecheckpoint.representation.header_reader import StorageHeader, parse_header
 from bytecheckpoint.representation.names import CATALOG_NAME, METRICS_FOLDER, escape, generation_of
 from bytecheckpoint.settings import settings
-from bytecheckpoint.storage import FileReader, Storage, open_named
+from bytecheckpoint.storage import FileReader, Storage, open_stored
 from bytecheckpoint.storage.time_limits import with_time_limits
 
 __all__ = ["Progress", "VerifyFinding", "VerifyReport", "finding_in", "verify_catalog"]
@@ -169,12 +169,13 @@ class _FileCheck:
         """Open a file, and check its size and header. Return None for a file that cannot be read."""
         file = self._catalog.files[number]
         try:
-            reader = open_named(self._storage, file.name)
+            reader = open_stored(self._storage, file)
         except FileNotFoundError:
             self._report(number, "missing", f"{file.name} is missing", 0, file.size)
             return None
         except CheckpointError as error:
-            self._report(number, "unreadable", str(error), 0, file.size)
+            kind = "header" if isinstance(error, CorruptCheckpointError) else "unreadable"  # adopted, and replaced
+            self._report(number, kind, str(error), 0, file.size)
             return None
         if reader.size != file.size:
             text = f"{file.name} has {reader.size} bytes, the catalog says {file.size}"
@@ -194,6 +195,8 @@ class _FileCheck:
 
     def _header_problem(self, number: int, data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> str:
         file = self._catalog.files[number]
+        if file.format == FOREIGN:
+            return ""  # its header is a part of the data
         if len(data) < file.data_offset:
             return "it ends inside its header"
         if xxhash.xxh3_64_intdigest(data) != file.header_sum:
