@@ -153,8 +153,15 @@ def diff(
 @app.command()
 def export(
     src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint.", show_default=False)],
-    dst: Annotated[str, typer.Argument(metavar="DST", help="A new or empty folder.", show_default=False)],
-    state: Annotated[str, typer.Option(help="Name of the state to export.")] = "model",
+    dst: Annotated[
+        str, typer.Argument(metavar="DST", help="A new or empty folder; for torch a file.", show_default=False)
+    ],
+    format: Annotated[
+        str, typer.Option(help="hf (safetensors), dcp (torch.distributed.checkpoint) or torch (torch.save).")
+    ] = "hf",
+    state: Annotated[
+        str | None, typer.Option(help="Name of the state to export alone; by default the model for hf, else all.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="Convert floating tensors, e.g. to bfloat16.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Bytes per file, e.g. 5GB or 2GiB.")] = "5GB",
     adapter: Annotated[str | None, typer.Option(help="Name of the adapter (PEFT) to export alone.")] = None,
@@ -165,11 +172,11 @@ def export(
     layout: LayoutOption = None,
     json: Json = False,
 ) -> Job:
-    """Write consolidated Hugging Face safetensors, sharded with an index, in bounded memory."""
+    """Write a checkpoint for other programs: safetensors of Hugging Face, DCP, or torch.save; in bounded memory."""
     from bytecheckpoint.cli.tools import export
 
     return partial(
-        export, src, dst, state=state, dtype=dtype, max_shard_size=max_shard_size, adapter=adapter,
+        export, src, dst, format=format, state=state, dtype=dtype, max_shard_size=max_shard_size, adapter=adapter,
         files_from=files_from, force=force, layout=layout, json=json,
     )  # fmt: skip
 

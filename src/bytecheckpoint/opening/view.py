@@ -10,6 +10,7 @@ from bytecheckpoint.opening.box_reader import TensorPiece, read_in_pieces
 from bytecheckpoint.opening.checkpoint import Checkpoint
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
 from bytecheckpoint.representation.shards import TensorKey
+from bytecheckpoint.representation.values.codec import decode
 
 __all__ = ["CheckpointView"]
 
@@ -59,6 +60,28 @@ class CheckpointView(Checkpoint):
         """
         value = self._value(key) if self._number(key) is None else None
         return self[key] if value is None else value()
+
+    def has_streams(self, state: str) -> bool:
+        """Return whether a state is in streams: positions of data loaders, which any number of ranks divides."""
+        return bool(len(self._index.streams(state)))
+
+    def structure(self, state: str) -> Any:
+        """Return the plain values of a state in their containers, with an `Entry` for each tensor; None without values.
+
+        Where the ranks' values complement each other they are one. Instances of classes become their plain values.
+        """
+        trees = [
+            decode(
+                blob,
+                on_tensor=lambda name: self._entry(state, name, ""),
+                on_unregistered=lambda _, saved: saved,
+                restore=False,
+            )
+            for blob in self._trees(state)[0]
+        ]
+        if len(trees) > 1 and all(isinstance(tree, dict) for tree in trees):
+            return {key: value for tree in reversed(trees) for key, value in tree.items()}  # type: ignore[attr-defined]
+        return trees[0] if trees else None
 
     def stream(self, keys: Iterable[str], max_bytes: int = 32 << 20) -> Iterator[TensorPiece]:
         """Read several tensors in pieces, in bounded memory; small tensors are read together.

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from bytecheckpoint.tools.catalog_repair import GenerationReport, RepairReport, repair
     from bytecheckpoint.tools.comparison import CompareReport, Difference, compare
     from bytecheckpoint.tools.copying import CopyReport, copy
-    from bytecheckpoint.tools.huggingface import ExportReport, export
+    from bytecheckpoint.tools.export import export
+    from bytecheckpoint.tools.export_target import ExportReport
     from bytecheckpoint.tools.reading import stream
     from bytecheckpoint.tools.removal import Removal, collect_garbage, collect_hot_garbage, remove
     from bytecheckpoint.tools.verification import VerifyFinding, VerifyReport, verify
@@ -54,7 +55,8 @@ _HOME = {
     **dict.fromkeys(("GenerationReport", "RepairReport", "repair"), "catalog_repair"),
     **dict.fromkeys(("CompareReport", "Difference", "compare"), "comparison"),
     **dict.fromkeys(("CopyReport", "copy"), "copying"),
-    **dict.fromkeys(("ExportReport", "export"), "huggingface"),
+    "ExportReport": "export_target",
+    "export": "export",
     **dict.fromkeys(("Removal", "collect_garbage", "collect_hot_garbage", "remove"), "removal"),
     **dict.fromkeys(("VerifyFinding", "VerifyReport", "verify"), "verification"),
 }

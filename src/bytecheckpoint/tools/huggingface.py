@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from bytecheckpoint.concurrency import call_with_timeout
 from bytecheckpoint.engine.tensor_bytes import flat_bytes
-from bytecheckpoint.errors import CheckpointError, StorageError, StorageFullError, UsageError
+from bytecheckpoint.errors import CheckpointError, UsageError
 from bytecheckpoint.opening.view import CheckpointView
-from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import NewFile, Storage, resolve
 from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.storage.posix.files import fsync_directory
 from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.storage.time_limits import TimeLimitedStorage, with_time_limits
 from bytecheckpoint.storage.wrappers import Call
-from bytecheckpoint.tiers.storage import tier_of
+from bytecheckpoint.tools.export_target import ExportReport, Progress, check_target, translated
 from bytecheckpoint.tools.huggingface_description import ModelDescription, contents_of, files_beside
 from bytecheckpoint.tools.huggingface_layout import (
     ADAPTER_FILE,
@@ -42,7 +39,7 @@ from bytecheckpoint.tools.huggingface_layout import (
 )
 from bytecheckpoint.tools.subject import Subject, opened
 
-__all__ = ["ExportReport", "export"]
+__all__ = ["export_huggingface"]
 
 _CHUNK_BYTES = 16 << 20
 _INDEX = "model.safetensors.index.json"
@@ -51,81 +48,22 @@ _WEIGHTS = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ExportReport:
-    """The result of an export.
-
-    Attributes:
-        path: the folder.
-        files: names of the files, in order.
-        tensors: number of tensors.
-        nbytes: bytes of tensors, without headers.
-        cast: number of converted tensors.
-        overflowed: names of tensors in which the conversion made finite elements infinite.
-        skipped: keys of plain values, which the format cannot hold.
-        left_out: keys of tensors that do not belong to the adapter.
-        others: names of further files that were written: configuration and tokenizer.
-    """
-
-    path: str
-    files: tuple[str, ...]
-    tensors: int
-    nbytes: int
-    cast: int
-    overflowed: tuple[str, ...]
-    skipped: tuple[str, ...]
-    left_out: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
-
-
-Progress = Callable[[int, int], None]
-
-
-def export(
+def export_huggingface(
     checkpoint: Subject,
     target: str | os.PathLike[str],
     *,
-    state: str = "model",
-    dtype: torch.dtype | str | None = None,
-    max_shard_bytes: int = 5_000_000_000,
-    adapter: str | None = None,
-    files_from: str | os.PathLike[str] | None = None,
-    force: bool = False,
-    progress: Progress | None = None,
+    state: str,
+    dtype: torch.dtype | str | None,
+    max_shard_bytes: int,
+    adapter: str | None,
+    files_from: str | os.PathLike[str] | None,
+    force: bool,
+    progress: Progress | None,
 ) -> ExportReport:
-    """Write all tensors of one state as consolidated safetensors that Hugging Face tools read.
-
-    Steps of a Trainer, and others with a state `describe_pretrained(model)` under the name "huggingface", hold the model's
-    configuration too: then the folder is complete for `from_pretrained`, or, for a model with adapters, for
-    `PeftModel.from_pretrained`. A tokenizer is in no step.
-
-    One `model.safetensors`, or `model-00001-of-0000N.safetensors` with an index. Tied tensors are written once, under
-    the name under which the checkpoint stores them. Tensors are streamed, so the memory needed depends neither on the
-    size of the model nor on its largest tensor. In a local folder the files appear together, once all are durable. On
-    other storages they appear one by one, the index last.
-
-    Args:
-        checkpoint: path, storage or open checkpoint.
-        target: folder or URL; it must not exist or be empty unless `force` is set.
-        state: name of the state to export.
-        dtype: convert floating tensors to this dtype ("bfloat16", torch.bfloat16); None leaves all as they are.
-        max_shard_bytes: bytes of tensors per file; a larger tensor has a file of its own.
-        adapter: name of the adapter of PEFT to export, under the names that PEFT reads; None for the one in training
-            that the checkpoint describes, and for all tensors if it describes none.
-        files_from: local folder of a model, from which all files but the weights are copied: configuration, tokenizer.
-        force: replace weights at the target. Other files of the folder stay. On storages other than local folders the
-            old weights are removed first.
-        progress: function of (bytes read, bytes in all).
-
-    Raises:
-        UsageError: wrong arguments, or the target is not empty.
-        IncompatibleCheckpointError: a dtype or name that safetensors cannot hold.
-        CorruptCheckpointError: a block is damaged; nothing is left at `target`.
-        StorageError: the files cannot be written.
-    """
+    """Write all tensors of one state as consolidated safetensors; see `export`."""
     storage = resolve(target)
     present = call_with_timeout(
-        call_timeout(storage), lambda: _check_target(storage, force), f"cannot look into {storage.url}"
+        call_timeout(storage), lambda: check_target(storage, force), f"cannot look into {storage.url}"
     )
     copied = {} if files_from is None else dict(files_beside(files_from))
     wanted = export_dtype(dtype)
@@ -152,7 +90,7 @@ def export(
         others = copied | contents_of((described or description).files, wanted)
         others = {name: data for name, data in others.items() if name not in present or _WEIGHTS.fullmatch(name)}
         running = _Export(view, files, others, progress)
-        with _translated(f"export to {storage.url}"):
+        with translated(f"export to {storage.url}"):
             if isinstance(storage, LocalStorage):
                 _export_to_folder(running, storage.url)
             else:
@@ -190,31 +128,6 @@ def _export_to_storage(export: _Export, storage: Storage, old: Iterable[str]) ->
         with contextlib.suppress(CheckpointError):
             storage.delete([*export.names, *export.others, _INDEX])
         raise
-
-
-def _check_target(storage: Storage, force: bool) -> list[str]:
-    """Check that the target can take an export. Return the names in it.
-
-    Raises:
-        UsageError: the target cannot take an export.
-    """
-    tier = tier_of(storage)
-    if tier is not None:
-        raise UsageError(f"export writes to the storage itself: give {tier.durable.url}, without the tier")
-    if isinstance(storage, LocalStorage) and os.path.lexists(storage.url) and not os.path.isdir(storage.url):
-        raise UsageError(f"{storage.url} is a file: give a folder")
-    if isinstance(storage, LocalStorage):
-        with _translated(f"look into {storage.url}"):
-            present = sorted(os.listdir(storage.url)) if os.path.isdir(storage.url) else []
-    else:
-        present = sorted({*(name for name, _ in storage.list() if "/" not in name), *storage.folders()})
-    if CATALOG_NAME in present:
-        raise UsageError(f"{storage.url} is a checkpoint: export into another folder")
-    if present and not force:
-        raise UsageError(
-            f"{storage.url} is not empty (it holds {present[0]!r}): give a new folder, or force the export"
-        )
-    return present
 
 
 class _Export:
@@ -321,14 +234,3 @@ def _install(temporary: str, folder: str, files: Sequence[str]) -> None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(folder, name))
     fsync_directory(folder)
-
-
-@contextlib.contextmanager
-def _translated(action: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        text = f"cannot {action}: {error.strerror or error}"
-        raise (StorageFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError)(text) from error

@@ -1,0 +1,113 @@
+"""Export a checkpoint to the formats of other programs."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Literal
+
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.opening.view import CheckpointView
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.posix.storage import LocalStorage
+from bytecheckpoint.tools.export_target import ExportReport, Progress, check_target, translated
+from bytecheckpoint.tools.huggingface import export_huggingface
+from bytecheckpoint.tools.state_dicts import state_dict_of
+from bytecheckpoint.tools.subject import Subject, opened
+from bytecheckpoint.tools.torch_files import write_dcp, write_torch_file
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["export"]
+
+
+def export(
+    checkpoint: Subject,
+    target: str | os.PathLike[str],
+    *,
+    format: Literal["hf", "dcp", "torch"] = "hf",
+    state: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    adapter: str | None = None,
+    files_from: str | os.PathLike[str] | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Write a checkpoint for other programs: as safetensors of Hugging Face, as a checkpoint of DCP, or with `torch.save`.
+
+    "dcp" and "torch" hold all states in nested dicts, as `get_state_dict` returns them: optimizers with their parameters by
+    name, and plain values. `dcp.load` and `torch.load(weights_only=True)` take them. Positions of data loaders in streams
+    are left out, because only this package knows them. "torch" writes one file, on a local file system.
+
+    "hf" holds all tensors of one state as consolidated safetensors.
+    Steps of a Trainer, and others with a state `describe_pretrained(model)` under the name "huggingface", hold the model's
+    configuration too: then the folder is complete for `from_pretrained`, or, for a model with adapters, for
+    `PeftModel.from_pretrained`. A tokenizer is in no step.
+
+    One `model.safetensors`, or `model-00001-of-0000N.safetensors` with an index. Tied tensors are written once, under
+    the name under which the checkpoint stores them. Tensors are streamed, so the memory needed depends neither on the
+    size of the model nor on its largest tensor. In a local folder the files appear together, once all are durable. On
+    other storages they appear one by one, the index last.
+
+    Args:
+        checkpoint: path, storage or open checkpoint.
+        target: folder or URL, for "torch" a file; it must not exist or be empty unless `force` is set.
+        format: format of the result.
+        state: name of the state to export alone; None for "model" of "hf", and for all states of the others.
+        dtype: "hf" only: convert floating tensors to this dtype ("bfloat16", torch.bfloat16); None leaves all as they are.
+        max_shard_bytes: bytes of tensors per file; a larger tensor has a file of its own.
+        adapter: "hf" only: name of the adapter of PEFT to export, under the names that PEFT reads; None for the one in
+            training that the checkpoint describes, and for all tensors if it describes none.
+        files_from: "hf" only: local folder of a model, from which all files but the weights are copied: configuration,
+            tokenizer.
+        force: replace weights at the target. Other files of the folder stay. On storages other than local folders the
+            old weights are removed first.
+        progress: function of (bytes read, bytes in all).
+
+    Raises:
+        UsageError: wrong arguments, or the target is not empty.
+        IncompatibleCheckpointError: a dtype or name that safetensors cannot hold.
+        CorruptCheckpointError: a block is damaged; nothing is left at `target`.
+        StorageError: the files cannot be written.
+    """
+    if format == "hf":
+        return export_huggingface(
+            checkpoint, target, state="model" if state is None else state, dtype=dtype, max_shard_bytes=max_shard_bytes,
+            adapter=adapter, files_from=files_from, force=force, progress=progress,
+        )  # fmt: skip
+    if format not in ("dcp", "torch"):
+        raise UsageError(f"format={format!r}: use 'hf', 'dcp' or 'torch'")
+    for name, value in (("dtype", dtype), ("adapter", adapter), ("files_from", files_from)):
+        if value is not None:
+            raise UsageError(f"{name}= is for format='hf'; {format!r} keeps tensors as they are")
+    if max_shard_bytes < 1:
+        raise UsageError(f"max_shard_bytes is {max_shard_bytes}: give a positive number of bytes")
+    storage = resolve(target)
+    if format == "torch":
+        if not isinstance(storage, LocalStorage):
+            raise UsageError(f"{storage.url}: a file of torch.save is written to a local file system")
+        if os.path.isdir(storage.url) or (os.path.lexists(storage.url) and not force):
+            raise UsageError(f"{storage.url} exists: give the path of a new file")
+    elif check_target(storage, force=False) and force:
+        raise UsageError(f"{storage.url} is not empty: give a new folder")
+    with opened(checkpoint) as source:
+        view = CheckpointView.of(source)
+        if state is not None and state not in view.states:
+            raise UsageError(f"{view.path} has no {state!r}; it holds {', '.join(view.states)}")
+        chosen = [state] if state is not None else list(view.states)
+        skipped = [name for name in chosen if view.has_streams(name)]
+        tree: dict[str, Any] = {name: state_dict_of(view, name) for name in chosen if name not in skipped}
+        total = sum(view[key].nbytes for name in tree for key in view.keys_of(name) if view.stored_under(key))
+
+        def advance(done: int) -> None:
+            if progress is not None:
+                progress(min(done, total), total)
+
+        with translated(f"export to {storage.url}"):
+            if format == "dcp":
+                written = write_dcp(view, tree, storage, max_shard_bytes, advance)
+            else:
+                os.makedirs(os.path.dirname(storage.url), exist_ok=True)
+                written = write_torch_file(view, tree, storage.url, advance)
+    return ExportReport(storage.url, tuple(written.files), written.tensors, written.nbytes, 0, (), tuple(skipped))

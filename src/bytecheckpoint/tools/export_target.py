@@ -1,0 +1,89 @@
+"""The folder or file into which a checkpoint is exported, and the report."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from bytecheckpoint.errors import CheckpointError, StorageError, StorageFullError, UsageError
+from bytecheckpoint.representation.names import CATALOG_NAME
+from bytecheckpoint.storage import Storage
+from bytecheckpoint.storage.posix.storage import LocalStorage
+from bytecheckpoint.tiers.storage import tier_of
+
+__all__ = ["ExportReport", "Progress", "check_target", "translated"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """The result of an export.
+
+    Attributes:
+        path: the folder.
+        files: names of the files, in order.
+        tensors: number of tensors.
+        nbytes: bytes of tensors, without headers.
+        cast: number of converted tensors.
+        overflowed: names of tensors in which the conversion made finite elements infinite.
+        skipped: keys of plain values, or names of states, which the format cannot hold.
+        left_out: keys of tensors that do not belong to the adapter.
+        others: names of further files that were written: configuration and tokenizer.
+    """
+
+    path: str
+    files: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    cast: int
+    overflowed: tuple[str, ...]
+    skipped: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+
+#: Function of (bytes read, bytes in all).
+Progress = Callable[[int, int], None]
+
+
+def check_target(storage: Storage, force: bool) -> list[str]:
+    """Check that the target can take an export. Return the names in it.
+
+    Raises:
+        UsageError: the target cannot take an export.
+    """
+    tier = tier_of(storage)
+    if tier is not None:
+        raise UsageError(f"export writes to the storage itself: give {tier.durable.url}, without the tier")
+    if isinstance(storage, LocalStorage) and os.path.lexists(storage.url) and not os.path.isdir(storage.url):
+        raise UsageError(f"{storage.url} is a file: give a folder")
+    if isinstance(storage, LocalStorage):
+        with translated(f"look into {storage.url}"):
+            present = sorted(os.listdir(storage.url)) if os.path.isdir(storage.url) else []
+    else:
+        present = sorted({*(name for name, _ in storage.list() if "/" not in name), *storage.folders()})
+    if CATALOG_NAME in present:
+        raise UsageError(f"{storage.url} is a checkpoint: export into another folder")
+    if present and not force:
+        raise UsageError(
+            f"{storage.url} is not empty (it holds {present[0]!r}): give a new folder, or force the export"
+        )
+    return present
+
+
+@contextlib.contextmanager
+def translated(action: str) -> Iterator[None]:
+    """Turn errors of the file system in a `with` block into those of a storage.
+
+    Args:
+        action: action of the block, for the message.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        text = f"cannot {action}: {error.strerror or error}"
+        raise (StorageFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError)(text) from error

@@ -1,0 +1,61 @@
+"""Show the states of a checkpoint as the nested dicts in which programs of torch keep them, with stand-ins for tensors."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from bytecheckpoint.errors import IncompatibleCheckpointError
+from bytecheckpoint.opening.entry import Entry
+from bytecheckpoint.opening.view import CheckpointView
+from bytecheckpoint.representation.values.codec import leaves_with_paths
+
+__all__ = ["mapped", "state_dict_of"]
+
+
+def state_dict_of(view: CheckpointView, state: str) -> Any:
+    """Return the values of a state in their containers, with an `Entry` for each tensor.
+
+    An optimizer becomes {"state": {name: {slot: value}}, "param_groups": [...]} with parameters by name, as torch's
+    `get_optimizer_state_dict` returns it; modules become {name: tensor}.
+
+    Raises:
+        IncompatibleCheckpointError: a value is an instance of a class that is not registered here.
+    """
+    tensors = {key: view[key] for key in view.keys_of(state) if view.stored_under(key) is not None}
+    groups = f"{state}/param_groups"
+    if groups in view:
+        return _optimizer(view, state, tensors)
+    tree = view.structure(state)
+    if not isinstance(tree, dict):
+        return tree if tree is not None else {key.removeprefix(f"{state}/"): entry for key, entry in tensors.items()}
+    inside = {leaf.key for _, leaf in leaves_with_paths(tree) if isinstance(leaf, Entry)}
+    return {k.removeprefix(f"{state}/"): entry for k, entry in tensors.items() if entry.key not in inside} | tree
+
+
+def _optimizer(view: CheckpointView, state: str, tensors: dict[str, Entry]) -> dict[str, Any]:
+    found: dict[str, Any] = {"state": {}, "param_groups": view[f"{state}/param_groups"]}
+    for key in view.keys_of(state):
+        place, _, slot = key.removeprefix(f"{state}/").rpartition("/")
+        if place.startswith("state/"):
+            value = tensors[key] if key in tensors else view[key]
+            found["state"].setdefault(place.removeprefix("state/"), {})[slot] = value
+    return found
+
+
+def mapped(tree: Any, replace: Callable[[Entry], Any]) -> Any:
+    """Return a tree with another object in the place of each tensor.
+
+    Raises:
+        IncompatibleCheckpointError: a container is of a type that cannot be made again.
+    """
+    if isinstance(tree, Entry):
+        return replace(tree)
+    if type(tree) in (dict, OrderedDict):
+        return type(tree)((key, mapped(value, replace)) for key, value in tree.items())
+    if type(tree) in (list, tuple):
+        return type(tree)(mapped(value, replace) for value in tree)
+    if any(isinstance(leaf, Entry) for _, leaf in leaves_with_paths(tree)):
+        raise IncompatibleCheckpointError(f"a {type(tree).__name__} holds tensors: export the other states alone")
+    return tree

@@ -1,0 +1,230 @@
+"""Write a checkpoint as torch's own programs keep theirs: a checkpoint of DCP, or one file of `torch.save`."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import secrets
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bytecheckpoint.engine.tensor_bytes import flat_bytes
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.opening.entry import Entry
+from bytecheckpoint.opening.view import CheckpointView
+from bytecheckpoint.storage import NewFile, Storage
+from bytecheckpoint.storage.posix.files import fsync_directory
+from bytecheckpoint.tools.state_dicts import mapped
+
+__all__ = ["Written", "write_dcp", "write_torch_file"]
+
+_PIECE_BYTES = 16 << 20
+_METADATA = ".metadata"
+#: Where torch aligns the data of a tensor in a file, which `torch.load(mmap=True)` needs.
+_ALIGNMENT = 64
+#: Bytes of a local header of a zip file before the name of the member.
+_LOCAL_HEADER = 30
+
+#: Function that gets the number of bytes that were written.
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The files of an export, and their tensors.
+
+    Attributes:
+        files: names of the files.
+        tensors: number of tensors; tied ones are one.
+        nbytes: bytes of tensors.
+    """
+
+    files: Sequence[str]
+    tensors: int
+    nbytes: int
+
+
+def write_dcp(
+    view: CheckpointView, tree: Mapping[str, Any], storage: Storage, max_file_bytes: int, advance: Advance
+) -> Written:
+    """Write a checkpoint of torch.distributed.checkpoint, as `dcp.save(tree)` does.
+
+    Large tensors become several chunks, so the memory needed does not depend on them. The metadata is written last.
+
+    Args:
+        view: the checkpoint.
+        tree: states as `state_dict_of` returns them, by name.
+        storage: empty folder.
+        max_file_bytes: bytes after which a new file begins.
+        advance: function that gets the number of bytes written.
+    """
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    stand_ins: dict[int, tuple[torch.Tensor, Entry]] = {}
+
+    def stand_in(entry: Entry) -> torch.Tensor:
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        stand_ins[id(tensor)] = tensor, entry
+        return tensor
+
+    flat, paths = flatten_state_dict(mapped(dict(tree), stand_in))
+    described: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    files, done = _Files(storage, max_file_bytes), 0
+    names: dict[str, list[str]] = {}  # by key; tied tensors share their bytes, under the first key
+    first: dict[Any, str] = {}
+    try:
+        for name, value in flat.items():
+            if isinstance(value, torch.Tensor) and id(value) in stand_ins:
+                entry = stand_ins[id(value)][1]
+                key = first.setdefault(view.stored_under(entry.key), entry.key)
+                names.setdefault(key, []).append(name)
+                properties = dcp.TensorProperties(dtype=entry.dtype)
+                described[name] = dcp.TensorStorageMetadata(properties, entry.shape, [])
+            else:
+                described[name] = dcp.BytesStorageMetadata()
+                places[dcp.MetadataIndex(name)] = _StorageInfo(*files.add(_saved(value)))
+        for key, slices, data in view.stream(names, _PIECE_BYTES):
+            offsets = torch.Size(s.start for s in slices)
+            place = files.add(_saved(data.reshape([s.stop - s.start for s in slices]).contiguous()))
+            for name in names[key]:
+                chunks = described[name].chunks
+                places[dcp.MetadataIndex(name, offsets, len(chunks))] = _StorageInfo(*place)
+                chunks.append(dcp.ChunkStorageMetadata(offsets, torch.Size(s.stop - s.start for s in slices)))
+            done += data.nbytes
+            advance(done)
+        files.finish()
+        metadata = dcp.Metadata(described, paths, places, dcp.StorageMeta())
+        storage.publish(_METADATA, pickle.dumps(metadata))
+        storage.sync([*files.names, _METADATA])
+    except BaseException:
+        files.discard()
+        raise
+    return Written([*files.names, _METADATA], len(names), done)
+
+
+def _saved(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+class _Files:
+    """Files `__0_0.distcp`, `__0_1.distcp`, ... to which items are appended.
+
+    Args:
+        storage: folder of the files.
+        max_bytes: bytes after which a new file begins.
+
+    Attributes:
+        names: names of the files.
+    """
+
+    def __init__(self, storage: Storage, max_bytes: int) -> None:
+        self.names: list[str] = []
+        self._storage, self._max_bytes = storage, max_bytes
+        self._writer: Any = None
+        self._size = 0
+
+    def add(self, data: bytes) -> tuple[str, int, int]:
+        """Append an item; return its file, offset and length."""
+        if self._writer is not None and self._size + len(data) > self._max_bytes:
+            self.finish()
+        if self._writer is None:
+            self.names.append(f"__0_{len(self.names)}.distcp")
+            self._writer, self._size = self._storage.create(NewFile(self.names[-1], self._max_bytes)), 0
+        self._writer.write_at(self._size, [memoryview(data)])
+        self._size += len(data)
+        return self.names[-1], self._size - len(data), len(data)
+
+    def finish(self) -> None:
+        """Close the last file."""
+        if self._writer is not None:
+            self._writer.finish(self._size)
+            self._writer = None
+
+    def discard(self) -> None:
+        """Remove all files."""
+        if self._writer is not None:
+            self._writer.abort()
+        self._storage.delete(self.names)
+
+
+def write_torch_file(view: CheckpointView, tree: Mapping[str, Any], path: str, advance: Advance) -> Written:
+    """Write a file of `torch.save(tree)`; bytes are streamed into it, with their CRC32. It appears when it is complete.
+
+    Args:
+        view: the checkpoint.
+        tree: states as `state_dict_of` returns them, by name.
+        path: path of the file.
+        advance: function that gets the number of bytes written.
+    """
+    entries: list[Entry] = []
+    known: dict[Any, torch.Tensor] = {}
+
+    def stand_in(entry: Entry) -> torch.Tensor:
+        stored = view.stored_under(entry.key)
+        if stored not in known:
+            entries.append(entry)
+            known[stored] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")  # memory that nothing touches
+        return known[stored]
+
+    done = 0
+    temporary = f"{path}.exporting-{secrets.token_hex(6)}"
+    outline = f"{temporary}-outline"
+    try:
+        with torch.serialization.skip_data():
+            torch.save(mapped(dict(tree), stand_in), outline)  # a sparse file: without the bytes of tensors
+        pieces = view.stream([entry.key for entry in entries if entry.nbytes], _PIECE_BYTES)
+        with zipfile.ZipFile(outline) as template, zipfile.ZipFile(temporary, "w", allowZip64=True) as target:
+            members = {info.filename: info for info in template.infolist()}
+            of_tensors = _members_of(members, entries)
+            for name, info in members.items():
+                member = _aligned(name, target)
+                entry = of_tensors.get(name)
+                with target.open(member, "w", force_zip64=True) as file:
+                    if entry is None:
+                        file.write(template.read(info))
+                        continue
+                    left = entry.nbytes
+                    while left:
+                        _, _, data = next(pieces)
+                        file.write(memoryview(flat_bytes(data).numpy()))
+                        left -= data.nbytes
+                        done += data.nbytes
+                        advance(done)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fsync_directory(os.path.dirname(path))
+    finally:
+        for leftover in (outline, temporary):
+            if os.path.exists(leftover):
+                os.unlink(leftover)
+    return Written([os.path.basename(path)], len(known), done)
+
+
+def _members_of(members: Mapping[str, zipfile.ZipInfo], entries: Sequence[Entry]) -> dict[str, Entry]:
+    """Return the tensor of each member that holds one: torch numbers storages in the order in which it meets them."""
+    data = [name for name in members if name.rpartition("/")[0].endswith("/data")]
+    by_number = sorted(data, key=lambda name: int(name.rpartition("/")[2]))
+    if [members[name].file_size for name in by_number] != [entry.nbytes for entry in entries]:
+        raise UsageError(f"torch {torch.__version__} numbers the tensors of a file in another way: use format='dcp'")
+    return dict(zip(by_number, entries, strict=True))
+
+
+def _aligned(name: str, target: zipfile.ZipFile) -> zipfile.ZipInfo:
+    """Return a member whose data begins at a multiple of 64 bytes."""
+    info = zipfile.ZipInfo(name)
+    zip64 = 20  # extra field that `force_zip64` adds in front of the others
+    begin = target.fp.tell() + _LOCAL_HEADER + len(name.encode()) + zip64 + 4  # type: ignore[union-attr]
+    padding = -begin % _ALIGNMENT
+    info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+    return info

@@ -1,0 +1,187 @@
+"""Checkpoints are exported for DCP and torch.save, and those programs load them and train on."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import bytecheckpoint
+from bytecheckpoint import CorruptCheckpointError, UsageError, tools
+from bytecheckpoint.cli.main import run
+from bytecheckpoint.tools import torch_files
+from tests.loading.test_layouts import fused, module_of, sized, weights
+from tests.support.damage import damage, storage_file
+from tests.support.worlds import on_ranks
+
+WIDTH = 6
+
+
+class Tied(nn.Module):
+    """A model with tied weights, a buffer of integers, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.head = nn.Linear(WIDTH, 10, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.norm(self.embedding(tokens))).sum() + self.empty.sum()
+        return found
+
+
+def run_of(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Tied()
+    named = dict(model.named_parameters())
+    groups = [{"params": [p for n, p in named.items() if "norm" in n], "weight_decay": 0.0}]
+    return model, torch.optim.AdamW([*groups, {"params": [p for n, p in named.items() if "norm" not in n]}], lr=0.1)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    optimizer.zero_grad()
+    model(torch.randint(10, (8,), generator=torch.Generator().manual_seed(seed))).backward()
+    optimizer.step()
+
+
+def saved(path: Path) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+    model, optimizer = run_of(1)
+    train(model, optimizer, 1)
+    extra = {"epoch": 3, "list": [torch.arange(3.0), {"deep": torch.ones(2, 2)}, "text"], "pair": (1, None)}
+    bytecheckpoint.save(path, {"model": model, "optimizer": optimizer, "extra_states": extra})
+    return model, optimizer, extra
+
+
+def check_same(first: nn.Module, second: nn.Module) -> None:
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("max_shard_bytes", [700, 1 << 30])
+def test_dcp_loads_and_trains_on(tmp_path: Path, max_shard_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_files, "_PIECE_BYTES", 50)  # so that most tensors are several chunks
+    model, optimizer, extra = saved(tmp_path / "own")
+    report = tools.export(tmp_path / "own", tmp_path / "dcp", format="dcp", max_shard_bytes=max_shard_bytes)
+    assert sorted(report.files) == sorted(file.name for file in (tmp_path / "dcp").iterdir())
+    assert (len(report.files) > 3) == (max_shard_bytes == 700)
+    other, second = run_of(2)
+    train(other, second, 2)
+    of_model, of_optimizer = get_state_dict(other, second)
+    empty = {"epoch": 0, "list": [torch.zeros(3), {"deep": torch.zeros(2, 2)}, ""], "pair": (0, 0)}
+    states = {"model": of_model, "optimizer": of_optimizer, "extra_states": empty}
+    dcp.load(states, checkpoint_id=str(tmp_path / "dcp"))
+    set_state_dict(other, second, model_state_dict=of_model, optim_state_dict=of_optimizer)
+    assert str(states["extra_states"]) == str(extra)
+    check_same(model, other)
+    for run_ in ((model, optimizer), (other, second)):
+        train(*run_, 3)
+    check_same(model, other)
+
+
+def test_a_file_of_torch(tmp_path: Path) -> None:
+    model, optimizer, extra = saved(tmp_path / "own")
+    target = tmp_path / "new" / "all.pt"
+    tools.export(tmp_path / "own", target, format="torch")
+    found = torch.load(target, weights_only=True)
+    mapped = torch.load(target, weights_only=True, mmap=True)
+    assert str(found["extra_states"]) == str(extra) and list(target.parent.iterdir()) == [target]
+    for name, value in model.state_dict().items():
+        assert torch.equal(found["model"][name], value) and torch.equal(mapped["model"][name], value)
+        assert not found["model"][name].requires_grad
+    tied = (found["model"][name].data_ptr() for name in ("embedding.weight", "head.weight"))
+    assert len(set(tied)) == 1
+    other, second = run_of(2)
+    other.load_state_dict(found["model"])
+    set_state_dict(other, second, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    for run_ in ((model, optimizer), (other, second)):
+        train(*run_, 3)
+    check_same(model, other)
+    with zipfile.ZipFile(target) as members:
+        assert members.testzip() is None
+    assert tools.verify(target).restorable  # by the CRC32 of its members
+
+
+@pytest.mark.parametrize("format_", ["dcp", "torch"])
+def test_this_package_reads_it_back(tmp_path: Path, format_: str) -> None:
+    """Under other names, too: a model that a layout shows is exported as it is shown."""
+    model = module_of(weights())
+    model.load_state_dict(weights())
+    bytecheckpoint.save(tmp_path / "own", {"model": model})
+    with bytecheckpoint.open(tmp_path / "own", layout=sized()) as shown:
+        tools.export(shown, tmp_path / "out", format=format_)  # type: ignore[arg-type]
+        expected = {key: entry[...] for key, entry in shown.tensors.items()}
+    with bytecheckpoint.open(tmp_path / "out") as found:
+        assert found.tensors.keys() >= expected.keys()
+        assert all(torch.equal(found[key][...], value) for key, value in expected.items())
+    assert expected["model/decoder.layers.1.mlp.linear_fc1.weight"].shape == (
+        fused(weights())["decoder.layers.1.mlp.linear_fc1.weight"].shape
+    )
+
+
+def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    saved(tmp_path / "own")
+    for arguments, message in (
+        ({"format": "onnx"}, "use 'hf', 'dcp' or 'torch'"),
+        ({"format": "dcp", "dtype": "bfloat16"}, "dtype= is for format='hf'"),
+        ({"format": "dcp", "state": "nosuch"}, "has no 'nosuch'"),
+        ({"format": "torch", "state": "nosuch"}, "has no 'nosuch'"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            tools.export(tmp_path / "own", tmp_path / "out", **arguments)
+    with pytest.raises(UsageError, match="local file system"):
+        tools.export(tmp_path / "own", "mem://exported/x.pt", format="torch")
+    (tmp_path / "there.pt").write_text("other")
+    with pytest.raises(UsageError, match="exists"):
+        tools.export(tmp_path / "own", tmp_path / "there.pt", format="torch")
+    with pytest.raises(UsageError, match=r"not empty|is a checkpoint"):
+        tools.export(tmp_path / "own", tmp_path / "own", format="dcp")
+    assert (tmp_path / "there.pt").read_text() == "other"
+    damage(storage_file(tmp_path / "own", "model"))
+    for format_ in ("dcp", "torch"):
+        with pytest.raises(CorruptCheckpointError):
+            tools.export(tmp_path / "own", tmp_path / format_, format=format_)  # type: ignore[arg-type]
+    left = [file.name for file in tmp_path.rglob("*") if file.is_file() and "own" not in file.parts]
+    assert left == ["there.pt"]
+
+
+def test_the_command_exports_one_state(tmp_path: Path) -> None:
+    saved(tmp_path / "own")
+    arguments = ["--format", "torch", "--state", "optimizer"]
+    assert run(["export", str(tmp_path / "own"), str(tmp_path / "x.pt"), *arguments]) == 0
+    assert torch.load(tmp_path / "x.pt", weights_only=True).keys() == {"optimizer"}
+
+
+@on_ranks(2)
+def test_dcp_of_two_ranks(path: str) -> None:
+    """FSDP2 on two ranks is saved, exported by one, and loaded by DCP on both."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, 3))
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    fully_shard(model, mesh=mesh)
+    bytecheckpoint.save(f"{path}/own", {"model": model})
+    if dist.get_rank() == 0:
+        tools.export(f"{path}/own", f"{path}/dcp", format="dcp")
+        expected = [whole]
+    else:
+        expected = [{}]
+    dist.broadcast_object_list(expected, 0)
+    other = nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, 3))
+    fully_shard(other, mesh=mesh)
+    state = {"model": other.state_dict()}
+    dcp.load(state, checkpoint_id=f"{path}/dcp")
+    for name, value in other.state_dict().items():
+        found = value.full_tensor()
+        assert dist.get_rank() != 0 or torch.equal(found, expected[0][name])
