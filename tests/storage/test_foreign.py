@@ -48,6 +48,9 @@ def test_tools(s3: S3Server, bucket: str, tmp_path: Path, capsys: pytest.Capture
 def test_adopt(s3: S3Server, bucket: str, tmp_path: Path) -> None:
     torch.save({"model": weights(), "epoch": 4}, tmp_path / "whole.pt")
     data = (tmp_path / "whole.pt").read_bytes()
+    s3.request("PUT", f"/{bucket}/whole.pt", body=data)
+    adopt(f"s3://{bucket}/whole.pt", f"s3://{bucket}/top")
+    assert compare(f"s3://{bucket}/top", tmp_path / "whole.pt").equal
     for name in ("sums", "none"):
         s3.request("PUT", f"/{bucket}/{name}/whole.pt", body=data)
         for folder in (f"s3://{bucket}/runs", str(tmp_path / "runs")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.formats.files import RangedFile
 from bytecheckpoint.manager import CheckpointManager, Retention
+from bytecheckpoint.representation.catalog_file import decode, encode
 from bytecheckpoint.tiers.cooldown import plan_cooldown
 from bytecheckpoint.tools import adopt, collect_garbage, compare, copy, remove, verify
 from bytecheckpoint.tuning import tuned
@@ -162,6 +164,17 @@ def test_the_folder_that_a_moved_checkpoint_leads_to_is_not_trusted(source: Path
         compare(tmp_path / "elsewhere/adopted", source)
     with using(trusted_folders=str(source)):
         assert compare(tmp_path / "elsewhere/adopted", source).equal
+
+
+def test_a_file_is_trusted_alone(source: Path, tmp_path: Path) -> None:
+    torch.save(STATE, source / "b.pt")
+    adopt(source / "a.pt", str(tmp_path / "run/adopted"))
+    path = tmp_path / "run/adopted/metadata.parquet"
+    catalog = decode(path.read_bytes())
+    files = [replace(file, name=file.name.replace("/a.pt", "/b.pt")) for file in catalog.files]
+    path.write_bytes(encode(catalog.with_files(files, catalog.file_sums)))
+    with pytest.raises(IncompatibleCheckpointError, match="trusted_folders"):
+        compare(tmp_path / "run/adopted", source / "b.pt")
 
 
 def test_an_adoption_that_was_killed_leaves_no_checkpoint(

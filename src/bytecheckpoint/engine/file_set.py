@@ -28,7 +28,7 @@ from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import FOREIGN, Catalog
 from bytecheckpoint.representation.names import is_uri
-from bytecheckpoint.storage import FileReader, Storage, open_stored, other_folder
+from bytecheckpoint.storage import FileReader, Storage, open_stored, resolve
 from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.storage.optional import is_cached
 from bytecheckpoint.tracing.operation import count_retries, span
@@ -52,7 +52,7 @@ def parallel_reads(storage: Storage, catalog: Catalog) -> int:
     """Return the number of parallel reads that suits the storages of a checkpoint's files."""
     storages = [storage]
     with contextlib.suppress(CheckpointError):  # opening the file raises it
-        storages += [other_folder(storage, folder) for folder in other_folders(catalog)]
+        storages += [resolve(folder) for folder in other_folders(catalog)]
     return max(storage.capabilities.parallel_reads for storage in storages)
 
 

@@ -125,7 +125,7 @@ def open_stored(storage: Storage, file: StorageFile) -> FileReader:
     if file.format != FOREIGN or not is_uri(file.name):
         return open_named(storage, file.name)
     folder, _, name = file.name.rpartition("/")
-    place = other_folder(storage, folder)
+    place = other_folder(storage, folder, name)
     if not file.block_bytes and file.header_sum and adopted_version(place, name) != file.header_sum:
         raise CorruptCheckpointError(
             f"{storage.url}: {file.name} was replaced or written to since it was adopted: adopt it again",
@@ -145,14 +145,20 @@ def adopted_version(storage: Storage, name: str) -> int:
     return xxhash.xxh3_64_intdigest(f"{found.size} {found.modified if local else found.version}".encode())
 
 
-def other_folder(storage: Storage, folder: str) -> Storage:
-    """Return the storage of another folder that holds files of the checkpoint in `storage`, by its URL.
+def other_folder(storage: Storage, folder: str, name: str = "") -> Storage:
+    """Return the storage of another folder that holds files of the checkpoint in `storage`.
+
+    Args:
+        storage: storage of the checkpoint.
+        folder: URL of the other folder.
+        name: the only file that is wanted there, which may be trusted alone.
 
     Raises:
         IncompatibleCheckpointError: that folder is not trusted (decision 0062).
     """
     trusted = [part.strip() for part in settings().storage.trusted_folders.split(",") if part.strip()]
-    if not any(_is_below(folder, place) for place in trusted) and not _was_cooled_to(storage, folder):
+    wanted = f"{folder}/{name}" if name else folder
+    if not any(_is_below(wanted, place) for place in trusted) and not _was_cooled_to(storage, wanted):
         raise IncompatibleCheckpointError(
             f"{storage.url}: the catalog leads to {folder[:200]}, outside of the checkpoint: if you trust the checkpoint, "
             "name that folder in the setting trusted_folders"

@@ -251,7 +251,7 @@ def _move(hot: Storage, cold: Storage, progress: Callable[[int], None]) -> None:
 
 
 def note_folder(step: Storage, place: str) -> None:
-    """Note beside a step a folder to which its catalog leads: a step alone is not trusted to lead its readers elsewhere."""
+    """Note beside a step where its catalog leads, a folder or file: a step alone is not trusted to lead others there."""
     run = resolve(step.url.rpartition("/")[0])
     while True:
         version = run.version(COLD_FOLDERS)

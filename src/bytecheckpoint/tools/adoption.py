@@ -72,7 +72,7 @@ def adopt(checkpoint: Subject, target: str, *, hash: bool = True, progress: Prog
     """Write a checkpoint that consists of the files of another program's, where they lie.
 
     It is like any checkpoint, but its tensors stay in those files, which no tool of this package changes or removes. The
-    folder of the files is noted beside `target`, in the file in which a cooldown notes its own: readers trust it.
+    folder (or the file) is noted beside `target`, in the file in which a cooldown notes its own: readers trust it.
 
     Args:
         checkpoint: path or storage of the other program's checkpoint, a folder or a file.
@@ -128,7 +128,7 @@ def adopt(checkpoint: Subject, target: str, *, hash: bool = True, progress: Prog
     adopted = replace(
         catalog, files=tuple(files), file_sums=tuple(sums), byte_offset=catalog.byte_offset + offset, info=info
     )
-    note_folder(destination, source.inner.url)
+    note_folder(destination, source.url)
     destination.publish(CATALOG_NAME, encode(adopted), expected="")
     return AdoptReport(source.url, destination.url, str(catalog.info["format"]), len(foreign), counted.done, notes)
 
