@@ -114,6 +114,9 @@ class MemoryCheckpoint:
         found = [s[state].tree for s in self.ranks if state in s]
         return list(dict.fromkeys(t for t in found if t is not None))
 
+    def number(self, state: str, names: Sequence[Sequence[str]]) -> bool:
+        return False
+
     def trees_about(self, state: str, names: Collection[str]) -> Iterator[bytes]:
         own = self.tree(state)
         yield from ([] if own is None else [own]) + [t for t in self.trees(state) if t != own]

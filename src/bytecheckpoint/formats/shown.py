@@ -68,8 +68,9 @@ def _with_slots(
 ) -> tuple[Catalog, Int64s | None, dict[str, bytes]]:
     """Give the tensors of optimizers names of parameters and slots, and their plain values the form of an optimizer's tree.
 
-    This concerns states with the form of an optimizer's state_dict: {"state": {name: {slot: value}}, "param_groups": [...]}
-    with parameters by name. Where they have numbers, only the live optimizer knows which parameter has which.
+    This concerns states with the form of an optimizer's state_dict: {"state": {name: {slot: value}}, "param_groups":
+    [...]}. Where parameters have numbers and the groups do not name them, their names are "#0", "#1" and so on, and the
+    catalog's info lists the state under "numbered": only the live optimizer knows which parameter has which number.
 
     Args:
         catalog: catalog of a foreign checkpoint, whose tensors of such a state are named by their paths in it.
@@ -79,25 +80,32 @@ def _with_slots(
     from bytecheckpoint.representation.values.codec import decode, encode  # imports torch, which a list does without
 
     found = dict(values)
+    numbered: list[str] = []
     names: dict[tuple[str, str], tuple[str, str]] = {}
     for state, blob in values.items():
         tree: Any = decode(blob, on_tensor=TensorRef, on_unregistered=lambda name, value: value, restore=False)
-        if not _has_named_parameters(tree):
+        if (name_of := _names_of_parameters(tree)) is None:
             continue
+        if any(name.startswith("#") for name in name_of.values()):
+            numbered.append(state)
         plain: dict[str, dict[str, Any]] = {}
-        for fqn, slots in tree["state"].items():
+        for parameter, slots in tree["state"].items():
+            fqn = name_of[parameter]
             for slot, value in slots.items():
                 if isinstance(value, TensorRef):
                     names[state, value.name] = fqn, _SLOTS.get(slot, slot)
                 else:
                     plain.setdefault(fqn, {})[slot] = value
+        groups = [{**group, "params": [name_of[p] for p in group["params"]]} for group in tree["param_groups"]]
         found[state] = encode(
             {
-                "groups": tree["param_groups"], "state": plain, "aliases": {}, "globals": [{}], "optimizers": [],
+                "groups": groups, "state": plain, "aliases": {}, "globals": [{}], "optimizers": [],
                 "complete": True,
             },
             on_tensor=_refuse,
         )  # fmt: skip
+    if numbered:
+        catalog = replace(catalog, info={**catalog.info, "numbered": numbered})
     if not names:
         return catalog, strides, found
     aliases = {state: dict(tied) for state, tied in catalog.aliases.items()}
@@ -143,19 +151,23 @@ def _with_copies(catalog: Catalog, strides: Int64s | None, numbers: Sequence[int
     return found, None if strides is None else strides[rows]
 
 
-def _has_named_parameters(tree: Any) -> bool:
+def _names_of_parameters(tree: Any) -> dict[Any, str] | None:
+    """Return the name of each parameter in an optimizer's state_dict; None if the tree is none."""
     if not (isinstance(tree, dict) and {"state", "param_groups"} <= tree.keys() and isinstance(tree["state"], dict)):
-        return False
+        return None
     groups = tree["param_groups"]
-    return (
-        isinstance(groups, list)
-        and all(isinstance(group, dict) and _names(group.get("params")) for group in groups)
-        and all(isinstance(name, str) and isinstance(slots, dict) for name, slots in tree["state"].items())
-    )
-
-
-def _names(params: Any) -> bool:
-    return isinstance(params, list) and all(isinstance(name, str) for name in params)
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return None
+    names: dict[Any, str] = {}
+    for group in groups:
+        params, given = group.get("params"), group.get("param_names")
+        if not isinstance(params, list) or len({*map(type, params)}) > 1:
+            return None
+        if not isinstance(given, list) or [*map(type, given)] != [str] * len(params):
+            given = [p if isinstance(p, str) else f"#{p}" for p in params]
+        names.update(zip(params, given, strict=True))
+    sound = {type(p) for p in names} <= {str, int} and all(isinstance(slots, dict) for slots in tree["state"].values())
+    return names if sound and tree["state"].keys() <= names.keys() else None
 
 
 def _refuse(path: tuple[object, ...], tensor: object) -> str:

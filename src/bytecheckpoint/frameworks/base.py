@@ -125,6 +125,17 @@ class SavedStates(Protocol):
         A parameter's optimizer state is that of the saved tensor, if there is one.
         """
 
+    def number(self, state: str, names: Sequence[Sequence[str]]) -> bool:
+        """Give the parameters of an optimizer the names "#0", "#1", ... if the checkpoint has only numbers for them.
+
+        Args:
+            state: name of the state.
+            names: FQNs of each parameter, in the order of the optimizer's groups.
+
+        Returns:
+            True if the checkpoint has numbers.
+        """
+
     def keys(self, state: str) -> list[TensorKey]:
         """Return the keys of all tensors of `state`."""
 

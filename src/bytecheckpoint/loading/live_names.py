@@ -36,6 +36,7 @@ class LiveNames:
         self._states = states
         self._hidden: set[str] = set()
         self._by_hooks: dict[tuple[str, str], SavedTensor | None] = {}  # by (state, live FQN)
+        self._numbers: dict[tuple[str, str], str] = {}  # by (state of an optimizer, live FQN)
         self._holders: dict[tuple[str, str], Sequence[str]] = {}  # (state, FQN in the checkpoint) -> live names
 
     def of(self, state: str, names: Sequence[str], *, parameter: bool) -> Sequence[str]:
@@ -44,7 +45,7 @@ class LiveNames:
         Raises:
             UsageError: `rename` gives two live things one name, or no name of the state.
         """
-        if not self.selection.active and self._rename is None and not self._by_hooks:
+        if not self.selection.active and self._rename is None and not self._by_hooks and not self._numbers:
             return names
         taken = [name for name in names if self.selection.takes(state, name, parameter=parameter)]
         if len(taken) < len(names):
@@ -52,7 +53,7 @@ class LiveNames:
             if not taken:
                 self._hidden.update((f"{state}/{names[0]}", f"{state}/param_groups/{names[0]}"))
         taken = [name for name in taken if self._by_hooks.get((state, name), True) is not None]
-        if self._rename is None and not self._by_hooks:
+        if self._rename is None and not self._by_hooks and not self._numbers:
             return taken
         found = [self.renamed(state, name, parameter=parameter) for name in taken]
         for saved in found if self._rename is not None else ():  # hooks may give two tensors the value of one
@@ -70,6 +71,8 @@ class LiveNames:
         Raises:
             UsageError: the new name is no name of the state.
         """
+        if parameter and (number := self._numbers.get((state, fqn))) is not None:
+            return number
         if (self._rename is None and not self._by_hooks) or not fqn:
             return fqn
         new = self._call(state, fqn)
@@ -82,6 +85,10 @@ class LiveNames:
     def note_hooks(self, state: str, found: Mapping[str, SavedTensor | None]) -> None:
         """Note the tensors of live FQNs, as `SavedStates.substitute` documents it."""
         self._by_hooks.update({(state, fqn): tensor for fqn, tensor in found.items()})
+
+    def note_numbers(self, state: str, names: Sequence[Sequence[str]]) -> None:
+        """Note the numbers of an optimizer's parameters, as `SavedStates.number` documents it."""
+        self._numbers.update({(state, fqn): f"#{i}" for i, of_one in enumerate(names) for fqn in of_one})
 
     def computed(self, state: str, names: Sequence[str]) -> SavedTensor | None:
         """Return the tensor that hooks compute for something live, or None."""

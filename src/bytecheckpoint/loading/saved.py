@@ -128,6 +128,12 @@ class SavedView:
     def substitute(self, state: str, found: Mapping[str, SavedTensor | None]) -> None:  # noqa: D102 (protocol)
         self._live.note_hooks(state, found)
 
+    def number(self, state: str, names: Sequence[Sequence[str]]) -> bool:  # noqa: D102 (protocol)
+        if state not in self._catalog.info.get("numbered", ()):
+            return False
+        self._live.note_numbers(state, names)
+        return True
+
     def slots(self, state: str, names: Sequence[str]) -> list[SavedTensor]:  # noqa: D102 (protocol)
         found = self.index.find_slots(state, self.names_of(state, names, parameter=True))
         return [tensor for number in found if (tensor := self._proven(number)) is not None]

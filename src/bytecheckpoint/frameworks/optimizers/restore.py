@@ -25,7 +25,7 @@ from bytecheckpoint.frameworks.base import (
 from bytecheckpoint.frameworks.optimizers.capture import layout_of
 from bytecheckpoint.frameworks.optimizers.hyperparameters import load_globals, load_hyperparameters
 from bytecheckpoint.frameworks.optimizers.master_weights import MASTER, is_unused_master
-from bytecheckpoint.frameworks.optimizers.names import ParameterNames, named_groups
+from bytecheckpoint.frameworks.optimizers.names import ParameterNames, ParamGroup, named_groups
 from bytecheckpoint.frameworks.optimizers.own_values import load_own_values
 from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees
 from bytecheckpoint.frameworks.optimizers.slots import SlotCheck
@@ -51,6 +51,12 @@ class ParameterRestore(Protocol):
     def clear(self) -> None:
         """Remove the parameter's state: the checkpoint knows the parameter, and holds no state of it."""
 
+
+#: Slots of torch's optimizers with one value for each element of the parameter.
+_BY_ELEMENT = {
+    "acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev",
+    "square_avg", "step_size", "sum",
+}  # fmt: skip
 
 #: Makes the load of one parameter from (optimizer, parameter, name, whether scalars live on the parameter's device).
 Restorer = Callable[[Optimizer, torch.Tensor, ParameterName, bool], ParameterRestore]
@@ -82,7 +88,10 @@ def load_optimizers(
             `strict` is set.
     """
     groups = named_groups(state_name, optimizers, names)
+    numbered = saved.number(state_name, [(fqn, *aliases) for group in groups for fqn, aliases in group.names])
     trees = SavedTrees(state_name, saved, groups)
+    if numbered:
+        _check_order(state_name, groups, trees, saved)
     types = trees.merged.optimizer_types
     stateless: list[str] = []
     foreign: list[str] = []
@@ -144,6 +153,29 @@ def load_optimizers(
         )
     load_globals(state_name, optimizers, trees, destination)
     load_own_values(state_name, optimizers, trees.merged.own_values, destination)
+
+
+def _check_order(state_name: str, groups: Sequence[ParamGroup], trees: SavedTrees, saved: SavedStates) -> None:
+    """Check that parameters that a checkpoint knows by number are those here, as far as it says what they are.
+
+    Raises:
+        IncompatibleCheckpointError: the groups have other sizes, or the state of a parameter another shape.
+    """
+    here = [len(group.params) for group in groups]
+    if here != trees.merged.group_sizes:
+        raise IncompatibleCheckpointError(
+            f"{state_name}: the checkpoint knows parameters by their numbers only, in groups of "
+            f"{listed(list(map(str, trees.merged.group_sizes)))}, and the optimizer here has groups of "
+            f"{listed(list(map(str, here)))}: give it the groups of the run that saved"
+        )
+    for group in groups:
+        for parameter, (fqn, aliases) in zip(group.params, group.names, strict=True):
+            for found in saved.slots(state_name, (fqn, *aliases)):
+                if found.key.slot in _BY_ELEMENT and found.global_shape != tuple(parameter.shape):
+                    raise IncompatibleCheckpointError(
+                        f"{found.key} has shape {found.global_shape}, and the parameter with this number here, {fqn}, has "
+                        f"{tuple(parameter.shape)}: the optimizer's parameters have another order"
+                    )
 
 
 class PlainParameterRestore:

@@ -39,6 +39,7 @@ class MergedTrees:
         globals: state that belongs to no parameter, one dict per optimizer.
         own_values: further entries of the optimizers' state_dicts, one dict per optimizer, or none at all.
         optimizer_types: names of the types of all optimizers.
+        group_sizes: number of parameters of each group in the first tree.
     """
 
     groups: dict[str, list[tuple[int, dict[str, Any]]]] = field(default_factory=dict)
@@ -47,6 +48,7 @@ class MergedTrees:
     globals: list[dict[Any, Any]] = field(default_factory=list)
     own_values: list[dict[str, Any]] = field(default_factory=list)
     optimizer_types: set[str] = field(default_factory=set)
+    group_sizes: list[int] = field(default_factory=list)
 
 
 class SavedTrees:
@@ -88,6 +90,7 @@ class SavedTrees:
                 self.merged.values.setdefault(fqn, values)
             if position == 0:
                 self.merged.globals, self.merged.own_values = tree["globals"], tree.get("own", [])
+                self.merged.group_sizes = [len(group["params"]) for group in tree["groups"]]
             if tree.get("complete", False):
                 missing = [name for name in missing if not self.knows(name)]
                 if not missing:
