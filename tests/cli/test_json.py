@@ -24,7 +24,7 @@ REFERENCE = (Path(__file__).parents[2] / "docs" / "reference-cli.md").read_text(
 #: Members whose own members are names of the user.
 FREE = {"totals", "metadata", "layout", "versions", "errors", "info"}
 #: Arguments of each verb. "R" is a run of two steps, "D" one of a damaged step, "M" one with metrics, "T" one of a tier,
-#: and "N" a new folder.
+#: "F" a file of torch.save, and "N" a new folder.
 CALLS = {
     "ls": [["R"], ["R/step_1"]],
     "inspect": [["R/step_1", "--boxes", "--values"]],
@@ -32,6 +32,7 @@ CALLS = {
     "cp": [["R", "N"], ["R/step_1", "N"]],
     "diff": [["R/step_1", "R/step_2"]],
     "export": [["R/step_1", "N"]],
+    "adopt": [["F", "N"]],
     "repair": [["R/step_1"]],
     "flush": [["tier+file://T"]],
     "cooldown": [["R", "N", "--older-than", "0s"]],
@@ -53,6 +54,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
             bytecheckpoint.save(tmp_path / "R" / f"step_{step}", {"model": state, "extra_states": {"step": step}})
     (tmp_path / "D" / "step").mkdir(parents=True)
     (tmp_path / "D" / "step" / "metadata.parquet").write_bytes(b"damaged")
+    torch.save({"w": torch.ones(3)}, tmp_path / "F")
     (tmp_path / "M").mkdir()
     faults = [Fault("slow", [3], first=5), Fault("fail", [2], first=8), Fault("missing", [1], first=7, last=7)]
     write_metrics(tmp_path / "M", SimulatedRun({"dp": 4}, saves=9, faults=faults).records())
@@ -60,7 +62,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     with hot_tier(monkeypatch), using(writer="thread"):
         bytecheckpoint.save(f"tier+file://{tmp_path}/T/step", {"model": state}).result(60)
         shutil.rmtree(tmp_path / "T")  # so that it is not flushed
-        yield {name: str(tmp_path / name) for name in "RDMNT"}
+        yield {name: str(tmp_path / name) for name in "RDFMNT"}
 
 
 def section(verb: str) -> set[str]:
@@ -88,7 +90,7 @@ def test_every_member_is_in_the_reference(
     if verb in ("repair", "gc", "report"):
         known |= section({"repair": "verify", "gc": "rm", "report": "measure"}[verb])
     for arguments in CALLS[verb]:
-        filled = [re.sub(r"(^|//)([RDMNT])(?=$|/)", lambda found: found[1] + folders[found[2]], a) for a in arguments]
+        filled = [re.sub(r"(^|//)([RDFMNT])(?=$|/)", lambda found: found[1] + folders[found[2]], a) for a in arguments]
         if verb == "cp":
             filled[1] += str(len(filled[0]))
         assert run([verb, *filled, "--json"]) in (0, 1), capsys.readouterr()
