@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from hashlib import sha256
 from pathlib import Path
@@ -17,13 +18,21 @@ from bytecheckpoint.formats import megatron
 from bytecheckpoint.formats.detect import detect
 from bytecheckpoint.formats.foreign import ForeignColumns, RowColumns
 from bytecheckpoint.formats.megatron import read_megatron
+from bytecheckpoint.formats.megatron_buckets import (
+    ModelWeight,
+    OptimizerBucket,
+    PlacedParameter,
+    _ContentSearch,
+    _Local,
+    _rounded,
+)
 from bytecheckpoint.representation.boxes import BoxTable, row_major
 from bytecheckpoint.representation.values.codec import decode
 from bytecheckpoint.representation.values.tree import TensorRef
 from bytecheckpoint.storage import resolve
 
 GOLDEN = Path(__file__).parent / "golden" / "megatron-0.19.2"
-KINDS = ["fully_reshardable"]
+KINDS = ["fully_reshardable", "dp_reshardable"]
 
 
 @pytest.fixture
@@ -45,10 +54,55 @@ def test_every_tensor_equals_what_was_trained(kind: str) -> None:
     assert digests == expected and len(expected) == 131
 
 
-def test_the_model_is_read_where_the_optimizer_is_not() -> None:
-    found = read_megatron(resolve(str(GOLDEN / "dp_reshardable")))
-    assert set(found.catalog.state.to_list()) == {"model"} and found.catalog.count == 27
-    assert found.notes == ("the optimizer is left out: 6 buckets (dp_reshardable) are not read yet",)
+@pytest.mark.parametrize("fqn", ["decoder.layers.2.mlp.linear_fc2.weight", "decoder.final_layernorm.weight"])
+def test_a_changed_element_of_a_bucket_is_refused_by_its_parameter(tmp_path: Path, fqn: str) -> None:
+    folder = Path(shutil.copytree(GOLDEN / "dp_reshardable", tmp_path / "saved"))
+    catalog = read_megatron(resolve(str(folder))).catalog
+    number = catalog.fqn.to_list().index(f"state.{fqn}.fp32")
+    row = int(np.flatnonzero(catalog.boxes.tensor == number)[-1])
+    with open(folder / catalog.files[catalog.file[row]].name, "r+b") as file:
+        file.seek(int(catalog.byte_offset[row] + catalog.byte_length[row]) - 2)
+        data = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes((data[0] ^ 0x80,)))  # the last bit of the fp32 element that its bf16 weight has
+    with pytest.raises(CorruptCheckpointError, match=f"round to the weights of no parameter.*{re.escape(fqn)}"):
+        bytecheckpoint.open(folder)
+
+
+def test_rounding_is_that_of_torch() -> None:
+    bits = torch.randint(-(1 << 31), 1 << 31, (1 << 16,), generator=torch.Generator().manual_seed(1)).int()
+    values = bits.view(torch.float32).nan_to_num()
+    for dtype in ("bfloat16", "float16", "float32"):
+        expected = values.to(getattr(torch, dtype)).view(torch.uint8).numpy().tobytes()
+        assert _rounded(values.numpy(), dtype) == expected
+
+
+def placed(*weights: str) -> list[PlacedParameter]:
+    """Return parameters in a bucket, each as the numbers of the weights that have its content."""
+    found = [[_Local(ModelWeight(n, "float32", (int(n),), ()), 0, 1, (0,)) for n in each] for each in weights]
+    return [PlacedParameter(OptimizerBucket("g", "b", 0), 0, 1, each) for each in found]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (["9", "876", "876", "876", "5"], "98765"),
+        (["87", "6", "5"], "765"),  # the nearest, where the buffer begins
+        (["9", "876"], "98"),  # or ends
+        (["0", "87", "6"], "076"),  # behind the copy of a tied embedding
+        (["9", "876", "876", "5"], None),  # one of the three is in no bucket
+        (["987", "87"], None),  # nothing is certain
+    ],
+)
+def test_equal_weights_are_told_apart_by_their_order_or_refused(content: list[str], expected: str | None) -> None:
+    parameters = placed(*content)
+    search = _ContentSearch("here", {}, [], "param")
+    if expected is None:
+        with pytest.raises(CorruptCheckpointError, match="nothing says which state in the buckets is that of"):
+            search._decide(parameters, set())
+    else:
+        search._decide(parameters, set())
+        assert "".join(one.found[0].weight.fqn for one in parameters) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,15 +20,18 @@ from typing import Any, Final
 
 import numpy as np
 
-from bytecheckpoint.errors import IncompatibleCheckpointError, listed
+from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, listed
 from bytecheckpoint.formats.dcp import METADATA, DcpContent, damage, read_content, read_dcp
 from bytecheckpoint.formats.files import open_file
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns, RowColumns
 from bytecheckpoint.formats.inert import CallRecord
+from bytecheckpoint.formats.megatron_buckets import BUCKET, ModelWeight, OptimizerBucket, cut, place_parameters
 from bytecheckpoint.formats.shown import VALUES_NAME
 from bytecheckpoint.formats.torch_save import read_object
 from bytecheckpoint.formats.trees import Tree
-from bytecheckpoint.representation.boxes import BoxTable
+from bytecheckpoint.representation.boxes import BoxTable, row_major
+from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
+from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.values.tree import TensorRef
 from bytecheckpoint.storage import Storage
 
@@ -42,12 +45,13 @@ _MOST_MARKER_BYTES: Final = 1 << 20
 _MOST_PARTS: Final = 1 << 20
 _COMMON = re.compile(r"common_state/shard_\d+_\d+")
 _SLOT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
-_BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.gbuf_idx_.*")
 _LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d)")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 _EXPERTS = re.compile(r"(?:^|\.)experts\.experts\.")
-_EXPERT = re.compile(r"\.local_experts\.")
+_EXPERT = re.compile(r"\.local_experts\.(\d{1,9})\.")
 #: Names of the masters of parameters in Megatron's optimizers, and elsewhere.
-_SLOTS: Final = {"param": "fp32", "fp32_param": "fp32"}
+_PARAM: Final = "param"
+_SLOTS: Final = {_PARAM: "fp32", "fp32_param": "fp32"}
 #: Settings of a param group that say which parameters it has, and are no hyperparameters of the optimizer inside.
 _OWN_SETTINGS: Final = ("params", "param_names", "is_expert_parallel", "step")
 _STEPS: Final = f"{VALUES_NAME}-steps"
@@ -84,8 +88,8 @@ class _TorchDist:
         self._columns = ForeignColumns(files=content.columns.files)
         self._tree = Tree(storage.url)
         self._places = dict(content.storages)
-        self._notes: list[str] = []
         self._made: dict[str, bytes] = {}
+        self._orders: dict[int, tuple[int, ...]] = {}
         self._slots: dict[str, dict[str, Any]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
 
@@ -96,7 +100,8 @@ class _TorchDist:
         states: dict[str, Any] = {"model": {fqn: TensorRef(fqn) for fqn in self._names_of("model")}}
         optimizer = common.pop("optimizer", None)
         if self._slots:
-            groups = _param_groups(optimizer) or _param_groups(others)
+            of_groups = {name: others.pop(name) for name in list(others) if ".distributed.dp_group_idx_" in name}
+            groups = _param_groups(optimizer) or _param_groups(of_groups)
             states["optimizer"] = {"state": self._slots, "param_groups": self._named_groups(groups)}
         elif optimizer is not None:
             others["optimizer"] = optimizer
@@ -108,8 +113,9 @@ class _TorchDist:
             values[state] = tree.encode(value)
             columns.add_whole(state, tree.tensors, self._places)
         catalog, strides = columns.build({"format": "megatron"}, rows)
-        notes = (*self._notes, *tree.notes)
-        return ForeignCheckpoint("megatron", catalog, strides, values, self._old.sums, notes, made=self._made)
+        return ForeignCheckpoint(
+            "megatron", catalog, strides, values, self._old.sums, tuple(tree.notes), made=self._made
+        )
 
     def _names_of(self, state: str) -> list[str]:
         columns = self._columns
@@ -122,12 +128,16 @@ class _TorchDist:
         tensor, offsets, lengths, strides = (
             np.array(array) for array in (boxes.tensor, boxes.offsets, boxes.lengths, rows.strides)
         )
-        buckets: list[str] = []
+        buckets: dict[tuple[str, str, int], OptimizerBucket] = {}
         kept = np.ones(len(tensor), np.bool_)
+        layered = False
+        boxes_of_one = boxes.offsets[:, 0], boxes.lengths[:, 0]
         for number, name in enumerate(self._old.names):
             first, stop = np.searchsorted(boxes.tensor, [number, number + 1])
-            if _BUCKETS.fullmatch(name):
-                buckets.append(name)
+            if found := BUCKET.fullmatch(name):
+                place = found[1], f"{found[2]}.{found[3]}", int(found[4])
+                runs = list(zip(*(a[first:stop].tolist() for a in (*boxes_of_one, rows.file, rows.begin)), strict=True))
+                buckets.setdefault(place, OptimizerBucket(*place)).slots[found[5]] = old.dtypes[number], runs
                 kept[first:stop] = False
                 continue
             state, slot, key = "model", "", name
@@ -144,20 +154,84 @@ class _TorchDist:
                 )
             numbers = np.array(
                 [
-                    self._add_tensor(state, slot, template.format(*place), old.dtypes[number], shape)
-                    for place in np.ndindex(*sizes)
+                    self._add_tensor(state, slot, template.format(*indices), old.dtypes[number], shape)
+                    for indices in np.ndindex(*sizes)
                 ],
                 np.int64,
             ).reshape(sizes)
+            for new in numbers.flat if state == "model" else ():
+                fqn = self._columns.fqns[new]
+                layer, expert = _LAYER.search(fqn), _EXPERT.search(fqn)
+                layered = layered or layer is not None
+                part, within = (1, int(layer[1])) if layer else (2 * layered, 0)
+                self._orders[int(new)] = part, within, number, int(expert[1]) if expert else 0
             tensor[first:stop] = numbers[tuple(offsets[first:stop, k] for k in range(depth))] if depth else numbers
             for array, filling in ((offsets, 0), (lengths, 1), (strides, 1)) if depth else ():
                 array[first:stop, :-depth] = array[first:stop, depth:]
                 array[first:stop, -depth:] = filling
-        if buckets:
-            self._notes.append(f"the optimizer is left out: {len(buckets)} buckets (dp_reshardable) are not read yet")
-        return RowColumns(
+        found_rows = RowColumns(
             BoxTable(tensor[kept], offsets[kept], lengths[kept]), rows.file[kept], rows.begin[kept], strides[kept]
         )
+        return self._with_buckets(found_rows, list(buckets.values())) if buckets else found_rows
+
+    def _with_buckets(self, rows: RowColumns, buckets: Sequence[OptimizerBucket]) -> RowColumns:
+        """Add the optimizer's state in buckets, each parameter with boxes of its own; return all rows."""
+        columns = self._columns
+        numbers = {fqn: number for number, fqn in enumerate(columns.fqns)}
+        files = [file.name for file in columns.files]
+        placed = place_parameters(self._storage, files, self._weights(rows), buckets, _PARAM)
+        ranges: list[tuple[int, int, int, int, int, int]] = []  # tensor, range in its box, file, first byte, box
+        boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        filled: dict[int, int] = {}
+        for one in placed:
+            fqn = one.found[0].weight.fqn
+            for slot, (dtype, runs) in one.bucket.slots.items():
+                slot = _SLOTS.get(slot, slot)
+                shape = columns.shapes[numbers[fqn]]
+                key = f"state.{fqn}.{slot}"
+                if key not in numbers:
+                    numbers[key] = self._add_tensor("optimizer", slot, fqn, dtype, shape)
+                for offsets, lengths, start in one.boxes():
+                    for first, count, file, begin in cut(runs, start, math.prod(lengths), itemsize(dtype)):
+                        ranges.append((numbers[key], first - start, first - start + count, file, begin, len(boxes)))
+                        filled[numbers[key]] = filled.get(numbers[key], 0) + count
+                    boxes.append((offsets, lengths))
+        for number, count in filled.items():
+            if count != (size := math.prod(columns.shapes[number])):
+                name = f"{columns.fqns[number]!r}"
+                raise CorruptCheckpointError(
+                    f"{self._storage.url}: the buckets have {count} of {size} elements of {name}"
+                )
+        tensor, first_of, stop_of, at, begin_of, box_of = np.array(ranges, np.int64).reshape(-1, 6).T
+        table = BoxTable.build(range(len(boxes)), [box[0] for box in boxes], [box[1] for box in boxes], rows.boxes.ndim)
+        found = flat_ranges_to_boxes(table.lengths[box_of], first_of, stop_of)
+        of = found.source
+        items = np.array([itemsize(name) for name in columns.dtypes], np.int64)[tensor[of]]
+        more = BoxTable(tensor[of], found.offsets + table.offsets[box_of[of]], found.lengths)
+        return RowColumns(
+            BoxTable.concat([rows.boxes, more]),
+            np.concatenate([rows.file, at[of].astype(np.int32)]),
+            np.concatenate([rows.begin, begin_of[of] + (found.flat_start - first_of[of]) * items]),
+            np.concatenate([rows.strides, row_major(more.lengths)]),
+        )
+
+    def _weights(self, rows: RowColumns) -> list[ModelWeight]:
+        """Return the tensors of the model with their parts, which have to be dense."""
+        columns, boxes = self._columns, rows.boxes
+        if (np.where(boxes.lengths > 1, rows.strides - row_major(boxes.lengths), 0)).any():
+            raise ValueError("a part of a tensor is not dense")
+        parts: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], int, int]]] = {}
+        for number, offsets, lengths, file, begin in zip(
+            *(a.tolist() for a in (boxes.tensor, boxes.offsets, boxes.lengths, rows.file, rows.begin)), strict=True
+        ):
+            ndim = len(columns.shapes[number])
+            parts.setdefault(number, []).append((tuple(offsets[:ndim]), tuple(lengths[:ndim]), file, begin))
+        return [
+            ModelWeight(
+                columns.fqns[number], columns.dtypes[number], self._orders[number], tuple(sorted(parts[number]))
+            )
+            for number in sorted(self._orders)
+        ]
 
     def _add_tensor(self, state: str, slot: str, fqn: str, dtype: str, shape: tuple[int, ...]) -> int:
         if not slot:
@@ -176,12 +250,12 @@ class _TorchDist:
             value = value[0] if type(value) is list and len(value) == 1 else value
             if _COMMON.fullmatch(name):
                 common.update(value)
-            elif "_extra_state/shard_" not in name and ".distributed.dp_group_idx_" not in name:
+            elif "_extra_state/shard_" not in name:
                 others[name] = value
-            elif "_extra_state/" in name and value is not None and value != b"":
+            elif value is not None and value != b"":
                 left_out.append(name)
         if left_out:
-            self._notes.append(f"{len(left_out)} extra states of modules are left out: {listed(left_out)}")
+            self._tree.notes.append(f"{len(left_out)} extra states of modules are left out: {listed(left_out)}")
         if any(name == _COMMON_FILE for name, _ in self._storage.list()):  # until Megatron-Core 0.18
             with open_file(self._storage, _COMMON_FILE) as file, damage(file):
                 found = read_object(file, f"{_COMMON_FILE}/")
@@ -218,7 +292,7 @@ class _TorchDist:
                 slots["step"] = TensorRef(f"state.{fqn}.step")
                 steps[fqn] = float(step)
         if undecided:
-            self._notes.append(
+            self._tree.notes.append(
                 f"nothing says which of {len(groups)} groups of hyperparameters {len(undecided)} parameters have: "
                 f"{listed(undecided)}"
             )

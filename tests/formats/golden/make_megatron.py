@@ -16,8 +16,7 @@ import torch
 
 import bytecheckpoint
 from tests.support.megatron.models import Layout
-from tests.support.megatron.torch_dist import save_torch_dist
-from tests.support.megatron.training import Trainer
+from tests.support.megatron.torch_dist import save_torch_dist, start_with_own_shards
 from tests.support.worlds import Worlds
 
 KINDS = ("fully_reshardable", "dp_reshardable")
@@ -37,7 +36,7 @@ def digests(path: str) -> dict[str, str]:
 
 
 def save(folder: str) -> None:
-    trainer = Trainer(Layout(tp=2, dp=2, bf16=True), seed=4, lr=0.5)
+    trainer = start_with_own_shards(Layout(tp=2, dp=2, bf16=True), lr=0.5)
     trainer.train(3)
     for kind in KINDS:
         save_torch_dist(trainer, f"{folder}/{kind}", kind)

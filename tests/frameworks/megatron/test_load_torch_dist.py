@@ -8,16 +8,17 @@ import pytest
 import torch
 
 import bytecheckpoint
+from tests.formats.golden.make_megatron import digests
 from tests.support.comparisons import assert_complete
 from tests.support.megatron.models import LENGTH, Layout
-from tests.support.megatron.torch_dist import save_torch_dist
+from tests.support.megatron.torch_dist import save_torch_dist, start_with_own_shards
 from tests.support.megatron.training import Trainer, plain_run, scale_at, tokens
 from tests.support.real_frameworks import AFTER, BEFORE, assert_losses
 from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.timeout(600)
 
-KINDS = ["fully_reshardable"]
+KINDS = ["fully_reshardable", "dp_reshardable"]
 #: Layout of the save, and those of the loads. Both have one model.
 CASES = {
     "dense": (
@@ -30,7 +31,7 @@ CASES = {
 
 
 def save(layout: Layout, folder: str) -> list[float]:
-    trainer = Trainer(layout, seed=4, lr=0.5)
+    trainer = start_with_own_shards(layout, lr=0.5)
     trainer.train(BEFORE)
     for kind in KINDS:
         save_torch_dist(trainer, f"{folder}/{kind}", kind)
@@ -80,3 +81,32 @@ def test_any_layout_trains_on(worlds: Worlds, name: str, tmp_path: Path) -> None
     if name == "virtual":
         (found,) = worlds.run(1, load_plain, Layout(tied=False), f"{tmp_path}/fully_reshardable", timeout=300)
         assert_losses(found, losses, 1e-5)
+
+
+def save_equal_norms(layout: Layout, folder: str) -> None:
+    """Save a state whose norms are all 1 in the precision of the model, and differ in the masters and moments."""
+    trainer = start_with_own_shards(layout, lr=1e-4)
+    with torch.no_grad():
+        for name, parameter in trainer.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1.0)
+    trainer.optimizer.reload_model_params()
+    trainer.train(BEFORE)
+    assert all(bool((p == 1).all()) for name, p in trainer.named_parameters() if "norm" in name)
+    save_torch_dist(trainer, f"{folder}/megatron", "dp_reshardable")
+    states = trainer.states()
+    bytecheckpoint.save(f"{folder}/own", {name: states[name] for name in ("model", "optimizer")})
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2, tp=2, bf16=True, tied=False),
+        Layout(pp=2, dp=2, bf16=True),
+        Layout(dp=2, bf16=True, tied=False, buckets=2000),
+    ],
+    ids=str,
+)
+def test_equal_weights_in_buckets_are_told_apart(worlds: Worlds, layout: Layout, tmp_path: Path) -> None:
+    worlds.run(layout.world, save_equal_norms, layout, str(tmp_path), timeout=300)
+    assert digests(str(tmp_path / "megatron")) == digests(str(tmp_path / "own"))

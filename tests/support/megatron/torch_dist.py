@@ -6,9 +6,24 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from tests.support.megatron.models import Layout
 from tests.support.megatron.training import Trainer
+
+
+def start_with_own_shards(layout: Layout, lr: float) -> Trainer:
+    """Start a run in which the shards of tensor-parallel ranks differ: `Trainer` gives all of them the same values."""
+    from megatron.core import parallel_state
+
+    trainer = Trainer(layout, seed=4, lr=lr)
+    with torch.no_grad():
+        for _, parameter in trainer.named_parameters():
+            if getattr(parameter, "tensor_model_parallel", False):
+                parameter.mul_(1 + 0.25 * parallel_state.get_tensor_model_parallel_rank())
+    trainer.optimizer.reload_model_params()
+    return trainer
 
 
 def save_torch_dist(trainer: Trainer, path: str, kind: str) -> None:
