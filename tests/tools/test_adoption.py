@@ -35,6 +35,7 @@ from tests.support.damage import flip_bit
 from tests.support.settings import using
 from tests.tools.test_verify_foreign import at
 
+MEGATRON = Path(__file__).parents[1] / "formats/golden/megatron-0.19.2/fully_reshardable"
 STATE = {"a": torch.arange(3000.0), "b": torch.ones(50, 7).t()}
 
 
@@ -238,6 +239,12 @@ def test_headers_alone_are_read_of_a_terabyte(tmp_path: Path, monkeypatch: pytes
     with bytecheckpoint.open(tmp_path / "adopted") as found:
         assert found["model/t2"][(1 << 39) - 3 :].tolist() == [0, 0, 0]
     assert (tmp_path / "adopted/metadata.parquet").stat().st_size < 10_000
+
+
+def test_a_folder_of_megatron(tmp_path: Path) -> None:
+    """Its reader makes a file of numbers that are no plain values."""
+    adopt(MEGATRON, str(tmp_path / "adopted"))
+    assert compare(MEGATRON, tmp_path / "adopted").equal and verify(tmp_path / "adopted").ok
 
 
 def test_a_folder_of_hugging_face(tmp_path: Path) -> None:

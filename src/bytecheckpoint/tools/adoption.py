@@ -19,7 +19,7 @@ from bytecheckpoint.errors import CheckpointNotFoundError, UsageError
 from bytecheckpoint.formats.detect import ForeignStorage, as_checkpoint
 from bytecheckpoint.formats.files import open_file
 from bytecheckpoint.formats.shown import VALUES_NAME
-from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog, StorageFile
+from bytecheckpoint.representation.catalog import Catalog, StorageFile
 from bytecheckpoint.representation.catalog_file import encode
 from bytecheckpoint.representation.checksums import block_bytes, block_sum, block_sums
 from bytecheckpoint.representation.header_writer import build_header
@@ -30,7 +30,6 @@ from bytecheckpoint.representation.names import (
     new_generation,
     values_file_name,
 )
-from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.storage_file import StoredEntry
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import NewFile, Storage, adopted_version, resolve
@@ -112,10 +111,11 @@ def adopt(checkpoint: Subject, target: str, *, hash: bool = True, progress: Prog
         name = check_file_name(file_uri(source.inner, files[number].name))
         files[number] = replace(files[number], name=name, header_sum=0 if hash else versions[number])
     generation = new_generation(secrets.token_hex(16), 0)
-    written = []
+    written: list[str] = []
     for number in sorted({*range(len(files))} - {*foreign}):
         data = source.read(files[number].name)
-        files[number], sums[number], content = _values_file(files[number].state, data, generation)
+        name = values_file_name(files[number].state, 0, generation, len(written))
+        files[number], sums[number], content = _own_file(catalog, number, data, name)
         _write(destination, files[number].name, content)
         written.append(files[number].name)
     if written:
@@ -178,18 +178,38 @@ def _hashed(
     return {number: np.concatenate([np.zeros(0, np.uint64), *found]) for number, found in sums.items()}
 
 
-def _values_file(
-    state: str, data: bytes, generation: str
+def _own_file(
+    catalog: Catalog, number: int, data: bytes, name: str
 ) -> tuple[StorageFile, np.ndarray[tuple[int], np.dtype[np.uint64]], bytes]:
-    """Return the storage file for the plain values of a state, the sums of its blocks, and its content."""
-    shape, size = (len(data),), block_bytes(len(data))
-    key = TensorKey(state, "", VALUES_SLOT)
-    entry = StoredEntry(key, "uint8", shape, (0,), shape, byte_length=len(data))
+    """Return the storage file for a file that lies in memory, the sums of its blocks, and its content.
+
+    Args:
+        catalog: catalog, whose rows of this file follow each other.
+        number: position of the file in the catalog.
+        data: bytes of the file.
+        name: name of the storage file.
+    """
+    entries = []
+    rows = np.flatnonzero(catalog.file == number)
+    for row in rows[np.argsort(catalog.byte_offset[rows], kind="stable")].tolist():
+        tensor = int(catalog.boxes.tensor[row])
+        dims = int(catalog.ndims[tensor])
+        entry = StoredEntry(
+            catalog.key(tensor),
+            catalog.dtype[tensor],
+            catalog.shape(tensor),
+            tuple(catalog.boxes.offsets[row, :dims].tolist()),
+            tuple(catalog.boxes.lengths[row, :dims].tolist()),
+            owner=int(catalog.owner[tensor]),
+            byte_offset=int(catalog.byte_offset[row]),
+            byte_length=int(catalog.byte_length[row]),
+        )
+        entries.append(entry)
+    size, state, generation = block_bytes(len(data)), catalog.files[number].state, generation_of(name) or ""
     sums = block_sums(data, size)
     header = build_header(
-        [entry], state=state, rank=0, world_size=1, generation=generation, data_length=len(data), block_bytes=size
+        entries, state=state, rank=0, world_size=1, generation=generation, data_length=len(data), block_bytes=size
     ).render(sums)
-    name = values_file_name(state, 0, generation)
     file = StorageFile(name, state, 0, len(header) + len(data), len(header), block_sum(header), size, generation)
     return file, sums, header + data
 
