@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint
 from bytecheckpoint import IncompatibleCheckpointError, tools
+from bytecheckpoint.layouts import Layout, Rule
 from tests.support.worlds import on_ranks
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -86,6 +87,20 @@ def test_another_order_is_refused(tmp_path: Path) -> None:
         states = {"model": model, "optimizer": torch.optim.AdamW(groups)}
         with pytest.raises(IncompatibleCheckpointError, match=message):
             bytecheckpoint.load(tmp_path / "old.pt", states, strict={"extra_states": False})
+
+
+def test_no_layout_renames_numbers(tmp_path: Path) -> None:
+    """The numbers are of the model that was saved, in its order, whatever its parameters are called here."""
+    model, optimizer = run_of(OPTIMIZERS["adamw"])
+    train(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "old.pt")
+    layout = Layout("own", "old", "new", rules=[Rule({"{l}.<x>": "..."}, {"layers.{l}.<x>": "..."})])
+    other = nn.ModuleDict({"layers": run_of(OPTIMIZERS["adamw"])[0]})
+    second = torch.optim.AdamW([{"params": list(other.parameters())[2:]}, {"params": list(other.parameters())[:2]}])
+    with pytest.raises(IncompatibleCheckpointError, match="by number only, which a layout cannot rename"):
+        bytecheckpoint.load(tmp_path / "old.pt", {"model": other, "optimizer": second}, layout=layout)
+    bytecheckpoint.load(tmp_path / "old.pt", {"model": other}, layout=layout)
+    assert torch.equal(other.get_parameter("layers.0.weight"), model.get_parameter("0.weight"))
 
 
 def test_names_in_the_file_decide(tmp_path: Path) -> None:

@@ -134,6 +134,9 @@ class SavedStates(Protocol):
 
         Returns:
             True if the checkpoint has numbers.
+
+        Raises:
+            IncompatibleCheckpointError: it has numbers, and is seen through a layout.
         """
 
     def keys(self, state: str) -> list[TensorKey]:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from bytecheckpoint.errors import CorruptCheckpointError
+from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.frameworks.base import SavedPiece, SavedTensor
 from bytecheckpoint.frameworks.objects.capture import STATES_BY_NAME
 from bytecheckpoint.frameworks.selection import NameSelection
@@ -131,6 +131,11 @@ class SavedView:
     def number(self, state: str, names: Sequence[Sequence[str]]) -> bool:  # noqa: D102 (protocol)
         if state not in self._catalog.info.get("numbered", ()):
             return False
+        if self.shown_names:
+            raise IncompatibleCheckpointError(
+                f"the checkpoint knows the parameters of {state} by number only, which a layout cannot rename: leave "
+                "the optimizer out, or load without a layout"
+            )
         self._live.note_numbers(state, names)
         return True
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from bytecheckpoint.tools.catalog_repair import GenerationReport, RepairReport, repair
     from bytecheckpoint.tools.comparison import CompareReport, Difference, compare
     from bytecheckpoint.tools.copying import CopyReport, copy
-    from bytecheckpoint.tools.export import export
     from bytecheckpoint.tools.export_target import ExportReport
+    from bytecheckpoint.tools.exporting import export
     from bytecheckpoint.tools.reading import stream
     from bytecheckpoint.tools.removal import Removal, collect_garbage, collect_hot_garbage, remove
     from bytecheckpoint.tools.verification import VerifyFinding, VerifyReport, verify
@@ -56,7 +56,7 @@ _HOME = {
     **dict.fromkeys(("CompareReport", "Difference", "compare"), "comparison"),
     **dict.fromkeys(("CopyReport", "copy"), "copying"),
     "ExportReport": "export_target",
-    "export": "export",
+    "export": "exporting",
     **dict.fromkeys(("Removal", "collect_garbage", "collect_hot_garbage", "remove"), "removal"),
     **dict.fromkeys(("VerifyFinding", "VerifyReport", "verify"), "verification"),
 }
