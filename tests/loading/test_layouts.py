@@ -161,6 +161,30 @@ def test_layouts_of_a_program(tmp_path: Path) -> None:
     assert_holds(module, expected)
 
 
+def test_a_checkpoint_says_which_model_it_holds(tmp_path: Path) -> None:
+    """It keeps the plain values of a configuration; one that does anything else is no reason to fail a save."""
+
+    class Config:
+        model_type = "llama"
+
+        def to_dict(self) -> dict[str, Any]:
+            return CONFIG | {"inf": float("inf"), "huge": 2**80, "text": "x" * 1000, "list": [1], "none": None}
+
+    class Raising(nn.Linear):
+        @property
+        def config(self) -> Any:
+            raise RuntimeError("not configured")
+
+    model = module_of(weights())
+    model.load_state_dict(weights())
+    model.config = Config()  # type: ignore[assignment]
+    bytecheckpoint.save(tmp_path / "own", {"model": model, "other": Raising(2, 2)})
+    with bytecheckpoint.open(tmp_path / "own", layout="llama") as found:
+        assert found.info["layout"]["config"] == {f"hf.{name}": value for name, value in CONFIG.items()}
+        entry = found["model/decoder.layers.1.self_attention.linear_qkv.weight"]
+        assert torch.equal(entry[...], fused(weights())["decoder.layers.1.self_attention.linear_qkv.weight"])
+
+
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     found = weights()
     folder = folder_of(tmp_path / "hf", found)

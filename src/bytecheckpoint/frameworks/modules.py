@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -98,17 +99,20 @@ def configuration_of(states: Mapping[str, object]) -> dict[str, bool | int | flo
     found: dict[str, bool | int | float | str] = {}
     for state, value in states.items():
         for module in as_modules(state, value) or ():
-            config: Any = next((one.config for one in module.modules() if hasattr(one, "config")), None)
-            if hasattr(config, "to_dict") and hasattr(config, "model_type"):
-                found |= _plain("hf", config.to_dict())
-            elif is_dataclass(config):
-                found |= _plain("megatron", vars(config))
-                inside = [one for one in module.modules() if hasattr(one, "vocab_size")][
-                    :1
-                ]  # the model in its wrappers
-                names = ("rotary_base", "vocab_size")
-                found |= _plain("megatron", {name: getattr(one, name, None) for one in inside for name in names})
+            with contextlib.suppress(Exception):  # a program's own `config` may do anything, and nothing depends on it
+                found |= _configuration_of(module)
     return found
+
+
+def _configuration_of(module: nn.Module) -> dict[str, bool | int | float | str]:
+    config: Any = next((one.config for one in module.modules() if hasattr(one, "config")), None)
+    if hasattr(config, "to_dict") and hasattr(config, "model_type"):
+        return _plain("hf", config.to_dict())
+    if not any(base.__name__ == "ModelParallelConfig" for base in type(config).__mro__):
+        return {}
+    inside = next((one for one in module.modules() if hasattr(one, "vocab_size")), None)  # the model in its wrappers
+    model = {name: getattr(inside, name, None) for name in ("rotary_base", "vocab_size")}
+    return _plain("megatron", {**vars(config), **model})
 
 
 def _plain(prefix: str, values: Mapping[str, object]) -> dict[str, bool | int | float | str]:
