@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,15 @@ from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint
 from tests.support.llama import Llama
-from tests.support.megatron.models import LENGTH, RATE, Layout, gpt_chunks, transformer_config
-from tests.support.megatron.training import Trainer, param_groups_of, scale_at, tokens
+from tests.support.megatron.models import RATE, Layout, gpt_chunks, transformer_config
+from tests.support.megatron.torch_dist import save_torch_dist, start_with_own_shards
+from tests.support.megatron.training import param_groups_of, scale_at, tokens
 from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.timeout(400)
 
 STEPS = 3
+KINDS = ("fully_reshardable", "dp_reshardable")
 LAYOUTS = [
     Layout(tp=2, dp=2, tied=False),
     Layout(tp=2, pp=2, tied=False, sequence=True),
@@ -38,15 +39,14 @@ def llama_chunks(layout: Layout) -> list[Any]:
     return gpt_chunks(layout, config, lambda virtual: given)
 
 
-trainer_of = partial(Trainer, build=llama_chunks)
-
-
-def in_megatron(layout: Layout, saved: str, source: str | None = None) -> list[float]:
+def in_megatron(layout: Layout, folder: str, source: str | None = None) -> list[float]:
     """Train, save, and go on; return the losses behind the save. `source` is where the training begins instead."""
-    trainer = trainer_of(layout)
+    trainer = start_with_own_shards(layout, RATE, build=llama_chunks)
     if source is None:
         trainer.train(STEPS)
-        bytecheckpoint.save(saved, trainer.states())
+        bytecheckpoint.save(f"{folder}/own", trainer.states())
+        for kind in KINDS if layout.distributed else ():
+            save_torch_dist(trainer, f"{folder}/{kind}", kind)
     else:
         states = trainer.states()
         bytecheckpoint.load(source, {name: states[name] for name in ("model", "optimizer")}, layout="auto")
@@ -55,8 +55,8 @@ def in_megatron(layout: Layout, saved: str, source: str | None = None) -> list[f
     return trainer.train(STEPS)
 
 
-def under_fsdp(source: str, target: str, first: int) -> list[float]:
-    """Load into FSDP2, train, save, and go on; return all losses."""
+def under_fsdp(source: str, target: str | None, first: int) -> list[float]:
+    """Load into FSDP2, train, save, and go on; return all losses. Without `target` nothing is saved."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = Llama()
     for layer in model.model.layers:
@@ -65,8 +65,8 @@ def under_fsdp(source: str, target: str, first: int) -> list[float]:
     optimizer = torch.optim.AdamW(param_groups_of(dict(model.named_parameters())), foreach=False)
     bytecheckpoint.load(source, {"model": model, "optimizer": optimizer}, layout="auto", cast=True)
     losses = []
-    for step in range(first, first + 2 * STEPS):
-        if step == first + STEPS:
+    for step in range(first, first + (STEPS if target is None else 2 * STEPS)):
+        if step == first + STEPS and target is not None:
             bytecheckpoint.save(target, {"model": model, "optimizer": optimizer})
         for group in optimizer.param_groups:
             group["lr"] = (RATE if group["weight_decay"] else RATE / 2) * scale_at(step)
@@ -83,11 +83,13 @@ def under_fsdp(source: str, target: str, first: int) -> list[float]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_next_losses(worlds: Worlds, layout: Layout, tmp_path: Path) -> None:
-    assert LENGTH % 2 == 0
-    own, theirs = str(tmp_path / "megatron"), str(tmp_path / "fsdp")
-    expected = worlds.run(layout.world, in_megatron, layout, own, timeout=200)[0]
-    found = worlds.run(2, under_fsdp, own, theirs, STEPS, timeout=200)[0]
+    """Of a checkpoint of this package and back, and of both kinds of Megatron's own."""
     tolerance = 2e-2 if layout.bf16 else 2e-5
+    expected = worlds.run(layout.world, in_megatron, layout, str(tmp_path), timeout=200)[0]
+    found = worlds.run(2, under_fsdp, str(tmp_path / "own"), str(tmp_path / "fsdp"), STEPS, timeout=200)[0]
     assert found[:STEPS] == pytest.approx(expected, rel=tolerance)
-    back = worlds.run(layout.world, in_megatron, layout, "", theirs, timeout=200)[0]
+    back = worlds.run(layout.world, in_megatron, layout, "", str(tmp_path / "fsdp"), timeout=200)[0]
     assert back == pytest.approx(found[STEPS:], rel=tolerance)
+    for kind in KINDS if layout.distributed else ():
+        losses = worlds.run(2, under_fsdp, str(tmp_path / kind), None, STEPS, timeout=200)[0]
+        assert losses == pytest.approx(found[:STEPS], rel=tolerance), kind

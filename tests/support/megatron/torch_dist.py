@@ -13,11 +13,17 @@ from tests.support.megatron.models import Layout
 from tests.support.megatron.training import Trainer
 
 
-def start_with_own_shards(layout: Layout, lr: float) -> Trainer:
-    """Start a run in which the shards of tensor-parallel ranks differ: `Trainer` gives all of them the same values."""
+def start_with_own_shards(layout: Layout, lr: float, **options: Any) -> Trainer:
+    """Start a run in which the shards of tensor-parallel ranks differ: `Trainer` gives all of them the same values.
+
+    Args:
+        layout: how the model is spread.
+        lr: largest learning rate.
+        **options: further arguments of `Trainer`.
+    """
     from megatron.core import parallel_state
 
-    trainer = Trainer(layout, seed=4, lr=lr)
+    trainer = Trainer(layout, seed=4, lr=lr, **options)
     with torch.no_grad():
         for _, parameter in trainer.named_parameters():
             if getattr(parameter, "tensor_model_parallel", False):
