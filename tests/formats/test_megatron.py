@@ -15,6 +15,7 @@ import torch
 import bytecheckpoint
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.formats import megatron
+from bytecheckpoint.formats.dcp import read_content
 from bytecheckpoint.formats.detect import detect
 from bytecheckpoint.formats.foreign import ForeignColumns, RowColumns
 from bytecheckpoint.formats.megatron import read_megatron
@@ -164,3 +165,17 @@ def test_huge_stacks_are_refused_before_memory_is_taken() -> None:
     content = megatron.DcpContent(columns, rows, np.zeros(0, np.int64), ["layers.weight"], {}, {}, None, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no stack of tensors"):
         megatron._TorchDist(resolve(str(GOLDEN)), content)._add_tensors()
+
+
+@pytest.mark.parametrize(("decayed_norms", "noted"), [(True, False), (False, False), (None, True)])
+def test_norms_of_queries_and_keys_may_have_weight_decay(decayed_norms: bool | None, noted: bool) -> None:
+    """The program's arguments say it (`--apply-wd-to-qk-layernorm`); without them a note tells what was assumed."""
+    storage = resolve(str(GOLDEN / "fully_reshardable"))
+    reader = megatron._TorchDist(storage, read_content(storage))
+    names = ["layers.0.q_layernorm.weight", "layers.0.linear.weight", "layers.0.linear.bias", "norm.weight"]
+    reader._slots = {name: {} for name in names}
+    reader._shapes = {name: (4, 4) if name == names[1] else (4,) for name in names}
+    decayed, others = reader._named_groups([{"wd_mult": 1.0}, {"wd_mult": 0.0}], decayed_norms)
+    assert decayed["params"] == (names[:2] if decayed_norms else names[1:2])
+    assert others["params"] == (names[2:] if decayed_norms else [names[0], *names[2:]])
+    assert any("queries and keys" in note for note in reader._tree.notes) == noted

@@ -102,7 +102,9 @@ class _TorchDist:
         if self._slots:
             of_groups = {name: others.pop(name) for name in list(others) if ".distributed.dp_group_idx_" in name}
             groups = _param_groups(optimizer) or _param_groups(of_groups)
-            states["optimizer"] = {"state": self._slots, "param_groups": self._named_groups(groups)}
+            args = common.get("args")
+            decayed_norms = args.get("apply_wd_to_qk_layernorm") if type(args) is dict else None
+            states["optimizer"] = {"state": self._slots, "param_groups": self._named_groups(groups, decayed_norms)}
         elif optimizer is not None:
             others["optimizer"] = optimizer
         if type(common.get(_SCHEDULER)) is dict:
@@ -266,11 +268,15 @@ class _TorchDist:
             common["args"] = args.state
         return common, others
 
-    def _named_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _named_groups(self, groups: Sequence[Mapping[str, Any]], decayed_norms: object) -> list[dict[str, Any]]:
         """Return the groups with the names of their parameters, and add each parameter's step to its state.
 
         Megatron does not save which parameters a group has. Its rule is that vectors and biases have no weight decay, and
         that experts have groups of their own. A parameter for which that leaves several groups is in none.
+
+        Args:
+            groups: hyperparameters of the groups.
+            decayed_norms: true if the norms of queries and keys have weight decay; None if nothing says it.
         """
         named: list[dict[str, Any]] = [
             {**{key: value for key, value in group.items() if key not in _OWN_SETTINGS}, "params": []}
@@ -279,7 +285,9 @@ class _TorchDist:
         undecided, steps = [], {}
         with_experts = any(group.get("is_expert_parallel") for group in groups)
         for fqn, slots in self._slots.items():
-            is_vector = len(self._shapes[fqn]) == 1 or fqn.endswith(".bias")
+            is_vector = (len(self._shapes[fqn]) == 1 or fqn.endswith(".bias")) and not (
+                decayed_norms and _is_qk_norm(fqn)
+            )
             is_expert = with_experts and _EXPERT.search(fqn) is not None
             chosen = [k for k, group in enumerate(groups) if bool(group.get("is_expert_parallel")) == is_expert]
             if len(chosen) > 1:
@@ -291,6 +299,10 @@ class _TorchDist:
             if (step := groups[chosen[0]].get("step")) is not None:
                 slots["step"] = TensorRef(f"state.{fqn}.step")
                 steps[fqn] = float(step)
+        if decayed_norms is None and len(groups) > 1 and any(map(_is_qk_norm, self._slots)):
+            self._tree.notes.append(
+                "nothing says whether the norms of queries and keys have weight decay: they are taken to have none"
+            )
         if undecided:
             self._tree.notes.append(
                 f"nothing says which of {len(groups)} groups of hyperparameters {len(undecided)} parameters have: "
@@ -322,6 +334,10 @@ def _unstacked(key: str) -> tuple[str, int]:
         begin = found.end() - len("experts.")
         template, depth = f"{template[:begin]}local_experts.{{}}.{template[found.end() :]}", depth + 1
     return template, depth
+
+
+def _is_qk_norm(fqn: str) -> bool:
+    return "q_layernorm." in fqn or "k_layernorm." in fqn
 
 
 def _param_groups(value: Any) -> list[dict[str, Any]]:
