@@ -51,6 +51,42 @@ def test_every_state_equals_the_universal_one(stage):
             assert tensor.dtype == (torch.float32 if stage == 3 else torch.bfloat16)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_universal_form_holds_the_same(stage: int) -> None:
+    folders = [GOLDEN / f"zero{stage}", GOLDEN / f"universal{stage}"]
+    assert detect(resolve(str(folders[1]))).format == "deepspeed"
+    native, universal = (values_of(folder, read_deepspeed(resolve(str(folder)))) for folder in folders)
+    assert universal.keys() == native.keys()
+    assert universal["optimizer"]["param_groups"] == native["optimizer"]["param_groups"]
+    states = [values["optimizer"]["state"] for values in (native, universal)]
+    assert states[0].keys() == states[1].keys()
+    for name, slots in states[0].items():
+        assert slots.keys() == states[1][name].keys()
+        assert all(torch.equal(value, states[1][name][slot]) for slot, value in slots.items()), name
+    assert native["model"].keys() == universal["model"].keys()
+    assert all(torch.equal(value, universal["model"][name]) for name, value in native["model"].items())
+
+
+def test_a_lost_file_of_the_universal_form_is_named(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "universal1", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "zero" / "head.weight" / "fp32.pt").unlink()
+    with pytest.raises(CheckpointNotFoundError, match=r"head\.weight/fp32\.pt"):
+        read_deepspeed(resolve(str(tmp_path)))
+
+
+def test_names_of_parameters_do_not_lead_out_of_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bytecheckpoint.formats import torch_save
+
+    plain = torch_save.unpickle
+    monkeypatch.setattr(
+        torch_save,
+        "unpickle",
+        lambda opened, data, *more: plain(opened, data.replace(b"head.weight", b"../../a.wgt"), *more),
+    )
+    with pytest.raises(CorruptCheckpointError, match="leads out of the folder"):
+        read_deepspeed(resolve(str(GOLDEN / "universal1")))
+
+
 def test_frozen_parameters_and_buffers_are_those_of_the_model():
     stages = [
         values_of(GOLDEN / f"zero{n}", read_deepspeed(resolve(str(GOLDEN / f"zero{n}"))))["model"] for n in (1, 2, 3)

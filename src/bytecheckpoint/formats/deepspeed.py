@@ -1,5 +1,8 @@
 """Read folders of DeepSpeed's ZeRO 1, 2 and 3 as they lie: flat partitions of ranks become boxes of parameters.
 
+What DeepSpeed's own conversion made of such a folder (its universal form) is read, too: a file for each state of each
+parameter.
+
 The state "optimizer" has "state.<parameter>.fp32", ".exp_avg" and so on for every parameter, from the partitions of the
 ranks. The state "model" has the parameters of the model: of ZeRO 1 and 2 in the dtype of training, of ZeRO 3, whose ranks
 save no such parameters, the fp32 ones of the optimizer. What the files say beside is the state "extra_states".
@@ -8,12 +11,14 @@ save no such parameters, the fp32 ones of the optimizer. What the files say besi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError
@@ -29,10 +34,14 @@ from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.values.tree import TensorRef
 from bytecheckpoint.storage import Storage
 
-__all__ = ["OPTIMIZER_FILE", "read_deepspeed"]
+__all__ = ["OPTIMIZER_FILE", "UNIVERSAL_FILE", "read_deepspeed"]
 
 OPTIMIZER_FILE: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,7})_mp_rank_(\d+)_optim_states\.pt")
 """Name of a file of optimizer state: data-parallel rank, rank of model parallelism."""
+UNIVERSAL_FILE: Final = "zero/optimizer_state.pt"
+"""Name of the file of common optimizer state in a folder of the universal form."""
+#: States that DeepSpeed's conversion makes of its optimizers, beside the weights; it knows Adam alone.
+_UNIVERSAL_SLOTS: Final = ("exp_avg", "exp_avg_sq", "step")
 _MODEL_FILE: Final = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d+)_model_states\.pt")
 #: Keys of the file of a model that are no plain values of the program.
 _KNOWN: Final = frozenset(
@@ -78,7 +87,9 @@ def read_deepspeed(storage: Storage) -> ForeignCheckpoint:
         raise IncompatibleCheckpointError(
             f"{storage.url} has tensor or pipeline parallel parts, which are not read yet"
         )
-    if missing := [rank for rank in range(max(found, default=0) + 1) if rank not in found]:
+    if UNIVERSAL_FILE in names:
+        found = {}
+    elif missing := [rank for rank in range(max(found, default=0) + 1) if rank not in found]:
         raise CheckpointNotFoundError(f"{storage.url} lacks the optimizer states of ranks {missing[:5]}")
     if 0 not in models:
         raise CheckpointNotFoundError(f"{storage.url} lacks the states of the model")
@@ -131,6 +142,8 @@ class _FolderOfRanks:
         for rank, name in enumerate(optimizers):
             with self._object(name, rank) as (file, value), _damage(file):
                 self._add_optimizer(file, value["optimizer_state_dict"], rank, len(optimizers))
+        if not optimizers:
+            self._add_universal()
         with open_file(self._storage, models[0]) as file, _damage(file):
             rows = self._rows(file)
         values = {"optimizer": tree.encode(self._optimizer)}
@@ -140,7 +153,8 @@ class _FolderOfRanks:
         for state, content in (("model", module), ("extra_states", self._rest)):
             values[state] = tree.encode(content)
             columns.add_whole(state, tree.tensors, self._places)
-        catalog, strides = columns.build({"format": "deepspeed", "world_size": len(optimizers)}, rows)
+        world_size = len(optimizers) or int(self._rest.get("dp_world_size") or 1)
+        catalog, strides = columns.build({"format": "deepspeed", "world_size": world_size}, rows)
         return ForeignCheckpoint("deepspeed", catalog, strides, values, FileSums.of(self._sums), tuple(tree.notes))
 
     @contextlib.contextmanager
@@ -156,8 +170,7 @@ class _FolderOfRanks:
 
     def _add_optimizer(self, file: RangedFile, saved: Mapping[str, Any], rank: int, count: int) -> None:
         """Add the partitions of one rank."""
-        stage = saved["zero_stage"]
-        stage = stage.args[0] if type(stage) is CallRecord else stage
+        stage = _stage(saved)
         inner = saved["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
         flat = saved["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
         partitions = saved["partition_count"]
@@ -183,6 +196,36 @@ class _FolderOfRanks:
                 )
         if rank == 0:
             self._optimizer["param_groups"] = self._named_groups(inner.get("param_groups", []), stage)
+
+    def _add_universal(self) -> None:
+        """Add the parameters of the universal form, in which each is whole."""
+        with self._object(UNIVERSAL_FILE, 0) as (file, value), _damage(file):
+            stage = _stage(value)
+            self._optimizer["param_groups"] = self._named_groups(value["param_groups"], stage)
+            partitions = value["optimizer_state_dict"]["state"] if stage == 3 else {}
+            steps = {
+                fqn: slots["step"] for n, slots in partitions.items() if "step" in slots for fqn in self._shapes[n]
+            }
+            shapes = {fqn: shape for group in self._shapes for fqn, shape in group.items()}
+            if any(part in ("", ".", "..") for fqn in shapes for part in fqn.split("/")):
+                raise ValueError("a parameter's name leads out of the folder")
+        content = self._optimizer["state"] = {fqn: {"step": steps[fqn]} if fqn in steps else {} for fqn in shapes}
+        first = next(iter(shapes), "")
+        slots = [_FP32, *(slot for slot in _UNIVERSAL_SLOTS if self._storage.version(f"zero/{first}/{slot}.pt"))]
+        for fqn, slot in itertools.product(shapes, slots):
+            with self._object(f"zero/{fqn}/{slot}.pt", 0) as (file, value), _damage(file):
+                tensor = value["param"] if type(value) is dict else value
+                if type(tensor) is not StoredTensor or not tensor.shape:
+                    content[fqn][slot] = tensor
+                    continue
+                shape = shapes[fqn] if len(tensor.shape) == 1 else tensor.shape
+                if tensor.strides != tuple(row_major(np.array([tensor.shape], np.int64))[0].tolist()):
+                    raise ValueError(f"the tensor has strides {tensor.strides}")
+                content[fqn][slot] = TensorRef(f"state.{fqn}.{slot}")
+                flat = msgspec.structs.replace(tensor, shape=(math.prod(tensor.shape),), strides=(1,))
+                self._add_range("optimizer", f"state.{fqn}.{slot}", shape, flat, 0, flat.shape[0])
+                if slot == _FP32 and stage == 3:
+                    self._add_range("model", fqn, shape, flat, 0, flat.shape[0])
 
     def _named_groups(self, groups: Sequence[Mapping[str, Any]], stage: int) -> list[dict[str, Any]]:
         """Return the groups with the names of their parameters instead of the numbers of the partitions."""
@@ -265,6 +308,11 @@ class _FolderOfRanks:
         begin = np.array(ranges.begin, np.int64)[found.source] + (found.flat_start - start[found.source]) * items
         files = np.array(ranges.file, np.int32)[found.source]
         return RowColumns(boxes, files, begin, row_major(boxes.lengths))
+
+
+def _stage(saved: Mapping[str, Any]) -> int:
+    stage: Any = saved["zero_stage"]
+    return int(stage.args[0] if type(stage) is CallRecord else stage)
 
 
 def _shape(size: Any) -> tuple[int, ...]:

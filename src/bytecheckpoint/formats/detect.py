@@ -13,7 +13,7 @@ from typing import Final
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from bytecheckpoint.formats.archives import is_zip
 from bytecheckpoint.formats.dcp import METADATA, metadata_files, read_dcp
-from bytecheckpoint.formats.deepspeed import OPTIMIZER_FILE, read_deepspeed
+from bytecheckpoint.formats.deepspeed import OPTIMIZER_FILE, UNIVERSAL_FILE, read_deepspeed
 from bytecheckpoint.formats.files import open_file
 from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint
 from bytecheckpoint.formats.huggingface import SAFETENSORS, read_huggingface, weight_files
@@ -35,7 +35,6 @@ _PICKLE: Final = b"\x80"
 #: Pattern of a file's name -> description of a folder that has such a file. The first that fits counts.
 _PROGRAMS: Final = {
     r"latest(_universal)?|.*/(bf16_)?zero_pp_rank_.*": "the folder of a DeepSpeed run: give the folder of one step",
-    r"zero/optimizer_state\.pt": "of DeepSpeed in its universal form, which is not read yet: give the one that it is of",
     r"(zero_pp_rank|mp_rank_\d+_model_states|layer_\d+).*\.pt": "of DeepSpeed without the optimizer's files: give one file",
     r"(.*/)?mp_rank_\d+(_\d+)*/(model_optim_rng|distrib_optim)\.pt": "of Megatron, by ranks, which is not read yet",
     r"latest_checkpointed_iteration\.txt": "the folder of a Megatron run: give the folder of one iteration",
@@ -82,7 +81,7 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
         return FormatReader("megatron", read_megatron)
     if metadata_files(names):
         return FormatReader("dcp", read_dcp)
-    if any(OPTIMIZER_FILE.fullmatch(name) for name in names):
+    if UNIVERSAL_FILE in names or any(OPTIMIZER_FILE.fullmatch(name) for name in names):
         return FormatReader("deepspeed", read_deepspeed)
     _refuse(storage, names, _PROGRAMS)
     try:

@@ -1,7 +1,8 @@
 """Makes golden folders of DeepSpeed: `python make_deepspeed.py FOLDER STAGE RANK PORT` as two processes, for each stage.
 
 Then, in the same environment (DeepSpeed 0.19.8), `ds_to_universal.py` converts each folder, and `expected` below joins its
-files into STAGE.expected.pt: parameter -> state -> tensor.
+files into STAGE.expected.pt: parameter -> state -> tensor. Two of the results are kept as they are: universal1 (with
+`--inject_missing_state`) and universal3.
 """
 
 from __future__ import annotations
