@@ -11,7 +11,7 @@ import numpy as np
 from bytecheckpoint.formats.foreign import ForeignCheckpoint
 from bytecheckpoint.representation.boxes import BoxTable, Int64s, widened
 from bytecheckpoint.representation.catalog import FOREIGN, SHARED, VALUES_SLOT, Catalog, StorageFile, TensorTable
-from bytecheckpoint.representation.catalog_rows import ranges
+from bytecheckpoint.representation.catalog_rows import rows_of
 from bytecheckpoint.representation.string_column import StringColumn
 from bytecheckpoint.representation.values.tree import TensorRef
 
@@ -132,11 +132,10 @@ def _with_copies(catalog: Catalog, strides: Int64s | None, numbers: Sequence[int
         return catalog, strides
     chosen = np.array(numbers, np.int64)
     tensors = np.concatenate([np.arange(catalog.count), chosen])
-    first, stop = (np.searchsorted(catalog.boxes.tensor, chosen, side=side) for side in ("left", "right"))
-    rows = np.concatenate([np.arange(len(catalog.boxes)), ranges(first, stop - first)])
+    place, copied = rows_of(catalog.boxes.tensor, chosen)
+    rows = np.concatenate([np.arange(len(catalog.boxes)), copied])
     boxes = catalog.boxes.take(rows)
-    new = np.repeat(catalog.count + np.arange(len(chosen)), stop - first)
-    boxes = BoxTable(np.concatenate([catalog.boxes.tensor, new]), boxes.offsets, boxes.lengths)
+    boxes = BoxTable(np.concatenate([catalog.boxes.tensor, catalog.count + place]), boxes.offsets, boxes.lengths)
     table: dict[str, Any] = {}
     for name in (column.name for column in fields(TensorTable)):
         value = getattr(catalog, name)

@@ -28,6 +28,7 @@ from bytecheckpoint.planning.part_space import LaidOut
 from bytecheckpoint.planning.read_plan import StoredRows, groups_to_read, plan_reads, stored_rows
 from bytecheckpoint.representation.boxes import BoxTable
 from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.catalog_rows import rows_of
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.representation.plans import ReadPlan
@@ -162,9 +163,7 @@ class BoxReader:
             if self._rows is None:
                 self._rows = stored_rows(self.catalog)
             every = self._rows
-        numbers = np.unique(wanted.tensor)
-        first, end = np.searchsorted(every.boxes.tensor, [numbers, numbers + 1])
-        chosen = np.concatenate([np.arange(*bounds) for bounds in zip(first, end, strict=True)])
+        _, chosen = rows_of(every.boxes.tensor, np.unique(wanted.tensor))
         return replace(
             every,
             boxes=every.boxes.take(chosen),

@@ -24,7 +24,7 @@ from bytecheckpoint.planning.read_plan import StoredRows, stored_rows
 from bytecheckpoint.planning.shown_tensors import ShownTensors
 from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major, widened
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
-from bytecheckpoint.representation.catalog_rows import ranges
+from bytecheckpoint.representation.catalog_rows import rows_of
 from bytecheckpoint.representation.shards import TensorKey
 
 __all__ = ["LaidOut", "LiveSide", "choose_layout", "lay_out", "layout_of_model"]
@@ -270,8 +270,8 @@ def _note_names(names: dict[str, list[str]], own: BoundSide, shown: BoundSide) -
         (place.tensor[place.part >= 0], place.part[place.part >= 0]) for place in places
     )
     order = np.argsort(other_part, kind="stable")
-    first, stop = (np.searchsorted(other_part[order], part, side=at) for at in ("left", "right"))
-    pairs = np.stack([np.repeat(tensor, stop - first), other[order][ranges(first, stop - first)]], axis=1)
+    place, row = rows_of(other_part[order], part)
+    pairs = np.stack([tensor[place], other[order][row]], axis=1)
     for stored, number in np.unique(pairs, axis=0).tolist():
         known = names.setdefault(own.names[stored], [])
         if shown.names[number] not in known:
@@ -328,9 +328,7 @@ def _names(catalog: Catalog, state: str, numbers: Int64s, templates: Sequence[Te
 
 def _in_parts(stored: StoredRows, side: BoundSide, tensors: Int64s, first_part: int) -> StoredRows:
     """Return the stored rows of a side's tensors as rows of parts."""
-    first, stop = (np.searchsorted(stored.boxes.tensor, tensors, side=at) for at in ("left", "right"))
-    number = np.repeat(np.arange(len(tensors)), stop - first)
-    row = ranges(first, stop - first)
+    number, row = rows_of(stored.boxes.tensor, tensors)
     boxes = stored.boxes.take(row)
     strides = row_major(boxes.lengths) if stored.strides is None else stored.strides[row]
     found, _ = to_parts(side.places, BoxTable(number, boxes.offsets, boxes.lengths), strides, target=False)

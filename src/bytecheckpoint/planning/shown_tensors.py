@@ -12,7 +12,7 @@ from bytecheckpoint.layouts.binding import BoundSide
 from bytecheckpoint.planning.read_plan import StoredRows
 from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major
 from bytecheckpoint.representation.catalog import SHARED, Catalog, TensorTable
-from bytecheckpoint.representation.catalog_rows import ranges
+from bytecheckpoint.representation.catalog_rows import rows_of
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.shards import TensorKey
 
@@ -132,7 +132,7 @@ class ShownTensors:
         keys = [*self._keys, *(tuple(key) for key, _ in others)]
         shapes = [*self._shapes, *(catalog.shape(n) for n in first.tolist())]
         dtypes = [*self._dtypes, *(catalog.dtype[n] for n in first.tolist())]
-        number, kept = _rows_of(catalog, first)
+        number, kept = rows_of(catalog.boxes.tensor, first)
         whole = BoxTable.build(range(own), [(0,) * len(shape) for shape in self._shapes], self._shapes)
         boxes = catalog.boxes.take(kept)
         boxes = BoxTable(own + number, boxes.offsets, boxes.lengths)
@@ -159,7 +159,7 @@ class ShownTensors:
         )
         parts = np.full(len(keys), -1, np.int64)
         parts[own:] = part_of[first]
-        number, kept = _rows_of(catalog, alone)
+        number, kept = rows_of(catalog.boxes.tensor, alone)
         boxes = stored.boxes.take(kept)
         more = replace(
             stored,
@@ -170,9 +170,3 @@ class ShownTensors:
             strides=row_major(boxes.lengths) if stored.strides is None else stored.strides[kept],
         )
         return Shown(built, more, parts, np.concatenate([np.full(own, -1, np.int64), first]), twins)
-
-
-def _rows_of(catalog: Catalog, tensors: Int64s) -> tuple[Int64s, Int64s]:
-    """Return the rows of some tensors, and before that the place of each row's tensor among them."""
-    first, stop = (np.searchsorted(catalog.boxes.tensor, tensors, side=at) for at in ("left", "right"))
-    return np.repeat(np.arange(len(tensors)), stop - first), ranges(first, stop - first)

@@ -39,6 +39,7 @@ __all__ = [
     "ranges",
     "read_summary",
     "read_tensors",
+    "rows_of",
     "sums_of_rows",
     "tensor_columns",
 ]
@@ -194,6 +195,17 @@ def ranges(starts: Int64s, counts: Int64s) -> Int64s:
     """Return the integers starts[i], ..., starts[i] + counts[i] - 1 for each i in turn."""
     before = np.cumsum(counts) - counts
     return np.asarray(np.arange(int(counts.sum())) + np.repeat(starts - before, counts), np.int64)
+
+
+def rows_of(column: Int64s, tensors: Int64s) -> tuple[Int64s, Int64s]:
+    """Return the rows of some tensors, and before that the place of each row's tensor among them.
+
+    Args:
+        column: tensor of each row, ascending.
+        tensors: numbers of the tensors.
+    """
+    first, stop = (np.searchsorted(column, tensors, side=at) for at in ("left", "right"))
+    return np.repeat(np.arange(len(tensors)), stop - first), ranges(first, stop - first)
 
 
 def catalog_of_rows(

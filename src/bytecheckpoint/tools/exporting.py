@@ -89,8 +89,8 @@ def export(
             raise UsageError(f"{storage.url}: a file of torch.save is written to a local file system")
         if os.path.isdir(storage.url) or (os.path.lexists(storage.url) and not force):
             raise UsageError(f"{storage.url} exists: give the path of a new file")
-    elif check_target(storage, force=False) and force:
-        raise UsageError(f"{storage.url} is not empty: give a new folder")
+    else:
+        check_target(storage, force=False)
     with opened(checkpoint) as source:
         view = CheckpointView.of(source)
         if state is not None and state not in view.states:
