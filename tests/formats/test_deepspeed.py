@@ -18,6 +18,7 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.formats.deepspeed import read_deepspeed
 from bytecheckpoint.formats.detect import detect
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.tools import export
 from tests.formats.oracle import read_tensors, values_of
 
 GOLDEN = Path(__file__).parent / "golden" / "deepspeed-0.19.8"
@@ -65,6 +66,28 @@ def test_the_universal_form_holds_the_same(stage: int) -> None:
         assert all(torch.equal(value, states[1][name][slot]) for slot, value in slots.items()), name
     assert native["model"].keys() == universal["model"].keys()
     assert all(torch.equal(value, universal["model"][name]) for name, value in native["model"].items())
+
+
+@pytest.mark.parametrize("folder", ["zero1", "zero2", "zero3", "universal1", "universal3"])
+def test_an_export_holds_the_same(folder: str, tmp_path: Path) -> None:
+    export(GOLDEN / folder, tmp_path / "out", format="deepspeed-universal")
+    first, second = (
+        values_of(at, read_deepspeed(resolve(str(at)))) for at in (GOLDEN / folder, tmp_path / "out" / "global_step2")
+    )
+    assert first["optimizer"]["param_groups"] == second["optimizer"]["param_groups"]
+    assert (
+        second["extra_states"].items()
+        >= {"global_steps": 2, "note": "hi", "ds_config": first["extra_states"]["ds_config"]}.items()
+    )
+    states = [values["optimizer"]["state"] for values in (first, second)]
+    assert {name: sorted(slots) for name, slots in states[0].items()} == {
+        name: sorted(slots) for name, slots in states[1].items()
+    }
+    assert all(
+        torch.equal(value, states[1][name][slot]) for name, slots in states[0].items() for slot, value in slots.items()
+    )
+    assert first["model"].keys() == second["model"].keys()
+    assert all(torch.equal(value, second["model"][name]) for name, value in first["model"].items())
 
 
 def test_a_lost_file_of_the_universal_form_is_named(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint
-from bytecheckpoint import CorruptCheckpointError, UsageError, tools
+from bytecheckpoint import CheckpointError, CorruptCheckpointError, UsageError, tools
 from bytecheckpoint.cli.main import run
+from bytecheckpoint.opening import Entry
 from bytecheckpoint.tools import torch_files
 from tests.loading.test_layouts import fused, module_of, sized, weights
 from tests.support.damage import damage, storage_file
@@ -134,15 +135,18 @@ def test_this_package_reads_it_back(tmp_path: Path, format_: str) -> None:
 def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     saved(tmp_path / "own")
     for arguments, message in (
-        ({"format": "onnx"}, "use 'hf', 'dcp' or 'torch'"),
+        ({"format": "onnx"}, "use 'hf', 'dcp'"),
         ({"format": "dcp", "dtype": "bfloat16"}, "dtype= is for format='hf'"),
         ({"format": "dcp", "state": "nosuch"}, "has no 'nosuch'"),
         ({"format": "torch", "state": "nosuch"}, "has no 'nosuch'"),
+        ({"format": "deepspeed-universal", "state": "nosuch"}, "has no 'nosuch'"),
+        ({"format": "deepspeed-universal", "state": "extra_states"}, "has no 'extra_states_optimizer'"),
     ):
         with pytest.raises(UsageError, match=message):
             tools.export(tmp_path / "own", tmp_path / "out", **arguments)
-    with pytest.raises(UsageError, match="local file system"):
-        tools.export(tmp_path / "own", "mem://exported/x.pt", format="torch")
+    for format_ in ("torch", "deepspeed-universal"):
+        with pytest.raises(UsageError, match="local file system"):
+            tools.export(tmp_path / "own", "mem://exported/x.pt", format=format_)  # type: ignore[arg-type]
     (tmp_path / "there.pt").write_text("other")
     with pytest.raises(UsageError, match="exists"):
         tools.export(tmp_path / "own", tmp_path / "there.pt", format="torch")
@@ -150,11 +154,68 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) ->
         tools.export(tmp_path / "own", tmp_path / "own", format="dcp")
     assert (tmp_path / "there.pt").read_text() == "other"
     damage(storage_file(tmp_path / "own", "model"))
-    for format_ in ("dcp", "torch"):
+    for format_ in ("dcp", "torch", "deepspeed-universal"):
         with pytest.raises(CorruptCheckpointError):
             tools.export(tmp_path / "own", tmp_path / format_, format=format_)  # type: ignore[arg-type]
     left = [file.name for file in tmp_path.rglob("*") if file.is_file() and "own" not in file.parts]
     assert left == ["there.pt"]
+
+
+def test_the_universal_form_is_read_back(tmp_path: Path) -> None:
+    """Under other names, too, and with an optimizer that DeepSpeed's own conversion does not know."""
+    model = module_of(weights())
+    model.load_state_dict(weights())
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == wide] for wide in (True, False))
+    groups = [{"params": matrices, "momentum": 0.9}, {"params": vectors, "momentum": 0.5}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    bytecheckpoint.save(
+        tmp_path / "own", {"actor": model, "actor_optimizer": optimizer, "lr_scheduler": {"gamma": 0.9}}
+    )
+    layouts = (None, sized())
+    for layout, name in zip(layouts, ("plain", "laid"), strict=True):
+        with bytecheckpoint.open(tmp_path / "own", layout=layout) as shown:
+            report = tools.export(shown, tmp_path / name, format="deepspeed-universal", state="actor")
+            expected = {key.replace("actor_", "").replace("actor", "model"): shown[key] for key in shown}
+            expected |= {key: entry[...] for key, entry in expected.items() if isinstance(entry, Entry)}
+        files = {str(file.relative_to(tmp_path / name)) for file in (tmp_path / name).rglob("*") if file.is_file()}
+        assert files == set(report.files) and report.tensors == 3 * len(shown.tensors) // 2
+        assert (tmp_path / name / "latest_universal").read_text() == "global_step0"
+        with bytecheckpoint.open(tmp_path / name / "global_step0") as found:
+            for key in found.tensors.keys() & expected.keys():
+                assert torch.equal(found.tensors[key][...], expected[key]), key
+            assert found.tensors.keys() >= {key for key in expected if key.startswith(("model", "optimizer/state"))}
+            assert found["optimizer/param_groups"] == expected["optimizer/param_groups"]
+            assert found["extra_states/lr_scheduler.gamma"] == 0.9
+
+
+def test_what_deepspeed_cannot_hold_is_refused(tmp_path: Path) -> None:
+    """Before a byte is written."""
+    model, optimizer, _ = saved(tmp_path / "own")
+    unused = nn.Linear(2, 2)
+
+    def refused(path: str, states: dict[str, Any], message: str) -> None:
+        bytecheckpoint.save(tmp_path / path, states)
+        with pytest.raises(CheckpointError, match=message):
+            tools.export(tmp_path / path, tmp_path / "out", format="deepspeed-universal")
+        assert not [file for file in tmp_path.iterdir() if "out" in file.name]
+
+    refused("no groups", {"model": model, "optimizer": {"a": 1}}, "is no optimizer")
+    optimizer.state[model.norm.weight]["step"] += 1
+    refused("steps", {"model": model, "optimizer": optimizer}, "different steps in one group.*'norm.* has 2.0")
+    optimizer.state[model.norm.weight]["step"] -= 1
+    refused(
+        "names", {"model": model, "optimizer": optimizer, "module": {"a": 1}}, "other meanings for the names module"
+    )
+    both = nn.ModuleDict({"run": model, "other": unused})
+    optimizer.add_param_group({"params": list(unused.parameters())})
+    refused("no state", {"model": both, "optimizer": optimizer}, r"different states.*'other.weight' has \[\]")
+    factored = torch.optim.Adafactor(unused.parameters())
+    unused(torch.ones(2)).sum().backward()
+    factored.step()
+    refused("factored", {"model": unused, "optimizer": factored}, "'weight' has a state 'row_var'")
 
 
 def test_the_command_exports_one_state(tmp_path: Path) -> None:

@@ -157,7 +157,10 @@ def export(
         str, typer.Argument(metavar="DST", help="A new or empty folder; for torch a file.", show_default=False)
     ],
     format: Annotated[
-        str, typer.Option(help="hf (safetensors), dcp (torch.distributed.checkpoint) or torch (torch.save).")
+        str,
+        typer.Option(
+            help="hf (safetensors), dcp (torch.distributed.checkpoint), torch (torch.save), deepspeed-universal."
+        ),
     ] = "hf",
     state: Annotated[
         str | None, typer.Option(help="Name of the state to export alone; by default the model for hf, else all.")
@@ -172,7 +175,7 @@ def export(
     layout: LayoutOption = None,
     json: Json = False,
 ) -> Job:
-    """Write a checkpoint for other programs: safetensors of Hugging Face, DCP, or torch.save; in bounded memory."""
+    """Write a checkpoint for other programs: Hugging Face, DCP, torch.save, DeepSpeed; in bounded memory."""
     from bytecheckpoint.cli.tools import export
 
     return partial(

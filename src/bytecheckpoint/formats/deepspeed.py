@@ -40,8 +40,8 @@ OPTIMIZER_FILE: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,7})_mp_rank_(\
 """Name of a file of optimizer state: data-parallel rank, rank of model parallelism."""
 UNIVERSAL_FILE: Final = "zero/optimizer_state.pt"
 """Name of the file of common optimizer state in a folder of the universal form."""
-#: States that DeepSpeed's conversion makes of its optimizers, beside the weights; it knows Adam alone.
-_UNIVERSAL_SLOTS: Final = ("exp_avg", "exp_avg_sq", "step")
+#: States beside the weights; DeepSpeed's conversion knows those of Adam, an export of this package writes the others, too.
+_UNIVERSAL_SLOTS: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "step")
 _MODEL_FILE: Final = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d+)_model_states\.pt")
 #: Keys of the file of a model that are no plain values of the program.
 _KNOWN: Final = frozenset(
@@ -80,7 +80,8 @@ def read_deepspeed(storage: Storage) -> ForeignCheckpoint:
     """
     names = [name for name, _ in storage.list()]
     found = {int(match[1]): match for name in names if (match := OPTIMIZER_FILE.fullmatch(name))}
-    models = {int(match[1] or 0): match for name in names if (match := _MODEL_FILE.fullmatch(name))}
+    # A file without a rank of data comes last: it has the whole model.
+    models = {int(m[1] or 0): m for name in sorted(names, reverse=True) if (m := _MODEL_FILE.fullmatch(name))}
     if any(int(match[2]) for match in (*found.values(), *models.values())) or any(
         n.startswith("layer_") for n in names
     ):

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from bytecheckpoint.errors import CheckpointError, StorageError, StorageFullError, UsageError
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage
+from bytecheckpoint.storage.posix.files import fsync_directory
 from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.tiers.storage import tier_of
 
-__all__ = ["ExportReport", "Progress", "check_target", "translated"]
+__all__ = ["ExportReport", "Progress", "check_target", "new_folder", "translated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +90,16 @@ def translated(action: str) -> Iterator[None]:
             raise
         text = f"cannot {action}: {error.strerror or error}"
         raise (StorageFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError)(text) from error
+
+
+@contextlib.contextmanager
+def new_folder(folder: str) -> Iterator[str]:
+    """Yield a temporary folder beside a new or empty one, which it replaces at the end of the `with` block."""
+    temporary = os.path.join(os.path.dirname(folder), f".{os.path.basename(folder)}.exporting-{secrets.token_hex(6)}")
+    os.makedirs(temporary)
+    try:
+        yield temporary
+        os.rename(temporary, folder)
+        fsync_directory(os.path.dirname(folder))
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

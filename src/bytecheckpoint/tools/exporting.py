@@ -7,25 +7,28 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.opening.view import CheckpointView
-from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.posix.storage import LocalStorage
-from bytecheckpoint.tools.export_target import ExportReport, Progress, check_target, translated
+from bytecheckpoint.tools.export_target import ExportReport, Progress, check_target, new_folder, translated
 from bytecheckpoint.tools.huggingface import export_huggingface
 from bytecheckpoint.tools.state_dicts import state_dict_of
 from bytecheckpoint.tools.subject import Subject, opened
 from bytecheckpoint.tools.torch_files import write_dcp, write_torch_file
+from bytecheckpoint.tools.universal import universal_of
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["export"]
 
+_FORMATS = ("dcp", "torch", "deepspeed-universal")
+
 
 def export(
     checkpoint: Subject,
     target: str | os.PathLike[str],
     *,
-    format: Literal["hf", "dcp", "torch"] = "hf",
+    format: Literal["hf", "dcp", "torch", "deepspeed-universal"] = "hf",
     state: str | None = None,
     dtype: torch.dtype | str | None = None,
     max_shard_bytes: int = 5_000_000_000,
@@ -34,11 +37,14 @@ def export(
     force: bool = False,
     progress: Progress | None = None,
 ) -> ExportReport:
-    """Write a checkpoint for other programs: as safetensors of Hugging Face, as a checkpoint of DCP, or with `torch.save`.
+    """Write a checkpoint for other programs: of Hugging Face, of DCP, of `torch.save`, or of DeepSpeed.
 
     "dcp" and "torch" hold all states in nested dicts, as `get_state_dict` returns them: optimizers with their parameters by
     name, and plain values. `dcp.load` and `torch.load(weights_only=True)` take them. Positions of data loaders in streams
     are left out, because only this package knows them. "torch" writes one file, on a local file system.
+
+    "deepspeed-universal" writes a local folder for `engine.load_checkpoint` of a configuration with `"checkpoint":
+    {"load_universal": True}`: a model with its optimizer, which DeepSpeed loads at any stage of ZeRO and number of ranks.
 
     "hf" holds all tensors of one state as consolidated safetensors.
     Steps of a Trainer, and others with a state `describe_pretrained(model)` under the name "huggingface", hold the model's
@@ -54,7 +60,8 @@ def export(
         checkpoint: path, storage or open checkpoint.
         target: folder or URL, for "torch" a file; it must not exist or be empty unless `force` is set.
         format: format of the result.
-        state: name of the state to export alone; None for "model" of "hf", and for all states of the others.
+        state: name of the state to export alone, for "deepspeed-universal" that of the model; None for "model" of it and of
+            "hf", and for all states of the others.
         dtype: "hf" only: convert floating tensors to this dtype ("bfloat16", torch.bfloat16); None leaves all as they are.
         max_shard_bytes: bytes of tensors per file; a larger tensor has a file of its own.
         adapter: "hf" only: name of the adapter of PEFT to export, under the names that PEFT reads; None for the one in
@@ -76,8 +83,8 @@ def export(
             checkpoint, target, state="model" if state is None else state, dtype=dtype, max_shard_bytes=max_shard_bytes,
             adapter=adapter, files_from=files_from, force=force, progress=progress,
         )  # fmt: skip
-    if format not in ("dcp", "torch"):
-        raise UsageError(f"format={format!r}: use 'hf', 'dcp' or 'torch'")
+    if format not in _FORMATS:
+        raise UsageError(f"format={format!r}: use 'hf', {', '.join(map(repr, _FORMATS))}")
     for name, value in (("dtype", dtype), ("adapter", adapter), ("files_from", files_from)):
         if value is not None:
             raise UsageError(f"{name}= is for format='hf'; {format!r} keeps tensors as they are")
@@ -91,6 +98,8 @@ def export(
             raise UsageError(f"{storage.url} exists: give the path of a new file")
     else:
         check_target(storage, force=False)
+    if format == "deepspeed-universal":
+        return _export_universal(checkpoint, storage, "model" if state is None else state, progress)
     with opened(checkpoint) as source:
         view = CheckpointView.of(source)
         if state is not None and state not in view.states:
@@ -111,3 +120,14 @@ def export(
                 os.makedirs(os.path.dirname(storage.url), exist_ok=True)
                 written = write_torch_file(view, tree, storage.url, advance)
     return ExportReport(storage.url, tuple(written.files), written.tensors, written.nbytes, 0, (), tuple(skipped))
+
+
+def _export_universal(checkpoint: Subject, storage: Storage, state: str, progress: Progress | None) -> ExportReport:
+    """Write the universal form of DeepSpeed into a new or empty local folder."""
+    if not isinstance(storage, LocalStorage):
+        raise UsageError(f"{storage.url}: DeepSpeed reads a local file system")
+    with opened(checkpoint) as source:
+        found = universal_of(CheckpointView.of(source), state)
+        with translated(f"export to {storage.url}"), new_folder(storage.url) as folder:
+            written = found.write(folder, lambda done: progress(done, found.nbytes) if progress is not None else None)
+    return ExportReport(storage.url, tuple(written.files), written.tensors, written.nbytes, 0, (), tuple(found.skipped))

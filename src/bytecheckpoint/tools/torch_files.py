@@ -21,7 +21,7 @@ from bytecheckpoint.storage import NewFile, Storage
 from bytecheckpoint.storage.posix.files import fsync_directory
 from bytecheckpoint.tools.state_dicts import mapped
 
-__all__ = ["Written", "write_dcp", "write_torch_file"]
+__all__ = ["Written", "write_dcp", "write_object", "write_torch_file"]
 
 _PIECE_BYTES = 16 << 20
 _METADATA = ".metadata"
@@ -157,7 +157,13 @@ class _Files:
         self._storage.delete(self.names)
 
 
-def write_torch_file(view: CheckpointView, tree: Mapping[str, Any], path: str, advance: Advance) -> Written:
+def write_torch_file(
+    view: CheckpointView,
+    tree: Mapping[str, Any],
+    path: str,
+    advance: Advance,
+    dtype: torch.dtype | None = None,
+) -> Written:
     """Write a file of `torch.save(tree)`; bytes are streamed into it, with their CRC32. It appears when it is complete.
 
     Args:
@@ -165,6 +171,7 @@ def write_torch_file(view: CheckpointView, tree: Mapping[str, Any], path: str, a
         tree: states as `state_dict_of` returns them, by name.
         path: path of the file.
         advance: function that gets the number of bytes written.
+        dtype: dtype to which tensors are converted; None leaves them as they are.
     """
     entries: list[Entry] = []
     known: dict[Any, torch.Tensor] = {}
@@ -173,7 +180,9 @@ def write_torch_file(view: CheckpointView, tree: Mapping[str, Any], path: str, a
         stored = view.stored_under(entry.key)
         if stored not in known:
             entries.append(entry)
-            known[stored] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")  # memory that nothing touches
+            known[stored] = torch.empty(
+                entry.shape, dtype=dtype or entry.dtype, device="cpu"
+            )  # memory that nothing touches
         return known[stored]
 
     done = 0
@@ -185,19 +194,19 @@ def write_torch_file(view: CheckpointView, tree: Mapping[str, Any], path: str, a
         pieces = view.stream([entry.key for entry in entries if entry.nbytes], _PIECE_BYTES)
         with zipfile.ZipFile(outline) as template, zipfile.ZipFile(temporary, "w", allowZip64=True) as target:
             members = {info.filename: info for info in template.infolist()}
-            of_tensors = _members_of(members, entries)
+            of_tensors = _members_of(members, list(known.values()))
             for name, info in members.items():
                 member = _aligned(name, target)
-                entry = of_tensors.get(name)
+                tensor = of_tensors.get(name)
                 with target.open(member, "w", force_zip64=True) as file:
-                    if entry is None:
+                    if tensor is None:
                         file.write(template.read(info))
                         continue
-                    left = entry.nbytes
+                    left = tensor.numel()
                     while left:
                         _, _, data = next(pieces)
-                        file.write(memoryview(flat_bytes(data).numpy()))
-                        left -= data.nbytes
+                        file.write(memoryview(flat_bytes(data.to(tensor.dtype)).numpy()))
+                        left -= data.numel()
                         done += data.nbytes
                         advance(done)
         with open(temporary, "rb") as file:
@@ -211,13 +220,20 @@ def write_torch_file(view: CheckpointView, tree: Mapping[str, Any], path: str, a
     return Written([os.path.basename(path)], len(known), done)
 
 
-def _members_of(members: Mapping[str, zipfile.ZipInfo], entries: Sequence[Entry]) -> dict[str, Entry]:
+def write_object(value: object, path: str) -> None:
+    """Write a file of `torch.save` of an object in memory."""
+    with open(path, "wb") as file:
+        file.write(_saved(value))
+        os.fsync(file.fileno())
+
+
+def _members_of(members: Mapping[str, zipfile.ZipInfo], tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensor of each member that holds one: torch numbers storages in the order in which it meets them."""
     data = [name for name in members if name.rpartition("/")[0].endswith("/data")]
     by_number = sorted(data, key=lambda name: int(name.rpartition("/")[2]))
-    if [members[name].file_size for name in by_number] != [entry.nbytes for entry in entries]:
+    if [members[name].file_size for name in by_number] != [tensor.nbytes for tensor in tensors]:
         raise UsageError(f"torch {torch.__version__} numbers the tensors of a file in another way: use format='dcp'")
-    return dict(zip(by_number, entries, strict=True))
+    return dict(zip(by_number, tensors, strict=True))
 
 
 def _aligned(name: str, target: zipfile.ZipFile) -> zipfile.ZipInfo:
