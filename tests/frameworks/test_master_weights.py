@@ -9,11 +9,11 @@ from torch import nn
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.frameworks.optimizers.capture import capture_optimizers
-from bytecheckpoint.frameworks.optimizers.master_weights import MASTER, optimizer_state_name
+from bytecheckpoint.frameworks.optimizers.master_weights import optimizer_state_name
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames
 from bytecheckpoint.frameworks.optimizers.view import optimizer_view, placeholder_parameter
 from bytecheckpoint.frameworks.tensors.flat_ranges import FlatRange, flat_range_shards
-from bytecheckpoint.representation.shards import LiveState, TensorKey
+from bytecheckpoint.representation.shards import MASTER, LiveState, TensorKey
 from tests.frameworks.fsdp1_worlds import as_rank, fill, unit
 from tests.frameworks.memory import MemoryCheckpoint, detached, save
 

@@ -107,7 +107,7 @@ layout deepseek  hf <-> megatron
 dims
     main = hf.num_hidden_layers
     l = hf.num_hidden_layers
-scales hf (<w>.weight)_scale_inv : o i of (o a) (i b) with a = 128, b = 128 -> blocks
+scales hf <w>_scale_inv : o i of <w> : (o a) (i b) with a = 128, b = 128 -> blocks
 rules
 model.layers.{[~main: main | mtp: m]}.eh_proj.weight     : h k
     <-> mtp.layers.{m}.eh_proj.weight                    : mtp = h k

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import bytecheckpoint
 from bytecheckpoint import CorruptCheckpointError, IncompatibleCheckpointError, UsageError
@@ -164,3 +164,19 @@ def test_a_forced_export_replaces_one_file_of_weights_at_once(
     monkeypatch.setattr(os, "unlink", lambda path, **_: removed.append(str(path)))
     export(saved, tmp_path / "hf", files_from=tmp_path / "base", force=True)
     assert not [path for path in removed if path.endswith("hf/model.safetensors")]
+
+
+def test_weights_that_are_no_longer_quantised_are_not_said_to_be(tmp_path: Path) -> None:
+    quantised = tmp_path / "hf"
+    quantised.mkdir()
+    save_file(
+        {"w": torch.ones(4, 4).to(torch.float8_e4m3fn), "w_scale_inv": torch.full((1, 1), 2.0)},
+        quantised / "model.safetensors",
+    )
+    (quantised / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}')
+    for layout, expected in (("fp8", {"model_type"}), (None, {"model_type", "quantization_config"})):
+        out = tmp_path / f"out-{layout}"
+        with bytecheckpoint.open(quantised, layout=layout) as found:
+            export(found, out, files_from=quantised)
+        assert set(json.loads((out / "config.json").read_text())) == expected
+    assert torch.equal(load_file(tmp_path / "out-fp8" / "model.safetensors")["w"], torch.full((4, 4), 2.0).bfloat16())

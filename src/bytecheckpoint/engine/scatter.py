@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bytecheckpoint.engine.peer_memory import read_peer_memory
 from bytecheckpoint.engine.runs import elements_of, move_runs
@@ -35,21 +36,24 @@ class BoxTarget(msgspec.Struct, frozen=True):
     Attributes:
         data: tensor to fill, shape of the box, any strides, any device.
         dtype: dtype in the checkpoint; differs from `data.dtype` only when the caller asked for a cast.
+        pairs: True if a byte of the checkpoint holds two elements of 4 bits (e2m1), which the last dimension of `data` is
+            for, and which the box of the plan lacks.
     """
 
     data: torch.Tensor
     dtype: torch.dtype
+    pairs: bool = False
 
     @property
     def contiguous(self) -> bool:
         """True if the elements are contiguous in memory."""
-        return self.data.is_contiguous()
+        return not self.pairs and self.data.is_contiguous()
 
     @property
     def address(self) -> int:
         """Address of the elements if bytes of the checkpoint can be read straight into them, else 0."""
         data = self.data
-        return data.data_ptr() if data.is_contiguous() and data.is_cpu and data.dtype == self.dtype else 0
+        return data.data_ptr() if self.contiguous and data.is_cpu and data.dtype == self.dtype else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +195,9 @@ class ScatterPlan:
                 source, destination = self._box(copy, data, at, target)
             if same:
                 source, destination = movable(source), movable(destination)
+            elif target.pairs or (source.dtype in _BYTE_FLOATS and source.numel() > _FEW):
+                _look_up(source, destination)
+                continue
             sources.append(source)
             targets.append(destination)
         if whole:
@@ -239,7 +246,7 @@ class ScatterPlan:
     def _box(self, copy: int, data: torch.Tensor, at: int, target: BoxTarget) -> tuple[torch.Tensor, torch.Tensor]:
         """Return strided views of the source, which begins at byte `at` of `data`, and of the target of a box."""
         copies = self.plan.copies
-        ndim = target.data.ndim
+        ndim = target.data.ndim - target.pairs
         strides = copies.source_strides[copy].tolist()[:ndim]
         lengths = copies.lengths[copy].tolist()[:ndim]
         span = sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True)) + 1
@@ -290,6 +297,41 @@ def _typed(data: torch.Tensor, at: int, count: int, dtype: torch.dtype) -> torch
     """View `count` elements from byte `at` of `data`; copy them where they do not lie at a multiple of their size."""
     found = data[at : at + count * dtype.itemsize]
     return (found.clone() if at % dtype.itemsize else found).view(dtype)
+
+
+#: The values of 4 bits: a sign, two bits of an exponent, one of a fraction (Open Compute's Microscaling Formats 1.0, e2m1).
+_E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+_BYTE_FLOATS = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+#: Elements that are looked up at a time. Fewer of them are converted by torch, which takes four times as long.
+_LOOKED_UP = 1 << 17
+_FEW = 1 << 12
+
+
+@functools.cache
+def _table(stored: torch.dtype, wanted: torch.dtype) -> NDArray[np.generic]:
+    """Return the value of each byte of a dtype, uint8 for two elements of 4 bits, as integers of the width of the value."""
+    if stored == torch.uint8:
+        values = torch.tensor([[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(256)], dtype=torch.bfloat16)
+        return values.view(torch.int32).reshape(-1).numpy()
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[wanted.itemsize]
+    return torch.arange(256, dtype=torch.uint8).view(stored).to(wanted).view(integer).numpy()
+
+
+def _look_up(source: torch.Tensor, destination: torch.Tensor) -> None:
+    """Convert floats of one byte, or pairs of floats in a byte, which have one more dimension in the destination."""
+    pairs = destination.ndim > source.ndim
+    table = _table(source.dtype, destination.dtype)
+    dim = next((k for k, length in enumerate(source.shape) if length > 1), 0)
+    if not source.ndim:
+        source, destination = source[None], destination[None]
+    step = max(_LOOKED_UP * source.shape[dim] // max(source.numel(), 1), 1)
+    with torch.no_grad():
+        for begin in range(0, source.shape[dim], step):
+            length = min(step, source.shape[dim] - begin)
+            piece = source.narrow(dim, begin, length)
+            found = torch.from_numpy(np.take(table, piece.view(torch.uint8).numpy(), mode="clip"))
+            found = found.view(torch.bfloat16).view(*piece.shape, 2) if pairs else found.view(destination.dtype)
+            destination.narrow(dim, begin, length).copy_(found)
 
 
 @functools.lru_cache(maxsize=64)  # ranges of one tensor, and layers of a model, have equal shapes

@@ -39,7 +39,6 @@ from bytecheckpoint.frameworks.objects.capture import capture_object
 from bytecheckpoint.frameworks.objects.restore import load_object
 from bytecheckpoint.frameworks.objects.streams import capture_streams, load_streams, refuse_streams
 from bytecheckpoint.frameworks.optimizers.capture import capture_optimizers
-from bytecheckpoint.frameworks.optimizers.master_weights import MASTER
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames, as_optimizers
 from bytecheckpoint.frameworks.optimizers.restore import load_optimizers
 from bytecheckpoint.frameworks.providers.base import StateProvider, is_provider
@@ -49,7 +48,7 @@ from bytecheckpoint.frameworks.tensors.allocation import is_writable
 from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
 from bytecheckpoint.garbage_collection import gc_paused
-from bytecheckpoint.representation.shards import LiveShard, LiveState, each_box
+from bytecheckpoint.representation.shards import MASTER, LiveShard, LiveState, each_box
 
 __all__ = ["LoadInputs", "NativeFramework", "Scan", "describe_layout"]
 

@@ -30,6 +30,7 @@ from bytecheckpoint.layouts.matching import (
 from bytecheckpoint.layouts.members import Expected, Members, Namer, members_of
 from bytecheckpoint.layouts.parsed import ParsedRule
 from bytecheckpoint.layouts.parts import Component, Part, SourcePlace, family_dims, part_text
+from bytecheckpoint.layouts.scaling import ScaleGrid
 from bytecheckpoint.layouts.sizes import numbering
 from bytecheckpoint.layouts.statements import Alias, Rule
 from bytecheckpoint.representation.boxes import Int64s, Mask
@@ -69,6 +70,7 @@ class BoundSide:
         ndims: number of dimensions of each tensor, int64 [t].
         places: places of the parts.
         unbound: numbers of the tensors that hold no part, because the layout lets them be ignored.
+        scales: scales of each scaled tensor, by its number. Its shape counts elements, of which a byte may hold two.
     """
 
     names: Sequence[str]
@@ -76,6 +78,7 @@ class BoundSide:
     ndims: Int64s
     places: PartPlaces
     unbound: Int64s
+    scales: Mapping[int, Sequence[ScaleGrid]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,8 +206,10 @@ def _bound_side(
     places = _sorted(places, np.argsort(places.tensor, kind="stable"))
     if matched is not None and matched.copies:
         places = _with_copies(places, matched)
-    unbound = np.setdiff1d(np.arange(len(names)), places.tensor)
-    return BoundSide(names, shapes, ndims, places, unbound)
+    scales = {} if matched is None else matched.scales
+    used = [grid.tensor for grids in scales.values() for grid in grids]
+    unbound = np.setdiff1d(np.arange(len(names)), np.append(places.tensor, np.array(used, np.int64)))
+    return BoundSide(names, shapes, ndims, places, unbound, scales)
 
 
 def _sorted(p: PartPlaces, order: Int64s) -> PartPlaces:

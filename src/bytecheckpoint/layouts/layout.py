@@ -15,6 +15,7 @@ from bytecheckpoint.layouts.config import Config, check_condition, check_size, c
 from bytecheckpoint.layouts.names import Group, Piece, Text, parse_template
 from bytecheckpoint.layouts.parsed import ParsedRule, conflicts
 from bytecheckpoint.layouts.parts import Family, FamilyError, SourcePlace, components, family_dims
+from bytecheckpoint.layouts.scaling import check_scales
 from bytecheckpoint.layouts.statements import Alias, Content, Rule, Scales, Statement
 from bytecheckpoint.layouts.text import parse, to_text
 from bytecheckpoint.lazy import lazy
@@ -168,9 +169,7 @@ class Layout(Content):
                 if statement.when:
                     check_condition(statement.when, self.sides)
             case Scales():
-                parse_template(statement.name)
-                parse_axes(statement.axes)
-                parse_axes(statement.of)
+                check_scales(statement)
             case Statement():
                 if statement in self.require:
                     check_condition(statement.text, self.sides)

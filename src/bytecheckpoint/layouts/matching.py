@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -13,9 +13,10 @@ from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.layouts.axes import TextError
 from bytecheckpoint.layouts.config import Config, condition
 from bytecheckpoint.layouts.layout import Layout
-from bytecheckpoint.layouts.names import Template, parse_template
+from bytecheckpoint.layouts.names import parse_template
 from bytecheckpoint.layouts.parsed import ParsedRule, conflicts
 from bytecheckpoint.layouts.parts import Family
+from bytecheckpoint.layouts.scaling import ScaleGrid, find_scales, logical_shape
 from bytecheckpoint.layouts.statements import Alias, Scales, Statement
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.similar_names import SimilarNames
@@ -28,6 +29,7 @@ __all__ = [
     "active_rules",
     "check_left_over",
     "match_side",
+    "scales_of",
     "skeletons",
     "text_error",
 ]
@@ -78,6 +80,7 @@ class MatchedSide:
         left_over: numbers of the tensors whose names fit no rule.
         virtual: missing second names of tensors.
         copies: numbers of the tensors that are second names, and those of the tensors that they name.
+        scales: scales of each scaled tensor, by its number.
     """
 
     side: Side
@@ -87,6 +90,7 @@ class MatchedSide:
     left_over: list[int] = field(default_factory=list)
     virtual: set[str] = field(default_factory=set)
     copies: dict[int, int] = field(default_factory=dict)
+    scales: Mapping[int, Sequence[ScaleGrid]] = field(default_factory=dict)
 
 
 class TextCodes:
@@ -112,8 +116,8 @@ def active_rules(layout: Layout, config: Config) -> list[ParsedRule]:
     for first, second, name in conflicts(conditional, all_hold=True):
         raise UsageError(f"{second.place}: '{name}' fits {first.place} too, and the conditions of both rules hold")
     for parsed in active:
-        if word := "mean" if parsed.rule.mean else "add" if parsed.rule.add else "":
-            raise UsageError(f"{parsed.families[0].place}: '{word}' is understood, but cannot be loaded yet")
+        if parsed.rule.mean:
+            raise UsageError(f"{parsed.families[0].place}: 'mean' is understood, but cannot be loaded yet")
     return active
 
 
@@ -133,14 +137,19 @@ def match_side(
     """
     if len(side.names) != len(side.shapes):
         raise UsageError(f"the {layout.sides[number]} side has {len(side.names)} names and {len(side.shapes)} shapes")
+    scales = find_scales(scales_of(layout, number), side.names, side.shapes)
+    if any(grid.packed for grids in scales.values() for grid in grids):
+        packed = [any(grid.packed for grid in scales.get(k, ())) for k in range(len(side.names))]
+        side = replace(side, shapes=[logical_shape(s, p) for s, p in zip(side.shapes, packed, strict=True)])
     ndims = np.fromiter(map(len, side.shapes), np.int64, len(side.shapes))
     shapes = np.full((len(ndims), int(ndims.max(initial=1))), -1, np.int64)
     shapes[np.arange(shapes.shape[1]) < ndims[:, None]] = np.fromiter(
         (size for shape in side.shapes for size in shape), np.int64, int(ndims.sum())
     )
-    matched = MatchedSide(side, shapes, ndims)
-    names = list(side.names)
-    tensors = list(range(len(names)))
+    matched = MatchedSide(side, shapes, ndims, scales=scales)
+    of_scales = {grid.tensor for grids in scales.values() for grid in grids}
+    tensors = [tensor for tensor in range(len(side.names)) if tensor not in of_scales]
+    names = [side.names[tensor] for tensor in tensors]
     for alias in layout.merged("aliases"):
         assert isinstance(alias, Alias)
         if alias.side == layout.sides[number] and (not alias.when or condition(alias.when, config)):
@@ -178,6 +187,11 @@ def match_side(
     return matched
 
 
+def scales_of(layout: Layout, number: int) -> list[Scales]:
+    """Return the `scales` lines of a side, 0 for the left one."""
+    return [s for s in layout.merged("scales") if isinstance(s, Scales) and s.side == layout.sides[number]]
+
+
 def skeletons(names: Sequence[str]) -> list[str]:
     """Return the names with `#` for each run of digits, so that most names of a model are equal."""
     joined = "\0".join(names)
@@ -193,22 +207,11 @@ def _add_alias(
     second, first = parse_template(alias.name), parse_template(alias.of)
     numbers = {name: number for number, name in enumerate(given)}
 
-    def other(name: str, template: Template, target: Template) -> str | None:
-        match = template.match(name)
-        if match is None:
-            return None
-        holes = dict(zip((str(hole.axis) for hole in template.holes), match[0], strict=True))
-        texts = dict(zip((text.name for text in template.texts), match[1], strict=True))
-        try:
-            return target.writer(texts)([holes[str(hole.axis)] for hole in target.holes])
-        except KeyError:  # the other name needs a number or text that this one lacks
-            return None
-
     for name, number in numbers.items():
-        of = other(name, second, first)
+        of = second.renamed(name, first)
         if of in numbers:
             matched.copies[number] = numbers[of]
-        missing = other(name, first, second)
+        missing = first.renamed(name, second)
         if missing is not None and missing not in numbers and not alone:
             names.append(missing)
             tensors.append(number)
@@ -219,13 +222,6 @@ def check_left_over(layout: Layout, number: int, matched: MatchedSide, rules: Se
     """Refuse names that fit no rule and that the layout does not expect."""
     side = layout.sides[number]
     expected = [re.compile(s.text) for s in layout.merged("ignore") if isinstance(s, Statement) and s.side == side]
-    for scales in layout.merged("scales"):
-        if isinstance(scales, Scales) and scales.side == side:
-            match = parse_template(scales.name).match
-            if found := next((name for name in matched.side.names if match(name)), None):
-                raise IncompatibleCheckpointError(
-                    f"{scales.place}: {found} holds scales: '{scales.operation}' is understood, but cannot be loaded yet"
-                )
     left = [
         matched.side.names[tensor]
         for tensor in matched.left_over

@@ -129,6 +129,18 @@ class Template:
             return lambda numbers: pattern % tuple(numbers)
         return lambda numbers: pattern % tuple(numbers[k] for k in order)
 
+    def renamed(self, name: str, other: Template) -> str | None:
+        """Return the name of another template with the numbers and texts of a name, None if the name does not fit."""
+        match = self.match(name)
+        if match is None:
+            return None
+        holes = dict(zip((str(hole.axis) for hole in self.holes), match[0], strict=True))
+        texts = dict(zip((text.name for text in self.texts), match[1], strict=True))
+        try:
+            return other.writer(texts)([holes[str(hole.axis)] for hole in other.holes])
+        except KeyError:  # the other name needs a number or text that this one lacks
+            return None
+
     def replaced(self, change: Callable[[Piece], Piece]) -> Template:
         """Return the template with each outermost piece replaced by `change(piece)`."""
         return Template(self.source, tuple(map(change, self.pieces)))

@@ -104,11 +104,12 @@ class Scales:
 
     Attributes:
         side: side that has the tensors.
-        name: template of their names, in which the name of the scaled tensor stands in parentheses.
-        axes: their axes.
-        of: axes of the scaled tensors.
+        name: template of their names.
+        axes: axes of the scales.
+        of: template of the scaled tensors' names.
+        of_axes: axes of the scaled tensors, in which `(i b)` is a dimension in blocks of `b`.
         sizes: sizes of dims.
-        operation: name of the elementwise map.
+        operation: kind of elements and scales, as "blocks".
         place: place of the line in the source.
     """
 
@@ -116,6 +117,7 @@ class Scales:
     name: str
     axes: str
     of: str
+    of_axes: str
     sizes: tuple[tuple[str, int], ...]
     operation: str
     place: SourcePlace = field(default=SourcePlace(""), compare=False)

@@ -17,12 +17,12 @@ _OPTION = re.compile(r"(?:^|(?<=\s))(same|mean|add|with|names|when)(?=\s|$)")
 _HEADER = re.compile(r"layout\s+(\S+)\s+(\S+)\s+<->\s+(\S+)(?:\s+for\s+(\S.*))?")
 _DIM = re.compile(r"(\S+)\s*=\s*(\S.*)")
 _ALIAS = re.compile(r"(\S+)\s+(\S+)\s+=\s+(\S+)(?:\s+when\s+(\S.*))?")
-_SCALES = re.compile(r"(\S+)\s+(\S+)\s+:\s+(.+?)\s+of\s+(.+?)(?:\s+with\s+(.+?))?\s+->\s+(\w+)")
+_SCALES = re.compile(r"(\S+)\s+(\S+)\s+:(.*?)\s+of\s+(\S+)\s+:\s+(.+?)(?:\s+with\s+(.+?))?\s+->\s+(\w+)")
 _SIZE = re.compile(r"\s*(\w+)\s*=\s*([0-9]+)\s*")
 _FORMS = {
     "layout": "layout NAME LEFT <-> RIGHT [for CONDITION]",
     "alias": "alias SIDE NAME = NAME [when CONDITION]",
-    "scales": "scales SIDE NAME : AXES of AXES with a = 128 -> OPERATION",
+    "scales": "scales SIDE NAME : AXES of NAME : AXES with a = 128 -> OPERATION",
     "ignore": "ignore SIDE REGEX",
     "optional": "optional SIDE REGEX",
     "require": "require CONDITION",
@@ -109,8 +109,9 @@ class _LayoutReader:
             made = Alias(found[1], found[2], found[3], " ".join((found[4] or "").split()), place)
         elif word == "scales":
             found = self._match(_SCALES, word, rest)
-            axes, of = (" ".join(found[k].split()) for k in (3, 4))
-            made = Scales(found[1], found[2], axes, of, tuple(self._sizes(found[5] or "").items()), found[6], place)
+            axes, of_axes = (" ".join(found[k].split()) for k in (3, 5))
+            sizes = tuple(self._sizes(found[6] or "").items())
+            made = Scales(found[1], found[2], axes, found[4], of_axes, sizes, found[7], place)
         elif word == "require":
             made = Statement("", " ".join(rest.split()), place)
         else:
@@ -245,7 +246,8 @@ def to_text(layout: Content) -> str:
     for scales in layout.scales:
         sizes = ", ".join(f"{name} = {size}" for name, size in scales.sizes)
         sizes = f" with {sizes}" if sizes else ""
-        lines.append(f"scales {scales.side} {scales.name} : {scales.axes} of {scales.of}{sizes} -> {scales.operation}")
+        axes, of = f"{scales.name} : {scales.axes}".rstrip(), f"{scales.of} : {scales.of_axes}"
+        lines.append(f"scales {scales.side} {axes} of {of}{sizes} -> {scales.operation}")
     if layout.rules:
         lines.append("rules")
     for rule in layout.rules:

@@ -6,7 +6,7 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -164,14 +164,7 @@ class BoxReader:
                 self._rows = stored_rows(self.catalog)
             every = self._rows
         _, chosen = rows_of(every.boxes.tensor, np.unique(wanted.tensor))
-        return replace(
-            every,
-            boxes=every.boxes.take(chosen),
-            file=every.file[chosen],
-            start=every.start[chosen],
-            element=every.element[chosen],
-            strides=None if every.strides is None else every.strides[chosen],
-        )
+        return every.take(chosen)
 
     def read(self, requests: Sequence[BoxRequest]) -> list[torch.Tensor]:
         """Read several requests together and return a new tensor for each.

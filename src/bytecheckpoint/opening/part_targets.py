@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,6 +11,8 @@ import torch
 from bytecheckpoint.engine.scatter import BoxTarget
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.layouts.lowering import PartBoxes
+from bytecheckpoint.opening.changed_parts import ChangedBox, changed_box
+from bytecheckpoint.planning.element_maps import in_bytes, pairs_of
 from bytecheckpoint.planning.part_space import LaidOut
 from bytecheckpoint.planning.read_plan import plan_reads
 from bytecheckpoint.representation.boxes import BoxTable
@@ -41,15 +43,17 @@ class PartReads:
         targets: memory of the parts, to which the copies refer.
         padding: memory of elements that no part has; they become 0.
         twins: values that the layout joins.
+        changed: memory whose elements change on the way.
     """
 
     plan: ReadPlan
     targets: list[BoxTarget]
     padding: Sequence[torch.Tensor] = ()
     twins: Sequence[_Twin] = ()
+    changed: Sequence[ChangedBox] = ()
 
     def finish(self) -> None:
-        """Fill the padding, and compare what the layout joins; to be called after the bytes have arrived.
+        """Fill the padding, change elements, and compare what the layout joins; to be called after the bytes have arrived.
 
         Raises:
             IncompatibleCheckpointError: the layout joins parameters of which the checkpoint has different values, such as
@@ -58,6 +62,8 @@ class PartReads:
         with torch.no_grad():
             for padding in self.padding:
                 padding.zero_()
+            for box in self.changed:
+                box.change()
         for twin in self.twins:
             first, second = (value.detach().cpu() for value in twin.values)
             if not torch.equal(first, second):
@@ -82,19 +88,22 @@ def plan_parts(laid: LaidOut, boxes: BoxTable, targets: Sequence[BoxTarget], chu
         strides[number, : target.data.ndim] = target.data.stride()
     found, padding = laid.wanted(boxes, strides)
     parts = [BoxTarget(view, targets[origin].dtype) for origin, view in _views(found, targets)]
-    wanted, origin, twins = found.boxes, found.origin, []
+    # Boxes to read beside those of the wanted elements: part, offsets, extent, number of the wanted box.
+    more: list[tuple[int, Sequence[int], Sequence[int], int]] = []
+    changed = _change(laid, found, parts, more, lambda box: str(laid.catalog.key(int(boxes.tensor[box]))))
+    twins: list[_Twin] = []
     if laid.twins:
-        others, numbers = [], []
         for number, tensor in enumerate(boxes.tensor.tolist()):
-            (_, name), *more = laid.twins.get(tensor, [(0, "")])
-            for part, twin in more:
+            (_, name), *others = laid.twins.get(tensor, [(0, "")])
+            for part, twin in others:
                 target = targets[number]
                 parts.append(BoxTarget(torch.empty_like(target.data), target.dtype))
                 twins.append(_Twin((name, twin), (target.data, parts[-1].data)))
-                others.append(part)
-                numbers.append(number)
-        wanted = BoxTable.concat([wanted, BoxTable.build(others, [()] * len(others), [()] * len(others))])
-        origin = np.append(origin, np.array(numbers, np.int64))
+                more.append((part, (), (), number))
+    beside = BoxTable.build([m[0] for m in more], [m[1] for m in more], [m[2] for m in more])
+    pairs = pairs_of(laid.maps, found.boxes.tensor)
+    wanted = BoxTable.concat([in_bytes(found.boxes, pairs), beside])
+    origin = np.append(found.origin, np.array([m[3] for m in more], np.int64))
     contiguous = np.array([part.contiguous for part in parts], bool)
     plan = plan_reads(laid.rows, wanted, contiguous, chunk_bytes)
     # Elements that belong to no part are missing, too.
@@ -102,7 +111,36 @@ def plan_parts(laid: LaidOut, boxes: BoxTable, targets: Sequence[BoxTarget], chu
     np.subtract.at(missing, found.origin, found.boxes.volumes())
     np.add.at(missing, origin, plan.missing)
     np.subtract.at(missing, padding.origin, padding.boxes.volumes())
-    return PartReads(replace(plan, missing=missing), parts, [view for _, view in _views(padding, targets)], twins)
+    empty = [view for _, view in _views(padding, targets)]
+    return PartReads(replace(plan, missing=missing), parts, empty, twins, changed)
+
+
+def _change(
+    laid: LaidOut,
+    found: PartBoxes,
+    parts: list[BoxTarget],
+    more: list[tuple[int, Sequence[int], Sequence[int], int]],
+    name: Callable[[int], str],
+) -> list[ChangedBox]:
+    """Replace the targets of boxes whose elements change; add the targets of their scales, and the boxes to read."""
+    changed: list[ChangedBox] = []
+    seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
+    for k, part in enumerate(found.boxes.tensor.tolist() if laid.maps else ()):
+        change = laid.maps.get(part)
+        if change is None:
+            continue
+        data, origin = parts[k].data, int(found.origin[k])
+        target, box = changed_box(name(origin), change, found.boxes.offsets[k], found.boxes.lengths[k], data)
+        parts[k] = target
+        memory = (data.data_ptr(), tuple(data.shape), data.stride())
+        if memory in seen:  # another name of the same memory
+            continue
+        seen.add(memory)
+        changed.append(box)
+        for factors in box.factors:
+            parts.append(factors.target)
+            more.append((factors.part, factors.offsets, factors.target.data.shape, origin))
+    return changed
 
 
 def _views(found: PartBoxes, targets: Sequence[BoxTarget]) -> Iterator[tuple[int, torch.Tensor]]:

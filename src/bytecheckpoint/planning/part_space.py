@@ -18,14 +18,15 @@ from bytecheckpoint.layouts.binding import Binding, BoundSide, bind
 from bytecheckpoint.layouts.config import flattened
 from bytecheckpoint.layouts.layout import builtin_names, find
 from bytecheckpoint.layouts.lowering import PartBoxes, to_parts
-from bytecheckpoint.layouts.matching import Side, skeletons
-from bytecheckpoint.layouts.names import Template
+from bytecheckpoint.layouts.matching import Side, scales_of, skeletons
+from bytecheckpoint.layouts.names import Template, parse_template
+from bytecheckpoint.planning.element_maps import ElementMap, element_maps, in_bytes, in_halves, pairs_of, scale_rows
 from bytecheckpoint.planning.read_plan import StoredRows, stored_rows
 from bytecheckpoint.planning.shown_tensors import ShownTensors
-from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major, widened
+from bytecheckpoint.representation.boxes import BoxTable, Int64s, widened
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
 from bytecheckpoint.representation.catalog_rows import rows_of
-from bytecheckpoint.representation.shards import TensorKey
+from bytecheckpoint.representation.shards import MASTER, TensorKey
 
 __all__ = ["LaidOut", "LiveSide", "choose_layout", "lay_out", "layout_of_model"]
 
@@ -75,6 +76,7 @@ class LaidOut:
         names: names under which the tensors of each of the checkpoint's names are shown.
         twins: further parts whose value must be that of a tensor, each with its name in the checkpoint, by the tensor's
             number: the layout joins parameters, and an optimizer has one step for the result.
+        maps: changes of the elements of some parts, by number.
         undecided: requirements of the layout that no configuration decides.
     """
 
@@ -85,6 +87,7 @@ class LaidOut:
     stored: Int64s
     names: Mapping[str, Sequence[str]]
     twins: Mapping[int, Sequence[tuple[int, str]]]
+    maps: Mapping[int, ElementMap]
     undecided: Sequence[str] = ()
 
     def wanted(self, boxes: BoxTable, strides: Int64s) -> tuple[PartBoxes, PartBoxes]:
@@ -208,6 +211,7 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
     groups: list[_LaidGroup] = []
     laid_states: set[str] = set()
     undecided: list[str] = []
+    maps: dict[int, ElementMap] = {}
     count = 0
     config = {**_stored_config(catalog), **(live.config if live else {})}
     for state in catalog.states():
@@ -243,12 +247,26 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
                 raise IncompatibleCheckpointError(f"{state} has {slot!r} of its parameters, and {error}") from error
             undecided += bound.undecided
             own, shown_side = (bound.left, bound.right) if stored_side == 0 else (bound.right, bound.left)
-            rows.append(_in_parts(stored, own, tensors, count))
-            dtype = _dtypes(catalog, bound, own, tensors)
-            added = shown.add(state, slot, shown_side, dtype, stored_names, own, tensors)
+            if slot and own.scales:
+                raise IncompatibleCheckpointError(
+                    f"{state} has {slot!r} of quantised parameters, which no layout moves"
+                )
+            dtypes = _dtypes(catalog, bound, own, tensors)
+            changed: dict[int, ElementMap] = {}
+            if slot in ("", MASTER):  # other slots are those of gradients, which sums do not change
+                changed = element_maps(bound, own, dtypes, catalog, tensors, count, 1 if stored_side == 0 else -1)
+            rows.append(_in_parts(stored, own, tensors, count, changed))
+            for part, change in changed.items():
+                if change.scales:
+                    dtypes[part - count] = _dtype_here(config)
+            added = shown.add(state, slot, shown_side, dtypes, stored_names, own, tensors)
             groups.append(_LaidGroup(added, shown_side, count))
             _note_names(names, own, shown_side)
             count += len(bound.sizes)
+            if own.scales:
+                rows.append(scale_rows(own, stored, tensors, count))
+                count = int(rows[-1].boxes.tensor.max()) + 1
+            maps |= changed
     if catalog.is_foreign:  # the tree of such a state refers to its tensors, by the names of the checkpoint
         alone = [n for n in alone if catalog.slot[n] != VALUES_SLOT or catalog.state[n] not in laid_states]
     others = {(catalog.key(n), int(catalog.owner[n])): [n] for n in sorted(alone)}
@@ -259,7 +277,7 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
     done = shown.finish(stored, others, count)
     return LaidOut(
         done.catalog, _concatenated([*rows, done.rows]), groups, done.alone, done.stored, names, done.twins,
-        list(dict.fromkeys(undecided)),
+        maps, list(dict.fromkeys(undecided)),
     )  # fmt: skip
 
 
@@ -300,6 +318,8 @@ def _stored_side(layout: Layout, names: Sequence[str]) -> int | None:
         templates = _templates(layout, side)
         of_kind = {kind: [t for t in templates if t.skeleton.fullmatch(kind)] for kind in set(kinds)}
         fits.append(sum(any(t.match(n) for t in of_kind[kind]) for n, kind in zip(names, kinds, strict=True)))
+        scales = [parse_template(s.name) for s in scales_of(layout, side)]
+        fits[-1] += sum(t.match(name) is not None for t in scales for name in names)
     if not any(fits):
         return None
     if fits[0] == fits[1]:
@@ -326,25 +346,32 @@ def _names(catalog: Catalog, state: str, numbers: Int64s, templates: Sequence[Te
     return [*names, *(name for name, _ in more)], np.append(numbers, [number for _, number in more]).astype(np.int64)
 
 
-def _in_parts(stored: StoredRows, side: BoundSide, tensors: Int64s, first_part: int) -> StoredRows:
+def _in_parts(
+    stored: StoredRows, side: BoundSide, tensors: Int64s, first_part: int, maps: Mapping[int, ElementMap]
+) -> StoredRows:
     """Return the stored rows of a side's tensors as rows of parts."""
     number, row = rows_of(stored.boxes.tensor, tensors)
-    boxes = stored.boxes.take(row)
-    strides = row_major(boxes.lengths) if stored.strides is None else stored.strides[row]
-    found, _ = to_parts(side.places, BoxTable(number, boxes.offsets, boxes.lengths), strides, target=False)
-    at = row[found.origin]
-    return replace(
-        stored,
-        boxes=BoxTable(found.boxes.tensor + first_part, found.boxes.offsets, found.boxes.lengths),
-        file=stored.file[at],
-        start=stored.start[at] + found.first * stored.element[at],
-        element=stored.element[at],
-        strides=found.strides,
-    )
+    rows = stored.take(row)
+    assert rows.strides is not None
+    boxes, strides = in_halves(side, BoxTable(number, rows.boxes.offsets, rows.boxes.lengths), rows.strides)
+    found, _ = to_parts(side.places, boxes, strides, target=False)
+    boxes = BoxTable(found.boxes.tensor + first_part, found.boxes.offsets, found.boxes.lengths)
+    pairs = pairs_of(maps, boxes.tensor)
+    halves, whole = pairs >= 0, np.arange(boxes.ndim) != pairs[:, None]
+    strides = np.where(halves[:, None] & whole, found.strides // 2, found.strides)
+    at = rows.take(found.origin)
+    first = found.first // np.where(halves, 2, 1)
+    return replace(at, boxes=in_bytes(boxes, pairs), start=at.start + first * at.element, strides=strides)
 
 
-def _dtypes(catalog: Catalog, bound: Binding, side: BoundSide, tensors: Int64s) -> Int64s:
-    """Return the code of each part's dtype, int64 [p]; -1 for parts that are not stored.
+def _dtype_here(config: Mapping[str, Any]) -> str:
+    """Return the dtype in which quantised weights are shown: that of the model, if its configuration says so."""
+    found = config.get("hf.dtype") or config.get("hf.torch_dtype")
+    return found if found in ("float32", "float16") else "bfloat16"
+
+
+def _dtypes(catalog: Catalog, bound: Binding, side: BoundSide, tensors: Int64s) -> list[str]:
+    """Return the stored dtype of each part, "" for parts that are not stored.
 
     Raises:
         IncompatibleCheckpointError: a part has several dtypes.
@@ -359,7 +386,7 @@ def _dtypes(catalog: Catalog, bound: Binding, side: BoundSide, tensors: Int64s) 
         number = int(part[differ[0]])
         names = [catalog.dtype.values[c] for c in {int(found[number]), int(code[differ[0]])}]
         raise IncompatibleCheckpointError(f"{bound.group(number)} is stored as {' and '.join(names)}")
-    return found
+    return ["" if code < 0 else catalog.dtype.values[code] for code in found.tolist()]
 
 
 def _concatenated(rows: Sequence[StoredRows]) -> StoredRows:

@@ -53,6 +53,18 @@ class StoredRows:
     block_bytes: Int64s
     strides: Int64s | None = None
 
+    def take(self, rows: Int64s) -> StoredRows:
+        """Return the rows at `rows`, in that order, with their strides."""
+        boxes = self.boxes.take(rows)
+        return replace(
+            self,
+            boxes=boxes,
+            file=self.file[rows],
+            start=self.start[rows],
+            element=self.element[rows],
+            strides=row_major(boxes.lengths) if self.strides is None else self.strides[rows],
+        )
+
 
 def stored_rows(catalog: Catalog) -> StoredRows:
     """Return the columns of `catalog` that planning needs."""

@@ -10,7 +10,7 @@ import numpy as np
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.layouts.binding import BoundSide
 from bytecheckpoint.planning.read_plan import StoredRows
-from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major
+from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import SHARED, Catalog, TensorTable
 from bytecheckpoint.representation.catalog_rows import rows_of
 from bytecheckpoint.representation.dtypes import itemsize
@@ -59,30 +59,38 @@ class ShownTensors:
         state: str,
         slot: str,
         side: BoundSide,
-        dtype: Int64s,
+        dtypes: Sequence[str],
         names: Sequence[str],
         own: BoundSide,
         tensors: Int64s,
     ) -> Int64s:
         """Add the tensors of a side of which parts are stored, and those stored tensors of which no part has a place there.
 
+        Args:
+            state: name of the state.
+            slot: slot of the tensors.
+            side: the side to show.
+            dtypes: dtype of each part as it is shown, "" for parts that are not stored.
+            names: names of the stored tensors.
+            own: the stored side.
+            tensors: number of each stored tensor in the catalog.
+
         Returns:
             The number of each tensor of the side, -1 for one of which nothing is stored.
         """
         catalog, places = self._catalog, side.places
-        stored_part = np.flatnonzero((places.part >= 0) & (dtype[places.part] >= 0))
         numbers = np.full(len(side.names), -1, np.int64)
-        by_tensor: dict[int, set[int]] = {}
-        for tensor, code in zip(
-            places.tensor[stored_part].tolist(), dtype[places.part[stored_part]].tolist(), strict=True
-        ):
-            by_tensor.setdefault(tensor, set()).add(code)
+        by_tensor: dict[int, set[str]] = {}
+        for tensor, part in zip(places.tensor.tolist(), places.part.tolist(), strict=True):
+            if part >= 0 and dtypes[part]:
+                by_tensor.setdefault(tensor, set()).add(dtypes[part])
         used = np.zeros(len(names), bool)
+        used[[grid.tensor for grids in own.scales.values() for grid in grids]] = True
         here = np.unique(places.part[places.part >= 0])
         used[own.places.tensor[np.isin(own.places.part, here)]] = True
         file = int(catalog.file[np.searchsorted(catalog.boxes.tensor, tensors[0])])
-        for tensor, codes in sorted(by_tensor.items()):
-            kinds = [catalog.dtype.values[code] for code in sorted(codes)]
+        for tensor, found in sorted(by_tensor.items()):
+            kinds = sorted(found)
             if len(kinds) > 1:
                 raise IncompatibleCheckpointError(
                     f"{state}/{side.names[tensor]} consists of parts that are stored as {' and '.join(kinds)}"
@@ -160,13 +168,6 @@ class ShownTensors:
         parts = np.full(len(keys), -1, np.int64)
         parts[own:] = part_of[first]
         number, kept = rows_of(catalog.boxes.tensor, alone)
-        boxes = stored.boxes.take(kept)
-        more = replace(
-            stored,
-            boxes=BoxTable(count + number, boxes.offsets, boxes.lengths),
-            file=stored.file[kept],
-            start=stored.start[kept],
-            element=stored.element[kept],
-            strides=row_major(boxes.lengths) if stored.strides is None else stored.strides[kept],
-        )
+        more = stored.take(kept)
+        more = replace(more, boxes=BoxTable(count + number, more.boxes.offsets, more.boxes.lengths))
         return Shown(built, more, parts, np.concatenate([np.full(own, -1, np.int64), first]), twins)

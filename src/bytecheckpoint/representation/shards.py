@@ -15,7 +15,20 @@ from bytecheckpoint.representation.boxes import BoxTable, Int64s
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Fragments", "LaterShards", "LiveShard", "LiveState", "LiveStream", "TensorKey", "boxes_of", "each_box"]
+__all__ = [
+    "MASTER",
+    "Fragments",
+    "LaterShards",
+    "LiveShard",
+    "LiveState",
+    "LiveStream",
+    "TensorKey",
+    "boxes_of",
+    "each_box",
+]
+
+#: Name of the optimizer state that is a parameter's master weight.
+MASTER = "master"
 
 
 class TensorKey(NamedTuple):

@@ -26,7 +26,12 @@ from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.storage.time_limits import TimeLimitedStorage, with_time_limits
 from bytecheckpoint.storage.wrappers import Call
 from bytecheckpoint.tools.export_target import ExportReport, Progress, check_target, translated
-from bytecheckpoint.tools.huggingface_description import ModelDescription, contents_of, files_beside
+from bytecheckpoint.tools.huggingface_description import (
+    ModelDescription,
+    contents_of,
+    files_beside,
+    without_quantization,
+)
 from bytecheckpoint.tools.huggingface_layout import (
     ADAPTER_FILE,
     SINGLE_FILE,
@@ -87,6 +92,7 @@ def export_huggingface(
         files = distribute(tensors, max_shard_bytes if described is None else sys.maxsize)
         if described is not None:
             files[0].name = ADAPTER_FILE
+        copied = without_quantization(copied, {tensor.dtype for tensor in tensors})
         others = copied | contents_of((described or description).files, wanted)
         others = {name: data for name, data in others.items() if name not in present or _WEIGHTS.fullmatch(name)}
         running = _Export(view, files, others, progress)

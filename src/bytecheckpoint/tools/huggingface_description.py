@@ -12,10 +12,11 @@ import torch
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.opening.view import CheckpointView
 
-__all__ = ["AdapterDescription", "ModelDescription", "contents_of", "files_beside"]
+__all__ = ["AdapterDescription", "ModelDescription", "contents_of", "files_beside", "without_quantization"]
 
 _STATE = "huggingface"
 _KEY = f"{_STATE}/description"
+_CONFIG = "config.json"
 #: Endings of files that hold weights.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
@@ -108,3 +109,21 @@ def files_beside(folder: str | os.PathLike[str]) -> Iterator[tuple[str, bytes]]:
     for name in names:
         with open(os.path.join(folder, name), "rb") as file:
             yield name, file.read()
+
+
+def without_quantization(files: Mapping[str, bytes], dtypes: set[torch.dtype]) -> dict[str, bytes]:
+    """Return files beside weights; `config.json` does not say that they are quantised if their dtypes are not.
+
+    Args:
+        files: contents by name.
+        dtypes: dtypes of the weights.
+    """
+    result = dict(files)
+    if _CONFIG in result and all(dtype.itemsize > 1 or dtype == torch.bool for dtype in dtypes):
+        try:
+            config = msgspec.json.decode(result[_CONFIG])
+        except msgspec.DecodeError:
+            return result
+        if isinstance(config, dict) and config.pop("quantization_config", None) is not None:
+            result[_CONFIG] = msgspec.json.format(msgspec.json.encode(config), indent=2)
+    return result

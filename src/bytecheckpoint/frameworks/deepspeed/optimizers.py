@@ -31,11 +31,10 @@ from bytecheckpoint.frameworks.deepspeed.tensor_parallel import AutoTPShard
 from bytecheckpoint.frameworks.optimizers.flat_capture import capture_flat_tensors
 from bytecheckpoint.frameworks.optimizers.flat_restore import load_flat_tensors
 from bytecheckpoint.frameworks.optimizers.flat_tensors import ErrorAdvice, FlatOptimizerTensor
-from bytecheckpoint.frameworks.optimizers.master_weights import MASTER
 from bytecheckpoint.frameworks.optimizers.names import NOT_HYPERPARAMETERS, ParameterNames, as_optimizers
 from bytecheckpoint.frameworks.optimizers.view import optimizer_view, placeholder_parameter
 from bytecheckpoint.frameworks.tensors.flat_ranges import WHOLE_TENSOR, FlatRange, ParameterRange, flat_range_shards
-from bytecheckpoint.representation.shards import LiveState, TensorKey
+from bytecheckpoint.representation.shards import MASTER, LiveState, TensorKey
 
 __all__ = ["EngineOptimizer", "capture_engine_optimizer", "load_engine_optimizer", "steps_parts"]
 

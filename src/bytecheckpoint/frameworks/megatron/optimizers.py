@@ -17,11 +17,10 @@ from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.megatron.layouts import ParameterLayout, ShardCollector
 from bytecheckpoint.frameworks.megatron.main_params import MainParam, flatten_chain, main_params
 from bytecheckpoint.frameworks.optimizers.capture import capture_optimizers
-from bytecheckpoint.frameworks.optimizers.master_weights import MASTER
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames
 from bytecheckpoint.frameworks.optimizers.tree import pack_tensors
 from bytecheckpoint.frameworks.optimizers.view import optimizer_view, placeholder_parameter
-from bytecheckpoint.representation.shards import LiveState
+from bytecheckpoint.representation.shards import MASTER, LiveState
 
 __all__ = ["MegatronOptimizerView", "ViewParam", "capture_megatron_optimizers"]
 

@@ -15,12 +15,12 @@ from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor
 from bytecheckpoint.frameworks.megatron.layouts import ParameterLayout, TensorBox
 from bytecheckpoint.frameworks.megatron.optimizers import MegatronOptimizerView, ViewParam
 from bytecheckpoint.frameworks.megatron.requests import BoxRequests
-from bytecheckpoint.frameworks.optimizers.master_weights import MASTER
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames
 from bytecheckpoint.frameworks.optimizers.restore import ParameterRestore, load_optimizers
 from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees
 from bytecheckpoint.frameworks.optimizers.state_dtypes import SINGLE_VALUE_SLOTS
 from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state, is_reusable, request_state
+from bytecheckpoint.representation.shards import MASTER
 
 __all__ = ["load_megatron_optimizers"]
 

@@ -14,12 +14,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from bytecheckpoint.frameworks.base import SavedStates, SavedTensor
-from bytecheckpoint.representation.shards import TensorKey
+from bytecheckpoint.representation.shards import MASTER, TensorKey
 
-__all__ = ["MASTER", "choose_saved_weight", "is_unused_master", "optimizer_state_name"]
-
-#: Name of the optimizer state that is a parameter's master weight.
-MASTER = "master"
+__all__ = ["choose_saved_weight", "is_unused_master", "optimizer_state_name"]
 
 
 def optimizer_state_name(state_name: str) -> str:

@@ -24,7 +24,7 @@ from bytecheckpoint.frameworks.base import (
 )
 from bytecheckpoint.frameworks.optimizers.capture import layout_of
 from bytecheckpoint.frameworks.optimizers.hyperparameters import load_globals, load_hyperparameters
-from bytecheckpoint.frameworks.optimizers.master_weights import MASTER, is_unused_master
+from bytecheckpoint.frameworks.optimizers.master_weights import is_unused_master
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames, ParamGroup, named_groups
 from bytecheckpoint.frameworks.optimizers.own_values import load_own_values
 from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees
@@ -34,7 +34,7 @@ from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state, re
 from bytecheckpoint.frameworks.optimizers.wrapped import is_wrapped, make_wrapped, wrapped_slots
 from bytecheckpoint.frameworks.tensors.allocation import is_writable
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_name, dtype_named
-from bytecheckpoint.representation.shards import TensorKey
+from bytecheckpoint.representation.shards import MASTER, TensorKey
 
 __all__ = ["ParameterRestore", "PlainParameterRestore", "Restorer", "load_optimizers"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from bytecheckpoint.frameworks.optimizers.master_weights import MASTER
+from bytecheckpoint.representation.shards import MASTER
 
 __all__ = ["SlotCheck", "fixed_settings"]
 

@@ -13,9 +13,9 @@ import torch
 from torch.optim import Optimizer
 
 from bytecheckpoint.frameworks.base import SavedStates, SavedTensor
-from bytecheckpoint.frameworks.optimizers.master_weights import MASTER, optimizer_state_name
+from bytecheckpoint.frameworks.optimizers.master_weights import optimizer_state_name
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
-from bytecheckpoint.representation.shards import LiveShard, TensorKey
+from bytecheckpoint.representation.shards import MASTER, LiveShard, TensorKey
 
 __all__ = ["SINGLE_VALUE_SLOTS", "StateDtypes", "converts_exactly", "mark_exact_conversions"]
 
