@@ -72,3 +72,26 @@ def test_the_adapters_of_torchtitan(name):
         assert {key: [zlib.crc32(array.tobytes()), *array.shape] for key, array in arrays.items()} == expected
     for key, array in move(binding.right, binding.left, arrays).items():
         np.testing.assert_array_equal(array, weights[key])
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3"])
+def test_experts_that_transformers_stacks_in_memory(name):
+    """By way of transformers 5, weights become the same in Megatron; tests/integrations/transformers has real models."""
+    family, kept = Family(name), {"hf.fused_experts": True}
+    keys, weights = family.keys() | {"hf5.model_type": family.model_type}, family.weights()
+    (stacked,) = (x for x in map(find, builtin_names()) if x.right == "hf5" and x.is_for(keys))
+    binding = bind(stacked, side(family.shapes), config=keys)
+    live = move(binding.left, binding.right, weights)
+    assert any("gate_up_proj" in key for key in live)
+    for key, array in move(binding.right, binding.left, live).items():
+        np.testing.assert_array_equal(array, weights[key])
+    expected, found = (
+        move(bound.left, bound.right, arrays)
+        for bound, arrays in (
+            (bind(layout_of(family), side(family.shapes), config=keys), weights),
+            (bind(layout_of(family), side({k: a.shape for k, a in live.items()}), config=keys | kept), live),
+        )
+    )
+    assert expected.keys() == found.keys()
+    for key, array in expected.items():
+        np.testing.assert_array_equal(found[key], array)

@@ -141,6 +141,23 @@ def test_load_onto_two_ranks(path: str) -> None:
     assert_holds(module, expected)
 
 
+def test_tensors_with_two_names_on_both_sides(tmp_path: Path) -> None:
+    """The program ties them, and the file has one of the names, the other, or both."""
+    layout = Layout.from_text(
+        "layout t a <-> b\nalias a head = embed\nalias b output = input\nrules\nembed : v h\n <-> input : v h\n"
+        "head : v h\n <-> output : v h\n"
+    )
+    value = torch.arange(6.0).view(3, 2)
+    for names in (["embed"], ["head"], ["embed", "head"]):
+        folder = folder_of(tmp_path / "-".join(names), {name: value.clone() for name in names})
+        for live in (["input"], ["input", "output"]):
+            module = module_of(dict.fromkeys(live, value))
+            for name in live:
+                setattr(module, name, module.input)
+            report = bytecheckpoint.load(folder, {"model": module}, layout=layout)
+            assert torch.equal(module.input, value) and not report.unexpected
+
+
 def test_equal_names_need_no_layout(tmp_path: Path) -> None:
     module = module_of(weights())
     bytecheckpoint.load(folder_of(tmp_path / "hf", weights()), {"model": module}, layout="auto")

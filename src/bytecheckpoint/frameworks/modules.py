@@ -95,7 +95,10 @@ class ModuleScan:
 
 
 def configuration_of(states: Mapping[str, object]) -> dict[str, bool | int | float | str]:
-    """Return the plain values in the configurations of modules, under "hf." (transformers) or "megatron."."""
+    """Return the plain values in the configurations of modules, under "hf." (transformers) or "megatron.".
+
+    A module in which transformers 5 has stacked the experts of a layer has `hf.fused_experts` and `hf5.model_type`, too.
+    """
     found: dict[str, bool | int | float | str] = {}
     for state, value in states.items():
         for module in as_modules(state, value) or ():
@@ -107,7 +110,10 @@ def configuration_of(states: Mapping[str, object]) -> dict[str, bool | int | flo
 def _configuration_of(module: nn.Module) -> dict[str, bool | int | float | str]:
     config: Any = next((one.config for one in module.modules() if hasattr(one, "config")), None)
     if hasattr(config, "to_dict") and hasattr(config, "model_type"):
-        return _plain("hf", config.to_dict())
+        found = _plain("hf", config.to_dict())
+        if any(name.endswith(".experts.gate_up_proj") for name, _ in module.named_parameters()):
+            found |= {"hf.fused_experts": True, "hf5.model_type": config.model_type}
+        return found
     if not any(base.__name__ == "ModelParallelConfig" for base in type(config).__mro__):
         return {}
     inside = next((one for one in module.modules() if hasattr(one, "vocab_size")), None)  # the model in its wrappers

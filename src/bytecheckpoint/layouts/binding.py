@@ -187,7 +187,7 @@ def _bound_side(
         names = [name for component in bound for name in component.names]
         shapes = _stacked([component.shapes for component in bound], -1)
         ndims = (shapes >= 0).sum(1)
-    tensor, part, lowering, fixed = [], [], [], []
+    tensor, part, lowering, fixed, virtual = [], [], [], [], [np.zeros(0, bool)]
     lowerings: list[Lowering] = []
     group, derived = 0, 0
     for component in bound:
@@ -196,13 +196,15 @@ def _bound_side(
             part.append(np.where(rows.index < 0, -1, rows.index + starts[group + rows.part] if rows.part >= 0 else -1))
             lowering.append(rows.lowering + len(lowerings))
             fixed.append(rows.fixed)
+            virtual.append(rows.virtual)
             lowerings += rows.lowerings
         group += len(component.part_sizes)
         derived += len(component.names)
     empty = np.zeros(0, np.int64)
     columns = [np.concatenate([empty, *arrays]) for arrays in (tensor, part, lowering)]
     copy = np.zeros(len(columns[0]), bool)
-    places = PartPlaces(columns[0], columns[1], columns[2], _stacked(fixed, 0), copy, lowerings, width)
+    tensors, parts, numbers = columns
+    places = PartPlaces(tensors, parts, numbers, _stacked(fixed, 0), copy, np.concatenate(virtual), lowerings, width)
     places = _sorted(places, np.argsort(places.tensor, kind="stable"))
     if matched is not None and matched.copies:
         places = _with_copies(places, matched)
@@ -213,9 +215,8 @@ def _bound_side(
 
 
 def _sorted(p: PartPlaces, order: Int64s) -> PartPlaces:
-    return PartPlaces(
-        p.tensor[order], p.part[order], p.lowering[order], p.fixed[order], p.copy[order], p.lowerings, p.width
-    )
+    tensor, part, lowering, fixed = (column[order] for column in (p.tensor, p.part, p.lowering, p.fixed))
+    return PartPlaces(tensor, part, lowering, fixed, p.copy[order], p.virtual[order], p.lowerings, p.width)
 
 
 def _with_copies(places: PartPlaces, matched: MatchedSide) -> PartPlaces:

@@ -28,6 +28,7 @@ class PlaceRows:
         index: number of the part among those of its name, int64 [n].
         lowering: number of the lowering, int64 [n].
         fixed: coordinates of the part's dims that stand in names, int64 [n, k].
+        virtual: mask of the places that the tensors have by second names that are missing, bool [n].
         lowerings: the lowerings.
     """
 
@@ -36,6 +37,7 @@ class PlaceRows:
     index: Int64s
     lowering: Int64s
     fixed: Int64s
+    virtual: Mask
     lowerings: Sequence[Lowering]
 
 
@@ -331,7 +333,16 @@ class Instances:
                 for k, name in enumerate(member.own_dims):
                     fixed[:, lowerings[0].dims.index(name)] = member.own[rows, k]
             index = (np.cumsum(mask) - 1)[instance[rows]] if part else np.full(len(rows), -1)
-            yield PlaceRows(member.tensor[rows], j, index, self._group[instance[rows]], fixed, lowerings)
+            virtual = self._virtual(v, member.tensor[rows])
+            yield PlaceRows(member.tensor[rows], j, index, self._group[instance[rows]], fixed, virtual, lowerings)
+
+    def _virtual(self, v: int, tensors: Int64s) -> Mask:
+        """Return the mask of the tensors whose own names do not fit a variant."""
+        side = None if self._members[v] is None else self._expected.matched(self._component.variants[v])
+        if side is None or not side.virtual:
+            return np.zeros(len(tensors), bool)
+        match = self._component.variants[v].family.template.match
+        return np.array([match(side.side.names[tensor]) is None for tensor in tensors.tolist()], bool)
 
 
 def _expanded(dims: Sequence[str], rest: int) -> tuple[str, ...]:

@@ -46,6 +46,7 @@ class PartPlaces:
         lowering: number of the lowering, int64 [n].
         fixed: coordinate of each dim of the part that stands in the name of the tensor, otherwise 0, int64 [n, k].
         copy: mask of the tensors that are second names of others, bool [n]: nothing is read from them.
+        virtual: mask of the places that tensors have by second names that are missing, bool [n]: nothing is written there.
         lowerings: the distinct lowerings.
         width: number of dims of the largest part of both sides.
     """
@@ -55,6 +56,7 @@ class PartPlaces:
     lowering: Int64s
     fixed: Int64s
     copy: Mask
+    virtual: Mask
     lowerings: Sequence[Lowering]
     width: int
 
@@ -95,8 +97,10 @@ def to_parts(places: PartPlaces, boxes: BoxTable, strides: Int64s, *, target: bo
     Returns:
         The boxes of parts, and those of padding.
     """
-    use = np.ones(len(places), bool) if target else ~places.copy
-    chosen = np.flatnonzero(use)
+    unused = places.copy
+    if target:
+        unused = places.virtual & np.isin(places.tensor, places.tensor[~places.virtual])
+    chosen = np.flatnonzero(~unused)
     tensor = places.tensor[chosen]
     start, stop = np.searchsorted(tensor, boxes.tensor), np.searchsorted(tensor, boxes.tensor, side="right")
     count = stop - start

@@ -154,15 +154,19 @@ def choose_layout(catalog: Catalog, live: LiveSide) -> Layout | None:
         IncompatibleCheckpointError: nothing says which model the checkpoint has, or no layout or several are for it.
     """
     keys = catalog.keys()
-    if any(state in live.shapes and name in live.shapes[state] for state, name, _ in keys):
+    own = {(state, name) for state, shapes in live.shapes.items() for name in shapes}
+    equal = own & {(state, name) for state, name, _ in keys}
+    if equal and equal == own:
         return None
     config = {**_stored_config(catalog), **live.config}
     here = {key.partition(".")[0] for key in live.config}
     found = [layout for layout in map(find, builtin_names()) if here & {*layout.sides} and layout.is_for(config)]
-    if len(found) > 1:
+    if len(found) > 1 or equal:
         names = [name for _, name, slot in keys if not slot]
         sides = [_stored_side(layout, names) for layout in found]
         found = [a for a, side in zip(found, sides, strict=True) if side is not None and a.sides[1 - side] in here]
+    if equal and len(found) != 1:
+        return None
     return _only_one(found, config, f" and a program of {' and '.join(sorted(here)) or 'unknown kind'}")
 
 
