@@ -16,19 +16,33 @@ import bytecheckpoint
 from bytecheckpoint.layouts.binding import bind
 from bytecheckpoint.layouts.layout import builtin_names, find
 from bytecheckpoint.layouts.matching import Side
-from tests.frameworks.megatron.test_foreign_layouts import LAYER_NORM, arguments
+from tests.frameworks.megatron.test_foreign_layouts import LAYER_NORM, CausalAttention, arguments
 from tests.layouts.models import Family, move
 from tests.support.megatron.models import Layout, gpt_chunks, initialize_parallel, transformer_config
 from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.timeout(400)
 
+V: dict[str, Any] = {"tied": False, "vocabulary": 48}
 CASES = {
-    "llama": [Layout(tp=2, pp=2, tied=False, vocabulary=48), Layout(tp=2, dp=2, tied=False, vocabulary=48)],
+    "llama": [Layout(tp=2, pp=2, **V), Layout(tp=2, dp=2, **V)],
     "llama-tied": [Layout(tp=2, pp=2, vocabulary=48)],
+    "mistral": [Layout(tp=2, pp=2, **V)],
+    "qwen2": [Layout(tp=2, pp=2, **V)],
+    "qwen3": [Layout(tp=2, pp=2, **V)],
+    "smollm3": [Layout(pp=2, vpp=2, tp=2, vocabulary=48)],
+    "phi3": [Layout(tp=2, pp=2, **V)],
+    "seed_oss": [Layout(tp=2, pp=2, **V)],
+    "stablelm": [Layout(pp=2, dp=2, **V)],
+    "starcoder2": [Layout(tp=2, pp=2, vocabulary=48)],
     "gpt2": [Layout(tp=2, pp=2, vocabulary=48)],
-    "mixtral": [Layout(ep=3, dp=3, tied=False, moe=True, vocabulary=48)],
-    "qwen3_moe": [Layout(tp=2, pp=2, sequence=True, tied=False, moe=True, vocabulary=48)],
+    "gpt_neox": [Layout(tp=2, pp=2, **V)],
+    "mixtral": [Layout(ep=3, dp=3, moe=True, **V)],
+    "qwen2_moe": [Layout(tp=2, pp=2, sequence=True, moe=True, **V)],
+    "qwen3_moe": [Layout(tp=2, pp=2, sequence=True, moe=True, **V)],
+    "glm4_moe": [Layout(tp=2, ep=2, dp=2, sequence=True, moe=True, **V)],
+    "deepseek_v3": [Layout(tp=2, ep=2, dp=2, sequence=True, moe=True, **V)],
+    "gpt_oss": [Layout(ep=3, dp=3, moe=True, **V)],
 }
 
 
@@ -46,6 +60,9 @@ def chunks_of(name: str, layout: Layout) -> list[Any]:
             spec = get_gpt_layer_local_spec(normalization=norm)
         else:
             spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=norm, **virtual)
+            if name == "deepseek_v3":
+                for layer in spec.layer_specs:
+                    layer.submodules.self_attention.submodules.core_attention = CausalAttention
         return {"transformer_layer_spec": spec, **given}
 
     return [chunk.float() for chunk in gpt_chunks(layout, config, of_chunk)]
