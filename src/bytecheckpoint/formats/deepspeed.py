@@ -6,6 +6,9 @@ parameter.
 The state "optimizer" has "state.<parameter>.fp32", ".exp_avg" and so on for every parameter, from the partitions of the
 ranks. The state "model" has the parameters of the model: of ZeRO 1 and 2 in the dtype of training, of ZeRO 3, whose ranks
 save no such parameters, the fp32 ones of the optimizer. What the files say beside is the state "extra_states".
+
+Tensor-parallel ranks have slices of parameters, which `universal_checkpoint_info` describes. A tensor of which nothing says
+how it is divided is one of each rank, called "mp_rank_00:<name>", for a layout to join.
 """
 
 from __future__ import annotations
@@ -15,59 +18,42 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
-from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, listed
+from bytecheckpoint.formats.deepspeed_ranks import ModelParameters, module_of_layer, shape_of
 from bytecheckpoint.formats.files import RangedFile, open_file
-from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns, RowColumns
+from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.inert import CallRecord
 from bytecheckpoint.formats.meanings import StoredTensor
+from bytecheckpoint.formats.rank_parts import DividedTensor, FlatRanges, replicated
 from bytecheckpoint.formats.torch_save import read_object
 from bytecheckpoint.formats.trees import Tree
-from bytecheckpoint.representation.boxes import BoxTable, row_major
-from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
-from bytecheckpoint.representation.dtypes import itemsize
+from bytecheckpoint.representation.boxes import row_major
 from bytecheckpoint.representation.values.tree import TensorRef
 from bytecheckpoint.storage import Storage
 
 __all__ = ["OPTIMIZER_FILE", "UNIVERSAL_FILE", "read_deepspeed"]
 
-OPTIMIZER_FILE: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,7})_mp_rank_(\d+)_optim_states\.pt")
+OPTIMIZER_FILE: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,7})_mp_rank_(\d{1,7})_optim_states\.pt")
 """Name of a file of optimizer state: data-parallel rank, rank of model parallelism."""
 UNIVERSAL_FILE: Final = "zero/optimizer_state.pt"
 """Name of the file of common optimizer state in a folder of the universal form."""
 #: States beside the weights; DeepSpeed's conversion knows those of Adam, an export of this package writes the others, too.
 _UNIVERSAL_SLOTS: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "step")
-_MODEL_FILE: Final = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d+)_model_states\.pt")
+_MODEL_FILE: Final = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d{1,7})_model_states\.pt")
+_LAYER_FILE: Final = re.compile(r"layer_(\d{1,7})-(?:model_(\d{1,7})-)?model_states\.pt")
 #: Keys of the file of a model that are no plain values of the program.
 _KNOWN: Final = frozenset(
     ("module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "buffer_names")
 )
 _FP32: Final = "fp32"
 
-
-@dataclass
-class _Ranges:
-    """Flat ranges of tensors.
-
-    Attributes:
-        numbers: number of each tensor that has ranges, by state and FQN.
-        filled: elements of each tensor that the ranges so far have, by number.
-        tensor, start, stop: tensor and elements of each range.
-        file, begin: place of each range.
-    """
-
-    numbers: dict[tuple[str, str], int] = field(default_factory=dict)
-    filled: dict[int, int] = field(default_factory=dict)
-    tensor: list[int] = field(default_factory=list)
-    start: list[int] = field(default_factory=list)
-    stop: list[int] = field(default_factory=list)
-    file: list[int] = field(default_factory=list)
-    begin: list[int] = field(default_factory=list)
+#: Names of files, by rank of model parallelism and another number.
+_Files = Mapping[tuple[int, int], str]
 
 
 def read_deepspeed(storage: Storage) -> ForeignCheckpoint:
@@ -79,24 +65,27 @@ def read_deepspeed(storage: Storage) -> ForeignCheckpoint:
         IncompatibleCheckpointError: the folder holds what this package does not read; the message says what.
     """
     names = [name for name, _ in storage.list()]
-    found = {int(match[1]): match for name in names if (match := OPTIMIZER_FILE.fullmatch(name))}
-    # A file without a rank of data comes last: it has the whole model.
-    models = {int(m[1] or 0): m for name in sorted(names, reverse=True) if (m := _MODEL_FILE.fullmatch(name))}
-    if any(int(match[2]) for match in (*found.values(), *models.values())) or any(
-        n.startswith("layer_") for n in names
-    ):
-        raise IncompatibleCheckpointError(
-            f"{storage.url} has tensor or pipeline parallel parts, which are not read yet"
-        )
+    found = {(int(m[2]), int(m[1])): name for name in names if (m := OPTIMIZER_FILE.fullmatch(name))}
+    # A file without a data-parallel rank comes last: it has the whole model.
+    last_first = sorted(names, reverse=True)
+    models = {(int(m[2]), int(m[1] or 0)): name for name in last_first if (m := _MODEL_FILE.fullmatch(name))}
+    layers = {(int(m[2] or 0), int(m[1])): name for name in names if (m := _LAYER_FILE.fullmatch(name))}
+    if other := sorted(name for name in names if name.startswith("layer_") and name not in layers.values()):
+        raise IncompatibleCheckpointError(f"{storage.url} has files of experts, which are not read: {listed(other)}")
     if UNIVERSAL_FILE in names:
         found = {}
-    elif missing := [rank for rank in range(max(found, default=0) + 1) if rank not in found]:
-        raise CheckpointNotFoundError(f"{storage.url} lacks the optimizer states of ranks {missing[:5]}")
-    if 0 not in models:
+    grids: dict[str, _Files] = {"optimizer states": found, "states of the model": models}
+    for what, grid in grids.items():
+        mps, ranks = (range(1 + max((key[k] for key in grid), default=-1)) for k in (0, 1))
+        if missing := [key for key in itertools.product(mps, ranks) if key not in grid]:
+            mp, rank = missing[0]
+            where = f"data-parallel rank {rank} of model-parallel rank {mp}"
+            raise CheckpointNotFoundError(
+                f"{storage.url} lacks the {what} of {where}: {len(missing)} files are missing"
+            )
+    if not models or (found and {mp for mp, _ in found} != {mp for mp, _ in models}):
         raise CheckpointNotFoundError(f"{storage.url} lacks the states of the model")
-    return _FolderOfRanks(storage).read(
-        [found[rank][0] for rank in sorted(found)], [models[r][0] for r in sorted(models)]
-    )
+    return _FolderOfRanks(storage, found, models).read(layers)
 
 
 @contextlib.contextmanager
@@ -112,51 +101,63 @@ def _damage(file: RangedFile) -> Iterator[None]:
 
 
 class _FolderOfRanks:
-    """The reader of the files of all ranks of one step."""
+    """The reader of the files of all ranks of one step.
 
-    def __init__(self, storage: Storage) -> None:
+    Args:
+        storage: the folder.
+        optimizers: files of the optimizer, by rank of model parallelism and data-parallel rank.
+        models: files of the model, by the same.
+    """
+
+    def __init__(self, storage: Storage, optimizers: _Files, models: _Files) -> None:
         self._storage = storage
+        self._optimizers, self._models = optimizers, models
         self._columns = ForeignColumns()
         self._tree = Tree(storage.url)
-        self._ranges = _Ranges()
-        self._places: dict[str, tuple[int, int]] = {}
+        self._ranges = FlatRanges(self._columns)
+        self._places: dict[str, tuple[int, int, int | None]] = {}
         self._sums: list[tuple[int, int, int, int]] = []
-        self._shapes: list[dict[str, tuple[int, ...]]] = []
-        self._optimizer: dict[str, Any] = {}
-        self._rest: dict[str, Any] = {}
+        self._parameters = ModelParameters()
+        self._modules: list[dict[str, Any]] = []
+        self._optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
 
-    def read(self, optimizers: Sequence[str], models: Sequence[str]) -> ForeignCheckpoint:
-        """Read the files of the optimizer and of the model, each in the order of the ranks."""
-        columns, tree = self._columns, self._tree
-        module: dict[str, Any] = {}
-        for rank, name in enumerate(models):
-            with self._object(name, rank) as (file, value), _damage(file):
-                if rank == 0:
-                    self._shapes = [{k: _shape(size) for k, size in group.items()} for group in value["param_shapes"]]
-                    self._rest = {key: item for key, item in value.items() if key not in _KNOWN}
-                    module = value["module"]
-                if not name.startswith("zero_pp_rank"):  # `module` has the frozen parameters, too
-                    continue
-                frozen = value.get("frozen_param_fragments") or {}
-                for fqn, shape in (value.get("frozen_param_shapes") or {}).items():
-                    self._add_share("model", fqn, _shape(shape), frozen[fqn], 0, rank, len(models))
-        for rank, name in enumerate(optimizers):
-            with self._object(name, rank) as (file, value), _damage(file):
-                self._add_optimizer(file, value["optimizer_state_dict"], rank, len(optimizers))
-        if not optimizers:
+    def read(self, layers: _Files) -> ForeignCheckpoint:
+        """Read the files; those of layers have keys of tensor-parallel rank and number of the layer."""
+        columns, tree, values = self._columns, self._tree, dict[tuple[int, int], Any]()
+        for key in sorted(self._models):
+            with self._object(self._models[key], key[1]) as (file, values[key]), _damage(file):
+                if key[1] == 0:
+                    self._parameters.add_rank(values[key])
+        rest = values[0, 0]
+        with open_file(self._storage, self._models[0, 0]) as file, _damage(file):
+            self._parameters.find_stages(rest)
+            self._read_modules([values[mp, 0]["module"] for mp, rank in sorted(values) if rank == 0], layers)
+            self._parameters.divide(rest, self._modules)
+            if self._parameters.degree > 1 and (lost := self._parameters.undivided()):
+                self._tree.notes.append(
+                    f"nothing says how {self._parameters.degree} tensor-parallel ranks divide {listed(lost)}: "
+                    'each of them has tensors "mp_rank_00:<name>", which a layout can join'
+                )
+            for (mp, rank), value in values.items():  # where `module` has the frozen parameters, nothing is left to do
+                if self._models[mp, rank].startswith("zero_pp_rank"):
+                    self._add_frozen(value, mp, rank)
+        for mp, rank in sorted(self._optimizers):
+            with self._object(self._optimizers[mp, rank], rank) as (file, value), _damage(file):
+                self._add_optimizer(file, value["optimizer_state_dict"], mp, rank)
+        if not self._optimizers:
             self._add_universal()
-        with open_file(self._storage, models[0]) as file, _damage(file):
-            rows = self._rows(file)
-        values = {"optimizer": tree.encode(self._optimizer)}
-        columns.add_whole("optimizer", tree.tensors, self._places)
-        partitioned = {fqn for state, fqn in self._ranges.numbers if state == "model"}
-        module = {name: TensorRef(name) if name in partitioned else item for name, item in module.items()}
-        for state, content in (("model", module), ("extra_states", self._rest)):
-            values[state] = tree.encode(content)
-            columns.add_whole(state, tree.tensors, self._places)
-        world_size = len(optimizers) or int(self._rest.get("dp_world_size") or 1)
+        with open_file(self._storage, self._models[0, 0]) as file, _damage(file):
+            module = self._joined_modules(rest)
+            rows = self._ranges.rows(file)
+        states = {"optimizer": self._optimizer, "model": module}
+        states["extra_states"] = {key: item for key, item in rest.items() if key not in _KNOWN}
+        encoded = {}
+        for state, content in states.items():
+            encoded[state] = tree.encode(content)
+            columns.add_whole(state, tree.tensors, {key: place[:2] for key, place in self._places.items()})
+        world_size = len(self._optimizers) or int(rest.get("dp_world_size") or 1)
         catalog, strides = columns.build({"format": "deepspeed", "world_size": world_size}, rows)
-        return ForeignCheckpoint("deepspeed", catalog, strides, values, FileSums.of(self._sums), tuple(tree.notes))
+        return ForeignCheckpoint("deepspeed", catalog, strides, encoded, FileSums.of(self._sums), tuple(tree.notes))
 
     @contextlib.contextmanager
     def _object(self, name: str, rank: int) -> Iterator[tuple[RangedFile, Any]]:
@@ -164,160 +165,204 @@ class _FolderOfRanks:
             found = read_object(file, f"{name}/")
             number = self._columns.add_file(file.name, file.size, rank)
             for key, member in found.storages.items():
-                self._places[key] = number, member.offset
+                self._places[key] = number, member.offset, member.crc
                 if member.crc is not None:
                     self._sums.append((number, member.offset, member.size, member.crc))
             yield file, found.value
 
-    def _add_optimizer(self, file: RangedFile, saved: Mapping[str, Any], rank: int, count: int) -> None:
+    def _read_modules(self, modules: Sequence[Any], layers: _Files) -> None:
+        """Join the modules of the stages of each tensor-parallel rank; those of pipelines are files of layers."""
+        degree = self._parameters.degree
+        self._modules = [{} for _ in range(degree)]
+        for mp, module in enumerate(modules):
+            self._modules[mp % degree].update(module or {})
+        for (rank, layer), name in sorted(layers.items()):
+            with self._object(name, 0) as (file, value), _damage(file):
+                place = module_of_layer(layer, value, self._parameters.of_rank(rank))
+                for key, item in value.items():
+                    known = self._modules[rank].setdefault(f"{place}.{key}", item)
+                    if type(item) is StoredTensor and self._content(known) != self._content(item):
+                        raise IncompatibleCheckpointError(
+                            f"{file.label}: another layer has other values of {place}.{key}"
+                        )
+
+    def _content(self, tensor: StoredTensor) -> tuple[Any, ...]:
+        """Return facts that are equal only if the bytes of two tensors are."""
+        crc = self._places[tensor.storage.key][2]
+        key = tensor.storage.key if crc is None and tensor.storage.nbytes else None
+        return crc, key, tensor.storage.nbytes, tensor.start, tensor.dtype, tensor.shape, tensor.strides
+
+    def _joined_modules(self, rest: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the tree of the model, of which the tensors of parameters are added."""
+        parameters, numbers, found = self._parameters, self._ranges.numbers, dict[str, Any]()
+        tied = rest.get("shared_params") or {}
+        for rank, module in enumerate(self._modules):
+            for name, item in module.items():
+                own, divided, own_rank = parameters.place(name, rank)
+                if ("model", own) in numbers and not (type(item) is StoredTensor and item.span):
+                    continue  # partitions have it
+                if parameters.degree == 1:
+                    found[name] = item
+                elif own == name and type(item) is StoredTensor:
+                    self._add_slice(name, item, divided, own_rank)
+                elif (first := tied.get(name)) in parameters.divided:
+                    self._columns.aliases.setdefault("model", {})[name] = first
+                    found[name] = TensorRef(name)
+                elif name not in parameters.buffers or not self._is_same_on_all(name):
+                    found[f"mp_rank_{rank:02}:{name}"] = item
+                else:
+                    found.setdefault(name, item)
+        return found | {fqn: TensorRef(fqn) for state, fqn in numbers if state == "model"}
+
+    def _is_same_on_all(self, name: str) -> bool:
+        held = [item for module in self._modules if type(item := module.get(name)) is StoredTensor]
+        return len(held) == len(self._modules) and len({*map(self._content, held)}) == 1
+
+    def _add_slice(self, name: str, tensor: StoredTensor, divided: DividedTensor, rank: int) -> None:
+        if tensor.strides != tuple(row_major(np.array([tensor.shape], np.int64))[0].tolist()):
+            raise IncompatibleCheckpointError(
+                f"{self._storage.url}: the slice of {name!r} has strides {tensor.strides}"
+            )
+        flat = msgspec.structs.replace(tensor, shape=(math.prod(tensor.shape),), strides=(1,))
+        self._add_range("model", name, divided, rank, flat, (0, flat.shape[0]))
+
+    def _add_frozen(self, value: Mapping[str, Any], mp: int, rank: int) -> None:
+        """Add the shares of frozen parameters that a rank of ZeRO 3 has."""
+        fragments = value.get("frozen_param_fragments") or {}
+        count = 1 + max(other for _, other in self._models)
+        for fqn, shape in (value.get("frozen_param_shapes") or {}).items():
+            share = _share(shape_of(shape), rank, count)
+            self._add_range("model", *self._parameters.place(fqn, mp), fragments[fqn], (0, share))
+
+    def _add_optimizer(self, file: RangedFile, saved: Mapping[str, Any], mp: int, rank: int) -> None:
         """Add the partitions of one rank."""
-        stage = _stage(saved)
+        stage, count = _stage(saved), 1 + max(other for _, other in self._optimizers)
         inner = saved["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
         flat = saved["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
         partitions = saved["partition_count"]
-        if type(inner) is not dict or set(partitions if type(partitions) is list else [partitions]) != {count}:
-            text = "elastic, or its number of partitions is not that of the files"
-            raise IncompatibleCheckpointError(f"{file.label}: its optimizer is {text}; such folders are not read")
-        groups = inner.get("state", {})
+        if set(partitions if type(partitions) is list else [partitions]) != {count}:
+            raise IncompatibleCheckpointError(
+                f"{file.label}: its number of partitions is not that of the files; such folders are not read"
+            )
+        if type(inner) is list:  # of an elastic checkpoint, which has no hyperparameters
+            inner = {"state": dict(enumerate(inner)), "param_groups": [{} for _ in inner]}
+        groups, parameters = inner.get("state", {}), self._parameters
         for number, tensor in enumerate(flat):
             held = {_FP32: tensor, **groups.get(number, {})}
-            shapes, at = self._shapes[number], 0
+            shapes, at = parameters.shapes[mp][number], 0
+            # DeepSpeed notes the places without the other order of `round_robin_gradients`, which `param_shapes` has.
+            dealt = parameters.dealt and stage != 3 and not any(saved.get("param_alignment_paddings", [[]])[number])
+            begin = rank * (tensor.shape[0] + saved["group_paddings"][number]) if dealt else 0
             for fqn, shape in shapes.items():
                 if stage == 3:
-                    share = -(-math.prod(shape) // count)
-                    self._add_slots(fqn, shape, held, at, share, (rank, count))
-                    self._add_share("model", fqn, shape, tensor, at, rank, count)
-                    at += share
+                    first, size = at, _share(shape, rank, count)
+                    at += -(-math.prod(shape) // count)
+                elif dealt:
+                    first, at = max(at - begin, 0), at + math.prod(shape)
+                    size = min(at - begin, tensor.shape[0]) - first
+                    if size <= 0:
+                        continue
                 elif (place := saved["param_slice_mappings"][number].get(fqn)) is not None:
-                    address = place.state
-                    self._add_slots(fqn, shape, held, address["start"], address["numel"], None)
+                    first, size = place.state["start"], place.state["numel"]
+                else:
+                    continue
+                if not parameters.is_copy(fqn, mp):
+                    self._add_slots(parameters.place(fqn, mp), held, (first, size))
+                    if stage == 3 or fqn not in self._modules[mp % parameters.degree]:
+                        self._add_range("model", *parameters.place(fqn, mp), tensor, (first, size))
             if stage == 3 and at != tensor.shape[0]:
                 raise ValueError(
                     f"the shares of partition {number} have {at} elements, the partition has {tensor.shape[0]}"
                 )
         if rank == 0:
-            self._optimizer["param_groups"] = self._named_groups(inner.get("param_groups", []), stage)
+            self._add_groups(inner.get("param_groups", []), stage, mp)
 
     def _add_universal(self) -> None:
         """Add the parameters of the universal form, in which each is whole."""
+        parameters = self._parameters
         with self._object(UNIVERSAL_FILE, 0) as (file, value), _damage(file):
             stage = _stage(value)
-            self._optimizer["param_groups"] = self._named_groups(value["param_groups"], stage)
+            paddings = value.get("param_alignment_paddings", ())  # no export of this package has an entry of partitions
+            if parameters.dealt and "group_paddings" in value and not any(map(any, paddings)):
+                raise IncompatibleCheckpointError(
+                    f"{file.label}: DeepSpeed's conversion mixes up parameters of a run with round_robin_gradients: "
+                    "take the folder that it was made of"
+                )
+            for mp in range(len(parameters.shapes)):
+                self._add_groups(value["param_groups"], stage, mp)
             partitions = value["optimizer_state_dict"]["state"] if stage == 3 else {}
             steps = {
-                fqn: slots["step"] for n, slots in partitions.items() if "step" in slots for fqn in self._shapes[n]
-            }
-            shapes = {fqn: shape for group in self._shapes for fqn, shape in group.items()}
-            if any(part in ("", ".", "..") for fqn in shapes for part in fqn.split("/")):
+                fqn: slots["step"]
+                for n, slots in partitions.items() if "step" in slots for fqn in parameters.shapes[0][n]
+            }  # fmt: skip
+            if any(part in ("", ".", "..") for fqn in parameters.stages for part in fqn.split("/")):
                 raise ValueError("a parameter's name leads out of the folder")
-        content = self._optimizer["state"] = {fqn: {"step": steps[fqn]} if fqn in steps else {} for fqn in shapes}
-        first = next(iter(shapes), "")
+        state = self._optimizer["state"] = {
+            fqn: {"step": steps[fqn]} if fqn in steps else {} for fqn in parameters.stages
+        }
+        first = next(iter(state), "")
         slots = [_FP32, *(slot for slot in _UNIVERSAL_SLOTS if self._storage.version(f"zero/{first}/{slot}.pt"))]
-        for fqn, slot in itertools.product(shapes, slots):
+        for fqn, slot in itertools.product(state, slots):
             with self._object(f"zero/{fqn}/{slot}.pt", 0) as (file, value), _damage(file):
                 tensor = value["param"] if type(value) is dict else value
                 if type(tensor) is not StoredTensor or not tensor.shape:
-                    content[fqn][slot] = tensor
+                    state[fqn][slot] = tensor
                     continue
-                shape = shapes[fqn] if len(tensor.shape) == 1 else tensor.shape
+                size = math.prod(tensor.shape)
                 if tensor.strides != tuple(row_major(np.array([tensor.shape], np.int64))[0].tolist()):
                     raise ValueError(f"the tensor has strides {tensor.strides}")
-                content[fqn][slot] = TensorRef(f"state.{fqn}.{slot}")
-                flat = msgspec.structs.replace(tensor, shape=(math.prod(tensor.shape),), strides=(1,))
-                self._add_range("optimizer", f"state.{fqn}.{slot}", shape, flat, 0, flat.shape[0])
-                if slot == _FP32 and stage == 3:
-                    self._add_range("model", fqn, shape, flat, 0, flat.shape[0])
+                known = parameters.place(fqn, 0)[1].shape
+                whole = replicated([known if math.prod(known) == size else tensor.shape])
+                state[fqn][slot] = TensorRef(f"state.{fqn}.{slot}")
+                flat = msgspec.structs.replace(tensor, shape=(size,), strides=(1,))
+                self._add_range("optimizer", f"state.{fqn}.{slot}", whole, 0, flat, (0, size))
+                if slot == _FP32 and (stage == 3 or fqn not in self._modules[0]):
+                    self._add_range("model", fqn, whole, 0, flat, (0, size))
 
-    def _named_groups(self, groups: Sequence[Mapping[str, Any]], stage: int) -> list[dict[str, Any]]:
-        """Return the groups with the names of their parameters instead of the numbers of the partitions."""
-        named = []
+    def _add_groups(self, groups: Sequence[Mapping[str, Any]], stage: int, mp: int) -> None:
+        """Add the groups of a rank, with the names of their parameters instead of the numbers of the partitions."""
+        parameters, known = self._parameters, self._optimizer["param_groups"]
+        shapes, before = parameters.shapes[mp], len(known)
         for number, group in enumerate(groups):
             partitions = group["params"] if stage == 3 else [number]
-            names = [fqn for partition in partitions for fqn in self._shapes[partition]]
-            named.append({**group, "params": names})
-        return named
+            own = [fqn for partition in partitions if partition < len(shapes) for fqn in shapes[partition]]
+            names = [parameters.place(fqn, mp)[0] for fqn in own]
+            settings = {key: value for key, value in group.items() if key != "params"}
+            # The ranks of a pipeline may lack a group of which they have no parameter.
+            alike = [k for k in (number, *range(before)) if k < before and known[k].items() >= settings.items()]
+            if alike:
+                known[alike[0]]["params"] += [name for name in names if name not in known[alike[0]]["params"]]
+            else:
+                known.append({**settings, "params": names})
 
     def _add_slots(
-        self,
-        fqn: str,
-        shape: tuple[int, ...],
-        held: Mapping[str, Any],
-        first: int,
-        count: int,
-        share: tuple[int, int] | None,
+        self, place: tuple[str, DividedTensor, int], held: Mapping[str, Any], elements: tuple[int, int]
     ) -> None:
         """Add the part of one parameter in each tensor of a partition; a number is one for the parameter."""
-        content = self._optimizer.setdefault("state", {}).setdefault(fqn, {})
+        fqn, divided, rank = place
+        content = self._optimizer["state"].setdefault(fqn, {})
         for slot, tensor in held.items():
             if type(tensor) is not StoredTensor or not tensor.shape:
                 content.setdefault(slot, tensor)
                 continue
-            name = f"state.{fqn}.{slot}"
-            content[slot] = TensorRef(name)
-            if share is None:
-                self._add_range("optimizer", name, shape, tensor, first, count)
-            else:
-                self._add_share("optimizer", name, shape, tensor, first, *share)
-
-    def _add_share(
-        self, state: str, fqn: str, shape: tuple[int, ...], tensor: StoredTensor, first: int, rank: int, count: int
-    ) -> None:
-        """Add the elements of a parameter that a rank of ZeRO 3 has: one of `count` equal shares, the last one padded."""
-        size, share = math.prod(shape), -(-math.prod(shape) // count)
-        self._add_range(state, fqn, shape, tensor, first, max(min(size - rank * share, share), 0))
+            content[slot] = TensorRef(f"state.{fqn}.{slot}")
+            self._add_range("optimizer", f"state.{fqn}.{slot}", divided, rank, tensor, elements)
 
     def _add_range(
-        self, state: str, fqn: str, shape: tuple[int, ...], tensor: StoredTensor, first: int, count: int
+        self, state: str, fqn: str, divided: DividedTensor, rank: int, tensor: Any, elements: tuple[int, int]
     ) -> None:
-        """Add elements of a flat tensor as the next elements of a parameter."""
-        if (
-            type(tensor) is not StoredTensor
-            or tensor.strides != (1,)
-            or not 0 <= first <= first + count <= tensor.shape[0]
-        ):
-            raise ValueError(f"the partition of {fqn!r} has no elements {first} to {first + count}")
-        ranges = self._ranges
-        number = ranges.numbers.get((state, fqn))
-        if number is None:
-            number = self._columns.add_tensor(state, fqn, tensor.dtype, shape)
-            ranges.numbers[state, fqn] = number
-            ranges.filled[number] = 0
-        if self._columns.dtypes[number] != tensor.dtype:
-            raise ValueError(f"the ranks have different dtypes of {fqn!r}")
-        file, begin = self._places[tensor.storage.key]
-        done = ranges.filled[number]
-        if count:
-            ranges.tensor.append(number)
-            ranges.start.append(done)
-            ranges.stop.append(done + count)
-            ranges.file.append(file)
-            ranges.begin.append(begin + tensor.start + first * itemsize(tensor.dtype))
-        ranges.filled[number] = done + count
-
-    def _rows(self, file: RangedFile) -> RowColumns:
-        """Return the boxes of all ranges, whose tensors they have to fill."""
-        ranges, shapes = self._ranges, self._columns.shapes
-        for number, filled in ranges.filled.items():
-            if filled != math.prod(shapes[number]):
-                have = f"{filled} of {math.prod(shapes[number])} elements"
-                raise file.damaged(f"the partitions of {self._columns.fqns[number]!r} have {have}")
-        table = BoxTable.build(range(len(shapes)), shapes, shapes).lengths
-        tensor, start = np.array(ranges.tensor, np.int64), np.array(ranges.start, np.int64)
-        found = flat_ranges_to_boxes(table[tensor], start, np.array(ranges.stop, np.int64))
-        items = np.array([itemsize(name) for name in self._columns.dtypes], np.int64)[tensor[found.source]]
-        boxes = BoxTable(tensor[found.source], found.offsets, found.lengths)
-        begin = np.array(ranges.begin, np.int64)[found.source] + (found.flat_start - start[found.source]) * items
-        files = np.array(ranges.file, np.int32)[found.source]
-        return RowColumns(boxes, files, begin, row_major(boxes.lengths))
+        """Add elements of a flat tensor as the next ones of a parameter of a tensor-parallel rank."""
+        if type(tensor) is not StoredTensor:
+            raise ValueError(f"no tensor has the elements of {fqn!r}")
+        self._ranges.add((state, fqn), divided, rank, tensor, self._places[tensor.storage.key][:2], elements)
 
 
 def _stage(saved: Mapping[str, Any]) -> int:
-    stage: Any = saved["zero_stage"]
+    stage: Any = saved.get("zero_stage", 1)  # none of an optimizer that keeps all gradients in fp32
     return int(stage.args[0] if type(stage) is CallRecord else stage)
 
 
-def _shape(size: Any) -> tuple[int, ...]:
-    shape = tuple(size)
-    if not all(type(n) is int and n >= 0 for n in shape) or math.prod(shape) >= 1 << 62:
-        raise ValueError("a shape that no tensor can have")
-    return shape
+def _share(shape: tuple[int, ...], rank: int, count: int) -> int:
+    """Return how many elements of a parameter a rank of ZeRO 3 has: one of `count` equal shares, the last one padded."""
+    size, share = math.prod(shape), -(-math.prod(shape) // count)
+    return max(min(size - rank * share, share), 0)
