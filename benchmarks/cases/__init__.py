@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.bench import Bench
+from benchmarks.cases.adopted import adopted
 from benchmarks.cases.cuts import cuts
 from benchmarks.cases.ddp import ddp_load
 from benchmarks.cases.fresh_process import first_calls
@@ -56,6 +57,7 @@ CASES: dict[str, Case] = {
     "slice": Case(slices),
     "reshard": Case(reshard, (1, 2, 4)),
     "cuts": Case(cuts, (1, 2, 4), ("tmpfs", "disk")),
+    "adopted": Case(adopted, (1, 2, 4)),
     "ddp": Case(ddp_load, (2, 4)),
     "irregular": Case(irregular, (2, 4)),
     "loader": Case(loader_speed),

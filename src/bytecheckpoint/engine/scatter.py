@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
 from collections.abc import Sequence
@@ -124,6 +125,10 @@ class ScatterPlan:
             data = target.data
             if data.device.type != "cpu" or data.dtype != target.dtype or data.is_conj() or data.is_neg():
                 return None
+            total += self._copies.nbytes[copy]
+            count += 1 if self._copies.flat[copy] else self._count_runs(copy, data)
+            if total < count * tuning().scatter_run_bytes:
+                return None
             if self._copies.flat[copy]:
                 begin = np.array([self._copies.target[copy]], np.int64)
                 source, length = np.zeros(1, np.int64), self._copies.elements[copy]
@@ -131,13 +136,17 @@ class ScatterPlan:
                 source, begin, length = self._runs_of_box(copy, data)
             size = target.dtype.itemsize
             parts.append((self._copies.source[copy] + source * size, data.data_ptr() + begin * size, length * size))
-            total += self._copies.nbytes[copy]
-            count += len(source)
-            if total < count * tuning().scatter_run_bytes:
-                return None
         lengths = np.concatenate([np.full(len(source), length, np.int64) for source, _, length in parts])
         addresses = np.concatenate([address for _, address, _ in parts])
         return MemoryRuns(np.concatenate([source for source, _, _ in parts]), np.column_stack((addresses, lengths)))
+
+    def _count_runs(self, copy: int, target: torch.Tensor) -> int:
+        """Return how many runs a box consists of that are contiguous in the file and in `target`."""
+        copies = self.plan.copies
+        lengths = copies.lengths[copy].tolist()[: target.ndim]
+        _, run = _last_run(lengths, copies.source_strides[copy].tolist(), target.stride())
+        elements: int = math.prod(lengths)
+        return elements // max(run, 1)
 
     def _runs_of_box(self, copy: int, target: torch.Tensor) -> tuple[Int64s, Int64s, int]:
         """Return runs of elements that are contiguous in the file and in `target`: first elements in both, length."""
@@ -192,7 +201,7 @@ class ScatterPlan:
                     continue
                 source = _typed(data, at, count, target.dtype)
             else:
-                source, destination = self._box(copy, data, at, target)
+                source, destination = _in_order_of_target(*self._box(copy, data, at, target))
             if same:
                 source, destination = movable(source), movable(destination)
             elif target.pairs or (source.dtype in _BYTE_FLOATS and source.numel() > _FEW):
@@ -299,6 +308,26 @@ def _typed(data: torch.Tensor, at: int, count: int, dtype: torch.dtype) -> torch
     return (found.clone() if at % dtype.itemsize else found).view(dtype)
 
 
+def _in_order_of_target(source: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Transpose a box in a buffer of its own where source and target are dense along different dimensions.
+
+    Torch transposes dense matrices into dense memory three times as fast as anything with strides.
+    """
+    dims = [dim for dim in range(target.ndim) if target.shape[dim] > 1]
+    order = sorted(dims, key=lambda dim: -int(target.stride()[dim]))
+    if source.ndim != target.ndim or source.numel() < _FEW or order == dims or target.stride()[order[-1]] != 1:
+        return source, target
+    dense = movable(source).contiguous().view([source.shape[dim] for dim in dims])
+    order = [dims.index(dim) for dim in order]
+    turned = [dense.shape[k] for k in order]
+    first = order[0]
+    if order == [*range(first, len(dims)), *range(first)]:
+        dense = dense.view(math.prod(dense.shape[:first]), -1).t().contiguous().view(turned)
+    else:
+        dense = dense.permute(order).contiguous()
+    return dense.view(source.dtype), target.squeeze().permute(order)
+
+
 #: The values of 4 bits: a sign, two bits of an exponent, one of a fraction (Open Compute's Microscaling Formats 1.0, e2m1).
 _E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 _BYTE_FLOATS = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
@@ -334,6 +363,15 @@ def _look_up(source: torch.Tensor, destination: torch.Tensor) -> None:
             destination.narrow(dim, begin, length).copy_(found)
 
 
+def _last_run(lengths: Sequence[int], strides: Sequence[int], target_strides: Sequence[int]) -> tuple[int, int]:
+    """Return the number of dimensions along which a box consists of runs, and the elements of a run."""
+    run, dims = 1, len(lengths)
+    while dims and (lengths[dims - 1] == 1 or strides[dims - 1] == target_strides[dims - 1] == run):
+        dims -= 1
+        run *= lengths[dims]
+    return dims, run
+
+
 @functools.lru_cache(maxsize=64)  # ranges of one tensor, and layers of a model, have equal shapes
 def _box_runs(
     lengths: tuple[int, ...], strides: tuple[int, ...], target_strides: tuple[int, ...]
@@ -348,10 +386,7 @@ def _box_runs(
     Returns:
         The first element of each run in the source and in the target, relative to the box's first; the runs' length.
     """
-    run, dims = 1, len(lengths)
-    while dims and (lengths[dims - 1] == 1 or strides[dims - 1] == target_strides[dims - 1] == run):
-        dims -= 1
-        run *= lengths[dims]
+    dims, run = _last_run(lengths, strides, target_strides)
     source = target = np.zeros(1, np.int64)
     for length, step, target_step in zip(lengths[:dims], strides, target_strides, strict=False):
         numbers = np.arange(length, dtype=np.int64)

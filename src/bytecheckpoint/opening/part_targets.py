@@ -15,10 +15,13 @@ from bytecheckpoint.opening.changed_parts import ChangedBox, changed_box
 from bytecheckpoint.planning.element_maps import in_bytes, pairs_of
 from bytecheckpoint.planning.part_space import LaidOut
 from bytecheckpoint.planning.read_plan import plan_reads
-from bytecheckpoint.representation.boxes import BoxTable
+from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major
 from bytecheckpoint.representation.plans import ReadPlan
 
 __all__ = ["PartReads", "plan_parts"]
+
+#: Bytes of the shortest runs that become boxes of their own.
+_LONG_RUN = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ def plan_parts(laid: LaidOut, boxes: BoxTable, targets: Sequence[BoxTarget], chu
     for number, target in enumerate(targets):
         strides[number, : target.data.ndim] = target.data.stride()
     found, padding = laid.wanted(boxes, strides)
+    found = _in_long_runs(found, np.array([target.data.element_size() for target in targets], np.int64))
     parts = [BoxTarget(view, targets[origin].dtype) for origin, view in _views(found, targets)]
     # Boxes to read beside those of the wanted elements: part, offsets, extent, number of the wanted box.
     more: list[tuple[int, Sequence[int], Sequence[int], int]] = []
@@ -141,6 +145,25 @@ def _change(
             parts.append(factors.target)
             more.append((factors.part, factors.offsets, factors.target.data.shape, origin))
     return changed
+
+
+def _in_long_runs(found: PartBoxes, element: Int64s) -> PartBoxes:
+    """Cut boxes whose elements are long runs in memory, as heads of fused attention, so that storage reads into each."""
+    lengths, strides = found.boxes.lengths, found.strides
+    inner = (lengths == 1) | (strides == row_major(lengths))
+    inner = np.logical_and.accumulate(inner[:, ::-1], axis=1)[:, ::-1]
+    run = np.prod(np.where(inner, lengths, 1), axis=1) * element[found.origin]
+    counts = np.where(inner | (run < _LONG_RUN)[:, None], 1, lengths)
+    total = np.prod(counts, axis=1)
+    if (total == 1).all():
+        return found
+    box = np.repeat(np.arange(len(total)), total)
+    number = np.arange(len(box)) - np.repeat(np.cumsum(total) - total, total)
+    index = number[:, None] // row_major(counts)[box] % counts[box]
+    extents = np.where(counts[box] > 1, 1, lengths[box])
+    boxes = BoxTable(found.boxes.tensor[box], found.boxes.offsets[box] + index, extents)
+    first = found.first[box] + (index * strides[box]).sum(axis=1)
+    return PartBoxes(boxes, found.origin[box], first, strides[box])
 
 
 def _views(found: PartBoxes, targets: Sequence[BoxTarget]) -> Iterator[tuple[int, torch.Tensor]]:
