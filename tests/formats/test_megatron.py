@@ -31,6 +31,8 @@ from bytecheckpoint.representation.boxes import BoxTable, row_major
 from bytecheckpoint.representation.values.codec import decode
 from bytecheckpoint.representation.values.tree import TensorRef
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.tools import export
+from tests.loading.test_layouts import module_of
 
 GOLDEN = Path(__file__).parent / "golden" / "megatron-0.19.2"
 KINDS = ["fully_reshardable", "dp_reshardable"]
@@ -41,17 +43,16 @@ def copied(tmp_path: Path) -> Path:
     return Path(shutil.copytree(GOLDEN / "fully_reshardable", tmp_path / "saved"))
 
 
+def digest(tensor: torch.Tensor) -> str:
+    return sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_tensor_equals_what_was_trained(kind: str) -> None:
     expected = json.loads((GOLDEN / "expected.json").read_text())
     assert detect(resolve(str(GOLDEN / kind))).format == "megatron"
     with bytecheckpoint.open(GOLDEN / kind) as found:
-        digests = {
-            key: sha256(
-                found.tensors[key][...].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            ).hexdigest()
-            for key in found.tensors
-        }
+        digests = {key: digest(found.tensors[key][...]) for key in found.tensors}
     assert digests == expected and len(expected) == 131
 
 
@@ -179,3 +180,65 @@ def test_norms_of_queries_and_keys_may_have_weight_decay(decayed_norms: bool | N
     assert decayed["params"] == (names[:2] if decayed_norms else names[1:2])
     assert others["params"] == (names[2:] if decayed_norms else [names[0], *names[2:]])
     assert any("queries and keys" in note for note in reader._tree.notes) == noted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_holds_the_same(kind: str, tmp_path: Path) -> None:
+    """The buckets of Megatron's default format become tensors, which it loads at any layout."""
+    expected = json.loads((GOLDEN / "expected.json").read_text())
+    report = export(GOLDEN / kind, tmp_path / "out", format="megatron", max_shard_bytes=50_000)
+    assert len(report.files) > 4 and set(report.files) == {file.name for file in (tmp_path / "out").iterdir()}
+    with bytecheckpoint.open(GOLDEN / kind) as first, bytecheckpoint.open(tmp_path / "out") as found:
+        digests = {key: digest(found.tensors[key][...]) for key in found.tensors}
+        assert digests.items() >= expected.items()
+        for plain in ("opt_param_scheduler", "extra_states"):
+            keys = [key for key in first if key.startswith(f"{plain}/") and "content_metadata" not in key]
+            assert keys and all(found[key] == first[key] for key in keys)
+        groups = [[{**group, "params": 0} for group in opened["optimizer/param_groups"]] for opened in (first, found)]
+        assert groups[0] == groups[1]
+        assert found["extra_states/content_metadata.distrib_optim_sharding_type"] == "fully_reshardable"
+
+
+def test_layers_that_differ_keep_their_numbers(tmp_path: Path) -> None:
+    experts = {f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc1.weight": torch.randn(2, 3) for e in range(2)}
+    dense = {"decoder.layers.0.mlp.linear_fc1.weight": torch.randn(4, 3)}
+    both = {f"decoder.layers.{n}.self_attention.linear_proj.weight": torch.randn(3, 3) for n in range(2)}
+    model = {**experts, **dense, **both, "decoder.final_layernorm.weight": torch.ones(3)}
+    bytecheckpoint.save(tmp_path / "own", {"model": model})
+    export(tmp_path / "own", tmp_path / "out", format="megatron")
+    names = read_content(resolve(tmp_path / "out")).names
+    stack = "decoder.layers.1.mlp.experts.experts.linear_fc1.weight"
+    assert {*dense, *both, stack, "decoder.final_layernorm.weight"} == set(names)
+    with bytecheckpoint.open(tmp_path / "out") as found:
+        assert all(torch.equal(found.tensors[f"model/{name}"][...], value) for name, value in experts.items())
+
+
+def test_what_megatron_cannot_hold_is_refused(tmp_path: Path) -> None:
+    """Before a byte is written."""
+    names = [f"decoder.layers.{n}.mlp.linear_fc1.weight" for n in range(2)]
+    good = {name: torch.ones(2, 2) for name in names}
+    cases: dict[str, tuple[dict[str, object], str]] = {
+        "names": ({"model": {"model.layers.0.mlp.weight": torch.ones(2)}}, "names of 'model' are not Megatron's"),
+        "objects": ({"model": good, "extra_states": {"where": Path("x")}}, "does not load 'where'"),
+        "experts": (
+            {"model": good | {f"decoder.layers.{n}.experts.local_experts.1.a": torch.ones(2) for n in range(2)}},
+            "no stack of different experts, as 'decoder.layers.0.experts.experts.a'",
+        ),
+    }
+    model = module_of(good)
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    for name, group, message in (
+        ("torch", {"params": parameters}, "settings that these lack .'wd_mult'.: state= exports the model alone"),
+        ("frozen", {"params": parameters[:1], "wd_mult": 1.0}, rf"or of none; {names[1]} have none"),
+    ):
+        optimizer = torch.optim.AdamW([group])
+        optimizer.step()
+        cases[name] = {"model": model, "optimizer": optimizer}, message
+    for name, (states, message) in cases.items():
+        bytecheckpoint.save(tmp_path / name, states)
+        with pytest.raises(CheckpointError, match=message):
+            export(tmp_path / name, tmp_path / "out", format="megatron")
+        assert not (tmp_path / "out").exists()
+    assert export(tmp_path / "torch", tmp_path / "out", format="megatron", state="model").tensors == 2

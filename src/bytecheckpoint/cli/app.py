@@ -159,7 +159,7 @@ def export(
     format: Annotated[
         str,
         typer.Option(
-            help="hf (safetensors), dcp (torch.distributed.checkpoint), torch (torch.save), deepspeed-universal."
+            help="hf (safetensors), dcp (of torch.distributed), torch (torch.save), deepspeed-universal or megatron."
         ),
     ] = "hf",
     state: Annotated[
@@ -175,7 +175,7 @@ def export(
     layout: LayoutOption = None,
     json: Json = False,
 ) -> Job:
-    """Write a checkpoint for other programs: Hugging Face, DCP, torch.save, DeepSpeed; in bounded memory."""
+    """Write a checkpoint for other programs: Hugging Face, DCP, torch.save, DeepSpeed, Megatron; in bounded memory."""
     from bytecheckpoint.cli.tools import export
 
     return partial(

@@ -35,7 +35,7 @@ from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.values.tree import TensorRef
 from bytecheckpoint.storage import Storage
 
-__all__ = ["MARKER", "read_megatron"]
+__all__ = ["COMMON", "MARKER", "SCHEDULER", "block_of", "place_in_stack", "read_megatron"]
 
 MARKER: Final = "metadata.json"
 """File that a folder of Megatron has beside the metadata of DCP."""
@@ -43,6 +43,8 @@ _COMMON_FILE: Final = "common.pt"
 _MOST_MARKER_BYTES: Final = 1 << 20
 #: Most tensors into which one stacked tensor is split.
 _MOST_PARTS: Final = 1 << 20
+COMMON: Final = "common_state/shard_0_1"
+"""Name of the values that are the same on all ranks."""
 _COMMON = re.compile(r"common_state/shard_\d+_\d+")
 _SLOT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d)")
@@ -55,7 +57,8 @@ _SLOTS: Final = {_PARAM: "fp32", "fp32_param": "fp32"}
 #: Settings of a param group that say which parameters it has, and are no hyperparameters of the optimizer inside.
 _OWN_SETTINGS: Final = ("params", "param_names", "is_expert_parallel", "step")
 _STEPS: Final = f"{VALUES_NAME}-steps"
-_SCHEDULER: Final = "opt_param_scheduler"
+SCHEDULER: Final = "opt_param_scheduler"
+"""Name of the state of the scheduler."""
 
 
 def read_megatron(storage: Storage) -> ForeignCheckpoint:
@@ -107,8 +110,8 @@ class _TorchDist:
             states["optimizer"] = {"state": self._slots, "param_groups": self._named_groups(groups, decayed_norms)}
         elif optimizer is not None:
             others["optimizer"] = optimizer
-        if type(common.get(_SCHEDULER)) is dict:
-            states[_SCHEDULER] = common.pop(_SCHEDULER)
+        if type(common.get(SCHEDULER)) is dict:
+            states[SCHEDULER] = common.pop(SCHEDULER)
         states["extra_states"] = {**common, **others}
         values = {}
         for state, value in states.items():
@@ -334,6 +337,36 @@ def _unstacked(key: str) -> tuple[str, int]:
         begin = found.end() - len("experts.")
         template, depth = f"{template[:begin]}local_experts.{{}}.{template[found.end() :]}", depth + 1
     return template, depth
+
+
+def place_in_stack(fqn: str, by_layer: bool) -> tuple[str, tuple[int, ...]]:
+    """Return the name of the stacked tensor of which a tensor is a part, and the place there: layer, expert.
+
+    Args:
+        fqn: name of a tensor.
+        by_layer: true if layers are stacked; experts always are.
+
+    >>> place_in_stack("decoder.layers.3.mlp.experts.local_experts.12.linear_fc1.weight", by_layer=True)
+    ('decoder.layers.mlp.experts.experts.linear_fc1.weight', (3, 12))
+    """
+    at: list[int] = []
+    if by_layer and (found := _LAYER.search(fqn)):
+        fqn = f"{fqn[: found.start(1)]}{fqn[found.end() :]}"
+        at.append(int(found[1]))
+    if found := _EXPERT.search(fqn):
+        fqn = f"{fqn[: found.start()]}.experts.{fqn[found.end() :]}"
+        at.append(int(found[1]))
+    return fqn, tuple(at)
+
+
+def block_of(fqn: str) -> str | None:
+    """Return the beginning of a tensor's name that is the same for all layers of a model, None for a tensor of no layer.
+
+    >>> block_of("decoder.layers.3.mlp.linear_fc1.weight")
+    'decoder.layers.'
+    """
+    found = _LAYER.search(fqn)
+    return None if found is None else fqn[: found.start(1)]
 
 
 def _is_qk_norm(fqn: str) -> bool:

@@ -6,14 +6,16 @@ import os
 from typing import TYPE_CHECKING, Any, Literal
 
 from bytecheckpoint.errors import UsageError
+from bytecheckpoint.formats.megatron import MARKER
 from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.tools.export_target import ExportReport, Progress, check_target, new_folder, translated
 from bytecheckpoint.tools.huggingface import export_huggingface
+from bytecheckpoint.tools.megatron import megatron_content
 from bytecheckpoint.tools.state_dicts import state_dict_of
 from bytecheckpoint.tools.subject import Subject, opened
-from bytecheckpoint.tools.torch_files import write_dcp, write_torch_file
+from bytecheckpoint.tools.torch_files import write_dcp, write_items, write_torch_file
 from bytecheckpoint.tools.universal import universal_of
 
 if TYPE_CHECKING:
@@ -21,14 +23,16 @@ if TYPE_CHECKING:
 
 __all__ = ["export"]
 
-_FORMATS = ("dcp", "torch", "deepspeed-universal")
+_FORMATS = ("dcp", "torch", "deepspeed-universal", "megatron")
+#: Content of the file by which Megatron knows a checkpoint of its own.
+_MEGATRON = b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
 
 
 def export(
     checkpoint: Subject,
     target: str | os.PathLike[str],
     *,
-    format: Literal["hf", "dcp", "torch", "deepspeed-universal"] = "hf",
+    format: Literal["hf", "dcp", "torch", "deepspeed-universal", "megatron"] = "hf",
     state: str | None = None,
     dtype: torch.dtype | str | None = None,
     max_shard_bytes: int = 5_000_000_000,
@@ -37,7 +41,7 @@ def export(
     force: bool = False,
     progress: Progress | None = None,
 ) -> ExportReport:
-    """Write a checkpoint for other programs: of Hugging Face, of DCP, of `torch.save`, or of DeepSpeed.
+    """Write a checkpoint for other programs: of Hugging Face, DCP, `torch.save`, DeepSpeed, or Megatron-Core.
 
     "dcp" and "torch" hold all states in nested dicts, as `get_state_dict` returns them: optimizers with their parameters by
     name, and plain values. `dcp.load` and `torch.load(weights_only=True)` take them. Positions of data loaders in streams
@@ -45,6 +49,10 @@ def export(
 
     "deepspeed-universal" writes a local folder for `engine.load_checkpoint` of a configuration with `"checkpoint":
     {"load_universal": True}`: a model with its optimizer, which DeepSpeed loads at any stage of ZeRO and number of ranks.
+
+    "megatron" writes a folder for Megatron-Core's `dist_checkpointing.load` ("torch_dist", 0.19): a model under Megatron's
+    names with a fully reshardable optimizer, which Megatron loads at any tensor, pipeline and data parallelism. The groups
+    of the optimizer have to be Megatron's.
 
     "hf" holds all tensors of one state as consolidated safetensors.
     Steps of a Trainer, and others with a state `describe_pretrained(model)` under the name "huggingface", hold the model's
@@ -60,8 +68,8 @@ def export(
         checkpoint: path, storage or open checkpoint.
         target: folder or URL, for "torch" a file; it must not exist or be empty unless `force` is set.
         format: format of the result.
-        state: name of the state to export alone, for "deepspeed-universal" that of the model; None for "model" of it and of
-            "hf", and for all states of the others.
+        state: name of the state to export alone, of "megatron" a model; for "deepspeed-universal" that of the model
+            with its optimizer. None for "model" of it and of "hf", and for all states of the others.
         dtype: "hf" only: convert floating tensors to this dtype ("bfloat16", torch.bfloat16); None leaves all as they are.
         max_shard_bytes: bytes of tensors per file; a larger tensor has a file of its own.
         adapter: "hf" only: name of the adapter of PEFT to export, under the names that PEFT reads; None for the one in
@@ -100,6 +108,8 @@ def export(
         check_target(storage, force=False)
     if format == "deepspeed-universal":
         return _export_universal(checkpoint, storage, "model" if state is None else state, progress)
+    if format == "megatron":
+        return _export_megatron(checkpoint, storage, state, max_shard_bytes, progress)
     with opened(checkpoint) as source:
         view = CheckpointView.of(source)
         if state is not None and state not in view.states:
@@ -130,4 +140,22 @@ def _export_universal(checkpoint: Subject, storage: Storage, state: str, progres
         found = universal_of(CheckpointView.of(source), state)
         with translated(f"export to {storage.url}"), new_folder(storage.url) as folder:
             written = found.write(folder, lambda done: progress(done, found.nbytes) if progress is not None else None)
+    return ExportReport(storage.url, tuple(written.files), written.tensors, written.nbytes, 0, (), tuple(found.skipped))
+
+
+def _export_megatron(
+    checkpoint: Subject, storage: Storage, state: str | None, max_file_bytes: int, progress: Progress | None
+) -> ExportReport:
+    """Write a checkpoint of Megatron-Core into a new or empty folder."""
+    with opened(checkpoint) as source:
+        view = CheckpointView.of(source)
+        found = megatron_content(view, "model" if state is None else state, alone=state is not None)
+        total = sum(
+            view[key].nbytes for key in {view.stored_under(item.key): item.key for item in found.items}.values()
+        )
+        with translated(f"export to {storage.url}"):
+            written = write_items(
+                view, found.items, found.blobs, None, storage, max_file_bytes,
+                lambda done: progress(done, total) if progress is not None else None, {MARKER: _MEGATRON},
+            )  # fmt: skip
     return ExportReport(storage.url, tuple(written.files), written.tensors, written.nbytes, 0, (), tuple(found.skipped))

@@ -7,7 +7,7 @@ import os
 import pickle
 import secrets
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from bytecheckpoint.storage import NewFile, Storage
 from bytecheckpoint.storage.posix.files import fsync_directory
 from bytecheckpoint.tools.state_dicts import mapped
 
-__all__ = ["Written", "write_dcp", "write_object", "write_torch_file"]
+__all__ = ["DcpItem", "Written", "why_not_plain", "write_dcp", "write_items", "write_object", "write_torch_file"]
 
 _PIECE_BYTES = 16 << 20
 _METADATA = ".metadata"
@@ -63,9 +63,7 @@ def write_dcp(
         max_file_bytes: bytes after which a new file begins.
         advance: function that gets the number of bytes written.
     """
-    from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     stand_ins: dict[int, tuple[torch.Tensor, Entry]] = {}
 
@@ -75,39 +73,108 @@ def write_dcp(
         return tensor
 
     flat, paths = flatten_state_dict(mapped(dict(tree), stand_in))
-    described: dict[str, Any] = {}
+    blobs: dict[str, Any] = {}
+    items: list[DcpItem] = []
+    for name, value in flat.items():
+        if isinstance(value, torch.Tensor) and id(value) in stand_ins:
+            entry = stand_ins[id(value)][1]
+            items.append(DcpItem(name, entry.key, entry.shape, entry.dtype))
+        else:
+            blobs[name] = value
+    return write_items(view, items, blobs, paths, storage, max_file_bytes, advance)
+
+
+@dataclass(frozen=True, slots=True)
+class DcpItem:
+    """A tensor of a checkpoint of DCP, or a part of one that is a tensor of the exported checkpoint.
+
+    Attributes:
+        name: name in DCP.
+        key: key in the exported checkpoint.
+        shape: global shape in DCP.
+        dtype: dtype in DCP.
+        at: coordinates of the part in the leading dimensions, which a stack of tensors has.
+    """
+
+    name: str
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    at: tuple[int, ...] = ()
+
+
+def write_items(
+    view: CheckpointView,
+    items: Iterable[DcpItem],
+    blobs: Mapping[str, Any],
+    paths: Any,
+    storage: Storage,
+    max_file_bytes: int,
+    advance: Advance,
+    markers: Mapping[str, bytes] | None = None,
+) -> Written:
+    """Write a checkpoint of torch.distributed.checkpoint. Items that hold the same bytes share them.
+
+    Args:
+        view: the checkpoint.
+        items: the tensors.
+        blobs: plain values by name.
+        paths: planner data of DCP.
+        storage: empty folder.
+        max_file_bytes: bytes after which a new file begins.
+        advance: function that gets the number of bytes written.
+        markers: contents of further small files, by name, which are written behind the metadata.
+    """
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    described: dict[str, Any] = {name: dcp.BytesStorageMetadata() for name in blobs}
     places: dict[Any, Any] = {}
-    files, done = _Files(storage, max_file_bytes), 0
-    names: dict[str, list[str]] = {}  # by key; tied tensors share their bytes, under the first key
+    wanted: dict[str, dict[tuple[int, torch.dtype], list[DcpItem]]] = {}  # by key; tied tensors are under the first one
     first: dict[Any, str] = {}
+    for item in items:
+        key = first.setdefault(view.stored_under(item.key), item.key)
+        wanted.setdefault(key, {}).setdefault((len(item.at), item.dtype), []).append(item)
+        size = torch.Size(item.shape)
+        described.setdefault(item.name, dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=item.dtype), size, []))
+    files, done = _Files(storage, max_file_bytes), 0
+    last = {_METADATA: b"", **(markers or {})}
+    written: dict[int, tuple[str, int, int]] = {}  # by identity of the value
     try:
-        for name, value in flat.items():
-            if isinstance(value, torch.Tensor) and id(value) in stand_ins:
-                entry = stand_ins[id(value)][1]
-                key = first.setdefault(view.stored_under(entry.key), entry.key)
-                names.setdefault(key, []).append(name)
-                properties = dcp.TensorProperties(dtype=entry.dtype)
-                described[name] = dcp.TensorStorageMetadata(properties, entry.shape, [])
-            else:
-                described[name] = dcp.BytesStorageMetadata()
-                places[dcp.MetadataIndex(name)] = _StorageInfo(*files.add(_saved(value)))
-        for key, slices, data in view.stream(names, _PIECE_BYTES):
-            offsets = torch.Size(s.start for s in slices)
-            place = files.add(_saved(data.reshape([s.stop - s.start for s in slices]).contiguous()))
-            for name in names[key]:
-                chunks = described[name].chunks
-                places[dcp.MetadataIndex(name, offsets, len(chunks))] = _StorageInfo(*place)
-                chunks.append(dcp.ChunkStorageMetadata(offsets, torch.Size(s.stop - s.start for s in slices)))
+        for name, value in blobs.items():
+            place = written.get(id(value)) or files.add(_saved(value))
+            written[id(value)] = place
+            places[dcp.MetadataIndex(name)] = _StorageInfo(*place)
+        for key, slices, data in view.stream(wanted, _PIECE_BYTES):
+            start, lengths = [s.start for s in slices], [s.stop - s.start for s in slices]
+            for (depth, dtype), alike in wanted[key].items():
+                sizes = torch.Size([1] * depth + lengths)
+                place = files.add(_saved(data.to(dtype).reshape(sizes).contiguous()))
+                for item in alike:
+                    chunks, offsets = described[item.name].chunks, torch.Size([*item.at, *start])
+                    places[dcp.MetadataIndex(item.name, offsets, len(chunks))] = _StorageInfo(*place)
+                    chunks.append(dcp.ChunkStorageMetadata(offsets, sizes))
             done += data.nbytes
             advance(done)
         files.finish()
-        metadata = dcp.Metadata(described, paths, places, dcp.StorageMeta())
-        storage.publish(_METADATA, pickle.dumps(metadata))
-        storage.sync([*files.names, _METADATA])
+        last[_METADATA] = pickle.dumps(dcp.Metadata(described, paths, places, dcp.StorageMeta()))
+        for name, content in last.items():
+            storage.publish(name, content)
+        storage.sync([*files.names, *last])
     except BaseException:
-        files.discard()
+        files.discard(last)
         raise
-    return Written([*files.names, _METADATA], len(names), done)
+    return Written([*files.names, *last], len(wanted), done)
+
+
+def why_not_plain(value: object, classes: Sequence[type]) -> str:
+    """Return why `torch.load(weights_only=True)` does not take a value and instances of some classes; "" if it does."""
+    try:
+        with torch.serialization.safe_globals(list(classes)):
+            torch.load(io.BytesIO(_saved(value)), weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError) as error:  # the latter two: it cannot be saved either
+        return str(error).partition("\n")[0]
+    return ""
 
 
 def _saved(value: object) -> bytes:
@@ -150,11 +217,11 @@ class _Files:
             self._writer.finish(self._size)
             self._writer = None
 
-    def discard(self) -> None:
-        """Remove all files."""
+    def discard(self, others: Iterable[str]) -> None:
+        """Remove all files, and others of these names."""
         if self._writer is not None:
             self._writer.abort()
-        self._storage.delete(self.names)
+        self._storage.delete([*others, *self.names])
 
 
 def write_torch_file(

@@ -11,16 +11,17 @@ A folder `global_step7` has a file for each state of each parameter, `latest_uni
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError, listed
+from bytecheckpoint.errors import IncompatibleCheckpointError, listed
 from bytecheckpoint.opening.entry import Entry
 from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.representation.values.codec import leaves_with_paths
+from bytecheckpoint.tools.optimizer_states import Parameter, names_beside, parameters_of
 from bytecheckpoint.tools.state_dicts import state_dict_of
 from bytecheckpoint.tools.torch_files import Advance, Written, write_object, write_torch_file
 
@@ -46,21 +47,6 @@ _SIZES: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Parameter:
-    """A parameter with the state that an optimizer has for it.
-
-    Attributes:
-        weight: its value in full precision, or else in that of the model.
-        slots: elementwise state by name.
-        step: the number of steps, None if the optimizer counts none.
-    """
-
-    weight: Entry
-    slots: Mapping[str, Entry]
-    step: Any
-
-
-@dataclass(frozen=True, slots=True)
 class Universal:
     """A checkpoint that can be written in the universal form.
 
@@ -74,7 +60,7 @@ class Universal:
     """
 
     view: CheckpointView
-    parameters: Mapping[str, _Parameter]
+    parameters: Mapping[str, Parameter]
     groups: list[dict[str, Any]]
     module: Any
     rest: dict[str, Any]
@@ -139,70 +125,16 @@ def universal_of(view: CheckpointView, model: str) -> Universal:
         UsageError: there is no such model, or no optimizer for it.
         IncompatibleCheckpointError: the form cannot hold the state of the optimizer; the message says why.
     """
-    prefix = "" if model == "model" else f"{model}_"
-    optimizer, engine = f"{prefix}optimizer", f"{prefix}engine"
-    for state in (model, optimizer):
-        if state not in view.states:
-            raise UsageError(f"{view.path} has no {state!r}, which DeepSpeed needs; it holds {', '.join(view.states)}")
-    if f"{optimizer}/param_groups" not in view:
-        raise UsageError(f"{view.path}: {optimizer!r} has no param groups: it is no optimizer")
-    saved = state_dict_of(view, optimizer)
-    steps = _steps(view, f"{optimizer}/state/", saved["state"])
-    parameters: dict[str, _Parameter] = {}
-    groups = []
-    for group in saved["param_groups"]:
-        names = [fqn for fqn in group["params"] if fqn in saved["state"] or not _is_frozen(view, model, fqn)]
-        found = {fqn: _parameter(view, model, fqn, saved["state"].get(fqn, {}), steps.get(fqn)) for fqn in names}
-        parameters |= found
-        _check_alike(view, parameters, lambda one: sorted(one.slots), "states")
-        _check_alike(view, found, lambda one: None if one.step is None else float(one.step), "steps in one group")
-        groups.append({**group, "params": names})
-    if not parameters:
-        raise UsageError(f"{view.path}: the groups of {optimizer!r} have no parameters")
+    optimizer, engine = names_beside(model)
+    parameters, groups = parameters_of(view, model, optimizer, "DeepSpeed")
+    for fqn in parameters:
+        if any(part in ("", ".", "..") for part in fqn.split("/")):
+            raise IncompatibleCheckpointError(f"{view.path}: {fqn!r} is no name of a file")
     rest, skipped = _rest(view, (model, optimizer), engine)
     step = max((float(one.step) for one in parameters.values() if one.step is not None), default=0)
     counters = {"global_steps": int(step), "global_samples": 0, "skipped_steps": 0}
-    return Universal(
-        view, parameters, groups, state_dict_of(view, model), {**_FACTS, **counters, **rest, **_SIZES}, skipped
-    )
-
-
-def _steps(view: CheckpointView, prefix: str, state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the number of steps of each parameter that has one; all are read together."""
-    steps = {f"{prefix}{fqn}/step": slots["step"] for fqn, slots in state.items() if slots.get("step") is not None}
-    read = {key: data for key, _, data in view.stream(key for key, step in steps.items() if isinstance(step, Entry))}
-    return {key.removeprefix(prefix).removesuffix("/step"): read.get(key, step) for key, step in steps.items()}
-
-
-def _is_frozen(view: CheckpointView, model: str, fqn: str) -> bool:
-    return f"{model}/{fqn}" in view.tensors and not view.tensors[f"{model}/{fqn}"].requires_grad
-
-
-def _parameter(view: CheckpointView, model: str, fqn: str, state: Mapping[str, Any], step: Any) -> _Parameter:
-    where = f"{view.path}: {fqn!r}"
-    if any(part in ("", ".", "..") for part in fqn.split("/")):
-        raise IncompatibleCheckpointError(f"{where} is no name of a file")
-    if (key := f"{model}/{fqn}") not in view.tensors:
-        raise IncompatibleCheckpointError(f"{where} is in a param group, and no tensor of {model!r} has the name")
-    weight = view.tensors[key]
-    slots = {slot: value for slot, value in state.items() if value is not None and slot != "step"}
-    for slot, value in slots.items():
-        if not isinstance(value, Entry) or value.shape != weight.shape:
-            raise IncompatibleCheckpointError(f"{where} has a state {slot!r} that has not the parameter's shape")
-    return _Parameter(slots.pop("master", weight), slots, step)
-
-
-def _check_alike(
-    view: CheckpointView, found: Mapping[str, _Parameter], fact: Callable[[_Parameter], Any], what: str
-) -> None:
-    """Refuse parameters that differ in a fact: DeepSpeed keeps it once for several parameters."""
-    first = next(iter(found), "")
-    for fqn, one in found.items():
-        if fact(one) != fact(found[first]):
-            text = f"{fqn!r} has {fact(one)}, {first!r} has {fact(found[first])}"
-            raise IncompatibleCheckpointError(
-                f"{view.path}: parameters have different {what}, which DeepSpeed has not: {text}"
-            )
+    rest = {**_FACTS, **counters, **rest, **_SIZES}
+    return Universal(view, parameters, groups, state_dict_of(view, model), rest, skipped)
 
 
 def _rest(view: CheckpointView, left_out: Sequence[str], engine: str) -> tuple[dict[str, Any], list[str]]:

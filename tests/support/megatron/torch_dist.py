@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -45,13 +48,62 @@ def save_torch_dist(trainer: Trainer, path: str, kind: str) -> None:
     Path(path).mkdir(parents=True, exist_ok=True)
     dist.barrier()
     metadata: dict[str, Any] = {"distrib_optim_sharding_type": kind, "chained_optim_avoid_prefix": True}
-    names = ["model"] if len(trainer.bare) == 1 else [f"model{number}" for number in range(len(trainer.bare))]
-    state: dict[str, Any] = {
-        name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, trainer.bare, strict=True)
-    }
-    of_model = state["model"] if len(names) == 1 else dict(state)
-    state["optimizer"] = trainer.optimizer.sharded_state_dict(of_model, metadata=metadata)
+    state = _model_state(trainer, metadata)
+    state["optimizer"] = trainer.optimizer.sharded_state_dict(_of_optimizer(state), metadata=metadata)
     state["opt_param_scheduler"] = trainer.scheduler.state_dict()
     state["args"] = Namespace(tensor_model_parallel_size=trainer.layout.tp, hidden_size=16)
     state |= {"iteration": trainer.step, "checkpoint_version": 3.0}
     dist_checkpointing.save(state, path, content_metadata=metadata)
+
+
+def load_torch_dist(trainer: Trainer, path: str, optimizer: bool = True) -> dict[str, Any]:
+    """Load a checkpoint of Megatron, with its optimizer and scheduler or the model alone; return its common values."""
+    from megatron.core import dist_checkpointing
+
+    metadata = dist_checkpointing.load_content_metadata(path)
+    assert metadata is not None
+    state = _model_state(trainer, metadata)
+    names = list(state)
+    if optimizer:
+        arguments = {"is_loading": True, "metadata": metadata}
+        state["optimizer"] = trainer.optimizer.sharded_state_dict(_of_optimizer(state), **arguments)
+    loaded: dict[str, Any] = dist_checkpointing.load(state, path)
+    for name, chunk in zip(names, trainer.bare, strict=True):
+        chunk.load_state_dict(loaded.pop(name))
+    if optimizer:
+        with _steps_of_torch(trainer):
+            trainer.optimizer.load_state_dict(loaded.pop("optimizer"))
+        trainer.scheduler.num_steps = 0  # it adds those of the checkpoint
+        trainer.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    else:
+        trainer.optimizer.reload_model_params()
+    trainer.step = loaded["iteration"]
+    return loaded
+
+
+@contextmanager
+def _steps_of_torch(trainer: Trainer) -> Iterator[None]:
+    """Let Megatron 0.19 load an optimizer of torch, which has a step for each parameter; it expects those of Apex or TE."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    plain = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def without_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+        with torch.no_grad():
+            plain(self, parameter, {**tensors, "step": None})
+
+    with mock.patch.object(DistributedOptimizer, "_set_main_param_and_optimizer_states", without_step):
+        yield
+    for one in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
+        for state in one.optimizer.state.values():
+            state["step"] = state["step"].clone()  # Megatron gives all parameters the same tensor
+
+
+def _model_state(trainer: Trainer, metadata: dict[str, Any]) -> dict[str, Any]:
+    names = ["model"] if len(trainer.bare) == 1 else [f"model{number}" for number in range(len(trainer.bare))]
+    return {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, trainer.bare, strict=True)}
+
+
+def _of_optimizer(state: dict[str, Any]) -> dict[str, Any]:
+    of_model: dict[str, Any] = state["model"] if len(state) == 1 else dict(state)
+    return of_model
