@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 import bytecheckpoint
 from bytecheckpoint.cli.main import run
 from tests.layouts.models import Family
+from tests.loading.test_layouts import folder_of, weights
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +69,22 @@ def test_headers(capsys, folders):
 @pytest.mark.parametrize("setting", ["a", "a=b", "=1"])
 def test_settings_that_are_none(capsys, folders, setting):
     assert "write SIDE.KEY=VALUE" in call(capsys, "check", "llama", "--left", folders / "hf", "--set", setting)[2]
+
+
+def test_explain(capsys, tmp_path):
+    folder = folder_of(tmp_path / "hf", weights())
+    name = "decoder.layers.1.self_attention.linear_qkv.weight"
+    code, out, _ = call(capsys, "explain", "llama", folder, name)
+    assert code == 0 and "  k (g of 2, d of 4, h of 24) at (12 + 20 g + d, h), decoder.layout:" in out
+    assert "    model.layers.1.self_attn.k_proj.weight [8, 24]\n      model.safetensors from byte " in out
+    code, out, _ = call(capsys, "explain", "llama", folder, name, "--json")
+    data = (folder / "model.safetensors").read_bytes()
+    for part in json.loads(out)["parts"]:
+        (source,) = part["stored"]
+        (row,) = source["rows"]
+        expected = weights()[source["tensor"]].numpy().tobytes()
+        assert data[row["offset"] : row["offset"] + row["bytes"]] == expected
+    code, _, err = call(capsys, "explain", "llama", folder, name.replace("qkv", "qk"))
+    assert code == 2 and f"did you mean {name}?" in err
+    (tmp_path / "t.layout").write_text("layout t a <-> b\nrules\nz : h\n <-> y : h\n")
+    assert "no name of " in call(capsys, "explain", tmp_path / "t.layout", folder, name)[2]

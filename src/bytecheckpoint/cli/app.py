@@ -387,6 +387,23 @@ def layout_check(
     return partial(check, layout, left=left, right=right, states=states, settings=settings or [], json=json)
 
 
+@layout_app.command("explain")
+def layout_explain(
+    layout: Annotated[str, typer.Argument(metavar="LAYOUT", help="A layout.", show_default=False)],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint.", show_default=False)],
+    tensor: Annotated[str, typer.Argument(metavar="TENSOR", help="A tensor of either side.", show_default=False)],
+    state: Annotated[str, typer.Option(help="State of the checkpoint.")] = "model",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SIDE.KEY=VALUE", help="A key of a configuration.")
+    ] = None,
+    json: Json = False,
+) -> Job:
+    """Print of which parts a tensor consists, and where the bytes of each part lie. No bytes of tensors are read."""
+    from bytecheckpoint.cli.layout import explain
+
+    return partial(explain, layout, path, tensor, state=state, settings=settings or [], json=json)
+
+
 @layout_app.command("show")
 def layout_show(
     layout: Annotated[

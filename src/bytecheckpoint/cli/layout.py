@@ -5,17 +5,23 @@ from __future__ import annotations
 import json as json_text
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from bytecheckpoint.cli.format import plural, print_json, print_table, printable
 from bytecheckpoint.engine.catalogs import open_catalog
 from bytecheckpoint.errors import CheckpointError, UsageError
+from bytecheckpoint.layouts.axes import affine, dims_of
 from bytecheckpoint.layouts.binding import Binding, BoundSide, bind
 from bytecheckpoint.layouts.config import flattened
 from bytecheckpoint.layouts.layout import builtin_names, find, find_or_read
 from bytecheckpoint.layouts.matching import Side
+from bytecheckpoint.planning.part_space import stored_side
+from bytecheckpoint.representation.similar_names import SimilarNames
 from bytecheckpoint.storage import Storage, resolve
 
-__all__ = ["check", "show"]
+__all__ = ["check", "explain", "show"]
 
 _CONFIG = "config.json"
 
@@ -56,14 +62,9 @@ def check(
             if path is None:
                 sides.append(None)
                 continue
-            storage, reader = open_catalog(resolve(path))  # of this package or of another program
-            reader.close()
-            catalog = reader.catalog
-            keys = [(i, key.fqn) for i, key in enumerate(catalog.keys()) if key.state == state and not key.slot]
-            if not keys:
-                raise UsageError(f"{storage.url} has no tensors in the state '{state}'")
-            sides.append(Side([fqn for _, fqn in keys], [catalog.shape(i) for i, _ in keys]))
-            config |= flattened(naming, _read_config(storage))
+            stored = _Stored(path, state, naming)
+            sides.append(stored.side)
+            config |= stored.config
         config |= dict(map(_setting, settings))
         if layout.fits and not layout.is_for(config):
             lines.append(f"the layout is for {layout.fits}")
@@ -80,6 +81,103 @@ def check(
     else:
         print("\n".join(map(printable, lines)))
     return 0
+
+
+def explain(name: str, path: str, tensor: str, *, state: str, settings: Sequence[str], json: bool) -> int:
+    """Print of which parts a tensor consists, and where the bytes of each part lie. Only headers are read."""
+    layout = find_or_read(name)
+    stored = _Stored(path, state)
+    number = stored_side(layout, stored.side.names)
+    if number is None:
+        raise UsageError(f"{layout.label}: no name of {stored.url} fits a rule")
+    config = flattened(layout.sides[number], stored.plain_config) | dict(map(_setting, settings))
+    sides: list[Side | None] = [None, None]
+    sides[number] = stored.side
+    bound = bind(layout, sides[0], sides[1], config)
+    ends = (bound.left, bound.right) if number == 0 else (bound.right, bound.left)
+    shown = ends[1] if tensor in ends[1].names else ends[0]
+    if tensor not in shown.names:
+        near = SimilarNames([*ends[1].names, *ends[0].names]).of(tensor)
+        raise UsageError(f"neither side has a tensor {tensor}{f': did you mean {near[0]}?' if near else ''}")
+    chosen = list(shown.names).index(tensor)
+    places = np.flatnonzero(shown.places.tensor == chosen).tolist()
+    parts = [found for place in places if (found := _part_of(bound, shown, place, ends[0], stored))]
+    shape = [size for size in shown.shapes[chosen].tolist() if size >= 0]
+    if json:
+        print_json({"tensor": tensor, "shape": shape, "parts": parts})
+        return 0
+    print(printable(f"{tensor} {shape}"))
+    for part in parts:
+        where = ", ".join(part["coordinates"])
+        print(printable(f"  {part['part']} {part['sizes']} at ({where}){part['rule'] and ', ' + part['rule']}"))
+        for source in part["stored"]:
+            print(printable(f"    {source['tensor']} {source['shape']}"))
+            for row in source["rows"]:
+                print(printable(f"      {row['file']} from byte {row['offset']}: {row['bytes']} bytes"))
+    return 0
+
+
+class _Stored:
+    """The tensors of a checkpoint's state.
+
+    Attributes:
+        side: their names and shapes.
+        url: URL of the checkpoint.
+        plain_config: configuration of a folder of Hugging Face, {} if there is none.
+        config: configuration under the name of its side.
+    """
+
+    def __init__(self, path: str, state: str, naming: str = "") -> None:
+        storage, reader = open_catalog(resolve(path))  # of this package or of another program
+        reader.close()
+        self._catalog, self.url = reader.catalog, storage.url
+        keys = [(i, key.fqn) for i, key in enumerate(self._catalog.keys()) if key.state == state and not key.slot]
+        if not keys:
+            raise UsageError(f"{storage.url} has no tensors in the state '{state}'")
+        self._numbers = [i for i, _ in keys]
+        self.side = Side([fqn for _, fqn in keys], [self._catalog.shape(i) for i in self._numbers])
+        self.plain_config = _read_config(storage)
+        self.config = flattened(naming, self.plain_config)
+
+    def rows(self, tensor: int) -> list[dict[str, object]]:
+        """Return where the bytes of a tensor lie."""
+        catalog = self._catalog
+        rows = np.flatnonzero(catalog.boxes.tensor == self._numbers[tensor]).tolist()
+        return [
+            {
+                "file": catalog.files[int(catalog.file[row])].name,
+                "offset": int(catalog.byte_offset[row]),
+                "bytes": int(catalog.byte_length[row]),
+            }
+            for row in rows
+        ]
+
+
+def _part_of(bound: Binding, shown: BoundSide, place: int, own: BoundSide, stored: _Stored) -> dict[str, Any]:
+    """Return a part of a tensor: its dims, its coordinates in the tensor, the stored tensors with it; {} if it is empty."""
+    places = shown.places
+    low, part = places.lowerings[int(places.lowering[place])], int(places.part[place])
+    if not all(low.sizes[dim] for axis in low.axes for dim in dims_of(axis)):
+        return {}
+    coordinates = []
+    for axis in low.axes:
+        base, weights = affine(axis, low.sizes)
+        terms = [f"{weight} {dim}" if weight > 1 else dim for dim, weight in weights.items()]
+        coordinates.append(" + ".join([*([str(base)] if base or not terms else []), *terms]))
+    fixed = dict(zip(low.dims, places.fixed[place].tolist(), strict=False))
+    known = {str(dim) for axis in low.axes for dim in dims_of(axis)}
+    sizes = ", ".join(f"{dim} = {fixed[dim]}" if dim not in known else f"{dim} of {low.sizes[dim]}" for dim in low.dims)
+    tensors = np.unique(own.places.tensor[(own.places.part == part) & ~own.places.copy]).tolist() if part >= 0 else []
+    return {
+        "part": "padding" if part < 0 else " ".join(bound.group(part).part.labels) or "whole",
+        "rule": "" if part < 0 else str(bound.group(part).place),
+        "sizes": f"({sizes})",
+        "coordinates": coordinates,
+        "stored": [
+            {"tensor": own.names[t], "shape": [n for n in own.shapes[t].tolist() if n >= 0], "rows": stored.rows(t)}
+            for t in tensors
+        ],
+    }
 
 
 def _about(binding: Binding, sides: Sequence[Side | None]) -> dict[str, object]:

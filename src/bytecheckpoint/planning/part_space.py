@@ -28,7 +28,7 @@ from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
 from bytecheckpoint.representation.catalog_rows import rows_of
 from bytecheckpoint.representation.shards import MASTER, TensorKey
 
-__all__ = ["LaidOut", "LiveSide", "choose_layout", "lay_out", "layout_of_model"]
+__all__ = ["LaidOut", "LiveSide", "choose_layout", "lay_out", "layout_of_model", "stored_side"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def choose_layout(catalog: Catalog, live: LiveSide) -> Layout | None:
     found = [layout for layout in map(find, builtin_names()) if here & {*layout.sides} and layout.is_for(config)]
     if len(found) > 1 or equal:
         names = [name for _, name, slot in keys if not slot]
-        sides = [_stored_side(layout, names) for layout in found]
+        sides = [stored_side(layout, names) for layout in found]
         found = [a for a, side in zip(found, sides, strict=True) if side is not None and a.sides[1 - side] in here]
     if equal and len(found) != 1:
         return None
@@ -230,19 +230,19 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
                 numbers = numbers[catalog.ndims[numbers] > 0]
             if not len(numbers):
                 continue
-            stored_side = _stored_side(layout, [catalog.fqn[n] for n in numbers.tolist()])
-            if stored_side is None:
+            own_side = stored_side(layout, [catalog.fqn[n] for n in numbers.tolist()])
+            if own_side is None:
                 alone += numbers.tolist()
                 continue
             if not slot:
                 laid_states.add(state)
-            stored_names, tensors = _names(catalog, state, numbers, _templates(layout, stored_side))
+            stored_names, tensors = _names(catalog, state, numbers, _templates(layout, own_side))
             shapes = [catalog.shape(n) for n in tensors.tolist()]
             other = None if live is None else live.of(state)
             sides: list[Side | None] = [None, None]
-            sides[stored_side] = Side(stored_names, shapes, partial=other is not None)
+            sides[own_side] = Side(stored_names, shapes, partial=other is not None)
             if other is not None:
-                sides[1 - stored_side] = Side(list(other), list(other.values()), partial=True)
+                sides[1 - own_side] = Side(list(other), list(other.values()), partial=True)
             try:
                 bound = bind(layout, sides[0], sides[1], config)
             except IncompatibleCheckpointError as error:
@@ -250,7 +250,7 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
                     raise
                 raise IncompatibleCheckpointError(f"{state} has {slot!r} of its parameters, and {error}") from error
             undecided += bound.undecided
-            own, shown_side = (bound.left, bound.right) if stored_side == 0 else (bound.right, bound.left)
+            own, shown_side = (bound.left, bound.right) if own_side == 0 else (bound.right, bound.left)
             if slot and own.scales:
                 raise IncompatibleCheckpointError(
                     f"{state} has {slot!r} of quantised parameters, which no layout moves"
@@ -258,7 +258,7 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
             dtypes = _dtypes(catalog, bound, own, tensors)
             changed: dict[int, ElementMap] = {}
             if slot in ("", MASTER):  # other slots are those of gradients, which sums do not change
-                changed = element_maps(bound, own, dtypes, catalog, tensors, count, 1 if stored_side == 0 else -1)
+                changed = element_maps(bound, own, dtypes, catalog, tensors, count, 1 if own_side == 0 else -1)
             rows.append(_in_parts(stored, own, tensors, count, changed))
             for part, change in changed.items():
                 if change.scales:
@@ -310,7 +310,7 @@ def _stored_config(catalog: Catalog) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _stored_side(layout: Layout, names: Sequence[str]) -> int | None:
+def stored_side(layout: Layout, names: Sequence[str]) -> int | None:
     """Return the side of a layout whose names a checkpoint has, None if it has those of neither.
 
     Raises:
