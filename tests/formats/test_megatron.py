@@ -35,6 +35,7 @@ from bytecheckpoint.tools import export
 from tests.loading.test_layouts import module_of
 
 GOLDEN = Path(__file__).parent / "golden" / "megatron-0.19.2"
+OLD = Path(__file__).parent / "golden" / "megatron-0.14.0" / "fully_sharded_model_space"
 KINDS = ["fully_reshardable", "dp_reshardable"]
 
 
@@ -54,6 +55,33 @@ def test_every_tensor_equals_what_was_trained(kind: str) -> None:
     with bytecheckpoint.open(GOLDEN / kind) as found:
         digests = {key: digest(found.tensors[key][...]) for key in found.tensors}
     assert digests == expected and len(expected) == 131
+
+
+def test_flat_ranges_of_parts_are_read_as_megatron_itself_loads_them() -> None:
+    """Version 0.14 with an optimizer of which ranks have ranges of parts; plain values are in common.pt."""
+    expected = json.loads((OLD.parent / "expected.json").read_text())
+    foreign = read_megatron(resolve(str(OLD)))
+    assert max(np.bincount(foreign.catalog.boxes.tensor)) > 4 and not foreign.notes
+    with bytecheckpoint.open(OLD) as found:
+        for key, digest in expected.items():
+            data = found.tensors[key][...].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            assert sha256(data).hexdigest() == digest, key
+        assert found.tensors["optimizer/state/decoder.layers.1.mlp.linear_fc2.weight/step"][...] == 3
+    extra = decode(foreign.values["extra_states"], on_tensor=TensorRef, on_unregistered=lambda name, value: value)
+    assert extra["args"] == {"tensor_model_parallel_size": 2, "hidden_size": 16}
+
+
+def test_flat_ranges_that_fit_no_weight_are_refused() -> None:
+    content = read_content(resolve(str(OLD)))
+    number = content.names.index("optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight")
+    shapes = content.columns.shapes
+    plain, shapes[number] = shapes[number], (2, 3, 1, 192)
+    with pytest.raises(ValueError, match=r"linear_fc1\.weight' of shape .* is not in parts of"):
+        megatron._without_flat_ranges(content)
+    shapes[number] = plain
+    content.names[content.names.index("decoder.layers.mlp.linear_fc1.weight")] = "other"
+    with pytest.raises(IncompatibleCheckpointError, match=r"no weight says .*exp_avg\.decoder\.layers\.mlp"):
+        megatron._without_flat_ranges(content)
 
 
 @pytest.mark.parametrize("fqn", ["decoder.layers.2.mlp.linear_fc2.weight", "decoder.final_layernorm.weight"])

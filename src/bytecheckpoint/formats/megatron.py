@@ -8,6 +8,9 @@ tensor of its own, which has the name in the whole model, so that it fits live o
 
 The state "optimizer" has "state.<parameter>.fp32", ".exp_avg" and so on for every parameter; "opt_param_scheduler" has the
 scheduler; "extra_states" has the rest of the common values, "args" as a dict.
+
+Until version 0.14, an optimizer's tensor of a weight [X, Y] may be [X / x, Y / y, x * y]: a number for each tensor-parallel
+part [x, y] along each dimension, and the elements of the part, of which each data-parallel rank has a range.
 """
 
 from __future__ import annotations
@@ -128,7 +131,8 @@ class _TorchDist:
 
     def _add_tensors(self) -> RowColumns:
         """Add the tensors, stacked ones as one for each layer and expert; return their rows."""
-        rows, old = self._old.rows, self._old.columns
+        old = self._old.columns
+        rows, shapes = _without_flat_ranges(self._old)
         boxes = rows.boxes
         tensor, offsets, lengths, strides = (
             np.array(array) for array in (boxes.tensor, boxes.offsets, boxes.lengths, rows.strides)
@@ -149,7 +153,7 @@ class _TorchDist:
             if found := _SLOT.fullmatch(name):
                 state, slot, key = "optimizer", _SLOTS.get(found[1], found[1]), found[2]
             template, depth = _unstacked(key)
-            whole = old.shapes[number]
+            whole = shapes[number]
             sizes, shape = whole[:depth], whole[depth:]
             if len(sizes) != depth or math.prod(sizes) > _MOST_PARTS:
                 raise ValueError(f"{name!r} of shape {list(whole)} is no stack of tensors")
@@ -322,6 +326,55 @@ class _TorchDist:
         for k, fqn in enumerate(steps):
             number = self._columns.add_tensor("optimizer", f"state.{fqn}.step", "float32", ())
             self._columns.rows.append((number, (), (), file, 4 * k, ()))
+
+
+def _without_flat_ranges(content: DcpContent) -> tuple[RowColumns, list[tuple[int, ...]]]:
+    """Return the rows and the shapes of tensors, those of optimizers with the shapes of their weights."""
+    rows, shapes, names = content.rows, list(content.columns.shapes), content.names
+    weights = dict(zip(names, shapes, strict=True))
+    flat: dict[int, tuple[int, ...]] = {}
+    lost: list[str] = []
+    for number, name in enumerate(names):
+        found = _SLOT.fullmatch(name)
+        weight = weights.get(found[2]) if found else None
+        if found and weight is None:
+            lost.append(name)
+        if weight is None or len(weight) + 1 != len(shapes[number]):
+            continue
+        *counts, size = shapes[number]
+        flat[number] = tuple(n // count if count else 0 for n, count in zip(weight, counts, strict=True))
+        if math.prod(flat[number]) != size or math.prod(counts) * size != math.prod(weight):
+            raise ValueError(f"{name!r} of shape {list(shapes[number])} is not in parts of {list(weight)}")
+        shapes[number] = weight
+    if not flat:
+        return rows, shapes
+    if lost:
+        raise IncompatibleCheckpointError(
+            f"no weight says which shapes these tensors of the optimizer have: {listed(lost)}"
+        )
+    chosen = np.isin(rows.boxes.tensor, list(flat))
+    boxes, begin = rows.boxes.take(chosen), rows.begin[chosen]
+    numbers, ndim = list(flat), boxes.ndim
+    parts = BoxTable.build(numbers, [flat[k] for k in numbers], [flat[k] for k in numbers], ndim).lengths
+    part = parts[np.searchsorted(numbers, boxes.tensor)]
+    last = np.array([len(flat[k]) for k in numbers], np.int64)[np.searchsorted(numbers, boxes.tensor)]
+    at = np.arange(len(boxes))
+    start, count = boxes.offsets[at, last], boxes.lengths[at, last]
+    if (boxes.volumes() != count).any():
+        raise ValueError("an optimizer's item has ranges of several parts")
+    found_boxes = flat_ranges_to_boxes(part, start, start + count)
+    of = found_boxes.source
+    boxes.offsets[at, last] = 0
+    items = np.array([itemsize(name) for name in content.columns.dtypes], np.int64)[boxes.tensor[of]]
+    offsets = (boxes.offsets * part)[of] + found_boxes.offsets
+    whole = RowColumns(
+        BoxTable.concat([rows.boxes.take(~chosen), BoxTable(boxes.tensor[of], offsets, found_boxes.lengths)]),
+        np.concatenate([rows.file[~chosen], rows.file[chosen][of]]),
+        np.concatenate([rows.begin[~chosen], begin[of] + (found_boxes.flat_start - start[of]) * items]),
+        np.concatenate([rows.strides[~chosen], row_major(found_boxes.lengths)]),
+    )
+    order = np.argsort(whole.boxes.tensor, kind="stable")
+    return RowColumns(whole.boxes.take(order), whole.file[order], whole.begin[order], whole.strides[order]), shapes
 
 
 def _unstacked(key: str) -> tuple[str, int]:
