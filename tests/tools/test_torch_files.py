@@ -227,7 +227,7 @@ def test_the_command_exports_one_state(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_dcp_of_two_ranks(path: str) -> None:
-    """FSDP2 on two ranks is saved, exported by one, and loaded by DCP on both."""
+    """FSDP2 on two ranks is saved, exported by one and by both, and loaded by DCP on both."""
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, 3))
     whole = {name: value.clone() for name, value in model.state_dict().items()}
@@ -239,10 +239,12 @@ def test_dcp_of_two_ranks(path: str) -> None:
     else:
         expected = [{}]
     dist.broadcast_object_list(expected, 0)
-    other = nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, 3))
-    fully_shard(other, mesh=mesh)
-    state = {"model": other.state_dict()}
-    dcp.load(state, checkpoint_id=f"{path}/dcp")
-    for name, value in other.state_dict().items():
-        found = value.full_tensor()
-        assert dist.get_rank() != 0 or torch.equal(found, expected[0][name])
+    report = tools.export(f"{path}/own", f"{path}/both", format="dcp", process_group=dist.group.WORLD)
+    assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} == set(report.files)
+    for folder in ("dcp", "both"):
+        other = nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, 3))
+        fully_shard(other, mesh=mesh)
+        dcp.load({"model": other.state_dict()}, checkpoint_id=f"{path}/{folder}")
+        for name, value in other.state_dict().items():
+            found = value.full_tensor()
+            assert dist.get_rank() != 0 or torch.equal(found, expected[0][name])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from bytecheckpoint.errors import UsageError
@@ -10,20 +13,21 @@ from bytecheckpoint.formats.megatron import MARKER
 from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.posix.storage import LocalStorage
+from bytecheckpoint.tools.export_ranks import ExportRanks, export_ranks
 from bytecheckpoint.tools.export_target import ExportReport, Progress, check_target, new_folder, translated
 from bytecheckpoint.tools.huggingface import export_huggingface
 from bytecheckpoint.tools.megatron import megatron_content
 from bytecheckpoint.tools.state_dicts import state_dict_of
 from bytecheckpoint.tools.subject import Subject, opened
-from bytecheckpoint.tools.torch_files import write_dcp, write_items, write_torch_file
+from bytecheckpoint.tools.torch_files import Advance, Written, write_dcp, write_items, write_torch_file
 from bytecheckpoint.tools.universal import universal_of
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
 __all__ = ["export"]
 
-_FORMATS = ("dcp", "torch", "deepspeed-universal", "megatron")
 #: Content of the file by which Megatron knows a checkpoint of its own.
 _MEGATRON = b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
 
@@ -40,6 +44,7 @@ def export(
     files_from: str | os.PathLike[str] | None = None,
     force: bool = False,
     progress: Progress | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> ExportReport:
     """Write a checkpoint for other programs: of Hugging Face, DCP, `torch.save`, DeepSpeed, or Megatron-Core.
 
@@ -79,6 +84,8 @@ def export(
         force: replace weights at the target. Other files of the folder stay. On storages other than local folders the
             old weights are removed first.
         progress: function of (bytes read, bytes in all).
+        process_group: "dcp" and "megatron" only: ranks that write together, which all make this call; each reads and writes
+            its share of the tensors, and rank 0 the metadata, last. None for this process alone.
 
     Raises:
         UsageError: wrong arguments, or the target is not empty.
@@ -86,13 +93,15 @@ def export(
         CorruptCheckpointError: a block is damaged; nothing is left at `target`.
         StorageError: the files cannot be written.
     """
+    if process_group is not None and format not in ("dcp", "megatron"):
+        raise UsageError(f"process_group= is for format='dcp' and 'megatron'; {format!r} is written by one process")
     if format == "hf":
         return export_huggingface(
             checkpoint, target, state="model" if state is None else state, dtype=dtype, max_shard_bytes=max_shard_bytes,
             adapter=adapter, files_from=files_from, force=force, progress=progress,
         )  # fmt: skip
-    if format not in _FORMATS:
-        raise UsageError(f"format={format!r}: use 'hf', {', '.join(map(repr, _FORMATS))}")
+    if format not in _PREPARED:
+        raise UsageError(f"format={format!r}: use 'hf', {', '.join(map(repr, _PREPARED))}")
     for name, value in (("dtype", dtype), ("adapter", adapter), ("files_from", files_from)):
         if value is not None:
             raise UsageError(f"{name}= is for format='hf'; {format!r} keeps tensors as they are")
@@ -104,58 +113,96 @@ def export(
             raise UsageError(f"{storage.url}: a file of torch.save is written to a local file system")
         if os.path.isdir(storage.url) or (os.path.lexists(storage.url) and not force):
             raise UsageError(f"{storage.url} exists: give the path of a new file")
-    else:
-        check_target(storage, force=False)
-    if format == "deepspeed-universal":
-        return _export_universal(checkpoint, storage, "model" if state is None else state, progress)
-    if format == "megatron":
-        return _export_megatron(checkpoint, storage, state, max_shard_bytes, progress)
-    with opened(checkpoint) as source:
-        view = CheckpointView.of(source)
-        if state is not None and state not in view.states:
-            raise UsageError(f"{view.path} has no {state!r}; it holds {', '.join(view.states)}")
-        chosen = [state] if state is not None else list(view.states)
-        skipped = [name for name in chosen if view.has_streams(name)]
-        tree: dict[str, Any] = {name: state_dict_of(view, name) for name in chosen if name not in skipped}
-        total = sum(view[key].nbytes for name in tree for key in view.keys_of(name) if view.stored_under(key))
+    with export_ranks(process_group, storage.url) as ranks, contextlib.ExitStack() as stack:
 
-        def advance(done: int) -> None:
-            if progress is not None:
-                progress(min(done, total), total)
+        def prepare() -> _Prepared:
+            if format != "torch" and ranks.rank == 0:
+                check_target(storage, force=False)
+            view = CheckpointView.of(stack.enter_context(opened(checkpoint)))
+            return _PREPARED[format](view, storage, state, max_shard_bytes, ranks)
 
+        prepared = ranks.all_succeed("prepare", prepare)  # before any rank writes
         with translated(f"export to {storage.url}"):
-            if format == "dcp":
-                written = write_dcp(view, tree, storage, max_shard_bytes, advance)
-            else:
-                os.makedirs(os.path.dirname(storage.url), exist_ok=True)
-                written = write_torch_file(view, tree, storage.url, advance)
-    return ExportReport(storage.url, tuple(written.files), written.tensors, written.nbytes, 0, (), tuple(skipped))
+            written = prepared.write(
+                lambda done: progress(min(done, prepared.nbytes), prepared.nbytes) if progress is not None else None
+            )
+    return ExportReport(
+        storage.url, tuple(written.files), written.tensors, written.nbytes, 0, (), tuple(prepared.skipped)
+    )
 
 
-def _export_universal(checkpoint: Subject, storage: Storage, state: str, progress: Progress | None) -> ExportReport:
-    """Write the universal form of DeepSpeed into a new or empty local folder."""
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """An export that can begin.
+
+    Attributes:
+        nbytes: bytes of tensors to read.
+        skipped: names of states and values that the format cannot hold.
+        write: function that writes all files, given a function of the bytes read so far.
+    """
+
+    nbytes: int
+    skipped: Sequence[str]
+    write: Callable[[Advance], Written]
+
+
+def _trees(view: CheckpointView, state: str | None) -> tuple[dict[str, Any], list[str], int]:
+    """Return the states for programs of torch, the names of those that are left out, and the bytes of tensors."""
+    if state is not None and state not in view.states:
+        raise UsageError(f"{view.path} has no {state!r}; it holds {', '.join(view.states)}")
+    chosen = [state] if state is not None else list(view.states)
+    skipped = [name for name in chosen if view.has_streams(name)]
+    tree: dict[str, Any] = {name: state_dict_of(view, name) for name in chosen if name not in skipped}
+    return tree, skipped, sum(view[k].nbytes for name in tree for k in view.keys_of(name) if view.stored_under(k))
+
+
+def _prepare_dcp(
+    view: CheckpointView, storage: Storage, state: str | None, max_file_bytes: int, ranks: ExportRanks
+) -> _Prepared:
+    tree, skipped, total = _trees(view, state)
+    return _Prepared(total, skipped, lambda advance: write_dcp(view, tree, storage, max_file_bytes, advance, ranks))
+
+
+def _prepare_torch(
+    view: CheckpointView, storage: Storage, state: str | None, max_file_bytes: int, ranks: ExportRanks
+) -> _Prepared:
+    tree, skipped, total = _trees(view, state)
+
+    def write(advance: Advance) -> Written:
+        os.makedirs(os.path.dirname(storage.url), exist_ok=True)
+        return write_torch_file(view, tree, storage.url, advance)
+
+    return _Prepared(total, skipped, write)
+
+
+def _prepare_universal(
+    view: CheckpointView, storage: Storage, state: str | None, max_file_bytes: int, ranks: ExportRanks
+) -> _Prepared:
     if not isinstance(storage, LocalStorage):
         raise UsageError(f"{storage.url}: DeepSpeed reads a local file system")
-    with opened(checkpoint) as source:
-        found = universal_of(CheckpointView.of(source), state)
-        with translated(f"export to {storage.url}"), new_folder(storage.url) as folder:
-            written = found.write(folder, lambda done: progress(done, found.nbytes) if progress is not None else None)
-    return ExportReport(storage.url, tuple(written.files), written.tensors, written.nbytes, 0, (), tuple(found.skipped))
+    found = universal_of(view, "model" if state is None else state)
+
+    def write(advance: Advance) -> Written:
+        with new_folder(storage.url) as folder:
+            return found.write(folder, advance)
+
+    return _Prepared(found.nbytes, found.skipped, write)
 
 
-def _export_megatron(
-    checkpoint: Subject, storage: Storage, state: str | None, max_file_bytes: int, progress: Progress | None
-) -> ExportReport:
-    """Write a checkpoint of Megatron-Core into a new or empty folder."""
-    with opened(checkpoint) as source:
-        view = CheckpointView.of(source)
-        found = megatron_content(view, "model" if state is None else state, alone=state is not None)
-        total = sum(
-            view[key].nbytes for key in {view.stored_under(item.key): item.key for item in found.items}.values()
-        )
-        with translated(f"export to {storage.url}"):
-            written = write_items(
-                view, found.items, found.blobs, None, storage, max_file_bytes,
-                lambda done: progress(done, total) if progress is not None else None, {MARKER: _MEGATRON},
-            )  # fmt: skip
-    return ExportReport(storage.url, tuple(written.files), written.tensors, written.nbytes, 0, (), tuple(found.skipped))
+def _prepare_megatron(
+    view: CheckpointView, storage: Storage, state: str | None, max_file_bytes: int, ranks: ExportRanks
+) -> _Prepared:
+    found = megatron_content(view, "model" if state is None else state, alone=state is not None)
+    total = sum(view[key].nbytes for key in {view.stored_under(item.key): item.key for item in found.items}.values())
+    return _Prepared(
+        total,
+        found.skipped,
+        lambda advance: write_items(
+            view, found.items, found.blobs, None, storage, max_file_bytes, advance, {MARKER: _MEGATRON}, ranks
+        ),
+    )
+
+
+_PREPARED: Mapping[str, Callable[[CheckpointView, Storage, str | None, int, ExportRanks], _Prepared]] = {
+    "dcp": _prepare_dcp, "torch": _prepare_torch, "deepspeed-universal": _prepare_universal, "megatron": _prepare_megatron,
+}  # fmt: skip

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import pickle
 import secrets
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -19,6 +20,7 @@ from bytecheckpoint.opening.entry import Entry
 from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.storage import NewFile, Storage
 from bytecheckpoint.storage.posix.files import fsync_directory
+from bytecheckpoint.tools.export_ranks import ExportRanks
 from bytecheckpoint.tools.state_dicts import mapped
 
 __all__ = ["DcpItem", "Written", "why_not_plain", "write_dcp", "write_items", "write_object", "write_torch_file"]
@@ -30,6 +32,8 @@ _ALIGNMENT = 64
 #: Bytes of a local header of a zip file before the name of the member.
 _LOCAL_HEADER = 30
 
+#: An item of a file: name, offsets (None for plain values) and sizes, and its place: file, first byte, bytes.
+_Placed: TypeAlias = tuple[str, tuple[int, ...] | None, tuple[int, ...], tuple[str, int, int]]
 #: Function that gets the number of bytes that were written.
 Advance = Callable[[int], None]
 
@@ -50,7 +54,12 @@ class Written:
 
 
 def write_dcp(
-    view: CheckpointView, tree: Mapping[str, Any], storage: Storage, max_file_bytes: int, advance: Advance
+    view: CheckpointView,
+    tree: Mapping[str, Any],
+    storage: Storage,
+    max_file_bytes: int,
+    advance: Advance,
+    ranks: ExportRanks,
 ) -> Written:
     """Write a checkpoint of torch.distributed.checkpoint, as `dcp.save(tree)` does.
 
@@ -62,6 +71,7 @@ def write_dcp(
         storage: empty folder.
         max_file_bytes: bytes after which a new file begins.
         advance: function that gets the number of bytes written.
+        ranks: ranks that write together.
     """
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
@@ -81,7 +91,7 @@ def write_dcp(
             items.append(DcpItem(name, entry.key, entry.shape, entry.dtype))
         else:
             blobs[name] = value
-    return write_items(view, items, blobs, paths, storage, max_file_bytes, advance)
+    return write_items(view, items, blobs, paths, storage, max_file_bytes, advance, None, ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +121,8 @@ def write_items(
     storage: Storage,
     max_file_bytes: int,
     advance: Advance,
-    markers: Mapping[str, bytes] | None = None,
+    markers: Mapping[str, bytes] | None,
+    ranks: ExportRanks,
 ) -> Written:
     """Write a checkpoint of torch.distributed.checkpoint. Items that hold the same bytes share them.
 
@@ -124,12 +135,12 @@ def write_items(
         max_file_bytes: bytes after which a new file begins.
         advance: function that gets the number of bytes written.
         markers: contents of further small files, by name, which are written behind the metadata.
+        ranks: ranks that write together; each reads and writes its share of the tensors.
     """
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     described: dict[str, Any] = {name: dcp.BytesStorageMetadata() for name in blobs}
-    places: dict[Any, Any] = {}
     wanted: dict[str, dict[tuple[int, torch.dtype], list[DcpItem]]] = {}  # by key; tied tensors are under the first one
     first: dict[Any, str] = {}
     for item in items:
@@ -137,34 +148,52 @@ def write_items(
         wanted.setdefault(key, {}).setdefault((len(item.at), item.dtype), []).append(item)
         size = torch.Size(item.shape)
         described.setdefault(item.name, dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=item.dtype), size, []))
-    files, done = _Files(storage, max_file_bytes), 0
+    keys = list(wanted)
+    own = [keys[position] for position in ranks.share([view.tensors[key].nbytes for key in keys])]
+    files = _Files(storage, max_file_bytes, ranks.rank)
     last = {_METADATA: b"", **(markers or {})}
-    written: dict[int, tuple[str, int, int]] = {}  # by identity of the value
-    try:
-        for name, value in blobs.items():
+
+    def write() -> tuple[list[str], list[_Placed], int]:
+        placed: list[_Placed] = []
+        written: dict[int, tuple[str, int, int]] = {}  # by identity of the value
+        for name, value in blobs.items() if ranks.rank == 0 else ():
             place = written.get(id(value)) or files.add(_saved(value))
             written[id(value)] = place
-            places[dcp.MetadataIndex(name)] = _StorageInfo(*place)
-        for key, slices, data in view.stream(wanted, _PIECE_BYTES):
+            placed.append((name, None, (), place))
+        done = 0
+        for key, slices, data in view.stream(own, _PIECE_BYTES):
             start, lengths = [s.start for s in slices], [s.stop - s.start for s in slices]
             for (depth, dtype), alike in wanted[key].items():
-                sizes = torch.Size([1] * depth + lengths)
+                sizes = (*[1] * depth, *lengths)
                 place = files.add(_saved(data.to(dtype).reshape(sizes).contiguous()))
-                for item in alike:
-                    chunks, offsets = described[item.name].chunks, torch.Size([*item.at, *start])
-                    places[dcp.MetadataIndex(item.name, offsets, len(chunks))] = _StorageInfo(*place)
-                    chunks.append(dcp.ChunkStorageMetadata(offsets, sizes))
+                placed += [(item.name, (*item.at, *start), sizes, place) for item in alike]
             done += data.nbytes
             advance(done)
         files.finish()
+        return files.names, placed, done
+
+    def finish(written: Sequence[tuple[list[str], list[_Placed], int]]) -> tuple[list[str], int]:
+        places: dict[Any, Any] = {}
+        for name, offsets, sizes, place in itertools.chain.from_iterable(placed for _, placed, _ in written):
+            index = dcp.MetadataIndex(name)
+            if offsets is not None:
+                chunks = described[name].chunks
+                index = dcp.MetadataIndex(name, torch.Size(offsets), len(chunks))
+                chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            places[index] = _StorageInfo(*place)
         last[_METADATA] = pickle.dumps(dcp.Metadata(described, paths, places, dcp.StorageMeta()))
         for name, content in last.items():
             storage.publish(name, content)
-        storage.sync([*files.names, *last])
+        names = [*itertools.chain.from_iterable(names for names, _, _ in written), *last]
+        storage.sync(names)
+        return names, sum(done for _, _, done in written)
+
+    try:
+        names, done = ranks.agree("write", write, finish)
     except BaseException:
-        files.discard(last)
+        files.discard(last if ranks.rank == 0 else ())
         raise
-    return Written([*files.names, *last], len(wanted), done)
+    return Written(names, len(wanted), done)
 
 
 def why_not_plain(value: object, classes: Sequence[type]) -> str:
@@ -184,18 +213,20 @@ def _saved(value: object) -> bytes:
 
 
 class _Files:
-    """Files `__0_0.distcp`, `__0_1.distcp`, ... to which items are appended.
+    """Files `__0_0.distcp`, `__0_1.distcp`, ... of rank 0, to which items are appended.
 
     Args:
         storage: folder of the files.
         max_bytes: bytes after which a new file begins.
+        rank: rank that writes them.
 
     Attributes:
         names: names of the files.
     """
 
-    def __init__(self, storage: Storage, max_bytes: int) -> None:
+    def __init__(self, storage: Storage, max_bytes: int, rank: int) -> None:
         self.names: list[str] = []
+        self._rank = rank
         self._storage, self._max_bytes = storage, max_bytes
         self._writer: Any = None
         self._size = 0
@@ -205,7 +236,7 @@ class _Files:
         if self._writer is not None and self._size + len(data) > self._max_bytes:
             self.finish()
         if self._writer is None:
-            self.names.append(f"__0_{len(self.names)}.distcp")
+            self.names.append(f"__{self._rank}_{len(self.names)}.distcp")
             self._writer, self._size = self._storage.create(NewFile(self.names[-1], self._max_bytes)), 0
         self._writer.write_at(self._size, [memoryview(data)])
         self._size += len(data)

@@ -1,0 +1,81 @@
+"""Let the ranks of a process group write one export together: each its share of the files, rank 0 the index last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from bytecheckpoint.collectives.agreement import Agreement
+from bytecheckpoint.collectives.current import current
+from bytecheckpoint.collectives.single import SingleProcess
+from bytecheckpoint.settings import settings
+from bytecheckpoint.world import world_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["ExportRanks", "export_ranks"]
+
+_Result = TypeVar("_Result")
+
+
+class ExportRanks:
+    """The ranks of one export.
+
+    Args:
+        agreement: steps of the ranks.
+
+    Attributes:
+        rank: rank of this process.
+        count: number of ranks.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        self.rank = agreement.rank
+        self.count = agreement.collective.world_size
+        self._agreement = agreement
+
+    def agree(self, step: str, work: Callable[[], Any], decide: Callable[[list[Any]], _Result]) -> _Result:
+        """Run `work` on every rank and `decide` on rank 0 with all results; raise the failure of any rank on all ranks."""
+        return self._agreement.agree(step, work, decide)
+
+    def all_succeed(self, step: str, work: Callable[[], _Result]) -> _Result:
+        """Run `work` on every rank and return its result there; raise the failure of any rank on all ranks."""
+        found: list[_Result] = []
+        self._agreement.agree(step, lambda: found.append(work()), lambda _: None)
+        return found[0]
+
+    def share(self, sizes: Sequence[int]) -> list[int]:
+        """Return the positions of this rank's share of things of some sizes: the largest first to the rank with least."""
+        loads = [0] * self.count
+        own = []
+        for position in sorted(range(len(sizes)), key=lambda k: -sizes[k]):
+            rank = loads.index(min(loads))
+            loads[rank] += max(sizes[position], 1)
+            if rank == self.rank:
+                own.append(position)
+        return sorted(own)
+
+
+@contextmanager
+def export_ranks(process_group: ProcessGroup | None, address: str) -> Iterator[ExportRanks]:
+    """Yield the ranks of an export: those of a process group, all of which call this, or this process alone.
+
+    Args:
+        process_group: the group, None for this process alone.
+        address: address of the target.
+    """
+    timeout = settings().timeout
+    if process_group is None:
+        yield ExportRanks(Agreement(SingleProcess(), "export", timeout))
+        return
+    collective = current(process_group, timeout=timeout)
+    calls = world_of(collective).calls
+    number = calls.begin("export", address, timeout)
+    collective.begin_call(f"export/{number}", address)
+    try:
+        yield ExportRanks(Agreement(collective, f"export/{number}", timeout))
+    except BaseException as error:
+        calls.note_failure("export", number, address, error)
+        raise
