@@ -62,6 +62,7 @@ MANY_FIELDS: dict[str, str] = {
     "bytecheckpoint.monitoring.simulation.SimulatedRun": "keyword options, each with a default",
     "bytecheckpoint.layouts.statements.Content": "the parts of a text, most with a default",
     "bytecheckpoint.manager.manager.__init__": "keyword options, each with a default",
+    "bytecheckpoint.tools.huggingface.export_huggingface": "the keyword options of a call",
     "bytecheckpoint.tools.exporting.export": "the keyword options of a call",
     "bytecheckpoint.options.SaveOptions": "the keyword options of a call",
     "bytecheckpoint.representation.header_writer.build_header": "the fields of a header",

@@ -84,8 +84,8 @@ def export(
         force: replace weights at the target. Other files of the folder stay. On storages other than local folders the
             old weights are removed first.
         progress: function of (bytes read, bytes in all).
-        process_group: "dcp" and "megatron" only: ranks that write together, which all make this call; each reads and writes
-            its share of the tensors, and rank 0 the metadata, last. None for this process alone.
+        process_group: ranks that write "hf", "dcp" or "megatron" together, which all make this call; each reads and writes
+            its share of the files, and rank 0 the index, last. None for this process alone.
 
     Raises:
         UsageError: wrong arguments, or the target is not empty.
@@ -93,12 +93,12 @@ def export(
         CorruptCheckpointError: a block is damaged; nothing is left at `target`.
         StorageError: the files cannot be written.
     """
-    if process_group is not None and format not in ("dcp", "megatron"):
-        raise UsageError(f"process_group= is for format='dcp' and 'megatron'; {format!r} is written by one process")
+    if process_group is not None and format in ("torch", "deepspeed-universal"):
+        raise UsageError(f"process_group= is for 'hf', 'dcp' and 'megatron': {format!r} is written by one process")
     if format == "hf":
         return export_huggingface(
             checkpoint, target, state="model" if state is None else state, dtype=dtype, max_shard_bytes=max_shard_bytes,
-            adapter=adapter, files_from=files_from, force=force, progress=progress,
+            adapter=adapter, files_from=files_from, force=force, progress=progress, process_group=process_group,
         )  # fmt: skip
     if format not in _PREPARED:
         raise UsageError(f"format={format!r}: use 'hf', {', '.join(map(repr, _PREPARED))}")

@@ -9,9 +9,11 @@ import re
 import secrets
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +27,7 @@ from bytecheckpoint.storage.posix.files import fsync_directory
 from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.storage.time_limits import TimeLimitedStorage, with_time_limits
 from bytecheckpoint.storage.wrappers import Call
+from bytecheckpoint.tools.export_ranks import ExportRanks, export_ranks
 from bytecheckpoint.tools.export_target import ExportReport, Progress, check_target, translated
 from bytecheckpoint.tools.huggingface_description import (
     ModelDescription,
@@ -43,6 +46,9 @@ from bytecheckpoint.tools.huggingface_layout import (
     tensors_to_export,
 )
 from bytecheckpoint.tools.subject import Subject, opened
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["export_huggingface"]
 
@@ -64,17 +70,19 @@ def export_huggingface(
     files_from: str | os.PathLike[str] | None,
     force: bool,
     progress: Progress | None,
+    process_group: ProcessGroup | None,
 ) -> ExportReport:
     """Write all tensors of one state as consolidated safetensors; see `export`."""
     storage = resolve(target)
-    present = call_with_timeout(
-        call_timeout(storage), lambda: check_target(storage, force), f"cannot look into {storage.url}"
-    )
-    copied = {} if files_from is None else dict(files_beside(files_from))
-    wanted = export_dtype(dtype)
-    if max_shard_bytes < 1:
-        raise UsageError(f"max_shard_bytes is {max_shard_bytes}: give a positive number of bytes")
-    with opened(checkpoint) as source:
+
+    def prepare(
+        ranks: ExportRanks, stack: contextlib.ExitStack, present: Sequence[str]
+    ) -> tuple[_Export, ExportReport]:
+        copied = {} if files_from is None else dict(files_beside(files_from))
+        wanted = export_dtype(dtype)
+        if max_shard_bytes < 1:
+            raise UsageError(f"max_shard_bytes is {max_shard_bytes}: give a positive number of bytes")
+        source = stack.enter_context(opened(checkpoint))
         if (
             storage.url in (source.path, source.path.rpartition("/")[0])
             and CheckpointView.of(source).catalog.is_foreign
@@ -84,52 +92,72 @@ def export_huggingface(
             raise UsageError(f"{source.path} has no {state!r}; it holds {', '.join(source.states)}")
         view = CheckpointView.of(source)
         description = ModelDescription.of(view) if state == "model" else ModelDescription()
-        adapter, described = description.adapter(adapter)
-        renamed = str if described is None else partial(described.name, adapter)
+        name, described = description.adapter(adapter)
+        renamed = str if described is None else partial(described.name, name)
         tensors, skipped, left_out = tensors_to_export(view, state, wanted, renamed)
         if described is not None and not tensors:
-            raise UsageError(f"{source.path} has no tensors of an adapter {adapter!r} in {state!r}")
-        files = distribute(tensors, max_shard_bytes if described is None else sys.maxsize)
+            raise UsageError(f"{source.path} has no tensors of an adapter {name!r} in {state!r}")
+        files = distribute(tensors, *((max_shard_bytes, ranks.count) if described is None else (sys.maxsize, 1)))
         if described is not None:
             files[0].name = ADAPTER_FILE
         copied = without_quantization(copied, {tensor.dtype for tensor in tensors})
         others = copied | contents_of((described or description).files, wanted)
         others = {name: data for name, data in others.items() if name not in present or _WEIGHTS.fullmatch(name)}
-        running = _Export(view, files, others, progress)
+        running = _Export(view, files, others, progress, ranks)
+        report = ExportReport(
+            storage.url,
+            tuple(running.names),
+            len(tensors),
+            running.nbytes,
+            sum(tensor.cast for tensor in tensors),
+            (),
+            tuple(skipped),
+            tuple(left_out),
+            tuple(others),
+        )
+        return running, report
+
+    with export_ranks(process_group, storage.url) as ranks, contextlib.ExitStack() as stack:
+        present = ranks.agree(
+            "look", lambda: _present(storage, force) if ranks.rank == 0 else [], lambda found: found[0]
+        )
+        running, report = ranks.all_succeed("prepare", lambda: prepare(ranks, stack, present))
         with translated(f"export to {storage.url}"):
             if isinstance(storage, LocalStorage):
                 _export_to_folder(running, storage.url)
             else:
                 _export_to_storage(running, storage, filter(_WEIGHTS.fullmatch, present))
-    return ExportReport(
-        storage.url,
-        tuple(running.names),
-        len(tensors),
-        running.nbytes,
-        sum(tensor.cast for tensor in tensors),
-        tuple(running.overflowed),
-        tuple(skipped),
-        tuple(left_out),
-        tuple(others),
+    return replace(report, overflowed=tuple(running.overflowed))
+
+
+def _present(storage: Storage, force: bool) -> list[str]:
+    """Check that the target can take an export. Return the names in it."""
+    return call_with_timeout(
+        call_timeout(storage), lambda: check_target(storage, force), f"cannot look into {storage.url}"
     )
 
 
 def _export_to_folder(export: _Export, folder: str) -> None:
     """Write all files to a temporary folder beside the target, then move them into place."""
-    temporary = os.path.join(os.path.dirname(folder), f".{os.path.basename(folder)}.exporting-{secrets.token_hex(6)}")
+    token = export.ranks.agree("token", lambda: None, lambda _: secrets.token_hex(6))
+    temporary = os.path.join(os.path.dirname(folder), f".{os.path.basename(folder)}.exporting-{token}")
     storage = TimeLimitedStorage(LocalStorage(temporary))
-    try:
-        export.write_all(storage)
+
+    def install() -> None:
         storage.around(Call("install"), lambda: _install(temporary, folder, [*export.others, *export.names]))
+
+    try:
+        export.write_all(storage, install)
     finally:
-        storage.around_close(lambda: shutil.rmtree(temporary, ignore_errors=True))
+        if export.ranks.rank == 0:
+            storage.around_close(lambda: shutil.rmtree(temporary, ignore_errors=True))
 
 
 def _export_to_storage(export: _Export, storage: Storage, old: Iterable[str]) -> None:
     """Remove old weights, write the files one by one, and publish the index last."""
-    storage.delete(old)
+    export.ranks.agree("old", lambda: None, lambda _: storage.delete(old))
     try:
-        export.write_all(with_time_limits(storage))
+        export.write_all(with_time_limits(storage), lambda: None)
     except BaseException:
         with contextlib.suppress(CheckpointError):
             storage.delete([*export.names, *export.others, _INDEX])
@@ -145,28 +173,47 @@ class _Export:
         files: Sequence[OutputFile],
         others: Mapping[str, bytes],
         progress: Progress | None,
+        ranks: ExportRanks,
     ) -> None:
+        self.ranks = ranks
         self.others = others
-        self.nbytes = sum(file.nbytes for file in files)
         self.names = [file.name for file in files] + ([_INDEX] if len(files) > 1 else [])
         self.overflowed: dict[str, None] = {}
         self._source = source
         self._files = files
         self._progress = progress
         self._done = 0
-        self._total = sum(tensor.stored_bytes for file in files for tensor in file.tensors)
+        self._total = sum(tensor.stored_bytes for file in self._own for tensor in file.tensors)
 
-    def write_all(self, storage: Storage) -> None:
-        """Write the files, and an index if there are several."""
-        for file in self._files:
-            self._write(storage, file)
-        for name, data in self.others.items():
-            storage.publish(name, data)
-        if _INDEX in self.names:
-            weights = {tensor.name: file.name for file in self._files for tensor in file.tensors}
-            index = {"metadata": {"total_size": self.nbytes}, "weight_map": dict(sorted(weights.items()))}
-            storage.publish(_INDEX, json.dumps(index, indent=2).encode() + b"\n")
-        storage.sync([*self.others, *self.names])
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors in all files."""
+        return sum(file.nbytes for file in self._files)
+
+    @property
+    def _own(self) -> list[OutputFile]:
+        return [self._files[position] for position in self.ranks.share([file.nbytes for file in self._files])]
+
+    def write_all(self, storage: Storage, install: Callable[[], None]) -> None:
+        """Write the files, each rank its share, and on rank 0 an index if there are several; then install all."""
+
+        def write() -> list[str]:
+            for file in self._own:
+                self._write(storage, file)
+            return list(self.overflowed)
+
+        def finish(overflowed: list[list[str]]) -> list[str]:
+            for name, data in self.others.items():
+                storage.publish(name, data)
+            if _INDEX in self.names:
+                weights = {tensor.name: file.name for file in self._files for tensor in file.tensors}
+                index = {"metadata": {"total_size": self.nbytes}, "weight_map": dict(sorted(weights.items()))}
+                storage.publish(_INDEX, json.dumps(index, indent=2).encode() + b"\n")
+            storage.sync([*self.others, *self.names])
+            install()
+            return [name for names in overflowed for name in names]
+
+        self.overflowed = dict.fromkeys(self.ranks.agree("write", write, finish))
 
     def _write(self, storage: Storage, file: OutputFile) -> None:
         """Write one file. The next batch is read while one is written. The header goes last, as storages want it."""

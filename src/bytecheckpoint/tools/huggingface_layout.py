@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -143,14 +143,26 @@ def _check_fits_format(key: str, name: str, stored_dtype: str, dtype: torch.dtyp
         raise IncompatibleCheckpointError(f"{key!r} has a name that safetensors reserves")
 
 
-def distribute(tensors: Iterable[OutputTensor], max_bytes: int) -> list[OutputFile]:
-    """Distribute tensors to files in order, and name the files. Wide elements come first in a file, so all are aligned."""
+def distribute(tensors: Sequence[OutputTensor], max_bytes: int, ranks: int = 1) -> list[OutputFile]:
+    """Distribute tensors to files in order, and name the files. Wide elements come first in a file, so all are aligned.
+
+    Args:
+        tensors: the tensors.
+        max_bytes: most bytes of a file of several tensors.
+        ranks: number of ranks that write the files; each gets as many of them, of about equal size, if there are several.
+    """
+    total, done = sum(tensor.nbytes for tensor in tensors), 0
+    count = -(-total // max_bytes)  # of full files
+    even = total / (-(-count // ranks) * ranks) if ranks > 1 and total else total
     files = [OutputFile()]
     for tensor in tensors:
-        if files[-1].tensors and files[-1].nbytes + tensor.nbytes > max_bytes:
+        if files[-1].tensors and (
+            files[-1].nbytes + tensor.nbytes > max_bytes or done + tensor.nbytes / 2 > len(files) * even
+        ):
             files.append(OutputFile())
         files[-1].tensors.append(tensor)
         files[-1].nbytes += tensor.nbytes
+        done += tensor.nbytes
     for number, file in enumerate(files, 1):
         if len(files) > 1:
             file.name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
