@@ -225,7 +225,7 @@ docs: venv ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 
 # All groups, and all extras but torchtitan, which wants older packages than the others.
-LOCKED_EXTRAS := accelerate cli fsspec hdfs lightning mlflow monitor objects otlp prometheus ray s3-profiles tensorboard transformers wandb
+LOCKED_EXTRAS := accelerate cli fsspec hdfs lightning mlflow monitor objects orbax otlp prometheus ray s3-profiles tensorboard transformers wandb
 LOCKED_GROUPS := bench bootstrap demo dev docs
 lock: ## update constraints.txt from pyproject.toml, keeping the pins that still fit
 	$(UV) pip compile --quiet --universal --python-version 3.11 $(LOCKED_EXTRAS:%=--extra %) \

@@ -15,7 +15,7 @@ shopt -s inherit_errexit # a `die` inside $(...) ends the script
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=${VENV:-.venv}
-EXTRAS=${EXTRAS:-cli,s3-profiles,fsspec,hdfs,prometheus,otlp,monitor,dev,docs,bench,demo}
+EXTRAS=${EXTRAS:-cli,s3-profiles,fsspec,hdfs,orbax,prometheus,otlp,monitor,dev,docs,bench,demo}
 PINNED=${PINNED:-}
 export UV_PYTHON_DOWNLOADS=never
 export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-300} # torch is a large wheel

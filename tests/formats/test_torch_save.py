@@ -22,6 +22,7 @@ from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointErro
 from bytecheckpoint.formats.torch_save import read_torch_save
 from bytecheckpoint.representation.dtypes import dtype_names
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.tools import compare, verify
 from tests.formats.hostile import old, storage, tensor
 from tests.formats.oracle import assert_same, read_tensors, values_of
 
@@ -219,14 +220,6 @@ def test_refusals_say_why(tmp_path):
             read_torch_save(storage, "x.pt")
 
     refused("no such file", CheckpointNotFoundError)
-    torch.save({"w": torch.zeros(100)}, tmp_path / "y.pt")
-    with (
-        zipfile.ZipFile(tmp_path / "y.pt") as old,
-        zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as new,
-    ):
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
-    refused("deflated")
     (tmp_path / "x.pt").write_bytes(b"\0" * 257 + b"ustar" + b"\0" * 500)
     refused("tar file")
     (tmp_path / "x.pt").write_bytes(b"\x80\x04K\x05.")
@@ -241,3 +234,21 @@ def test_refusals_say_why(tmp_path):
     data = (tmp_path / "x.pt").read_bytes()
     (tmp_path / "x.pt").write_bytes(data[:-24] + struct.pack("<q", 5) + data[-16:])
     refused("5 elements, not 4", CorruptCheckpointError)
+
+
+def test_deflated_members(tmp_path):
+    """A file that another program has compressed is inflated as it is read; damage is named."""
+    torch.save({"model": tensors(), "epoch": 3}, tmp_path / "y.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "y.pt") as old,
+        zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+        largest = max(new.infolist(), key=lambda info: info.compress_size if "/data/" in info.filename else 0)
+    assert compare(tmp_path / "x.pt", tmp_path / "y.pt").equal and verify(tmp_path / "x.pt").ok
+    data = bytearray((tmp_path / "x.pt").read_bytes())
+    data[largest.header_offset + 60 + largest.compress_size // 2] ^= 64
+    (tmp_path / "x.pt").write_bytes(data)
+    (finding,) = verify(tmp_path / "x.pt").findings
+    assert "x.pt is damaged" in finding.message and finding.tensors

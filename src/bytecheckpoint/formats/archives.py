@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.formats.files import RangedFile
 
 __all__ = ["StoredMember", "ZipEntry", "is_zip", "local_header_end", "locate", "read_directory", "read_member"]
@@ -54,17 +54,19 @@ class ZipEntry:
 
 @dataclass(frozen=True, slots=True)
 class StoredMember:
-    """A stored member: its bytes lie in the file as they are.
+    """A member: its bytes lie in the file as they are, or deflated.
 
     Attributes:
         offset: first byte of the content.
         size: bytes of the content.
         crc: CRC32 of the content; None where the container has none.
+        deflated: bytes of the deflated content in the file; 0 if it is not deflated.
     """
 
     offset: int
     size: int
     crc: int | None
+    deflated: int = 0
 
 
 def is_zip(first_bytes: bytes) -> bool:
@@ -167,8 +169,13 @@ def _check_places(file: RangedFile, entries: list[ZipEntry], directory: int) -> 
             raise file.damaged(f"its member {entry.name!r} of {entry.stored} bytes lies outside of the file")
 
 
-def locate(file: RangedFile, entries: Iterable[ZipEntry]) -> dict[str, StoredMember]:
-    """Return where the contents of stored members lie, by the members' names; one read each.
+def locate(file: RangedFile, entries: Iterable[ZipEntry], *, deflated: bool = False) -> dict[str, StoredMember]:
+    """Return where the contents of members lie, by the members' names; one read each.
+
+    Args:
+        file: the zip file.
+        entries: the members.
+        deflated: allow members that are deflated.
 
     Raises:
         CorruptCheckpointError: a local header differs from the directory, or its content lies outside.
@@ -176,7 +183,7 @@ def locate(file: RangedFile, entries: Iterable[ZipEntry]) -> dict[str, StoredMem
     """
     wanted = list(entries)
     for entry in wanted:
-        if entry.method != _STORED:
+        if entry.method != _STORED and not deflated:
             raise IncompatibleCheckpointError(
                 f"{file.label}: its member {entry.name!r} is deflated, so no range of it can be read: "
                 "save the file again by torch.save"
@@ -187,11 +194,12 @@ def locate(file: RangedFile, entries: Iterable[ZipEntry]) -> dict[str, StoredMem
         begin = local_header_end(head, entry.name)
         if begin is None:
             raise file.damaged(f"the header of its member {entry.name!r} is not where the directory says")
-        file.part(entry.header + begin, entry.size)  # raises
-        found[entry.name] = StoredMember(entry.header + begin, entry.size, entry.crc)
+        file.part(entry.header + begin, entry.stored)  # raises
+        compressed = entry.stored if entry.method != _STORED else 0
+        found[entry.name] = StoredMember(entry.header + begin, entry.size, entry.crc, compressed)
     in_order = sorted(zip(wanted, found.values(), strict=True), key=lambda item: item[0].header)
     for (_, before), (entry, _) in pairwise(in_order):
-        if before.offset + before.size > entry.header:
+        if before.offset + (before.deflated or before.size) > entry.header:
             raise file.damaged(f"its member {entry.name!r} overlaps the one before")
     return found
 
@@ -207,15 +215,25 @@ def local_header_end(head: bytes, name: str = "") -> int | None:
 
 
 def read_member(file: RangedFile, member: StoredMember) -> bytes:
-    """Read a small member whole and check its CRC32.
+    """Read a member whole, inflate it, and check its CRC32.
 
     Raises:
         CorruptCheckpointError: the content differs from what was written.
         IncompatibleCheckpointError: the member is too large.
     """
     if member.size > _MOST_MEMBER:
-        raise IncompatibleCheckpointError(f"{file.label}: its pickle has {member.size} bytes, more than {_MOST_MEMBER}")
-    data = file.read(member.offset, member.size)
+        raise IncompatibleCheckpointError(
+            f"{file.label}: its member at byte {member.offset} has {member.size} bytes, more than {_MOST_MEMBER}"
+        )
+    data = file.read(member.offset, member.deflated or member.size)
+    if member.deflated:
+        inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+        try:
+            data = inflater.decompress(data, member.size + 1)
+        except zlib.error as error:
+            raise file.damaged(f"its member at byte {member.offset} cannot be inflated: {error}") from None
+        if len(data) != member.size or not inflater.eof:
+            raise file.damaged(f"its member at byte {member.offset} does not have {member.size} bytes")
     if member.crc is not None and zlib.crc32(data) != member.crc:
-        raise CorruptCheckpointError(f"{file.label} is damaged: the CRC32 of its pickle differs", file=file.name)
+        raise file.damaged(f"the CRC32 of its member at byte {member.offset} differs")
     return data

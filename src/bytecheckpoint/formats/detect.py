@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -13,11 +13,14 @@ from typing import Final
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from bytecheckpoint.formats.archives import is_zip
 from bytecheckpoint.formats.dcp import METADATA, metadata_files, read_dcp
+from bytecheckpoint.formats.decoded import BytesReader, Decoded, DecodedFiles
 from bytecheckpoint.formats.deepspeed import OPTIMIZER_FILE, UNIVERSAL_FILE, read_deepspeed
 from bytecheckpoint.formats.files import open_file
 from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint
 from bytecheckpoint.formats.huggingface import SAFETENSORS, read_huggingface, weight_files
 from bytecheckpoint.formats.megatron import MARKER, read_megatron
+from bytecheckpoint.formats.orbax import METADATA as METADATA_OF_ORBAX
+from bytecheckpoint.formats.orbax import item_folder, read_orbax
 from bytecheckpoint.formats.rank_files import RANK_FILE, read_rank_files
 from bytecheckpoint.formats.shown import VALUES_NAME, with_values
 from bytecheckpoint.formats.torch_save import read_torch_save
@@ -38,7 +41,7 @@ _PROGRAMS: Final = {
     r"(zero_pp_rank|mp_rank_\d+_model_states|layer_\d+).*\.pt": "of DeepSpeed without the optimizer's files: give one file",
     r"(.*/)?mp_rank_\d+(_\d+)*/(model_optim_rng|distrib_optim)\.pt": "of Megatron, by ranks, which is not read yet",
     r"latest_checkpointed_iteration\.txt": "the folder of a Megatron run: give the folder of one iteration",
-    r"_CHECKPOINT_METADATA|manifest\.ocdbt|(.*/)?ocdbt\.process_.*": "of Orbax, which is not read yet",
+    r"_CHECKPOINT_METADATA|manifest\.ocdbt|(.*/)?ocdbt\.process_.*": "of Orbax, without the '_METADATA' of one item",
 }
 #: The same for folders without weights that are read.
 _OTHERS: Final = {
@@ -83,6 +86,13 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
         return FormatReader("dcp", read_dcp)
     if UNIVERSAL_FILE in names or any(OPTIMIZER_FILE.fullmatch(name) for name in names):
         return FormatReader("deepspeed", read_deepspeed)
+    if METADATA_OF_ORBAX in {name.rpartition("/")[2] for name in names}:
+        folder = item_folder(names)
+        if folder is None:
+            raise IncompatibleCheckpointError(
+                f"{storage.url} has several checkpoints of Orbax: give the folder of one item"
+            )
+        return FormatReader("orbax", partial(read_orbax, folder=folder))
     _refuse(storage, names, _PROGRAMS)
     try:
         index, files = weight_files(names)
@@ -140,7 +150,8 @@ class ForeignStorage(WrappedStorage):
         self.url = url or inner.url
         self._read = read
         self._lock = threading.Lock()
-        self._files: Mapping[str, bytes] | None = None
+        self._files: Mapping[str, bytes | Decoded] | None = None
+        self._decoded = DecodedFiles()
         self._facts: tuple[tuple[str, ...], FileSums] = (), FileSums.of([])
 
     def notes(self) -> tuple[str, ...]:
@@ -153,8 +164,14 @@ class ForeignStorage(WrappedStorage):
         self._made(CATALOG_NAME)
         return self._facts[1]
 
-    def _made(self, name: str) -> bytes | None:
-        """Return the bytes of a file that the folder does not hold, None for one that it may hold."""
+    def decoded(self) -> tuple[str, ...]:
+        """Return the names of the files whose contents are compressed in the folder."""
+        self._made(CATALOG_NAME)
+        assert self._files is not None
+        return tuple(name for name, content in self._files.items() if isinstance(content, Decoded))
+
+    def _made(self, name: str) -> bytes | Decoded | None:
+        """Return the content of a file that the folder does not hold, None for one that it may hold."""
         if name != CATALOG_NAME and not name.startswith(VALUES_NAME):
             return None
         with self._lock:
@@ -167,15 +184,24 @@ class ForeignStorage(WrappedStorage):
 
     def open(self, name: str) -> FileReader:  # noqa: D102 (the base describes it)
         data = self._made(name)
-        return super().open(name) if data is None else _BytesReader(data)
+        if data is None:
+            return super().open(name)
+        size = data.size if isinstance(data, Decoded) else len(data)
+        return BytesReader(size, lambda: self._bytes_of(name, data))
 
     def read(self, name: str) -> bytes:  # noqa: D102
         data = self._made(name)
-        return super().read(name) if data is None else data
+        return super().read(name) if data is None else self._bytes_of(name, data)
 
     def stat(self, name: str) -> FileStat:  # noqa: D102
         data = self._made(name)
-        return super().stat(name) if data is None else FileStat(len(data), 0.0, str(len(data)))
+        if data is None:
+            return super().stat(name)
+        size = data.size if isinstance(data, Decoded) else len(data)
+        return FileStat(size, 0.0, str(size))
+
+    def _bytes_of(self, name: str, data: bytes | Decoded) -> bytes:
+        return self._decoded.bytes_of(name, data) if isinstance(data, Decoded) else data
 
 
 def as_checkpoint(storage: Storage) -> ForeignStorage | None:
@@ -192,23 +218,3 @@ def as_checkpoint(storage: Storage) -> ForeignStorage | None:
     with contextlib.suppress(CheckpointNotFoundError):
         return ForeignStorage(storage, detect(storage).read)
     return None
-
-
-class _BytesReader(FileReader):
-    def __init__(self, data: bytes) -> None:
-        self._data = memoryview(data)
-        self.size = len(data)
-
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
-        begin = offset
-        for buffer in buffers:
-            part = self._data[offset : offset + len(buffer)]
-            buffer[: len(part)] = part
-            offset += len(part)
-        return offset - begin
-
-    def other_copies(self) -> Iterator[FileReader]:
-        return iter(())
-
-    def close(self) -> None:
-        pass

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint.errors import CorruptCheckpointError
+from bytecheckpoint.formats.decoded import Decoded
 from bytecheckpoint.formats.meanings import StoredTensor
 from bytecheckpoint.formats.sharded import ShardedValue
 from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major, widened
@@ -70,7 +71,7 @@ class ForeignCheckpoint:
             row begins, and proves place and strides: a reader of the row has to check it (`dcp_items.check_head`). None:
             the reader of the format has read all of them.
         made: files that no folder holds, whose names begin with `VALUES_NAME`, by name: numbers that the program keeps in
-            plain values, and an optimizer in tensors.
+            plain values, and an optimizer in tensors; contents that are compressed.
     """
 
     format: str
@@ -80,7 +81,7 @@ class ForeignCheckpoint:
     sums: FileSums
     notes: tuple[str, ...] = ()
     heads: Int64s | None = None
-    made: Mapping[str, bytes] = field(default_factory=dict)
+    made: Mapping[str, bytes | Decoded] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from bytecheckpoint.formats.decoded import Decoded
 from bytecheckpoint.formats.foreign import ForeignCheckpoint
 from bytecheckpoint.representation.boxes import BoxTable, Int64s, widened
 from bytecheckpoint.representation.catalog import FOREIGN, SHARED, VALUES_SLOT, Catalog, StorageFile, TensorTable
@@ -24,7 +25,7 @@ VALUES_NAME: Final = ".bytecheckpoint-values"
 _SLOTS: Final = {"fp32": "master"}
 
 
-def with_values(checkpoint: ForeignCheckpoint) -> tuple[Catalog, dict[str, bytes]]:
+def with_values(checkpoint: ForeignCheckpoint) -> tuple[Catalog, dict[str, bytes | Decoded]]:
     """Return the catalog with a tensor for the plain values of each state, and the files that hold these, by name."""
     catalog, strides, trees = _with_slots(checkpoint.catalog, checkpoint.strides, checkpoint.values)
     contents = {f"{VALUES_NAME}-{number}": item for number, item in enumerate(trees.items())}

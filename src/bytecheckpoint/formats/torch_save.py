@@ -5,14 +5,17 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.formats.archives import StoredMember, is_zip, locate, read_directory, read_member
+from bytecheckpoint.formats.decoded import Decoded
 from bytecheckpoint.formats.files import RangedFile, open_file
 from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.meanings import CONSTANTS, MEANINGS, StorageRef, StoredTensor, storage_of
 from bytecheckpoint.formats.sharded import ShardedValue, rebuilt_tensor
+from bytecheckpoint.formats.shown import VALUES_NAME
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.formats.unpickling import MAX_PICKLE_BYTES, PickleEndsError, read_pickle
 from bytecheckpoint.representation.dtypes import itemsize
@@ -56,17 +59,29 @@ def read_torch_save(storage: Storage, name: str) -> ForeignCheckpoint:
     columns = ForeignColumns()
     values: dict[str, bytes] = {}
     with open_file(storage, name) as file:
-        found = read_object(file)
+        found = read_object(file, deflated=True)
         number = columns.add_file(file.name, file.size)
         tree = Tree(file.label)
-        places = {key: (number, member.offset) for key, member in found.storages.items()}
+        places = {key: (number, member.offset) for key, member in found.storages.items() if not member.deflated}
+        made = {}
+        for key, member in found.storages.items():
+            if member.deflated:
+                inflated = f"{VALUES_NAME}-data-{key}"
+                made[inflated] = Decoded(member.size, partial(_read_again, storage, name, member))
+                places[key] = columns.add_file(inflated, member.size), 0
         for state, value in states_of(found.value).items():
             values[state] = tree.encode(value)
             columns.add_whole(state, tree.tensors, places)
             columns.add_sharded(state, [tree.sharded], places, file.label)
     catalog, strides = columns.build({"format": "torch-save"})
-    sums = FileSums.of([(number, m.offset, m.size, m.crc) for m in found.storages.values() if m.crc is not None])
-    return ForeignCheckpoint("torch-save", catalog, strides, values, sums, tuple(tree.notes))
+    plain = [m for m in found.storages.values() if not m.deflated]
+    sums = FileSums.of([(number, m.offset, m.size, m.crc) for m in plain if m.crc is not None])
+    return ForeignCheckpoint("torch-save", catalog, strides, values, sums, tuple(tree.notes), made=made)
+
+
+def _read_again(storage: Storage, name: str, member: StoredMember) -> bytes:
+    with open_file(storage, name) as file:
+        return read_member(file, member)
 
 
 def states_of(value: object) -> dict[str, Any]:
@@ -97,12 +112,13 @@ def _holds_tensors(value: object) -> bool:
     return isinstance(value, dict) and any(isinstance(item, StoredTensor | ShardedValue) for item in value.values())
 
 
-def read_object(file: RangedFile, prefix: str = "") -> TorchObject:
+def read_object(file: RangedFile, prefix: str = "", *, deflated: bool = False) -> TorchObject:
     """Read the object of a file of `torch.save`, of any version.
 
     Args:
         file: the file, or a part of one.
         prefix: text before the keys of its storages.
+        deflated: allow storages that are deflated.
 
     Raises:
         CorruptCheckpointError: the file is damaged.
@@ -110,7 +126,7 @@ def read_object(file: RangedFile, prefix: str = "") -> TorchObject:
     """
     first = file.read(0, min(file.size, 512))
     if is_zip(first):
-        return _read_zip(file, prefix)
+        return _read_zip(file, prefix, deflated=deflated)
     if first[257:262] == b"ustar":
         raise IncompatibleCheckpointError(
             f"{file.label} is a tar file, as torch before 0.1.10 wrote: load it with torch, and save it again"
@@ -118,14 +134,14 @@ def read_object(file: RangedFile, prefix: str = "") -> TorchObject:
     return _read_old(file)
 
 
-def _read_zip(file: RangedFile, prefix: str) -> TorchObject:
+def _read_zip(file: RangedFile, prefix: str, *, deflated: bool) -> TorchObject:
     directory = read_directory(file)
     entry = directory.get("data.pkl")
     if entry is None:
         raise IncompatibleCheckpointError(f"{file.label} is a zip file without 'data.pkl', which torch.save writes")
-    pickle = read_member(file, locate(file, [entry])[entry.name])
+    pickle = read_member(file, locate(file, [entry], deflated=True)[entry.name])
     if order := directory.get("byteorder"):
-        text = read_member(file, locate(file, [order])[order.name]) if order.size < 16 else b""
+        text = read_member(file, locate(file, [order], deflated=True)[order.name]) if order.size < 16 else b""
         if text != b"little":
             raise IncompatibleCheckpointError(f"{file.label} has the byte order {text!r}, only 'little' is supported")
     refs: dict[str, StorageRef] = {}
@@ -135,7 +151,7 @@ def _read_zip(file: RangedFile, prefix: str) -> TorchObject:
         if (found := directory.get(f"data/{key.removeprefix(prefix)}")) is None:
             raise file.damaged(f"its pickle names the storage {key[:200]!r}, which it lacks")
         wanted[key] = found
-    members = locate(file, wanted.values())
+    members = locate(file, wanted.values(), deflated=deflated)
     storages = {key: members[found.name] for key, found in wanted.items()}
     for key, ref in refs.items():
         if storages[key].size != ref.nbytes:

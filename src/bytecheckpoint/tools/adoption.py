@@ -94,6 +94,11 @@ def adopt(checkpoint: Subject, target: str, *, hash: bool = True, progress: Prog
             raise UsageError(f"{given.url} is a checkpoint of this package: copy it")
         raise CheckpointNotFoundError(f"{given.url} holds no checkpoint of another program")
     _check_target(source, destination)
+    if compressed := source.decoded():
+        raise UsageError(
+            f"{source.url} has {len(compressed)} tensors or chunks that are compressed, whose bytes no catalog can name: "
+            "load it, and save it"
+        )
     notes = source.notes()
     catalog, _ = read_catalog(source)
     foreign = [number for number, file in enumerate(catalog.files) if not file.name.startswith(VALUES_NAME)]

@@ -58,11 +58,13 @@ class _Task:
         sha256: digest of the whole file; "" for none.
         ranges: first byte, length and CRC32 of ranges; None for one that is a zip file with CRC32s of its own.
         nbytes: bytes to check.
+        decoded: True for contents that are compressed: all of them are decoded, which notices most damage.
     """
 
     file: str
     sha256: str = ""
     ranges: list[tuple[int, int, int | None]] = field(default_factory=list)
+    decoded: bool = False
     nbytes: int = 0
 
 
@@ -80,7 +82,9 @@ def verify_foreign(storage: ForeignStorage, progress: Progress | None = None, *,
     catalog, _ = read_catalog(storage)
     check = _ForeignCheck(storage, catalog, progress)
     count = threads or settings().storage.read_threads or parallel_reads(storage, catalog)
-    tasks = [*check.of_whole_files(), *check.of_ranges(lambda name: name not in check.digests)]
+    sizes = {file.name: file.size for file in catalog.files}
+    tasks = [_Task(name, nbytes=sizes[name], decoded=True) for name in storage.decoded()]
+    tasks += [*check.of_whole_files(), *check.of_ranges(lambda name: name not in check.digests)]
     found = check.run(tasks, count)
     if damaged := {finding.file for finding in found if finding.kind == "sum"} & check.digests.keys():
         found += check.run(check.of_ranges(damaged.__contains__), count)  # these show which tensors
@@ -163,7 +167,8 @@ class _ForeignCheck:
         except CheckpointNotFoundError:
             return [self._finding(task, "missing", f"{task.file} is missing", 0, 1 << 62)]
         except CorruptCheckpointError as error:
-            return [self._finding(task, "header", str(error), 0, 0)]
+            kind, high = ("sum", 1 << 62) if task.decoded else ("header", 0)
+            return [self._finding(task, kind, str(error), 0, high)]
         except CheckpointError as error:
             return [self._finding(task, "unreadable", str(error), 0, 1 << 62)]
 
@@ -175,6 +180,8 @@ class _ForeignCheck:
             if digest.hexdigest() != task.sha256:
                 where = self.digests[task.file][1]
                 yield self._finding(task, "sum", f"{task.file} differs from its sha256 {where}", 0, file.size)
+        for _ in self._chunks(file) if task.decoded else ():
+            pass
         for offset, length, crc in task.ranges:
             part = file.part(offset, length)
             found = [(0, length, crc)]

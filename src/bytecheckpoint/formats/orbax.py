@@ -1,0 +1,234 @@
+"""Read checkpoints of Orbax (JAX) on local file systems, through tensorstore: chunks are decoded when they are read."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from bytecheckpoint._distribution import install_command
+from bytecheckpoint.concurrency import parallel_map
+from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError
+from bytecheckpoint.formats.decoded import Decoded
+from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns
+from bytecheckpoint.formats.meanings import StorageRef, StoredTensor
+from bytecheckpoint.formats.sharded import ShardedValue
+from bytecheckpoint.formats.shown import VALUES_NAME
+from bytecheckpoint.formats.trees import Tree
+from bytecheckpoint.representation.dtypes import itemsize
+from bytecheckpoint.storage import Storage
+
+__all__ = ["METADATA", "item_folder", "read_orbax"]
+
+METADATA: Final = "_METADATA"
+_STRINGS: Final = "_strings.json"
+_MANIFEST: Final = "manifest.ocdbt"
+_REST: Final = "extra_states"
+_MOST_METADATA: Final = 256 << 20
+_THREADS: Final = 8
+
+
+def item_folder(names: Sequence[str]) -> str | None:
+    """Return the only folder of an item in a step of Orbax's manager, "" for the folder of an item itself, None if none."""
+    items = [name.rpartition("/")[0] for name in names if name == METADATA or name.endswith(f"/{METADATA}")]
+    return items[0] if len(items) == 1 else None
+
+
+def read_orbax(storage: Storage, folder: str = "") -> ForeignCheckpoint:
+    """Read a pytree of Orbax. Below "params", it is the state "model"; each other top-level dict is a state of its own.
+
+    Args:
+        storage: folder of the checkpoint.
+        folder: folder of the pytree in it.
+
+    Raises:
+        CorruptCheckpointError: chunks are missing, or metadata contradict themselves.
+        IncompatibleCheckpointError: the checkpoint is not on a local file system, tensorstore is not installed, or dtypes
+            are not known here.
+    """
+    reader = _Pytree(storage, folder)
+    columns = ForeignColumns()
+    tree = Tree(reader.label)
+    values: dict[str, bytes] = {}
+    made: dict[str, Decoded] = {}
+    for state, value in _states(reader.tree()).items():
+        values[state] = tree.encode(value)
+        places = {}
+        for sharded in tree.sharded.values():
+            for _, part in sharded.parts:
+                name = f"{VALUES_NAME}-{part.storage.key}"
+                made[name] = Decoded(part.storage.nbytes, reader.contents[part.storage.key])
+                places[part.storage.key] = columns.add_file(name, part.storage.nbytes), 0
+        columns.add_sharded(state, [tree.sharded], places, reader.label)
+    catalog, strides = columns.build({"format": "orbax"})
+    notes = (*tree.notes, "nothing proves the bytes of Orbax's chunks, but what their compression notices")
+    return ForeignCheckpoint("orbax", catalog, strides, values, FileSums.of([]), notes, made=made)
+
+
+def _states(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict) or not isinstance(value.get("params"), dict):
+        return {"model": value}
+    states: dict[str, Any] = {"model": value["params"]}
+    rest = {}
+    for key, item in value.items():
+        if key == "params":
+            continue
+        if isinstance(item, dict | list) and item and key not in ("model", _REST):
+            states[key] = item
+        else:
+            rest[key] = item
+    return {**states, _REST: rest} if rest else states
+
+
+def _row_major(extent: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(extent[k + 1 :]) for k in range(len(extent)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A value of the pytree.
+
+    Attributes:
+        path: keys of the value, and for each whether it is the number of a list.
+        kind: kind of the value, as "jax.Array".
+        name: name of its array in the key-value store.
+    """
+
+    path: tuple[tuple[str, bool], ...]
+    kind: str
+    name: str
+
+
+class _Pytree:
+    """The arrays of one pytree.
+
+    Attributes:
+        label: address of the folder, for messages.
+        contents: function that decodes each chunk, by key.
+    """
+
+    def __init__(self, storage: Storage, folder: str) -> None:
+        try:
+            import tensorstore
+        except ImportError:
+            raise IncompatibleCheckpointError(
+                f"{storage.url} is of Orbax, whose chunks tensorstore decodes: {install_command('orbax')}"
+            ) from None
+        self._ts = tensorstore
+        self._storage, self._prefix = storage, f"{folder}/" if folder else ""
+        self.label = f"{storage.url}/{folder}" if folder else storage.url
+        self._path = os.path.normpath(os.path.join(storage.url, folder))
+        if not os.path.isdir(self._path):
+            raise IncompatibleCheckpointError(f"{self.label} is of Orbax, which is read on local file systems only")
+        self.contents: dict[str, Any] = {}
+        found = self._json(METADATA)
+        self._ocdbt = found.get("use_ocdbt", os.path.exists(os.path.join(self._path, _MANIFEST)))
+        self._driver = "zarr3" if found.get("use_zarr3") else "zarr"
+        #: Then a chunk that is missing is lost; before, one of zeros was not written.
+        self._all_stored = found.get("store_array_data_equal_to_fill_value") is True
+        self._leaves = list(self._found_leaves(found.get("tree_metadata")))
+
+    def _json(self, name: str) -> dict[str, Any]:
+        try:
+            if self._storage.stat(self._prefix + name).size > _MOST_METADATA:
+                raise IncompatibleCheckpointError(f"{self.label}/{name} has more than {_MOST_METADATA} bytes")
+            found = json.loads(self._storage.read(self._prefix + name))
+        except FileNotFoundError:
+            return {}
+        except (ValueError, RecursionError) as error:
+            raise CorruptCheckpointError(f"{self.label}/{name} is damaged: {error}", file=name) from None
+        if not isinstance(found, dict):
+            raise CorruptCheckpointError(f"{self.label}/{name} is damaged: it holds no dict", file=name)
+        return found
+
+    def _found_leaves(self, entries: object) -> Iterator[_Leaf]:
+        if not isinstance(entries, dict):
+            raise CorruptCheckpointError(f"{self.label}/{METADATA} is damaged: it describes no tree", file=METADATA)
+        for key, entry in entries.items():
+            try:
+                path = tuple((str(one["key"]), one["key_type"] == 1) for one in entry["key_metadata"])
+                kind = str(entry["value_metadata"]["value_type"])
+            except (KeyError, TypeError):
+                raise CorruptCheckpointError(f"{self.label}/{METADATA} is damaged at {key}", file=METADATA) from None
+            names = [name for name, _ in path]
+            if any(name in ("", "..") or "/" in name or "\0" in name for name in names):
+                raise CorruptCheckpointError(f"{self.label}/{METADATA} has the key {key}", file=METADATA)
+            yield _Leaf(path, kind, ".".join(names))
+
+    def tree(self) -> object:
+        """Return the pytree: `ShardedValue`s for arrays, plain values for scalars, strings and None."""
+        strings = self._json(_STRINGS)
+        arrays = [leaf for leaf in self._leaves if leaf.kind not in ("None", "string")]
+        values = dict(
+            zip((leaf.name for leaf in arrays), parallel_map(self._value, arrays, _THREADS, "orbax"), strict=True)
+        )
+        root: dict[str, Any] = {}
+        lists: list[tuple[dict[str, Any], str]] = []
+        for leaf in self._leaves:
+            node = root
+            for depth, (name, _) in enumerate(leaf.path[:-1]):
+                if name not in node and leaf.path[depth + 1][1]:
+                    lists.append((node, name))
+                node = node.setdefault(name, {})
+                if not isinstance(node, dict):
+                    raise CorruptCheckpointError(f"{self.label}: {leaf.name} lies below a value", file=METADATA)
+            value = strings.get(leaf.name) if leaf.kind == "string" else values.get(leaf.name)
+            node[leaf.path[-1][0]] = value
+        for node, name in reversed(lists):  # the innermost first
+            items = node[name]
+            if set(items) == {str(k) for k in range(len(items))}:
+                node[name] = [items[str(k)] for k in range(len(items))]
+        return root
+
+    def _value(self, leaf: _Leaf) -> object:
+        array = self._opened(leaf.name)
+        if leaf.kind == "scalar" and not array.shape:
+            return self._read(leaf.name, array).item()
+        dtype, shape = array.dtype.name, tuple(array.shape)
+        try:
+            element = itemsize(dtype)
+        except UsageError:
+            raise IncompatibleCheckpointError(f"{self.label}: {leaf.name} is stored as {dtype}") from None
+        if self._all_stored and not self._call(leaf.name, lambda: self._fully_stored(array)):
+            raise CorruptCheckpointError(f"{self.label} is damaged: chunks of {leaf.name} are missing", file=leaf.name)
+        chunk = tuple(array.chunk_layout.read_chunk.shape or shape)
+        parts = []
+        grid = [range(0, length, max(step, 1)) for length, step in zip(shape, chunk, strict=True)]
+        for number, offsets in enumerate(itertools.product(*grid)):
+            extent = tuple(min(n, length - o) for n, o, length in zip(chunk, offsets, shape, strict=True))
+            nbytes = element * math.prod(extent)
+            key = f"{leaf.name}-{number}"
+            box = tuple(slice(o, o + n) for o, n in zip(offsets, extent, strict=True))
+            self.contents[key] = partial(self.decode, leaf.name, box)
+            ref = StorageRef(key, dtype, nbytes, 0, nbytes)
+            parts.append((offsets, StoredTensor(ref, dtype, 0, extent, _row_major(extent))))
+        return ShardedValue(dtype, shape, tuple(parts))
+
+    def decode(self, name: str, box: tuple[slice, ...]) -> bytes:
+        """Return the elements of a box of an array, in row-major order."""
+        data: bytes = self._read(name, self._opened(name)[box] if box else self._opened(name)).tobytes()
+        return data
+
+    def _fully_stored(self, array: Any) -> bool:
+        return bool(array.storage_statistics(query_fully_stored=True).result().fully_stored)
+
+    def _opened(self, name: str) -> Any:
+        base = {"driver": "ocdbt", "base": f"file://{self._path}/", "path": f"{name}/"}
+        kvstore: Mapping[str, str] = base if self._ocdbt else {"driver": "file", "path": f"{self._path}/{name}/"}
+        spec = {"driver": self._driver, "kvstore": kvstore}
+        return self._call(name, lambda: self._ts.open(spec, open=True, read=True).result())
+
+    def _read(self, name: str, array: Any) -> Any:
+        return self._call(name, lambda: array.read().result())
+
+    def _call(self, name: str, function: Any) -> Any:
+        try:
+            return function()
+        except (ValueError, RuntimeError, OSError) as error:
+            text = str(error).partition("[")[0].strip()
+            raise CorruptCheckpointError(f"{self.label} is damaged: {name}: {text}", file=name) from error
