@@ -106,14 +106,19 @@ def find_scales(
     for statement in statements:
         dims, blocks = _grid(statement)
         template, other = parse_template(statement.name), parse_template(statement.of)
+        end = template.pieces[-1] if isinstance(template.pieces[-1], str) else ""
+        checked: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         for name, tensor in numbers.items():
-            of = template.renamed(name, other)
+            of = template.renamed(name, other) if name.endswith(end) else None
             if of is None:
                 continue
             if of not in numbers:
                 raise IncompatibleCheckpointError(f"{statement.place}: {name} holds scales of {of}, which is missing")
             grid = ScaleGrid(statement, tensor, dims, blocks)
-            _check_shape(grid, numbers[of], names, shapes)
+            pair = (tuple(shapes[numbers[of]]), tuple(shapes[tensor]))
+            if pair not in checked:
+                _check_shape(grid, numbers[of], names, shapes)
+                checked.add(pair)
             found[numbers[of]].append(grid)
     for tensor, grids in found.items():
         kinds = {(grid.packed, grid.statement.of_axes) for grid in grids}

@@ -14,6 +14,8 @@ import numpy as np
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.layouts.axes import affine
 from bytecheckpoint.layouts.binding import Binding, BoundSide
+from bytecheckpoint.layouts.lowering import Lowering
+from bytecheckpoint.layouts.scaling import ScaleGrid
 from bytecheckpoint.planning.read_plan import StoredRows
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import Catalog
@@ -94,45 +96,61 @@ def element_maps(
     }
     places = side.places
     number = {tensor: k for k, tensor in enumerate(_scale_tensors(side))}
-    for place in np.flatnonzero((places.part >= 0) & ~places.copy).tolist():
-        part, tensor = int(places.part[place]), int(places.tensor[place])
-        if tensor not in side.scales:
-            if dtypes[part] in _QUANTISED:
-                raise IncompatibleCheckpointError(
-                    f"{side.names[tensor]} is stored as {dtypes[part]}, and no `scales` line of {bound.layout.label} finds "
-                    "its scales"
-                )
-            continue
-        low = places.lowerings[int(places.lowering[place])]
-        column = {name: k for k, name in enumerate(low.dims)}
-        first, weights = np.zeros(len(low.axes), np.int64), np.zeros((len(low.axes), len(column)), np.int64)
-        for d, axis in enumerate(low.axes):
-            first[d], weight = affine(axis, low.sizes)
-            for name, w in weight.items():
-                weights[d, column[name]] += w
-        pairs = -1
-        scales = []
-        for grid in side.scales[tensor]:
-            name, dtype = side.names[grid.tensor], catalog.dtype[int(tensors[grid.tensor])]
-            if grid.packed:
-                pairs = _pairs(side.names[tensor], dtypes[part], low.sizes, low.dims, first[-1], weights[-1])
-            elif dtypes[part] in ("uint8", "bool") or dtypes[part].startswith(("complex", "float4")):
-                raise IncompatibleCheckpointError(
-                    f"{grid.statement.place}: {side.names[tensor]} is stored as {dtypes[part]}, of which "
-                    f"'{grid.statement.operation}' knows no elements"
-                )
-            if not dtype.startswith(("float", "bfloat")) and not (grid.exponents and dtype == "uint8"):
-                raise IncompatibleCheckpointError(f"{grid.statement.place}: the scales {name} are stored as {dtype}")
-            chosen = [k for k in grid.dims if k >= 0]
-            kept = [k for k, dim in enumerate(grid.dims) if dim >= 0]
-            along, at = np.zeros((len(grid.dims), len(column)), np.int64), np.zeros(len(grid.dims), np.int64)
-            along[kept], at[kept] = weights[chosen], first[chosen]
-            own = first_part + len(bound.sizes) + number[grid.tensor]
-            scales.append(PartScales(own, dtype, grid.exponents, at, along, np.array(grid.blocks, np.int64)))
-        dtype = "uint8" if pairs >= 0 else dtypes[part]
+    read = (places.part >= 0) & ~places.copy
+    quantised = np.array([dtype in _QUANTISED for dtype in dtypes], bool)
+    scaled = np.zeros(len(side.names), bool)
+    scaled[list(side.scales)] = True
+    bare = np.flatnonzero(read & ~scaled[places.tensor] & quantised[places.part])
+    if len(bare):
+        name, dtype = side.names[int(places.tensor[bare[0]])], dtypes[int(places.part[bare[0]])]
+        raise IncompatibleCheckpointError(
+            f"{name} is stored as {dtype}, and no `scales` line of {bound.layout.label} finds its scales"
+        )
+    codes = catalog.dtype.codes[tensors].tolist()
+    alike: dict[tuple[object, ...], ElementMap] = {}  # the same but for the numbers of parts
+    for place in np.flatnonzero(read & scaled[places.tensor]).tolist():
+        part, tensor, low = int(places.part[place]), int(places.tensor[place]), int(places.lowering[place])
+        grids = side.scales[tensor]
+        kinds = tuple(codes[grid.tensor] for grid in grids)
+        key = (low, dtypes[part], kinds, *(id(grid.statement) for grid in grids))
+        if key not in alike:
+            names = [catalog.dtype.values[kind] for kind in kinds]
+            alike[key] = _map_of(side, grids, places.lowerings[low], dtypes[part], names, tensor)
+        own = first_part + len(bound.sizes)
+        scales = [replace(s, part=own + number[g.tensor]) for s, g in zip(alike[key].scales, grids, strict=True)]
         add = maps[part + first_part].add if part + first_part in maps else 0
-        maps[part + first_part] = ElementMap(dtype, pairs, add, tuple(scales))
+        maps[part + first_part] = replace(alike[key], add=add, scales=tuple(scales))
     return maps
+
+
+def _map_of(
+    side: BoundSide, grids: Sequence[ScaleGrid], low: Lowering, dtype: str, scale_dtypes: Sequence[str], tensor: int
+) -> ElementMap:
+    """Return the change of the parts that lie in tensors with some scales in one way."""
+    column = {name: k for k, name in enumerate(low.dims)}
+    first, weights = np.zeros(len(low.axes), np.int64), np.zeros((len(low.axes), len(column)), np.int64)
+    for d, axis in enumerate(low.axes):
+        first[d], weight = affine(axis, low.sizes)
+        for name, w in weight.items():
+            weights[d, column[name]] += w
+    pairs, scales = -1, []
+    for grid, kind in zip(grids, scale_dtypes, strict=True):
+        place, operation = grid.statement.place, grid.statement.operation
+        if grid.packed:
+            pairs = _pairs(side.names[tensor], dtype, low.sizes, low.dims, first[-1], weights[-1])
+        elif dtype in ("uint8", "bool") or dtype.startswith(("complex", "float4")):
+            name = side.names[tensor]
+            raise IncompatibleCheckpointError(
+                f"{place}: {name} is stored as {dtype}, of which '{operation}' knows no elements"
+            )
+        if not kind.startswith(("float", "bfloat")) and not (grid.exponents and kind == "uint8"):
+            raise IncompatibleCheckpointError(f"{place}: the scales {side.names[grid.tensor]} are stored as {kind}")
+        chosen = [k for k in grid.dims if k >= 0]
+        kept = [k for k, dim in enumerate(grid.dims) if dim >= 0]
+        along, at = np.zeros((len(grid.dims), len(column)), np.int64), np.zeros(len(grid.dims), np.int64)
+        along[kept], at[kept] = weights[chosen], first[chosen]
+        scales.append(PartScales(-1, kind, grid.exponents, at, along, np.array(grid.blocks, np.int64)))
+    return ElementMap("uint8" if pairs >= 0 else dtype, pairs, 0, tuple(scales))
 
 
 def _pairs(name: str, dtype: str, sizes: Mapping[str, int], dims: Sequence[str], first: int, weights: Int64s) -> int:
