@@ -6,17 +6,16 @@ of each item is read, or left to the program that reads the rest, which then has
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
-from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError
+from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from bytecheckpoint.formats.dcp_items import ItemReader
-from bytecheckpoint.formats.files import RangedFile, open_file
+from bytecheckpoint.formats.files import RangedFile, damage, open_file
 from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns, RowColumns
 from bytecheckpoint.formats.meanings import CONSTANTS, MEANINGS, dtype_name
 from bytecheckpoint.formats.trees import Tree
@@ -26,7 +25,7 @@ from bytecheckpoint.representation.catalog import row_order
 from bytecheckpoint.representation.values.tree import MAX_DEPTH, TensorRef, key_of_path
 from bytecheckpoint.storage import Storage
 
-__all__ = ["METADATA", "DcpContent", "damage", "metadata_files", "read_content", "read_dcp"]
+__all__ = ["METADATA", "DcpContent", "metadata_files", "read_content", "read_dcp"]
 
 METADATA: Final = ".metadata"
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
@@ -104,7 +103,7 @@ def read_dcp(storage: Storage, *, heads: bool = True) -> ForeignCheckpoint:
     """
     content = read_content(storage, heads=heads)
     tree = Tree(storage.url)
-    with open_file(storage, metadata_files([name for name, _ in storage.list()])[0]) as file, damage(file):
+    with open_file(storage, metadata_files([name for name, _ in storage.list()])[0]) as file, damage(file, "DCP"):
         values = _values(content, tree)
     catalog, strides = content.columns.build({"format": "dcp"}, content.rows)
     return ForeignCheckpoint(
@@ -125,11 +124,11 @@ def read_content(storage: Storage, *, heads: bool = True) -> DcpContent:
             if file.size > MAX_PICKLE_BYTES:
                 raise IncompatibleCheckpointError(f"{file.label} has {file.size} bytes, more than {MAX_PICKLE_BYTES}")
             data = file.read(0, file.size)
-            with damage(file):
+            with damage(file, "DCP"):
                 value, _ = read_pickle(data, file=file.label, meanings=MEANINGS, constants=CONSTANTS)
                 _merge(value, merged, items)
                 del value, data
-    with open_file(storage, names[0]) as file, damage(file):
+    with open_file(storage, names[0]) as file, damage(file, "DCP"):
         _add_tensors(columns, merged, items)
         boxes = _boxes(columns, items)
         numbers = _add_files(file, sizes, columns, items)
@@ -164,19 +163,6 @@ class _Merged:
     requires_grad: bool = False
     chunks: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
     stored: dict[Any, dict[str, Any]] = field(default_factory=dict)
-
-
-@contextlib.contextmanager
-def damage(file: RangedFile) -> Iterator[None]:
-    """Name the file in errors, and turn those of objects that are not as DCP makes them into one of damage."""
-    try:
-        yield
-    except CheckpointError as error:
-        if isinstance(error, IncompatibleCheckpointError) and file.folder not in str(error):
-            raise IncompatibleCheckpointError(f"{file.label}: {error}") from None
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise file.damaged(f"its objects are not those of DCP ({type(error).__name__}: {str(error)[:200]})") from error
 
 
 def _merge(value: Any, merged: dict[str, _Merged], items: _StoredItems) -> None:

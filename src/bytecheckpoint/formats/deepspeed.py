@@ -23,9 +23,9 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, listed
+from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, listed
 from bytecheckpoint.formats.deepspeed_ranks import ModelParameters, module_of_layer, shape_of
-from bytecheckpoint.formats.files import RangedFile, open_file
+from bytecheckpoint.formats.files import RangedFile, damage, open_file
 from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.inert import CallRecord
 from bytecheckpoint.formats.meanings import StoredTensor
@@ -88,18 +88,6 @@ def read_deepspeed(storage: Storage) -> ForeignCheckpoint:
     return _FolderOfRanks(storage, found, models).read(layers)
 
 
-@contextlib.contextmanager
-def _damage(file: RangedFile) -> Iterator[None]:
-    """Turn the errors of objects that are not as DeepSpeed makes them into one of damage."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:
-        text = f"its objects are not those of DeepSpeed ({type(error).__name__}: {str(error)[:200]})"
-        raise file.damaged(text) from error
-
-
 class _FolderOfRanks:
     """The reader of the files of all ranks of one step.
 
@@ -125,11 +113,11 @@ class _FolderOfRanks:
         """Read the files; those of layers have keys of tensor-parallel rank and number of the layer."""
         columns, tree, values = self._columns, self._tree, dict[tuple[int, int], Any]()
         for key in sorted(self._models):
-            with self._object(self._models[key], key[1]) as (file, values[key]), _damage(file):
+            with self._object(self._models[key], key[1]) as (file, values[key]), damage(file, "DeepSpeed"):
                 if key[1] == 0:
                     self._parameters.add_rank(values[key])
         rest = values[0, 0]
-        with open_file(self._storage, self._models[0, 0]) as file, _damage(file):
+        with open_file(self._storage, self._models[0, 0]) as file, damage(file, "DeepSpeed"):
             self._parameters.find_stages(rest)
             self._read_modules([values[mp, 0]["module"] for mp, rank in sorted(values) if rank == 0], layers)
             self._parameters.divide(rest, self._modules)
@@ -142,11 +130,11 @@ class _FolderOfRanks:
                 if self._models[mp, rank].startswith("zero_pp_rank"):
                     self._add_frozen(value, mp, rank)
         for mp, rank in sorted(self._optimizers):
-            with self._object(self._optimizers[mp, rank], rank) as (file, value), _damage(file):
+            with self._object(self._optimizers[mp, rank], rank) as (file, value), damage(file, "DeepSpeed"):
                 self._add_optimizer(file, value["optimizer_state_dict"], mp, rank)
         if not self._optimizers:
             self._add_universal()
-        with open_file(self._storage, self._models[0, 0]) as file, _damage(file):
+        with open_file(self._storage, self._models[0, 0]) as file, damage(file, "DeepSpeed"):
             module = self._joined_modules(rest)
             rows = self._ranges.rows(file)
         states = {"optimizer": self._optimizer, "model": module}
@@ -177,7 +165,7 @@ class _FolderOfRanks:
         for mp, module in enumerate(modules):
             self._modules[mp % degree].update(module or {})
         for (rank, layer), name in sorted(layers.items()):
-            with self._object(name, 0) as (file, value), _damage(file):
+            with self._object(name, 0) as (file, value), damage(file, "DeepSpeed"):
                 place = module_of_layer(layer, value, self._parameters.of_rank(rank))
                 for key, item in value.items():
                     known = self._modules[rank].setdefault(f"{place}.{key}", item)
@@ -280,7 +268,7 @@ class _FolderOfRanks:
     def _add_universal(self) -> None:
         """Add the parameters of the universal form, in which each is whole."""
         parameters = self._parameters
-        with self._object(UNIVERSAL_FILE, 0) as (file, value), _damage(file):
+        with self._object(UNIVERSAL_FILE, 0) as (file, value), damage(file, "DeepSpeed"):
             stage = _stage(value)
             paddings = value.get("param_alignment_paddings", ())  # no export of this package has an entry of partitions
             if parameters.dealt and "group_paddings" in value and not any(map(any, paddings)):
@@ -303,7 +291,7 @@ class _FolderOfRanks:
         first = next(iter(state), "")
         slots = [_FP32, *(slot for slot in _UNIVERSAL_SLOTS if self._storage.version(f"zero/{first}/{slot}.pt"))]
         for fqn, slot in itertools.product(state, slots):
-            with self._object(f"zero/{fqn}/{slot}.pt", 0) as (file, value), _damage(file):
+            with self._object(f"zero/{fqn}/{slot}.pt", 0) as (file, value), damage(file, "DeepSpeed"):
                 tensor = value["param"] if type(value) is dict else value
                 if type(tensor) is not StoredTensor or not tensor.shape:
                     state[fqn][slot] = tensor

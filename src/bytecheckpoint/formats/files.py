@@ -7,11 +7,16 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from bytecheckpoint.concurrency import call_with_timeout, parallel_map
-from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
+from bytecheckpoint.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+)
 from bytecheckpoint.storage import FileReader, Storage
 from bytecheckpoint.storage.base import call_timeout
 
-__all__ = ["RangedFile", "open_file"]
+__all__ = ["RangedFile", "damage", "open_file"]
 
 
 #: Bytes between two ranges up to which one request reads both, and bytes of the longest such request.
@@ -103,3 +108,17 @@ def open_file(storage: Storage, name: str) -> Iterator[RangedFile]:
         yield RangedFile(storage, name, reader)
     finally:
         reader.close()
+
+
+@contextlib.contextmanager
+def damage(file: RangedFile, program: str) -> Iterator[None]:
+    """Name the file in errors, and turn those of objects that are not as a program makes them into one of damage."""
+    try:
+        yield
+    except CheckpointError as error:
+        if isinstance(error, IncompatibleCheckpointError) and file.folder not in str(error):
+            raise IncompatibleCheckpointError(f"{file.label}: {error}") from None
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:
+        text = f"its objects are not those of {program} ({type(error).__name__}: {str(error)[:200]})"
+        raise file.damaged(text) from error

@@ -24,8 +24,8 @@ from typing import Any, Final
 import numpy as np
 
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, listed
-from bytecheckpoint.formats.dcp import METADATA, DcpContent, damage, read_content, read_dcp
-from bytecheckpoint.formats.files import open_file
+from bytecheckpoint.formats.dcp import METADATA, DcpContent, read_content, read_dcp
+from bytecheckpoint.formats.files import damage, open_file
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns, RowColumns
 from bytecheckpoint.formats.inert import CallRecord
 from bytecheckpoint.formats.megatron_buckets import BUCKET, ModelWeight, OptimizerBucket, cut, place_parameters
@@ -71,7 +71,7 @@ def read_megatron(storage: Storage) -> ForeignCheckpoint:
         CorruptCheckpointError: a file is missing or damaged.
         IncompatibleCheckpointError: the checkpoint holds what this package does not read; the message says what.
     """
-    with open_file(storage, MARKER) as file, damage(file):
+    with open_file(storage, MARKER) as file, damage(file, "Megatron"):
         if file.size > _MOST_MARKER_BYTES:
             raise IncompatibleCheckpointError(f"{file.label} has {file.size} bytes, which Megatron's has not")
         facts = json.loads(file.read(0, file.size))
@@ -81,7 +81,7 @@ def read_megatron(storage: Storage) -> ForeignCheckpoint:
             backend = facts["sharded_backend"]
             raise IncompatibleCheckpointError(f"{file.label}: the format {backend!r} of Megatron is not read")
     content = read_content(storage)
-    with open_file(storage, METADATA) as file, damage(file):
+    with open_file(storage, METADATA) as file, damage(file, "Megatron"):
         return _TorchDist(storage, content).read()
 
 
@@ -266,7 +266,7 @@ class _TorchDist:
         if left_out:
             self._tree.notes.append(f"{len(left_out)} extra states of modules are left out: {listed(left_out)}")
         if any(name == _COMMON_FILE for name, _ in self._storage.list()):  # until Megatron-Core 0.18
-            with open_file(self._storage, _COMMON_FILE) as file, damage(file):
+            with open_file(self._storage, _COMMON_FILE) as file, damage(file, "Megatron"):
                 found = read_object(file, f"{_COMMON_FILE}/")
                 number = self._columns.add_file(file.name, file.size)
                 self._places |= {key: (number, member.offset) for key, member in found.storages.items()}
