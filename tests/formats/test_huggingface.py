@@ -179,7 +179,6 @@ def test_a_file_that_was_cut_short(tmp_path, length):
         (["metadata.parquet"], "of this package"),
         (["latest", "global_step1/mp_rank_00_model_states.pt"], "give the folder of one step"),
         (["zero_pp_rank_0_mp_rank_00_model_states.pt"], "DeepSpeed"),
-        (["mp_rank_00/model_optim_rng.pt"], "Megatron"),
         (["latest_checkpointed_iteration.txt"], "one iteration"),
         (["_CHECKPOINT_METADATA", "manifest.ocdbt"], "Orbax"),
         (["model.gguf"], "another framework"),

@@ -19,6 +19,7 @@ from bytecheckpoint.formats.files import open_file
 from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint
 from bytecheckpoint.formats.huggingface import SAFETENSORS, read_huggingface, weight_files
 from bytecheckpoint.formats.megatron import MARKER, read_megatron
+from bytecheckpoint.formats.megatron_ranks import MODEL_FILE, read_megatron_ranks
 from bytecheckpoint.formats.orbax import METADATA as METADATA_OF_ORBAX
 from bytecheckpoint.formats.orbax import item_folder, read_orbax
 from bytecheckpoint.formats.rank_files import RANK_FILE, read_rank_files
@@ -39,7 +40,6 @@ _PICKLE: Final = b"\x80"
 _PROGRAMS: Final = {
     r"latest(_universal)?|.*/(bf16_)?zero_pp_rank_.*": "the folder of a DeepSpeed run: give the folder of one step",
     r"(zero_pp_rank|mp_rank_\d+_model_states|layer_\d+).*\.pt": "of DeepSpeed without the optimizer's files: give one file",
-    r"(.*/)?mp_rank_\d+(_\d+)*/(model_optim_rng|distrib_optim)\.pt": "of Megatron, by ranks, which is not read yet",
     r"latest_checkpointed_iteration\.txt": "the folder of a Megatron run: give the folder of one iteration",
     r"_CHECKPOINT_METADATA|manifest\.ocdbt|(.*/)?ocdbt\.process_.*": "of Orbax, without the '_METADATA' of one item",
 }
@@ -93,6 +93,8 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
                 f"{storage.url} has several checkpoints of Orbax: give the folder of one item"
             )
         return FormatReader("orbax", partial(read_orbax, folder=folder))
+    if any(MODEL_FILE.fullmatch(name) for name in names):
+        return FormatReader("megatron-ranks", read_megatron_ranks)
     _refuse(storage, names, _PROGRAMS)
     try:
         index, files = weight_files(names)

@@ -1,0 +1,258 @@
+"""Read the models of Megatron's older checkpoints as they lie: a file `mp_rank_01_000/model_optim_rng.pt` of each rank.
+
+A file has the slices of one tensor-parallel rank, of the layers of one pipeline stage, numbered from 0 in each chunk.
+Here the slices are joined, as Megatron-Core divides the parameters of these names, and layers are numbered through. A
+tensor of another name is one of each rank, called "mp_rank_00:<name>", for a layout to join. Optimizers are left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, listed
+from bytecheckpoint.formats.files import damage, open_file
+from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns
+from bytecheckpoint.formats.inert import CallRecord
+from bytecheckpoint.formats.meanings import StoredTensor
+from bytecheckpoint.formats.rank_parts import DividedTensor, FlatRanges, divide, replicated
+from bytecheckpoint.formats.torch_save import read_object
+from bytecheckpoint.formats.trees import Tree
+from bytecheckpoint.representation.boxes import row_major
+from bytecheckpoint.representation.values.tree import TensorRef
+from bytecheckpoint.storage import Storage
+
+__all__ = ["MODEL_FILE", "read_megatron_ranks"]
+
+MODEL_FILE: Final = re.compile(r"mp_rank_(\d{2,7})(?:_(\d{3,7}))?/model_optim_rng\.pt")
+"""Name of a file: tensor-parallel rank, pipeline stage."""
+_CHUNK = re.compile(r"model(\d{0,7})")
+_LAYER = re.compile(r"((?:.*?\.)?layers\.)(\d{1,7})(\..+)")
+_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+#: Names of parameters that Megatron-Core divides along dimension 0, along dimension 1, and not at all.
+_ROWS = re.compile(
+    r"embedding\.word_embeddings\.weight|output_layer\.weight|.*\.(linear_qkv|linear_fc1)\.(weight|bias)"
+)
+_COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
+_WHOLE = re.compile(
+    r".*\.(linear_proj|linear_fc2)\.bias|.*layer_?norm(_weight|_bias|\.weight|\.bias)|embedding\.position_embeddings\.weight"
+)
+_OPTIMIZER, _SCHEDULER = "optimizer", "opt_param_scheduler"
+
+#: Names of norms before a linear layer, and inside of it, where Transformer Engine has them.
+_NORMS = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_", "self_attention.linear_qkv.weight"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_", "mlp.linear_fc1.weight"),
+)
+#: Tensors of one file by name, whose layers are numbered through.
+_Held = dict[str, StoredTensor]
+
+
+def read_megatron_ranks(storage: Storage) -> ForeignCheckpoint:
+    """Read a folder with a file of each model-parallel rank.
+
+    Raises:
+        CheckpointNotFoundError: a file lacks.
+        CorruptCheckpointError: a file is damaged, or the slices of a tensor do not add up.
+        IncompatibleCheckpointError: the folder holds what this package does not read; the message says what.
+    """
+    names = [name for name, _ in storage.list()]
+    files = {(int(m[1]), int(m[2] or 0)): name for name in names if (m := MODEL_FILE.fullmatch(name))}
+    sizes = [1 + max((key[k] for key in files), default=-1) for k in (0, 1)]
+    if not files or len(files) < sizes[0] * sizes[1]:
+        raise CheckpointNotFoundError(
+            f"{storage.url} has {len(files)} files of {sizes[0]} x {sizes[1]} model-parallel ranks"
+        )
+    if other := [name for name in names if name.endswith("model_optim_rng.pt") and name not in files.values()]:
+        raise IncompatibleCheckpointError(
+            f"{storage.url} has files of expert-parallel ranks, which are not read: {listed(other)}"
+        )
+    return _Ranks(storage, sizes[0]).read(files, any(name.endswith("distrib_optim.pt") for name in names))
+
+
+class _Ranks:
+    """The reader of the files of all model-parallel ranks.
+
+    Args:
+        storage: the folder.
+        degree: tensor-parallel degree.
+    """
+
+    def __init__(self, storage: Storage, degree: int) -> None:
+        self._storage = storage
+        self._degree = degree
+        self._columns = ForeignColumns()
+        self._tree = Tree(storage.url)
+        self._ranges = FlatRanges(self._columns)
+        self._places: dict[str, tuple[int, int]] = {}
+        self._sums: list[tuple[int, int, int, int]] = []
+        self._left_out: list[str] = []
+        self._rest: dict[str, Any] = {}
+
+    def read(self, files: Mapping[tuple[int, int], str], has_optimizer: bool) -> ForeignCheckpoint:
+        """Read the files.
+
+        Args:
+            files: names by tensor-parallel rank and pipeline stage.
+            has_optimizer: True if there are other files of an optimizer.
+        """
+        chunks: list[dict[tuple[int, int], _Held]] = []
+        for key in sorted(files):
+            with open_file(self._storage, files[key]) as file, damage(file, "Megatron"):
+                found = read_object(file, f"{files[key]}/")
+                has_optimizer |= _OPTIMIZER in found.value
+                number = self._columns.add_file(file.name, file.size)
+                for name, member in found.storages.items():
+                    self._places[name] = number, member.offset
+                    if member.crc is not None:
+                        self._sums.append((number, member.offset, member.size, member.crc))
+                chunks.append({(chunk, key[1]): held for chunk, held in self._chunks(found.value, key == (0, 0))})
+        with open_file(self._storage, files[0, 0]) as file, damage(file, "Megatron"):
+            stages = len(files) // self._degree
+            ranks = []
+            for first in range(0, len(chunks), stages):
+                of_rank = itertools.chain.from_iterable(found.items() for found in chunks[first : first + stages])
+                ranks.append(_numbered(dict(of_rank)))
+            self._add(ranks)
+            rows = self._ranges.rows(file)
+        if self._left_out:
+            self._tree.notes.append(
+                f"{len(self._left_out)} extra states of modules are left out: {listed(self._left_out)}"
+            )
+        if has_optimizer:
+            self._tree.notes.append("the optimizer is left out: its state has no names of parameters")
+        states: dict[str, Any] = {"model": {fqn: TensorRef(fqn) for _, fqn in self._ranges.numbers}}
+        if type(self._rest.get(_SCHEDULER)) is dict:
+            states[_SCHEDULER] = self._rest.pop(_SCHEDULER)
+        states["extra_states"] = self._rest
+        values = {}
+        for state, value in states.items():
+            values[state] = self._tree.encode(value)
+            self._columns.add_whole(state, self._tree.tensors, self._places)
+        catalog, strides = self._columns.build({"format": "megatron-ranks", "world_size": len(files)}, rows)
+        notes = tuple(self._tree.notes)
+        return ForeignCheckpoint("megatron-ranks", catalog, strides, values, FileSums.of(self._sums), notes)
+
+    def _chunks(self, value: Mapping[str, Any], first: bool) -> list[tuple[int, _Held]]:
+        """Return the tensors of each chunk of one file."""
+        args = value.get("args")
+        facts = args.state if type(args) is CallRecord and type(args.state) is dict else {}
+        if first:
+            self._rest = {
+                key: item for key, item in value.items() if key != _OPTIMIZER and not _CHUNK.fullmatch(str(key))
+            }
+            self._rest |= {"args": facts} if facts else {}
+        self._check(facts)
+        chunks = []
+        for key, module in value.items():
+            if not (chunk := _CHUNK.fullmatch(str(key))):
+                continue
+            held: _Held = {}
+            for name, item in module.items():
+                if type(item) is StoredTensor and not name.endswith("_extra_state"):
+                    held[name] = item
+                elif isinstance(item, dict):
+                    raise IncompatibleCheckpointError(
+                        "the model is of Megatron-LM before Megatron-Core, which is not read"
+                    )
+                elif item is not None and not (type(item) is StoredTensor and not item.span):
+                    self._left_out.append(name)
+            if not facts.get("untie_embeddings_and_output_weights", True) and _EMBEDDING not in held:
+                held.pop(_HEAD, None)  # the last stage's copy of the embedding
+            chunks.append((int(chunk[1] or 0), held))
+        return chunks
+
+    def _check(self, facts: Mapping[str, Any]) -> None:
+        """Refuse what is divided in another way than usual."""
+        groups = facts.get("num_query_groups")
+        if facts.get("num_experts") or any("glu_interleave" in key and value for key, value in facts.items()):
+            raise IncompatibleCheckpointError(
+                "files of ranks of a model with experts, or with interleaved gates, are not read"
+            )
+        if type(groups) is int and facts.get("group_query_attention") and groups % self._degree:
+            raise IncompatibleCheckpointError(
+                f"{groups} groups of queries on {self._degree} tensor-parallel ranks are not read"
+            )
+
+    def _add(self, ranks: Sequence[_Held]) -> None:
+        """Add the slices of all tensors."""
+        unknown = []
+        for name in dict.fromkeys(itertools.chain(*ranks)):
+            shapes = [held[name].shape for held in ranks if name in held]
+            if len(shapes) < len(ranks):
+                raise ValueError(f"some tensor-parallel ranks lack {name!r}")
+            divided = replicated(shapes) if len(ranks) == 1 else _division(name, shapes, ranks[0])
+            if divided is None:
+                unknown.append(name)
+            for rank, held in enumerate(ranks):
+                if divided is None:
+                    self._add_slice(f"mp_rank_{rank:02}:{name}", held[name], replicated([shapes[rank]]), 0)
+                else:
+                    self._add_slice(name, held[name], divided, rank)
+        self._add_other_names([name for name in ranks[0] if name not in unknown])
+        if unknown:
+            self._tree.notes.append(
+                f"nothing says how {len(ranks)} tensor-parallel ranks divide {listed(unknown)}: "
+                'each of them has tensors "mp_rank_00:<name>", which a layout can join'
+            )
+
+    def _add_other_names(self, names: Sequence[str]) -> None:
+        """Give norms the names that they have with and without Transformer Engine, as our own adapter does."""
+        known, aliases = frozenset(names), self._columns.aliases.setdefault("model", {})
+        for name, (plain, inside, following) in itertools.product(names, _NORMS):
+            for here, there in ((plain, inside), (inside, plain)):
+                layer, found, kind = name.rpartition(here)
+                if found and layer.endswith(".") and f"{layer}{following}" in known:
+                    aliases[f"{layer}{there}{kind}"] = name
+
+    def _add_slice(self, name: str, tensor: StoredTensor, divided: DividedTensor, rank: int) -> None:
+        if tensor.strides != tuple(row_major(np.array([tensor.shape], np.int64))[0].tolist()):
+            raise IncompatibleCheckpointError(f"the slice of {name!r} has strides {tensor.strides}")
+        flat = msgspec.structs.replace(tensor, shape=(math.prod(tensor.shape),), strides=(1,))
+        self._ranges.add(("model", name), divided, rank, flat, self._places[tensor.storage.key], (0, flat.shape[0]))
+
+
+def _numbered(chunks: Mapping[tuple[int, int], _Held]) -> _Held:
+    """Return the tensors of all chunks, by number of the chunk and stage; layers follow each other in this order."""
+    first: dict[str, int] = {}
+    found: _Held = {}
+    for key in sorted(chunks):
+        counts: dict[str, int] = {}
+        for name, tensor in chunks[key].items():
+            whole = name
+            if layer := _LAYER.fullmatch(name):
+                counts[layer[1]] = max(counts.get(layer[1], 0), int(layer[2]) + 1)
+                whole = f"{layer[1]}{first.get(layer[1], 0) + int(layer[2])}{layer[3]}"
+            if whole in found:
+                raise IncompatibleCheckpointError(
+                    f"several pipeline stages have {whole!r}, and nothing says that it is tied"
+                )
+            found[whole] = tensor
+        for prefix, count in counts.items():
+            first[prefix] = first.get(prefix, 0) + count
+    return found
+
+
+def _division(name: str, shapes: Sequence[tuple[int, ...]], held: _Held) -> DividedTensor | None:
+    """Return how Megatron-Core divides a parameter; None if its name does not say it."""
+    if _WHOLE.fullmatch(name):
+        return replicated(shapes)
+    if _COLUMNS.fullmatch(name):
+        return divide(shapes, 1)
+    if not _ROWS.fullmatch(name):
+        return None
+    if ".linear_fc1." in name:  # of gate and up, where it has twice the columns of the next layer
+        following = held.get(f"{name.rpartition('.linear_fc1.')[0]}.linear_fc2.weight")
+        if following is None or len(following.shape) != 2:
+            return None
+        if shapes[0][0] == 2 * following.shape[1]:
+            return divide(shapes, 0, [[following.shape[1]] * len(shapes)] * 2)
+        if shapes[0][0] != following.shape[1]:
+            return None
+    return divide(shapes, 0)
