@@ -202,6 +202,25 @@ def test_a_checkpoint_says_which_model_it_holds(tmp_path: Path) -> None:
         assert torch.equal(entry[...], fused(weights())["decoder.layers.1.self_attention.linear_qkv.weight"])
 
 
+def test_names_that_a_layout_ignores(tmp_path: Path) -> None:
+    """Old files have frequencies of rotary positions, and those of DeepSeek have a layer more, which predicts."""
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    module = module_of(fused(weights()))
+    report = bytecheckpoint.load(folder_of(tmp_path / "hf", weights() | extra), {"model": module}, layout="llama")
+    assert not report.unexpected and any("ignores 1 tensors of model: model.layers.0" in note for note in report.notes)
+    assert_holds(module, fused(weights()))
+    more = {f"model.layers.{LAYERS}.{name}.weight": torch.ones(3) for name in ("eh_proj", "input_layernorm")}
+    folder = folder_of(tmp_path / "more", weights() | more, num_hidden_layers=LAYERS)
+    layout = Layout.from_text(
+        "layout t hf <-> megatron\ninclude llama\nignore hf model\\.layers\\.<hf.num_hidden_layers>\\..*\n"
+    )
+    bytecheckpoint.load(folder, {"model": module}, layout=layout)
+    with pytest.raises(IncompatibleCheckpointError, match=r"no rule fits model\.layers\.2\.eh_proj"):
+        bytecheckpoint.load(folder, {"model": module}, layout="llama")
+    with pytest.raises(UsageError, match=r"'x\.y' is of no side"):
+        Layout.from_text("layout t hf <-> megatron\nignore hf a<x.y>\n")
+
+
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     found = weights()
     folder = folder_of(tmp_path / "hf", found)

@@ -69,8 +69,9 @@ class BoundSide:
         shapes: shapes of the tensors, padded with -1, int64 [t, d].
         ndims: number of dimensions of each tensor, int64 [t].
         places: places of the parts.
-        unbound: numbers of the tensors that hold no part, because the layout lets them be ignored.
+        unbound: numbers of the tensors that hold no part.
         scales: scales of each scaled tensor, by its number. Its shape counts elements, of which a byte may hold two.
+        ignored: numbers of the tensors that the layout lets lie.
     """
 
     names: Sequence[str]
@@ -79,6 +80,7 @@ class BoundSide:
     places: PartPlaces
     unbound: Int64s
     scales: Mapping[int, Sequence[ScaleGrid]]
+    ignored: Sequence[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,7 +213,7 @@ def _bound_side(
     scales = {} if matched is None else matched.scales
     used = [grid.tensor for grids in scales.values() for grid in grids]
     unbound = np.setdiff1d(np.arange(len(names)), np.append(places.tensor, np.array(used, np.int64)))
-    return BoundSide(names, shapes, ndims, places, unbound, scales)
+    return BoundSide(names, shapes, ndims, places, unbound, scales, () if matched is None else matched.ignored)
 
 
 def _sorted(p: PartPlaces, order: Int64s) -> PartPlaces:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from bytecheckpoint.layouts.axes import TextError
 
-__all__ = ["Config", "check_condition", "check_size", "condition", "dim_size", "flattened", "keys_of"]
+__all__ = ["Config", "check_condition", "check_keys", "check_size", "condition", "dim_size", "flattened", "keys_of"]
 
 Config = Mapping[str, object]
 _WORD = r"[^\W\d]\w*(?:\.\w+)*"
@@ -40,7 +40,7 @@ def check_size(text: str, sides: Sequence[str]) -> None:
             raise TextError(
                 f"'{alternative.strip()}' is no size: write keys and numbers with + - * /, as hf.hidden_size / 2"
             )
-        _check_keys(parts, sides)
+        check_keys(parts, sides)
 
 
 def check_condition(text: str, sides: Sequence[str]) -> None:
@@ -52,10 +52,11 @@ def check_condition(text: str, sides: Sequence[str]) -> None:
                 f"'{clause}' is no condition: write 'KEY', 'not KEY', 'KEY = VALUE' or 'KEY in VALUE VALUE'"
             )
         values = [found[4] or "", *(found[5] or "").split()]
-        _check_keys([*found[2].split("|"), *filter(_KEY.fullmatch, values)], sides)
+        check_keys([*found[2].split("|"), *filter(_KEY.fullmatch, values)], sides)
 
 
-def _check_keys(texts: Sequence[str], sides: Sequence[str]) -> None:
+def check_keys(texts: Sequence[str], sides: Sequence[str]) -> None:
+    """Refuse keys of neither side."""
     for text in texts:
         key = text.strip()
         if not key.isdecimal() and key.partition(".")[0] not in sides:

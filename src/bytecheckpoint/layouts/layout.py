@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.layouts.axes import TextError, parse_axes
-from bytecheckpoint.layouts.config import Config, check_condition, check_size, condition, keys_of
+from bytecheckpoint.layouts.config import Config, check_condition, check_keys, check_size, condition, keys_of
 from bytecheckpoint.layouts.names import Group, Piece, Text, parse_template
 from bytecheckpoint.layouts.parsed import ParsedRule, conflicts
 from bytecheckpoint.layouts.parts import Family, FamilyError, SourcePlace, components, family_dims
@@ -21,12 +21,14 @@ from bytecheckpoint.layouts.text import parse, to_text
 from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.similar_names import SimilarNames
 
-__all__ = ["Layout", "builtin_names", "find"]
+__all__ = ["KEY_IN_NAMES", "Layout", "builtin_names", "find"]
 
 _BUILTIN = Path(__file__).parent / "builtin"
 
 _AXES = re.compile(r"(?:([^=]*?)=)?(.*)", re.DOTALL)
 _WORD = re.compile(r"[^\W\d]\w*")
+#: A key of a configuration in a regular expression of names, in the place of its value: `layers\.<hf.num_layers>\..*`.
+KEY_IN_NAMES = re.compile(r"<(\w+(?:\.\w+)+)>")
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,7 @@ class Layout(Content):
                 if statement in self.require:
                     check_condition(statement.text, self.sides)
                     return
+                check_keys(KEY_IN_NAMES.findall(statement.text), self.sides)
                 try:
                     re.compile(statement.text)
                 except re.error as error:

@@ -12,7 +12,7 @@ import numpy as np
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.layouts.axes import TextError
 from bytecheckpoint.layouts.config import Config, condition
-from bytecheckpoint.layouts.layout import Layout
+from bytecheckpoint.layouts.layout import KEY_IN_NAMES, Layout
 from bytecheckpoint.layouts.names import parse_template
 from bytecheckpoint.layouts.parsed import ParsedRule, conflicts
 from bytecheckpoint.layouts.parts import Family
@@ -81,6 +81,7 @@ class MatchedSide:
         virtual: missing second names of tensors.
         copies: numbers of the tensors that are second names, and those of the tensors that they name.
         scales: scales of each scaled tensor, by its number.
+        ignored: numbers of the tensors that the layout lets lie.
     """
 
     side: Side
@@ -91,6 +92,7 @@ class MatchedSide:
     virtual: set[str] = field(default_factory=set)
     copies: dict[int, int] = field(default_factory=dict)
     scales: Mapping[int, Sequence[ScaleGrid]] = field(default_factory=dict)
+    ignored: Sequence[int] = ()
 
 
 class TextCodes:
@@ -146,9 +148,11 @@ def match_side(
     shapes[np.arange(shapes.shape[1]) < ndims[:, None]] = np.fromiter(
         (size for shape in side.shapes for size in shape), np.int64, int(ndims.sum())
     )
-    matched = MatchedSide(side, shapes, ndims, scales=scales)
-    of_scales = {grid.tensor for grids in scales.values() for grid in grids}
-    tensors = [tensor for tensor in range(len(side.names)) if tensor not in of_scales]
+    patterns = _ignored(layout, number, config)
+    ignored = [k for k, name in enumerate(side.names) if any(pattern.fullmatch(name) for pattern in patterns)]
+    matched = MatchedSide(side, shapes, ndims, scales=scales, ignored=ignored)
+    no_parts = {*ignored, *(grid.tensor for grids in scales.values() for grid in grids)}
+    tensors = [tensor for tensor in range(len(side.names)) if tensor not in no_parts]
     names = [side.names[tensor] for tensor in tensors]
     for alias in layout.merged("aliases"):
         assert isinstance(alias, Alias)
@@ -192,6 +196,18 @@ def scales_of(layout: Layout, number: int) -> list[Scales]:
     return [s for s in layout.merged("scales") if isinstance(s, Scales) and s.side == layout.sides[number]]
 
 
+def _ignored(layout: Layout, number: int, config: Config) -> list[re.Pattern[str]]:
+    """Return the patterns of the names of a side that may be there and are not used."""
+    found = []
+    for statement in layout.merged("ignore"):
+        assert isinstance(statement, Statement)
+        keys = KEY_IN_NAMES.findall(statement.text)
+        if statement.side == layout.sides[number] and all(config.get(key) is not None for key in keys):
+            text = KEY_IN_NAMES.sub(lambda key: re.escape(str(config[key[1]])), statement.text)
+            found.append(re.compile(text))
+    return found
+
+
 def skeletons(names: Sequence[str]) -> list[str]:
     """Return the names with `#` for each run of digits, so that most names of a model are equal."""
     joined = "\0".join(names)
@@ -221,13 +237,7 @@ def _add_alias(
 def check_left_over(layout: Layout, number: int, matched: MatchedSide, rules: Sequence[ParsedRule]) -> None:
     """Refuse names that fit no rule and that the layout does not expect."""
     side = layout.sides[number]
-    expected = [re.compile(s.text) for s in layout.merged("ignore") if isinstance(s, Statement) and s.side == side]
-    left = [
-        matched.side.names[tensor]
-        for tensor in matched.left_over
-        if tensor not in matched.copies
-        and not any(pattern.fullmatch(matched.side.names[tensor]) for pattern in expected)
-    ]
+    left = [matched.side.names[tensor] for tensor in matched.left_over if tensor not in matched.copies]
     if not left:
         return
     families = {f.template.source: f for parsed in rules for f in parsed.families if f.side == number}

@@ -313,7 +313,7 @@ class Load:
                 refuse_shared_memory(destination.wanted)
                 refuse_missing(url, missing, view.other_names(destination.recognized), selection.unmatched)
                 if laid is not None:
-                    destination.notes += [f"the layout cannot compare {what} here" for what in laid.undecided]
+                    destination.notes += laid.notes
                 destination.mismatches += lost_positions(catalog, request.states, world_size)
                 refuse_mismatches(url, request.refused_mismatches(destination))
                 loaded, others = view.extra_state_names(destination.extra_states, world_size)

@@ -77,7 +77,7 @@ class LaidOut:
         twins: further parts whose value must be that of a tensor, each with its name in the checkpoint, by the tensor's
             number: the layout joins parameters, and an optimizer has one step for the result.
         maps: changes of the elements of some parts, by number.
-        undecided: requirements of the layout that no configuration decides.
+        notes: facts that a user should know: requirements that no configuration decides, names that are ignored.
     """
 
     catalog: Catalog
@@ -88,7 +88,7 @@ class LaidOut:
     names: Mapping[str, Sequence[str]]
     twins: Mapping[int, Sequence[tuple[int, str]]]
     maps: Mapping[int, ElementMap]
-    undecided: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
     def wanted(self, boxes: BoxTable, strides: Int64s) -> tuple[PartBoxes, PartBoxes]:
         """Cut wanted boxes into boxes of parts.
@@ -214,7 +214,7 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
     rows: list[StoredRows] = []
     groups: list[_LaidGroup] = []
     laid_states: set[str] = set()
-    undecided: list[str] = []
+    notes: list[str] = []
     maps: dict[int, ElementMap] = {}
     count = 0
     config = {**_stored_config(catalog), **(live.config if live else {})}
@@ -249,8 +249,11 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
                 if not slot:
                     raise
                 raise IncompatibleCheckpointError(f"{state} has {slot!r} of its parameters, and {error}") from error
-            undecided += bound.undecided
             own, shown_side = (bound.left, bound.right) if own_side == 0 else (bound.right, bound.left)
+            notes += [f"the layout cannot compare {what} here" for what in bound.undecided]
+            if own.ignored and not slot:
+                names_of = listed([own.names[k] for k in own.ignored], 2)
+                notes.append(f"the layout ignores {len(own.ignored)} tensors of {state}: {names_of}")
             if slot and own.scales:
                 raise IncompatibleCheckpointError(
                     f"{state} has {slot!r} of quantised parameters, which no layout moves"
@@ -281,7 +284,7 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
     done = shown.finish(stored, others, count)
     return LaidOut(
         done.catalog, _concatenated([*rows, done.rows]), groups, done.alone, done.stored, names, done.twins,
-        maps, list(dict.fromkeys(undecided)),
+        maps, list(dict.fromkeys(notes)),
     )  # fmt: skip
 
 
