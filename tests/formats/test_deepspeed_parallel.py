@@ -201,6 +201,10 @@ def _other_layer(folder: Path) -> None:
     torch.save({"weight": torch.ones(16, WIDTH, dtype=torch.bfloat16)}, folder / "layer_04-model_states.pt")
 
 
+def _same_shape(folder: Path) -> None:
+    torch.save({"weight": torch.ones(16, WIDTH, dtype=torch.bfloat16)}, folder / "layer_00-model_states.pt")
+
+
 def _experts(folder: Path) -> None:
     (folder / "layer_1_expert_0_mp_rank_00_model_states.pt").write_bytes(b"")
 
@@ -223,6 +227,7 @@ def _other_size(folder: Path) -> None:
     ("change", "error", "message"),
     [
         (_other_layer, IncompatibleCheckpointError, r"other values of tied_modules\.embed\.weight"),
+        (_same_shape, IncompatibleCheckpointError, r"which layer 'tied_modules\.embed\.weight' is"),
         (_experts, IncompatibleCheckpointError, "files of experts"),
         (_other_degree, IncompatibleCheckpointError, "which of these are one stage"),
         (_other_size, CorruptCheckpointError, r"'state\.3\.up\.fp32' have 96 of 102 elements"),

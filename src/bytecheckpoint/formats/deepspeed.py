@@ -17,11 +17,8 @@ import contextlib
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
-
-import msgspec
-import numpy as np
 
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, listed
 from bytecheckpoint.formats.deepspeed_ranks import ModelParameters, module_of_layer, shape_of
@@ -29,10 +26,10 @@ from bytecheckpoint.formats.files import RangedFile, damage, open_file
 from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.inert import CallRecord
 from bytecheckpoint.formats.meanings import StoredTensor
+from bytecheckpoint.formats.megatron_buckets import is_rounded
 from bytecheckpoint.formats.rank_parts import DividedTensor, FlatRanges, replicated
 from bytecheckpoint.formats.torch_save import read_object
 from bytecheckpoint.formats.trees import Tree
-from bytecheckpoint.representation.boxes import row_major
 from bytecheckpoint.representation.values.tree import TensorRef
 from bytecheckpoint.storage import Storage
 
@@ -119,7 +116,7 @@ class _FolderOfRanks:
         rest = values[0, 0]
         with open_file(self._storage, self._models[0, 0]) as file, damage(file, "DeepSpeed"):
             self._parameters.find_stages(rest)
-            self._read_modules([values[mp, 0]["module"] for mp, rank in sorted(values) if rank == 0], layers)
+            tied = self._read_modules([values[mp, 0]["module"] for mp, rank in sorted(values) if rank == 0], layers)
             self._parameters.divide(rest, self._modules)
             if self._parameters.degree > 1 and (lost := self._parameters.undivided()):
                 self._tree.notes.append(
@@ -135,6 +132,7 @@ class _FolderOfRanks:
         if not self._optimizers:
             self._add_universal()
         with open_file(self._storage, self._models[0, 0]) as file, damage(file, "DeepSpeed"):
+            self._prove_tied(tied)
             module = self._joined_modules(rest)
             rows = self._ranges.rows(file)
         states = {"optimizer": self._optimizer, "model": module}
@@ -158,9 +156,13 @@ class _FolderOfRanks:
                     self._sums.append((number, member.offset, member.size, member.crc))
             yield file, found.value
 
-    def _read_modules(self, modules: Sequence[Any], layers: _Files) -> None:
-        """Join the modules of the stages of each tensor-parallel rank; those of pipelines are files of layers."""
-        degree = self._parameters.degree
+    def _read_modules(self, modules: Sequence[Any], layers: _Files) -> set[tuple[int, str]]:
+        """Join the modules of the stages of each tensor-parallel rank; those of pipelines are files of layers.
+
+        Returns:
+            Tensor-parallel rank and name of the tensors that were taken for those of tied modules.
+        """
+        degree, tied = self._parameters.degree, set[tuple[int, str]]()
         self._modules = [{} for _ in range(degree)]
         for mp, module in enumerate(modules):
             self._modules[mp % degree].update(module or {})
@@ -168,11 +170,38 @@ class _FolderOfRanks:
             with self._object(name, 0) as (file, value), damage(file, "DeepSpeed"):
                 place = module_of_layer(layer, value, self._parameters.of_rank(rank))
                 for key, item in value.items():
+                    if place != str(layer) and type(item) is StoredTensor:
+                        tied.add((rank, f"{place}.{key}"))
                     known = self._modules[rank].setdefault(f"{place}.{key}", item)
                     if type(item) is StoredTensor and self._content(known) != self._content(item):
                         raise IncompatibleCheckpointError(
                             f"{file.label}: another layer has other values of {place}.{key}"
                         )
+        return tied
+
+    def _prove_tied(self, tied: Iterable[tuple[int, str]]) -> None:
+        """Compare the layers that were taken for tied modules with the masters of these, which have to round to them."""
+        ranges, files = self._ranges, self._columns.files
+        for rank, name in sorted(tied):
+            fqn, _, own_rank = self._parameters.place(name, rank)
+            number = ranges.numbers.get(("optimizer", f"state.{fqn}.{_FP32}"), -1)
+            own, tensor = ranges.tensors.get((number, own_rank)), self._modules[rank][name]
+            at, begin, _ = self._places[tensor.storage.key]
+            for position, start, stop, file, first in ranges.ranges if own else ():
+                if (
+                    own
+                    and position == own.position
+                    and not is_rounded(
+                        self._storage,
+                        (files[file].name, first),
+                        (files[at].name, begin + tensor.start),
+                        tensor.dtype,
+                        (start, stop),
+                    )
+                ):
+                    raise IncompatibleCheckpointError(
+                        f"nothing says which layer {name!r} is: other layers have its shape"
+                    )
 
     def _content(self, tensor: StoredTensor) -> tuple[Any, ...]:
         """Return facts that are equal only if the bytes of two tensors are."""
@@ -192,7 +221,8 @@ class _FolderOfRanks:
                 if parameters.degree == 1:
                     found[name] = item
                 elif own == name and type(item) is StoredTensor:
-                    self._add_slice(name, item, divided, own_rank)
+                    place = self._places[item.storage.key][:2]
+                    self._ranges.add_whole(("model", name), divided, own_rank, item, place)
                 elif (first := tied.get(name)) in parameters.divided:
                     self._columns.aliases.setdefault("model", {})[name] = first
                     found[name] = TensorRef(name)
@@ -205,14 +235,6 @@ class _FolderOfRanks:
     def _is_same_on_all(self, name: str) -> bool:
         held = [item for module in self._modules if type(item := module.get(name)) is StoredTensor]
         return len(held) == len(self._modules) and len({*map(self._content, held)}) == 1
-
-    def _add_slice(self, name: str, tensor: StoredTensor, divided: DividedTensor, rank: int) -> None:
-        if tensor.strides != tuple(row_major(np.array([tensor.shape], np.int64))[0].tolist()):
-            raise IncompatibleCheckpointError(
-                f"{self._storage.url}: the slice of {name!r} has strides {tensor.strides}"
-            )
-        flat = msgspec.structs.replace(tensor, shape=(math.prod(tensor.shape),), strides=(1,))
-        self._add_range("model", name, divided, rank, flat, (0, flat.shape[0]))
 
     def _add_frozen(self, value: Mapping[str, Any], mp: int, rank: int) -> None:
         """Add the shares of frozen parameters that a rank of ZeRO 3 has."""
@@ -296,16 +318,13 @@ class _FolderOfRanks:
                 if type(tensor) is not StoredTensor or not tensor.shape:
                     state[fqn][slot] = tensor
                     continue
-                size = math.prod(tensor.shape)
-                if tensor.strides != tuple(row_major(np.array([tensor.shape], np.int64))[0].tolist()):
-                    raise ValueError(f"the tensor has strides {tensor.strides}")
                 known = parameters.place(fqn, 0)[1].shape
-                whole = replicated([known if math.prod(known) == size else tensor.shape])
-                state[fqn][slot] = TensorRef(f"state.{fqn}.{slot}")
-                flat = msgspec.structs.replace(tensor, shape=(size,), strides=(1,))
-                self._add_range("optimizer", f"state.{fqn}.{slot}", whole, 0, flat, (0, size))
+                whole = replicated([known if math.prod(known) == math.prod(tensor.shape) else tensor.shape])
+                place, name = self._places[tensor.storage.key][:2], f"state.{fqn}.{slot}"
+                state[fqn][slot] = TensorRef(name)
+                self._ranges.add_whole(("optimizer", name), whole, 0, tensor, place)
                 if slot == _FP32 and (stage == 3 or fqn not in self._modules[0]):
-                    self._add_range("model", fqn, whole, 0, flat, (0, size))
+                    self._ranges.add_whole(("model", fqn), whole, 0, tensor, place)
 
     def _add_groups(self, groups: Sequence[Mapping[str, Any]], stage: int, mp: int) -> None:
         """Add the groups of a rank, with the names of their parameters instead of the numbers of the partitions."""

@@ -27,7 +27,16 @@ from bytecheckpoint.formats.files import RangedFile, open_file
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.storage import Storage
 
-__all__ = ["BUCKET", "ModelWeight", "OptimizerBucket", "PlacedParameter", "Run", "cut", "place_parameters"]
+__all__ = [
+    "BUCKET",
+    "ModelWeight",
+    "OptimizerBucket",
+    "PlacedParameter",
+    "Run",
+    "cut",
+    "is_rounded",
+    "place_parameters",
+]
 
 BUCKET: Final = re.compile(
     r"((?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.(\w+)"
@@ -305,6 +314,28 @@ def cut(runs: Iterable[Run], at: int, size: int, item: int) -> Iterator[Run]:
         first, stop = max(start, at), min(start + count, at + size)
         if first < stop:
             yield first, stop - first, file, begin + (first - start) * item
+
+
+def is_rounded(
+    storage: Storage, masters: tuple[str, int], weights: tuple[str, int], dtype: str, elements: tuple[int, int]
+) -> bool:
+    """Return whether fp32 elements round to elements of a weight.
+
+    Args:
+        storage: folder of the files.
+        masters: file and first byte of the fp32 elements.
+        weights: file and first byte of the weight.
+        dtype: dtype of the weight.
+        elements: first and last element of the range in the weight.
+    """
+    item, (start, stop) = itemsize(dtype), elements
+    with open_file(storage, masters[0]) as high, open_file(storage, weights[0]) as low:
+        for at in range(start, stop, _BLOCK_BYTES // 4):
+            count = min(stop - at, _BLOCK_BYTES // 4)
+            values = np.frombuffer(high.read(masters[1] + 4 * (at - start), 4 * count), "<f4")
+            if _rounded(values, dtype) != low.read(weights[1] + item * at, item * count):
+                return False
+    return True
 
 
 def _rounded(values: NDArray[np.float32], dtype: str) -> bytes:

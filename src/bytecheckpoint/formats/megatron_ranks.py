@@ -8,13 +8,9 @@ tensor of another name is one of each rank, called "mp_rank_00:<name>", for a la
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
-
-import msgspec
-import numpy as np
 
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, listed
 from bytecheckpoint.formats.files import damage, open_file
@@ -24,7 +20,6 @@ from bytecheckpoint.formats.meanings import StoredTensor
 from bytecheckpoint.formats.rank_parts import DividedTensor, FlatRanges, divide, replicated
 from bytecheckpoint.formats.torch_save import read_object
 from bytecheckpoint.formats.trees import Tree
-from bytecheckpoint.representation.boxes import row_major
 from bytecheckpoint.representation.values.tree import TensorRef
 from bytecheckpoint.storage import Storage
 
@@ -191,10 +186,9 @@ class _Ranks:
             if divided is None:
                 unknown.append(name)
             for rank, held in enumerate(ranks):
-                if divided is None:
-                    self._add_slice(f"mp_rank_{rank:02}:{name}", held[name], replicated([shapes[rank]]), 0)
-                else:
-                    self._add_slice(name, held[name], divided, rank)
+                own = (name, divided, rank) if divided else (f"mp_rank_{rank:02}:{name}", replicated([shapes[rank]]), 0)
+                place = self._places[held[name].storage.key]
+                self._ranges.add_whole(("model", own[0]), *own[1:], held[name], place)
         self._add_other_names([name for name in ranks[0] if name not in unknown])
         if unknown:
             self._tree.notes.append(
@@ -210,12 +204,6 @@ class _Ranks:
                 layer, found, kind = name.rpartition(here)
                 if found and layer.endswith(".") and f"{layer}{following}" in known:
                     aliases[f"{layer}{there}{kind}"] = name
-
-    def _add_slice(self, name: str, tensor: StoredTensor, divided: DividedTensor, rank: int) -> None:
-        if tensor.strides != tuple(row_major(np.array([tensor.shape], np.int64))[0].tolist()):
-            raise IncompatibleCheckpointError(f"the slice of {name!r} has strides {tensor.strides}")
-        flat = msgspec.structs.replace(tensor, shape=(math.prod(tensor.shape),), strides=(1,))
-        self._ranges.add(("model", name), divided, rank, flat, self._places[tensor.storage.key], (0, flat.shape[0]))
 
 
 def _numbered(chunks: Mapping[tuple[int, int], _Held]) -> _Held:

@@ -6,8 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
+from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.formats.files import RangedFile
 from bytecheckpoint.formats.foreign import ForeignColumns, RowColumns
 from bytecheckpoint.formats.meanings import StoredTensor
@@ -202,6 +204,18 @@ class FlatRanges:
             begin = place[1] + tensor.start + first * itemsize(tensor.dtype)
             self.ranges.append((own.position, own.filled, own.filled + count, place[0], begin))
         own.filled += count
+
+    def add_whole(
+        self, key: tuple[str, str], divided: DividedTensor, rank: int, tensor: StoredTensor, place: tuple[int, int]
+    ) -> None:
+        """Add all of a rank's tensor, which has to be row-major; arguments as for `add`."""
+        if tensor.strides != tuple(row_major(np.array([tensor.shape], np.int64))[0].tolist()):
+            raise IncompatibleCheckpointError(
+                f"the tensor of {key[1]!r} has strides {tensor.strides}, which are not read"
+            )
+        size = math.prod(tensor.shape)
+        flat = msgspec.structs.replace(tensor, shape=(size,), strides=(1,))
+        self.add(key, divided, rank, flat, place, (0, size))
 
     def rows(self, file: RangedFile) -> RowColumns:
         """Return the boxes of all ranges, which have to fill the tensors; `file` stands in errors."""
