@@ -13,22 +13,21 @@ how it is divided is one of each rank, called "mp_rank_00:<name>", for a layout 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, listed
 from bytecheckpoint.formats.deepspeed_ranks import ModelParameters, module_of_layer, shape_of
 from bytecheckpoint.formats.files import RangedFile, damage, open_file
-from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns
+from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.inert import CallRecord
 from bytecheckpoint.formats.meanings import StoredTensor
 from bytecheckpoint.formats.megatron_buckets import is_rounded
 from bytecheckpoint.formats.rank_parts import DividedTensor, FlatRanges, replicated
-from bytecheckpoint.formats.torch_save import read_object
+from bytecheckpoint.formats.torch_save import TorchFiles
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.representation.values.tree import TensorRef
 from bytecheckpoint.storage import Storage
@@ -100,8 +99,7 @@ class _FolderOfRanks:
         self._columns = ForeignColumns()
         self._tree = Tree(storage.url)
         self._ranges = FlatRanges(self._columns)
-        self._places: dict[str, tuple[int, int, int | None]] = {}
-        self._sums: list[tuple[int, int, int, int]] = []
+        self._files = TorchFiles(storage, self._columns)
         self._parameters = ModelParameters()
         self._modules: list[dict[str, Any]] = []
         self._optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -110,7 +108,7 @@ class _FolderOfRanks:
         """Read the files; those of layers have keys of tensor-parallel rank and number of the layer."""
         columns, tree, values = self._columns, self._tree, dict[tuple[int, int], Any]()
         for key in sorted(self._models):
-            with self._object(self._models[key], key[1]) as (file, values[key]), damage(file, "DeepSpeed"):
+            with self._files.open(self._models[key], key[1]) as (file, values[key]), damage(file, "DeepSpeed"):
                 if key[1] == 0:
                     self._parameters.add_rank(values[key])
         rest = values[0, 0]
@@ -127,7 +125,7 @@ class _FolderOfRanks:
                 if self._models[mp, rank].startswith("zero_pp_rank"):
                     self._add_frozen(value, mp, rank)
         for mp, rank in sorted(self._optimizers):
-            with self._object(self._optimizers[mp, rank], rank) as (file, value), damage(file, "DeepSpeed"):
+            with self._files.open(self._optimizers[mp, rank], rank) as (file, value), damage(file, "DeepSpeed"):
                 self._add_optimizer(file, value["optimizer_state_dict"], mp, rank)
         if not self._optimizers:
             self._add_universal()
@@ -140,21 +138,10 @@ class _FolderOfRanks:
         encoded = {}
         for state, content in states.items():
             encoded[state] = tree.encode(content)
-            columns.add_whole(state, tree.tensors, {key: place[:2] for key, place in self._places.items()})
+            columns.add_whole(state, tree.tensors, self._files.places)
         world_size = len(self._optimizers) or int(rest.get("dp_world_size") or 1)
         catalog, strides = columns.build({"format": "deepspeed", "world_size": world_size}, rows)
-        return ForeignCheckpoint("deepspeed", catalog, strides, encoded, FileSums.of(self._sums), tuple(tree.notes))
-
-    @contextlib.contextmanager
-    def _object(self, name: str, rank: int) -> Iterator[tuple[RangedFile, Any]]:
-        with open_file(self._storage, name) as file:
-            found = read_object(file, f"{name}/")
-            number = self._columns.add_file(file.name, file.size, rank)
-            for key, member in found.storages.items():
-                self._places[key] = number, member.offset, member.crc
-                if member.crc is not None:
-                    self._sums.append((number, member.offset, member.size, member.crc))
-            yield file, found.value
+        return ForeignCheckpoint("deepspeed", catalog, strides, encoded, self._files.sums(), tuple(tree.notes))
 
     def _read_modules(self, modules: Sequence[Any], layers: _Files) -> set[tuple[int, str]]:
         """Join the modules of the stages of each tensor-parallel rank; those of pipelines are files of layers.
@@ -167,7 +154,7 @@ class _FolderOfRanks:
         for mp, module in enumerate(modules):
             self._modules[mp % degree].update(module or {})
         for (rank, layer), name in sorted(layers.items()):
-            with self._object(name, 0) as (file, value), damage(file, "DeepSpeed"):
+            with self._files.open(name, 0) as (file, value), damage(file, "DeepSpeed"):
                 place = module_of_layer(layer, value, self._parameters.of_rank(rank))
                 for key, item in value.items():
                     if place != str(layer) and type(item) is StoredTensor:
@@ -186,7 +173,7 @@ class _FolderOfRanks:
             fqn, _, own_rank = self._parameters.place(name, rank)
             number = ranges.numbers.get(("optimizer", f"state.{fqn}.{_FP32}"), -1)
             own, tensor = ranges.tensors.get((number, own_rank)), self._modules[rank][name]
-            at, begin, _ = self._places[tensor.storage.key]
+            at, begin = self._files.places[tensor.storage.key]
             for position, start, stop, file, first in ranges.ranges if own else ():
                 if (
                     own
@@ -205,7 +192,7 @@ class _FolderOfRanks:
 
     def _content(self, tensor: StoredTensor) -> tuple[Any, ...]:
         """Return facts that are equal only if the bytes of two tensors are."""
-        crc = self._places[tensor.storage.key][2]
+        crc = self._files.crcs[tensor.storage.key]
         key = tensor.storage.key if crc is None and tensor.storage.nbytes else None
         return crc, key, tensor.storage.nbytes, tensor.start, tensor.dtype, tensor.shape, tensor.strides
 
@@ -221,7 +208,7 @@ class _FolderOfRanks:
                 if parameters.degree == 1:
                     found[name] = item
                 elif own == name and type(item) is StoredTensor:
-                    place = self._places[item.storage.key][:2]
+                    place = self._files.places[item.storage.key]
                     self._ranges.add_whole(("model", name), divided, own_rank, item, place)
                 elif (first := tied.get(name)) in parameters.divided:
                     self._columns.aliases.setdefault("model", {})[name] = first
@@ -290,7 +277,7 @@ class _FolderOfRanks:
     def _add_universal(self) -> None:
         """Add the parameters of the universal form, in which each is whole."""
         parameters = self._parameters
-        with self._object(UNIVERSAL_FILE, 0) as (file, value), damage(file, "DeepSpeed"):
+        with self._files.open(UNIVERSAL_FILE, 0) as (file, value), damage(file, "DeepSpeed"):
             stage = _stage(value)
             paddings = value.get("param_alignment_paddings", ())  # no export of this package has an entry of partitions
             if parameters.dealt and "group_paddings" in value and not any(map(any, paddings)):
@@ -313,14 +300,14 @@ class _FolderOfRanks:
         first = next(iter(state), "")
         slots = [_FP32, *(slot for slot in _UNIVERSAL_SLOTS if self._storage.version(f"zero/{first}/{slot}.pt"))]
         for fqn, slot in itertools.product(state, slots):
-            with self._object(f"zero/{fqn}/{slot}.pt", 0) as (file, value), damage(file, "DeepSpeed"):
+            with self._files.open(f"zero/{fqn}/{slot}.pt", 0) as (file, value), damage(file, "DeepSpeed"):
                 tensor = value["param"] if type(value) is dict else value
                 if type(tensor) is not StoredTensor or not tensor.shape:
                     state[fqn][slot] = tensor
                     continue
                 known = parameters.place(fqn, 0)[1].shape
                 whole = replicated([known if math.prod(known) == math.prod(tensor.shape) else tensor.shape])
-                place, name = self._places[tensor.storage.key][:2], f"state.{fqn}.{slot}"
+                place, name = self._files.places[tensor.storage.key], f"state.{fqn}.{slot}"
                 state[fqn][slot] = TensorRef(name)
                 self._ranges.add_whole(("optimizer", name), whole, 0, tensor, place)
                 if slot == _FP32 and (stage == 3 or fqn not in self._modules[0]):
@@ -361,7 +348,7 @@ class _FolderOfRanks:
         """Add elements of a flat tensor as the next ones of a parameter of a tensor-parallel rank."""
         if type(tensor) is not StoredTensor:
             raise ValueError(f"no tensor has the elements of {fqn!r}")
-        self._ranges.add((state, fqn), divided, rank, tensor, self._places[tensor.storage.key][:2], elements)
+        self._ranges.add((state, fqn), divided, rank, tensor, self._files.places[tensor.storage.key], elements)
 
 
 def _stage(saved: Mapping[str, Any]) -> int:

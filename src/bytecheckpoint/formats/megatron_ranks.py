@@ -14,11 +14,11 @@ from typing import Any, Final
 
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, listed
 from bytecheckpoint.formats.files import damage, open_file
-from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns
+from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.inert import CallRecord
 from bytecheckpoint.formats.meanings import StoredTensor
 from bytecheckpoint.formats.rank_parts import DividedTensor, FlatRanges, divide, replicated
-from bytecheckpoint.formats.torch_save import read_object
+from bytecheckpoint.formats.torch_save import TorchFiles
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.representation.values.tree import TensorRef
 from bytecheckpoint.storage import Storage
@@ -85,8 +85,7 @@ class _Ranks:
         self._columns = ForeignColumns()
         self._tree = Tree(storage.url)
         self._ranges = FlatRanges(self._columns)
-        self._places: dict[str, tuple[int, int]] = {}
-        self._sums: list[tuple[int, int, int, int]] = []
+        self._files = TorchFiles(storage, self._columns)
         self._left_out: list[str] = []
         self._rest: dict[str, Any] = {}
 
@@ -99,15 +98,9 @@ class _Ranks:
         """
         chunks: list[dict[tuple[int, int], _Held]] = []
         for key in sorted(files):
-            with open_file(self._storage, files[key]) as file, damage(file, "Megatron"):
-                found = read_object(file, f"{files[key]}/")
-                has_optimizer |= _OPTIMIZER in found.value
-                number = self._columns.add_file(file.name, file.size)
-                for name, member in found.storages.items():
-                    self._places[name] = number, member.offset
-                    if member.crc is not None:
-                        self._sums.append((number, member.offset, member.size, member.crc))
-                chunks.append({(chunk, key[1]): held for chunk, held in self._chunks(found.value, key == (0, 0))})
+            with self._files.open(files[key]) as (file, value), damage(file, "Megatron"):
+                has_optimizer |= _OPTIMIZER in value
+                chunks.append({(chunk, key[1]): held for chunk, held in self._chunks(value, key == (0, 0))})
         with open_file(self._storage, files[0, 0]) as file, damage(file, "Megatron"):
             stages = len(files) // self._degree
             ranks = []
@@ -129,10 +122,10 @@ class _Ranks:
         values = {}
         for state, value in states.items():
             values[state] = self._tree.encode(value)
-            self._columns.add_whole(state, self._tree.tensors, self._places)
+            self._columns.add_whole(state, self._tree.tensors, self._files.places)
         catalog, strides = self._columns.build({"format": "megatron-ranks", "world_size": len(files)}, rows)
         notes = tuple(self._tree.notes)
-        return ForeignCheckpoint("megatron-ranks", catalog, strides, values, FileSums.of(self._sums), notes)
+        return ForeignCheckpoint("megatron-ranks", catalog, strides, values, self._files.sums(), notes)
 
     def _chunks(self, value: Mapping[str, Any], first: bool) -> list[tuple[int, _Held]]:
         """Return the tensors of each chunk of one file."""
@@ -187,7 +180,7 @@ class _Ranks:
                 unknown.append(name)
             for rank, held in enumerate(ranks):
                 own = (name, divided, rank) if divided else (f"mp_rank_{rank:02}:{name}", replicated([shapes[rank]]), 0)
-                place = self._places[held[name].storage.key]
+                place = self._files.places[held[name].storage.key]
                 self._ranges.add_whole(("model", own[0]), *own[1:], held[name], place)
         self._add_other_names([name for name in ranks[0] if name not in unknown])
         if unknown:

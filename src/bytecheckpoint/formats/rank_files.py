@@ -7,16 +7,15 @@ its ranks have equal bytes, by their CRC32, and otherwise a tensor of each rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
-from bytecheckpoint.formats.files import open_file
-from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns
+from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.meanings import StoredTensor
 from bytecheckpoint.formats.sharded import ShardedValue
-from bytecheckpoint.formats.torch_save import TorchObject, read_object
+from bytecheckpoint.formats.torch_save import TorchFiles
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.storage import Storage
 
@@ -34,13 +33,11 @@ class _RankStates:
         blobs: encoded tree of each rank.
         sharded: tensors in parts, of each rank.
         whole: plain tensors, of each rank.
-        sums: CRC32 of each storage of all ranks, by key.
     """
 
     blobs: list[bytes] = field(default_factory=list)
     sharded: list[dict[str, ShardedValue]] = field(default_factory=list)
     whole: list[dict[str, StoredTensor]] = field(default_factory=list)
-    sums: dict[str, int | None] = field(default_factory=dict)
 
 
 def read_rank_files(storage: Storage) -> ForeignCheckpoint:
@@ -62,53 +59,44 @@ def read_rank_files(storage: Storage) -> ForeignCheckpoint:
             f"{storage.url} has files of several numbers of ranks: keep those of one save"
         )
     columns, tree = ForeignColumns(), Tree(storage.url)
+    files = TorchFiles(storage, columns)
     values: dict[str, bytes] = {}
-    sums: list[tuple[int, int, int, int]] = []
     for (state, count), names in groups.items():
         if missing := [rank for rank in range(count) if rank not in names]:
             raise CheckpointNotFoundError(
                 f"{storage.url} lacks the files of ranks {missing[:5]} of {count} of {state!r}"
             )
-        ranks, places = _RankStates(), dict[str, tuple[int, int]]()
+        ranks = _RankStates()
         for rank in range(count):
-            with open_file(storage, names[rank]) as file:
-                found_object = read_object(file, f"{state}/{rank}/")
-                number = columns.add_file(file.name, file.size, rank)
-            _add(ranks, tree, found_object)
-            places.update({key: (number, member.offset) for key, member in found_object.storages.items()})
-            members = found_object.storages.values()
-            sums += [(number, m.offset, m.size, m.crc) for m in members if m.crc is not None]
+            with files.open(names[rank], rank) as (_, value):
+                ranks.blobs.append(tree.encode(value))
+                ranks.sharded.append(tree.sharded)
+                ranks.whole.append(tree.tensors)
         values[state] = ranks.blobs[0]
         if any(blob != ranks.blobs[0] for blob in ranks.blobs):
             tree.notes.append(f"{state}: the ranks have different plain values; those of rank 0 are kept")
-        columns.add_sharded(state, ranks.sharded, places, storage.url)
-        _add_whole(columns, state, ranks, places)
+        columns.add_sharded(state, ranks.sharded, files.places, storage.url)
+        _add_whole(columns, state, ranks.whole, files)
     catalog, strides = columns.build({"format": "rank-files", "world_size": max(count for _, count in groups)})
-    return ForeignCheckpoint("rank-files", catalog, strides, values, FileSums.of(sums), tuple(tree.notes))
+    return ForeignCheckpoint("rank-files", catalog, strides, values, files.sums(), tuple(tree.notes))
 
 
-def _add(ranks: _RankStates, tree: Tree, found: TorchObject) -> None:
-    """Add the object of one rank."""
-    ranks.blobs.append(tree.encode(found.value))
-    ranks.sharded.append(tree.sharded)
-    ranks.whole.append(tree.tensors)
-    ranks.sums.update({key: member.crc for key, member in found.storages.items()})
-
-
-def _add_whole(columns: ForeignColumns, state: str, ranks: _RankStates, places: Mapping[str, tuple[int, int]]) -> None:
+def _add_whole(
+    columns: ForeignColumns, state: str, ranks: Sequence[Mapping[str, StoredTensor]], files: TorchFiles
+) -> None:
     """Add plain tensors: those that all ranks have alike once, others for each rank."""
     alike: dict[str, StoredTensor] = {}
-    for fqn in dict.fromkeys(name for tensors in ranks.whole for name in tensors):
-        held = {rank: tensors[fqn] for rank, tensors in enumerate(ranks.whole) if fqn in tensors}
-        content = {_content(tensor, ranks.sums) for tensor in held.values()}
+    for fqn in dict.fromkeys(name for tensors in ranks for name in tensors):
+        held = {rank: tensors[fqn] for rank, tensors in enumerate(ranks) if fqn in tensors}
+        content = {_content(tensor, files.crcs) for tensor in held.values()}
         if len(content) == 1 and (None not in content or len(held) == 1):
             alike[fqn] = next(iter(held.values()))
             continue
         for rank, tensor in held.items():
             before = len(columns.fqns)
-            columns.add_whole(state, {fqn: tensor}, places)
+            columns.add_whole(state, {fqn: tensor}, files.places)
             columns.owners.update(dict.fromkeys(range(before, len(columns.fqns)), rank))
-    columns.add_whole(state, alike, places)
+    columns.add_whole(state, alike, files.places)
 
 
 def _content(tensor: StoredTensor, sums: Mapping[str, int | None]) -> tuple[Any, ...] | None:

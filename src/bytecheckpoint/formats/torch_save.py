@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -21,7 +22,7 @@ from bytecheckpoint.formats.unpickling import MAX_PICKLE_BYTES, PickleEndsError,
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.storage import Storage
 
-__all__ = ["TorchObject", "read_object", "read_torch_save", "states_of", "unpickle"]
+__all__ = ["TorchFiles", "TorchObject", "read_object", "read_torch_save", "states_of", "unpickle"]
 
 #: First value of a file before torch 1.6, and the version that follows.
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
@@ -46,6 +47,41 @@ class TorchObject:
 
     value: Any
     storages: Mapping[str, StoredMember]
+
+
+class TorchFiles:
+    """The files of `torch.save` in a folder that a reader has opened, with the place of each storage.
+
+    Args:
+        storage: the folder.
+        columns: columns to whose table the files are added.
+
+    Attributes:
+        places: file and first byte of each storage, by key; keys begin with the name of the file.
+        crcs: CRC32 of each storage, None where the file has none, by key.
+    """
+
+    def __init__(self, storage: Storage, columns: ForeignColumns) -> None:
+        self._storage, self._columns = storage, columns
+        self.places: dict[str, tuple[int, int]] = {}
+        self.crcs: dict[str, int | None] = {}
+        self._sums: list[tuple[int, int, int, int]] = []
+
+    @contextlib.contextmanager
+    def open(self, name: str, rank: int = 0) -> Iterator[tuple[RangedFile, Any]]:
+        """Open a file of a rank for the `with` block; yield it and its object. Raises as `read_object`."""
+        with open_file(self._storage, name) as file:
+            found = read_object(file, f"{name}/")
+            number = self._columns.add_file(file.name, file.size, rank)
+            for key, member in found.storages.items():
+                self.places[key], self.crcs[key] = (number, member.offset), member.crc
+                if member.crc is not None:
+                    self._sums.append((number, member.offset, member.size, member.crc))
+            yield file, found.value
+
+    def sums(self) -> FileSums:
+        """Return the CRC32s of all storages."""
+        return FileSums.of(self._sums)
 
 
 def read_torch_save(storage: Storage, name: str) -> ForeignCheckpoint:
