@@ -13,7 +13,7 @@ from torch import nn
 
 import bytecheckpoint
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
-from bytecheckpoint.formats import deepspeed
+from bytecheckpoint.formats import torch_save
 from bytecheckpoint.formats.deepspeed import read_deepspeed
 from bytecheckpoint.formats.deepspeed_ranks import _divisions, module_of_layer
 from bytecheckpoint.formats.rank_parts import divide_view
@@ -107,14 +107,14 @@ def test_the_universal_form_of_several_ranks_holds_the_same() -> None:
 def test_tensors_that_nothing_describes_are_those_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layout joins them; the whole tensors are those that the patterns describe."""
     whole = read("grid")["model"]
-    plain = deepspeed.read_object
+    plain = torch_save.read_object
 
     def without(*arguments: Any) -> Any:
         found = plain(*arguments)
         found.value.pop("universal_checkpoint_info", None)
         return found
 
-    monkeypatch.setattr(deepspeed, "read_object", without)
+    monkeypatch.setattr(torch_save, "read_object", without)
     foreign = read_deepspeed(resolve(str(GOLDEN / "grid")))
     assert "nothing says how 2 tensor-parallel ranks divide 0.weight" in foreign.notes[0]
     layer = "mp_rank_{t:02}:<x>."
