@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint
-from bytecheckpoint.errors import IncompatibleCheckpointError
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.layouts import Layout, Rule
 from tests.loading.test_layouts import fused, module_of, sized, weights
 from tests.support.worlds import on_ranks
@@ -142,6 +142,15 @@ def test_state_that_follows_no_elements_is_refused(tmp_path: Path) -> None:
     with pytest.raises(IncompatibleCheckpointError, match=r"optimizer has '(row|col)_var' of its parameters, and"):
         bytecheckpoint.load(tmp_path / "own", {"model": other, "optimizer": second}, layout=layout)
     assert all((value == 7).all() for value in other.state_dict().values())
+
+
+def test_an_optimizer_needs_its_module(tmp_path: Path) -> None:
+    model = filled(weights())
+    bytecheckpoint.save(tmp_path / "own", {"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
+    other = module_of(fused(weights()))
+    names, alone = dict(other.named_parameters()), {"optimizer": torch.optim.AdamW(other.parameters())}
+    with pytest.raises(UsageError, match="'optimizer' is loaded without one: put the module beside"):
+        bytecheckpoint.load(tmp_path / "own", alone, layout=sized(), names=names)
 
 
 def test_dicts_of_tensors_are_filled(tmp_path: Path) -> None:

@@ -68,6 +68,12 @@ class LoadRequest:
             for state, value in self.states.items()
             if as_modules(state, value) is not None or _is_of_tensors(value)
         }
+        optimizers = [state for state, value in self.states.items() if isinstance(value, torch.optim.Optimizer)]
+        if optimizers and not modules:
+            raise UsageError(
+                f"a layout leads to the names of modules, and {optimizers[0]!r} is loaded without one: put the module "
+                "beside its optimizer into the states"
+            )
         captured = self.framework.capture(modules, names=self.matching.names) if modules else []
         shapes: dict[str, dict[str, list[int]]] = {}
         for state in captured:
