@@ -67,6 +67,8 @@ PROGRAMS = {
     "AZURE_STORAGE_ENDPOINT='http://127.0.0.1:1'); unreachable('az://bucket/run/step_1')",
     "fsspec": "round_trip('fsspec+memory://run/step_1'); round_trip(f'fsspec+file://{os.getcwd()}/step_2')",
     "hdfs": "unreachable('hdfs://127.0.0.1:1/run/step_1')",
+    "orbax": f"with bytecheckpoint.open('{ROOT}/tests/formats/golden/orbax-0.12.8/ocdbt') as found: "
+    "assert found['model/dense.kernel'][...].shape == (6, 10)",
     "accelerate": """
 from accelerate import Accelerator
 from bytecheckpoint.integrations.accelerate import attach
