@@ -27,14 +27,23 @@ SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 
 
 def signalled_at(
-    monkeypatch: pytest.MonkeyPatch, op: str, number: signal.Signals, before: Callable[[], object] = lambda: None
+    monkeypatch: pytest.MonkeyPatch,
+    op: str,
+    number: signal.Signals,
+    before: Callable[[], object] = lambda: None,
+    ranks: int = 1,
 ) -> None:
-    """Send a signal to the helper process of a rank, once, right before it gets a request."""
-    call, left, once = HelperProcess.call, [number], [before]
+    """Send a signal to the helper process of a rank, once, right before it gets a request.
+
+    `before` is called when `ranks` ranks have written: rank 0 has looked at the path then, and has not committed.
+    """
+    call, left, once, written = HelperProcess.call, [number], [before], set[int]()
 
     def faulty(helper: HelperProcess, record: dict[str, Any], **options: Any) -> dict[str, Any]:
-        if record["op"] == "finish" and once:
-            once.pop()()
+        if record["op"] == "finish":
+            written.add(id(helper))
+            if len(written) == ranks and once:
+                once.pop()()
         if record["op"] == op and left:
             os.kill(helper.pid, left.pop())
             time.sleep(0.1)  # until the kernel has delivered it
@@ -70,7 +79,7 @@ def test_the_writer_process_dies_or_stops_when_a_save_that_failed_ends_it(
         os.replace(path / "other", path / CATALOG_NAME)
 
     with tuned(stopped_calls=1.0, helper_end=1.0):
-        errors = checked(path, ranks, mode, lambda: signalled_at(monkeypatch, "abort", number, replace))
+        errors = checked(path, ranks, mode, lambda: signalled_at(monkeypatch, "abort", number, replace, ranks))
     assert "another" in str(errors[0]), errors
 
 
