@@ -313,9 +313,11 @@ def _in_order_of_target(source: torch.Tensor, target: torch.Tensor) -> tuple[tor
 
     Torch transposes dense matrices into dense memory three times as fast as anything with strides.
     """
+    if source.ndim != target.ndim or source.numel() < _FEW:
+        return source, target
     dims = [dim for dim in range(target.ndim) if target.shape[dim] > 1]
     order = sorted(dims, key=lambda dim: -int(target.stride()[dim]))
-    if source.ndim != target.ndim or source.numel() < _FEW or order == dims or target.stride()[order[-1]] != 1:
+    if order == dims or target.stride()[order[-1]] != 1:
         return source, target
     dense = movable(source).contiguous().view([source.shape[dim] for dim in dims])
     order = [dims.index(dim) for dim in order]
@@ -341,9 +343,8 @@ def _table(stored: torch.dtype, wanted: torch.dtype) -> NDArray[np.generic]:
     """Return the value of each byte of a dtype, uint8 for two elements of 4 bits, as integers of the width of the value."""
     if stored == torch.uint8:
         values = torch.tensor([[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(256)], dtype=torch.bfloat16)
-        return values.view(torch.int32).reshape(-1).numpy()
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[wanted.itemsize]
-    return torch.arange(256, dtype=torch.uint8).view(stored).to(wanted).view(integer).numpy()
+        return elements_of(values.view(torch.int32))
+    return elements_of(torch.arange(256, dtype=torch.uint8).view(stored).to(wanted))
 
 
 def _look_up(source: torch.Tensor, destination: torch.Tensor) -> None:

@@ -8,12 +8,10 @@ import re
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
-
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.formats.meanings import StoredTensor
 from bytecheckpoint.formats.rank_parts import DividedTensor, RankPart, clip_rows, divide, divide_view, replicated
-from bytecheckpoint.representation.boxes import row_major
+from bytecheckpoint.representation.boxes import row_major_of
 
 __all__ = ["ModelParameters", "module_of_layer", "shape_of"]
 
@@ -288,7 +286,7 @@ def _of_map(described: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]) -> 
 def _box_start(place: Any, lengths: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the first element of the box that an offset and strides describe. Raises ValueError: they describe none."""
     offset, strides = place
-    dense = row_major(np.array([shape], np.int64))[0].tolist()
+    dense = row_major_of(shape)
     start = []
     for step in dense:
         start.append(offset // step if step else 0)
@@ -297,13 +295,6 @@ def _box_start(place: Any, lengths: tuple[int, ...], shape: tuple[int, ...]) -> 
     if wrong or offset or any(not 0 <= at <= at + n <= size for at, n, size in zip(start, lengths, shape, strict=True)):
         raise ValueError("its affine map describes no boxes")
     return tuple(start)
-
-
-def _shape(size: Any) -> tuple[int, ...]:
-    shape = tuple(size)
-    if not all(type(n) is int and n >= 0 for n in shape) or math.prod(shape) >= 1 << 62:
-        raise ValueError("a shape that no tensor can have")
-    return shape
 
 
 def shape_of(size: Any) -> tuple[int, ...]:

@@ -19,7 +19,9 @@ from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignC
 from bytecheckpoint.formats.meanings import StorageRef, StoredTensor
 from bytecheckpoint.formats.sharded import ShardedValue
 from bytecheckpoint.formats.shown import VALUES_NAME
+from bytecheckpoint.formats.torch_save import states_beside
 from bytecheckpoint.formats.trees import Tree
+from bytecheckpoint.representation.boxes import row_major_of
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.storage import Storage
 
@@ -28,7 +30,6 @@ __all__ = ["METADATA", "item_folder", "read_orbax"]
 METADATA: Final = "_METADATA"
 _STRINGS: Final = "_strings.json"
 _MANIFEST: Final = "manifest.ocdbt"
-_REST: Final = "extra_states"
 _MOST_METADATA: Final = 256 << 20
 _THREADS: Final = 8
 
@@ -56,7 +57,7 @@ def read_orbax(storage: Storage, folder: str = "") -> ForeignCheckpoint:
     tree = Tree(reader.label)
     values: dict[str, bytes] = {}
     made: dict[str, Decoded] = {}
-    for state, value in _states(reader.tree()).items():
+    for state, value in states_beside(reader.tree(), "params").items():
         values[state] = tree.encode(value)
         places = {}
         for sharded in tree.sharded.values():
@@ -68,25 +69,6 @@ def read_orbax(storage: Storage, folder: str = "") -> ForeignCheckpoint:
     catalog, strides = columns.build({"format": "orbax"})
     notes = (*tree.notes, "nothing proves the bytes of Orbax's chunks, but what their compression notices")
     return ForeignCheckpoint("orbax", catalog, strides, values, FileSums.of([]), notes, made=made)
-
-
-def _states(value: object) -> dict[str, Any]:
-    if not isinstance(value, dict) or not isinstance(value.get("params"), dict):
-        return {"model": value}
-    states: dict[str, Any] = {"model": value["params"]}
-    rest = {}
-    for key, item in value.items():
-        if key == "params":
-            continue
-        if isinstance(item, dict | list) and item and key not in ("model", _REST):
-            states[key] = item
-        else:
-            rest[key] = item
-    return {**states, _REST: rest} if rest else states
-
-
-def _row_major(extent: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(extent[k + 1 :]) for k in range(len(extent)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,14 +186,14 @@ class _Pytree:
             nbytes = element * math.prod(extent)
             key = f"{leaf.name}-{number}"
             box = tuple(slice(o, o + n) for o, n in zip(offsets, extent, strict=True))
-            self.contents[key] = partial(self.decode, leaf.name, box)
+            self.contents[key] = partial(self.decode, leaf.name, array[box] if box else array)
             ref = StorageRef(key, dtype, nbytes, 0, nbytes)
-            parts.append((offsets, StoredTensor(ref, dtype, 0, extent, _row_major(extent))))
+            parts.append((offsets, StoredTensor(ref, dtype, 0, extent, row_major_of(extent))))
         return ShardedValue(dtype, shape, tuple(parts))
 
-    def decode(self, name: str, box: tuple[slice, ...]) -> bytes:
-        """Return the elements of a box of an array, in row-major order."""
-        data: bytes = self._read(name, self._opened(name)[box] if box else self._opened(name)).tobytes()
+    def decode(self, name: str, box: Any) -> bytes:
+        """Return the elements of a view of an array, in row-major order."""
+        data: bytes = self._read(name, box).tobytes()
         return data
 
     def _fully_stored(self, array: Any) -> bool:

@@ -13,7 +13,8 @@ from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.formats.files import RangedFile
 from bytecheckpoint.formats.foreign import ForeignColumns, RowColumns
 from bytecheckpoint.formats.meanings import StoredTensor
-from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major
+from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major, row_major_of
+from bytecheckpoint.representation.catalog_rows import ranges
 from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
 from bytecheckpoint.representation.dtypes import itemsize
 
@@ -209,7 +210,7 @@ class FlatRanges:
         self, key: tuple[str, str], divided: DividedTensor, rank: int, tensor: StoredTensor, place: tuple[int, int]
     ) -> None:
         """Add all of a rank's tensor, which has to be row-major; arguments as for `add`."""
-        if tensor.strides != tuple(row_major(np.array([tensor.shape], np.int64))[0].tolist()):
+        if tensor.strides != row_major_of(tensor.shape):
             raise IncompatibleCheckpointError(
                 f"the tensor of {key[1]!r} has strides {tensor.strides}, which are not read"
             )
@@ -259,7 +260,7 @@ def _in_whole(rows: RowColumns, of: Int64s, tensors: Sequence[_RankTensor], item
     part_counts = np.array([len(found) for found in parts], np.int64)
     count = part_counts[of]
     row = np.repeat(np.arange(len(of)), count)
-    part = np.arange(len(row)) - np.repeat(np.cumsum(count) - count - (np.cumsum(part_counts) - part_counts)[of], count)
+    part = ranges((np.cumsum(part_counts) - part_counts)[of], count)
     low = np.maximum(rows.boxes.offsets[row], local.offsets[part])
     high = np.minimum((rows.boxes.offsets + rows.boxes.lengths)[row], (local.offsets + local.lengths)[part])
     kept = np.flatnonzero((high > low).all(axis=1))

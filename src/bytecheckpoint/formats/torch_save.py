@@ -22,7 +22,7 @@ from bytecheckpoint.formats.unpickling import MAX_PICKLE_BYTES, PickleEndsError,
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.storage import Storage
 
-__all__ = ["TorchFiles", "TorchObject", "read_object", "read_torch_save", "states_of", "unpickle"]
+__all__ = ["TorchFiles", "TorchObject", "read_object", "read_torch_save", "states_beside", "states_of", "unpickle"]
 
 #: First value of a file before torch 1.6, and the version that follows.
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
@@ -130,7 +130,12 @@ def states_of(value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         return {"model": value}
     model = next((key for key in _MODEL_KEYS if _holds_tensors(value.get(key))), None)
-    if model is None:
+    return {"model": value} if model is None else states_beside(value, model)
+
+
+def states_beside(value: object, model: str) -> dict[str, Any]:
+    """Divide a dict whose entry `model` is the dict of the state "model" into states; anything else is that state."""
+    if not isinstance(value, dict) or not isinstance(value.get(model), dict):
         return {"model": value}
     states: dict[str, Any] = {"model": value[model]}
     rest = {}

@@ -111,7 +111,8 @@ def _configuration_of(module: nn.Module) -> dict[str, bool | int | float | str]:
     config: Any = next((one.config for one in module.modules() if hasattr(one, "config")), None)
     if hasattr(config, "to_dict") and hasattr(config, "model_type"):
         found = _plain("hf", config.to_dict())
-        if any(name.endswith(".experts.gate_up_proj") for name, _ in module.named_parameters()):
+        modules = module.named_modules()
+        if any(name.endswith(".experts") and "gate_up_proj" in one._parameters for name, one in modules):
             found |= {"hf.fused_experts": True, "hf5.model_type": config.model_type}
         return found
     if not any(base.__name__ == "ModelParallelConfig" for base in type(config).__mro__):

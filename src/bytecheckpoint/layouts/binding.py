@@ -30,7 +30,7 @@ from bytecheckpoint.layouts.matching import (
 from bytecheckpoint.layouts.members import Expected, Members, Namer, members_of
 from bytecheckpoint.layouts.parsed import ParsedRule
 from bytecheckpoint.layouts.parts import Component, Part, SourcePlace, family_dims, part_text
-from bytecheckpoint.layouts.scaling import ScaleGrid
+from bytecheckpoint.layouts.scaling import ScaleGrid, tensors_of_scales
 from bytecheckpoint.layouts.sizes import numbering
 from bytecheckpoint.layouts.statements import Alias, Rule
 from bytecheckpoint.representation.boxes import Int64s, Mask
@@ -81,6 +81,11 @@ class BoundSide:
     unbound: Int64s
     scales: Mapping[int, Sequence[ScaleGrid]]
     ignored: Sequence[int]
+
+    @property
+    def scale_tensors(self) -> list[int]:
+        """Numbers of the tensors that hold scales, ascending."""
+        return tensors_of_scales(self.scales)
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,8 +216,8 @@ def _bound_side(
     if matched is not None and matched.copies:
         places = _with_copies(places, matched)
     scales = {} if matched is None else matched.scales
-    used = [grid.tensor for grids in scales.values() for grid in grids]
-    unbound = np.setdiff1d(np.arange(len(names)), np.append(places.tensor, np.array(used, np.int64)))
+    used = np.append(places.tensor, np.array(tensors_of_scales(scales), np.int64))
+    unbound = np.setdiff1d(np.arange(len(names)), used)
     return BoundSide(names, shapes, ndims, places, unbound, scales, () if matched is None else matched.ignored)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from bytecheckpoint.layouts.axes import Alternative, Axis, Dim, Product, affine, size_of
 from bytecheckpoint.representation.boxes import BoxTable, Int64s, Mask
+from bytecheckpoint.representation.catalog_rows import ranges
 from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
 
 __all__ = ["Lowering", "PartBoxes", "PartPlaces", "to_parts"]
@@ -105,8 +106,7 @@ def to_parts(places: PartPlaces, boxes: BoxTable, strides: Int64s, *, target: bo
     start, stop = np.searchsorted(tensor, boxes.tensor), np.searchsorted(tensor, boxes.tensor, side="right")
     count = stop - start
     origin = np.repeat(np.arange(len(boxes)), count)
-    within = np.arange(len(origin)) - np.repeat(np.cumsum(count) - count, count)
-    place = chosen[np.repeat(start, count) + within]
+    place = chosen[ranges(start, count)]
     order = np.argsort(places.lowering[place], kind="stable")
     origin, place = origin[order], place[order]
     lowering = places.lowering[place]

@@ -16,7 +16,7 @@ from bytecheckpoint.layouts.layout import KEY_IN_NAMES, Layout
 from bytecheckpoint.layouts.names import parse_template
 from bytecheckpoint.layouts.parsed import ParsedRule, conflicts
 from bytecheckpoint.layouts.parts import Family
-from bytecheckpoint.layouts.scaling import ScaleGrid, find_scales, logical_shape
+from bytecheckpoint.layouts.scaling import ScaleGrid, find_scales, logical_shape, tensors_of_scales
 from bytecheckpoint.layouts.statements import Alias, Scales, Statement
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.similar_names import SimilarNames
@@ -151,7 +151,7 @@ def match_side(
     patterns = _ignored(layout, number, config)
     ignored = [k for k, name in enumerate(side.names) if any(pattern.fullmatch(name) for pattern in patterns)]
     matched = MatchedSide(side, shapes, ndims, scales=scales, ignored=ignored)
-    no_parts = {*ignored, *(grid.tensor for grids in scales.values() for grid in grids)}
+    no_parts = {*ignored, *tensors_of_scales(scales)}
     tensors = [tensor for tensor in range(len(side.names)) if tensor not in no_parts]
     names = [side.names[tensor] for tensor in tensors]
     for alias in layout.merged("aliases"):

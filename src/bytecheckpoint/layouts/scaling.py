@@ -11,7 +11,7 @@ from bytecheckpoint.layouts.axes import ONE, Axis, Dim, Product, TextError, pars
 from bytecheckpoint.layouts.names import parse_template
 from bytecheckpoint.layouts.statements import Scales
 
-__all__ = ["ScaleGrid", "check_scales", "find_scales", "logical_shape"]
+__all__ = ["ScaleGrid", "check_scales", "find_scales", "logical_shape", "tensors_of_scales"]
 
 #: Operation of a `scales` line: whether a byte holds two elements, and whether an integer is an exponent of two.
 _OPERATIONS = {"blocks": (False, False), "rows": (False, False), "mxfp4": (True, True), "nvfp4": (True, False)}
@@ -126,6 +126,11 @@ def find_scales(
             labels = listed([f"'{grid.statement.operation}'" for grid in grids])
             raise IncompatibleCheckpointError(f"{names[tensor]} has scales of several sorts: {labels}")
     return dict(found)
+
+
+def tensors_of_scales(scales: Mapping[int, Sequence[ScaleGrid]]) -> list[int]:
+    """Return the numbers of the tensors that hold scales, ascending."""
+    return sorted({grid.tensor for grids in scales.values() for grid in grids})
 
 
 def _check_shape(grid: ScaleGrid, scaled: int, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:

@@ -16,6 +16,7 @@ from bytecheckpoint.planning.element_maps import in_bytes, pairs_of
 from bytecheckpoint.planning.part_space import LaidOut
 from bytecheckpoint.planning.read_plan import plan_reads
 from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major
+from bytecheckpoint.representation.catalog_rows import cells
 from bytecheckpoint.representation.plans import ReadPlan
 
 __all__ = ["PartReads", "plan_parts"]
@@ -154,12 +155,9 @@ def _in_long_runs(found: PartBoxes, element: Int64s) -> PartBoxes:
     inner = np.logical_and.accumulate(inner[:, ::-1], axis=1)[:, ::-1]
     run = np.prod(np.where(inner, lengths, 1), axis=1) * element[found.origin]
     counts = np.where(inner | (run < _LONG_RUN)[:, None], 1, lengths)
-    total = np.prod(counts, axis=1)
-    if (total == 1).all():
+    if (counts == 1).all():
         return found
-    box = np.repeat(np.arange(len(total)), total)
-    number = np.arange(len(box)) - np.repeat(np.cumsum(total) - total, total)
-    index = number[:, None] // row_major(counts)[box] % counts[box]
+    box, index = cells(counts)
     extents = np.where(counts[box] > 1, 1, lengths[box])
     boxes = BoxTable(found.boxes.tensor[box], found.boxes.offsets[box] + index, extents)
     first = found.first[box] + (index * strides[box]).sum(axis=1)

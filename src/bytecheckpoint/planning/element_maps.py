@@ -95,7 +95,7 @@ def element_maps(
         for part in range(group.start, group.stop)
     }
     places = side.places
-    number = {tensor: k for k, tensor in enumerate(_scale_tensors(side))}
+    number = {tensor: k for k, tensor in enumerate(side.scale_tensors)}
     read = (places.part >= 0) & ~places.copy
     quantised = np.array([dtype in _QUANTISED for dtype in dtypes], bool)
     scaled = np.zeros(len(side.names), bool)
@@ -163,10 +163,6 @@ def _pairs(name: str, dtype: str, sizes: Mapping[str, int], dims: Sequence[str],
     return int(fast[0])
 
 
-def _scale_tensors(side: BoundSide) -> list[int]:
-    return sorted({grid.tensor for grids in side.scales.values() for grid in grids})
-
-
 def scale_rows(side: BoundSide, stored: StoredRows, tensors: Int64s, first_part: int) -> StoredRows:
     """Return the rows of the tensors of scales, each as a part of its own.
 
@@ -176,7 +172,7 @@ def scale_rows(side: BoundSide, stored: StoredRows, tensors: Int64s, first_part:
         tensors: number in the catalog of each tensor of the side.
         first_part: number of the first of these parts.
     """
-    number, row = rows_of(stored.boxes.tensor, tensors[np.array(_scale_tensors(side), np.int64)])
+    number, row = rows_of(stored.boxes.tensor, tensors[np.array(side.scale_tensors, np.int64)])
     found = stored.take(row)
     return replace(found, boxes=BoxTable(first_part + number, found.boxes.offsets, found.boxes.lengths))
 
@@ -207,10 +203,9 @@ def in_halves(side: BoundSide, boxes: BoxTable, strides: Int64s) -> tuple[BoxTab
 
 def pairs_of(maps: Mapping[int, ElementMap], parts: Int64s) -> Int64s:
     """Return, for each of some parts, the dim along which a byte holds two elements, -1 if none does."""
-    packed = {part: change.pairs for part, change in maps.items() if change.pairs >= 0}
-    if not packed:
+    if not maps:
         return np.full(len(parts), -1)
-    return np.array([packed.get(part, -1) for part in parts.tolist()], np.int64)
+    return np.array([maps[part].pairs if part in maps else -1 for part in parts.tolist()], np.int64)
 
 
 def in_bytes(boxes: BoxTable, pairs: Int64s) -> BoxTable:

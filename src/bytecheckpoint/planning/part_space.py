@@ -218,6 +218,7 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
     maps: dict[int, ElementMap] = {}
     count = 0
     config = {**_stored_config(catalog), **(live.config if live else {})}
+    dtype_here = _dtype_here(config)
     for state in catalog.states():
         for slot in catalog.slot.values:
             numbers = np.flatnonzero(
@@ -265,7 +266,7 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
             rows.append(_in_parts(stored, own, tensors, count, changed))
             for part, change in changed.items():
                 if change.scales:
-                    dtypes[part - count] = _dtype_here(config)
+                    dtypes[part - count] = dtype_here
             added = shown.add(state, slot, shown_side, dtypes, stored_names, own, tensors)
             groups.append(_LaidGroup(added, shown_side, count))
             _note_names(names, own, shown_side)

@@ -16,6 +16,7 @@ from bytecheckpoint.planning.intersect import Intersections, intersect
 from bytecheckpoint.representation.boxes import BoxTable, Int64s, Mask, row_major, widened
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_groups import CatalogGroups
+from bytecheckpoint.representation.catalog_rows import cells, ranges
 from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.plans import Copies, ReadPlan
@@ -211,7 +212,9 @@ def _cut(rows: _Sources) -> _Sources:
     if not len(several):
         return rows
     row = np.repeat(several, count[several])
-    begin = (first[row] + _numbers_within(count[several])) * rows.range_bytes[row] - rows.start[row]
+    begin = (first[row] + ranges(np.zeros_like(count[several]), count[several])) * rows.range_bytes[row] - rows.start[
+        row
+    ]
     # An element that lies across a multiple is of the range where it begins.
     low = -(-np.maximum(begin, 0) // rows.element[row])
     high = -(-np.minimum(begin + rows.range_bytes[row], nbytes[row]) // rows.element[row])
@@ -234,7 +237,7 @@ def _in_slabs(rows: _Sources) -> _Sources:
         length = lengths[long, dim]
         step = np.clip(most[long] // strides[long, dim], 1, length - 1)
         count = -(-length // step)
-        part, first = np.repeat(np.arange(len(long)), count), _numbers_within(count)
+        part, first = np.repeat(np.arange(len(long)), count), ranges(np.zeros_like(count), count)
         first *= step[part]
         offsets, extents = np.zeros((len(part), lengths.shape[1]), np.int64), lengths[long][part]
         each = np.arange(len(part))
@@ -255,12 +258,6 @@ def _replaced(rows: _Sources, gone: Int64s, source: Int64s, offsets: Int64s, len
     return rows.part(origin[order], shift, extent)
 
 
-def _numbers_within(counts: Int64s) -> Int64s:
-    """Return the numbers 0 to `count - 1` for each count, one count after the other."""
-    ends = np.cumsum(counts)
-    return np.arange(ends[-1]) - np.repeat(ends - counts, counts)
-
-
 def _split_gaps(found: Intersections, sources: _Sources, block_bytes: Int64s) -> Intersections:
     """Split intersections whose runs in the file have whole blocks between them, so that these are not read."""
     # Dimensions in the order of their strides in the file.
@@ -279,11 +276,8 @@ def _split_gaps(found: Intersections, sources: _Sources, block_bytes: Int64s) ->
     depth = np.where(wide.any(axis=1), dims - np.argmax(wide[:, ::-1], axis=1), 0)
     outer = np.zeros(lengths.shape, bool)
     np.put_along_axis(outer, order, np.arange(dims) < depth[:, None], axis=1)
-    counts = np.where(outer, found.lengths, 1)
-    total = np.prod(counts, axis=1)
-    origin = np.repeat(np.arange(len(found)), total)
+    origin, index = cells(np.where(outer, found.lengths, 1))
     split = found.take(origin)
-    index = _numbers_within(total)[:, None] // row_major(counts)[origin] % counts[origin]
     return replace(split, offsets=split.offsets + index, lengths=np.where(outer[origin], 1, split.lengths))
 
 

@@ -85,7 +85,7 @@ class ShownTensors:
             if part >= 0 and dtypes[part]:
                 by_tensor.setdefault(tensor, set()).add(dtypes[part])
         used = np.zeros(len(names), bool)
-        used[[*own.ignored, *(grid.tensor for grids in own.scales.values() for grid in grids)]] = True
+        used[[*own.ignored, *own.scale_tensors]] = True
         here = np.unique(places.part[places.part >= 0])
         used[own.places.tensor[np.isin(own.places.part, here)]] = True
         file = int(catalog.file[np.searchsorted(catalog.boxes.tensor, tensors[0])])

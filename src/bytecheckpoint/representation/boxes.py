@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BoxTable", "Int64s", "Mask", "row_major", "widened"]
+__all__ = ["BoxTable", "Int64s", "Mask", "row_major", "row_major_of", "widened"]
 
 Int64s = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -97,3 +98,8 @@ def row_major(lengths: Int64s) -> Int64s:
     if lengths.shape[1] > 1:
         strides[:, :-1] = np.cumprod(lengths[:, :0:-1], axis=1)[:, ::-1]
     return strides
+
+
+def row_major_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of one box whose elements follow each other, in elements."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -34,6 +34,7 @@ from bytecheckpoint.representation.tilings import Tilings
 __all__ = [
     "WRITE_OPTIONS",
     "catalog_of_rows",
+    "cells",
     "decoding",
     "open_parquet",
     "ranges",
@@ -195,6 +196,17 @@ def ranges(starts: Int64s, counts: Int64s) -> Int64s:
     """Return the integers starts[i], ..., starts[i] + counts[i] - 1 for each i in turn."""
     before = np.cumsum(counts) - counts
     return np.asarray(np.arange(int(counts.sum())) + np.repeat(starts - before, counts), np.int64)
+
+
+def cells(counts: Int64s) -> tuple[Int64s, Int64s]:
+    """Return the number of the grid and the index of each cell of some grids, in row-major order.
+
+    Args:
+        counts: cells of each grid along each dimension, int64 [n, d].
+    """
+    total = np.prod(counts, axis=1)
+    grid = np.repeat(np.arange(len(total)), total)
+    return grid, ranges(np.zeros_like(total), total)[:, None] // row_major(counts)[grid] % counts[grid]
 
 
 def rows_of(column: Int64s, tensors: Int64s) -> tuple[Int64s, Int64s]:

@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.collectives.current import current
 from bytecheckpoint.collectives.single import SingleProcess
+from bytecheckpoint.planning.balance import assign
 from bytecheckpoint.settings import settings
 from bytecheckpoint.world import world_of
 
@@ -47,15 +50,10 @@ class ExportRanks:
         return found[0]
 
     def share(self, sizes: Sequence[int]) -> list[int]:
-        """Return the positions of this rank's share of things of some sizes: the largest first to the rank with least."""
-        loads = [0] * self.count
-        own = []
-        for position in sorted(range(len(sizes)), key=lambda k: -sizes[k]):
-            rank = loads.index(min(loads))
-            loads[rank] += max(sizes[position], 1)
-            if rank == self.rank:
-                own.append(position)
-        return sorted(own)
+        """Return the positions of this rank's share of things of some sizes, of which every rank could take each."""
+        things, ranks = np.indices((len(sizes), self.count)).reshape(2, -1)
+        taker = assign(things, ranks, np.array(sizes, np.int64), self.count)
+        return np.flatnonzero(taker == self.rank).tolist()
 
 
 @contextmanager
