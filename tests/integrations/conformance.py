@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import logging
 import os
 import signal
 import time
@@ -33,7 +34,7 @@ from tests.support.memory import new_memory
 from tests.support.runs import die_in_commit, kill_demo, steps_in
 from tests.support.worlds import Worlds
 
-__all__ = ["CHANGES", "Conformance", "Losses", "Training", "after", "noted_saves"]
+__all__ = ["CHANGES", "Conformance", "Losses", "Training", "after", "collected_warnings", "noted_saves"]
 
 Losses = dict[int, float]
 
@@ -106,6 +107,22 @@ def noted_saves() -> Iterator[list[SaveHandle]]:
 
     with patch.object(saves, "save", save):
         yield handles
+
+
+@contextlib.contextmanager
+def collected_warnings() -> Iterator[list[str]]:
+    """Collect what this package logs."""
+    found: list[str] = []
+    handler, logger = logging.Handler(logging.WARNING), logging.getLogger("bytecheckpoint")
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield found
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
 
 
 def copies(tool: str, folder: Path, training: Training) -> list[str]:

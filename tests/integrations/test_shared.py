@@ -14,16 +14,20 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from bytecheckpoint import CheckpointManager
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.integrations.attaching import (
+    OPTIMIZER,
+    CheckpointOfTool,
     ManagerArguments,
     check_has,
     differences,
-    refuse_checkpoints_of_tool,
+    newest_of_tool,
     refuse_newer,
+    seen_by_all,
     subclass_in_place,
 )
 from bytecheckpoint.integrations.generators import DelayedGenerators
 from bytecheckpoint.integrations.loaders import generators_of, length_of, sampler_of
 from bytecheckpoint.manager import Cadence, Latest, Retention
+from tests.support.worlds import on_ranks
 
 
 def test_retention_of_a_tool() -> None:
@@ -63,22 +67,40 @@ def test_a_subclass_in_place() -> None:
     assert one.work() == "user's on front of tool" and isinstance(one, Users) and type(one).__name__ == "Users"
 
 
-def test_checkpoints_of_a_tool_are_refused(tmp_path: Path) -> None:
+def test_a_run_continues_from_a_checkpoint_of_a_tool(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "bytecheckpoint")
     with CheckpointManager(tmp_path, {"progress": {"step": 0}}) as manager:
 
-        def check(*found: Any) -> None:
-            refuse_checkpoints_of_tool(manager, "Tool", lambda: found or None, "go on with {path}")
+        def choose(*found: Any, lacks: Any = lambda _: "") -> str | None:
+            caplog.clear()
+            checkpoints = [CheckpointOfTool(step, str(tmp_path), modified) for step, modified in found]
+            chosen = newest_of_tool(manager, "Tool", lambda: checkpoints, lacks)
+            assert len(caplog.messages) == len(found[:1])
+            return None if chosen is None else f"{chosen.step}: {caplog.messages[0]}"
 
-        check()
-        with pytest.raises(
-            UsageError, match=r"Tool itself has saved /x/7, and the run in .* has no step: go on with '/x/7'"
-        ):
-            check(7, "/x/7")
+        assert choose() is None
+        assert choose((7, 1.0)) == f"7: the run continues from {tmp_path}, saved by Tool: {tmp_path} has no step yet"
+        assert choose((7, 1.0), lacks=lambda _: "its end") is None
+        assert caplog.messages == [f"{tmp_path} of Tool is passed over: it lacks its end"]
+        with pytest.raises(UsageError, match=f"without the optimizer, and {tmp_path} has no step: begin a new run"):
+            choose((7, 1.0), lacks=lambda _: OPTIMIZER)
         manager.save(4)
         manager.wait()
-        check(4, "/x/4")
-        with pytest.raises(UsageError, match="ends with step 4"):
-            check(5, "/x/5")
+        assert choose((4, 2e9), (3, 0.0)) is None and "has no higher step" in caplog.text
+        assert choose((5, 1.0)) is None and "is older, with a higher step" in caplog.text
+        assert "has no step above 4" in (choose((5, 0.0)) or "") and "above 4" in (choose((5, 2e9)) or "")
+        assert choose((7, 2e9), lacks=lambda _: OPTIMIZER) is None
+
+
+@on_ranks(2)
+def test_a_checkpoint_that_some_ranks_do_not_see(tmp_path: Path) -> None:
+    rank = torch.distributed.get_rank()
+    with CheckpointManager(tmp_path, {"progress": {"step": 0}}) as manager:
+        assert seen_by_all(manager, "/x", lambda: True) and not seen_by_all(manager, "/x", lambda: False)
+        with pytest.raises(UsageError, match="rank 1 does not see /x, which rank 0 would load"):
+            seen_by_all(manager, "/x", lambda: rank == 0)
+        found = [CheckpointOfTool(3, str(tmp_path))] if rank == 0 else []
+        assert newest_of_tool(manager, "Tool", lambda: found, lambda _: "") == CheckpointOfTool(3, str(tmp_path))
 
 
 def test_newer_steps_are_refused(tmp_path: Path) -> None:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
-from collections.abc import Callable, Collection, Mapping, MutableMapping
-from contextlib import ExitStack
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.manager import Cadence, CheckpointManager, LoadOptions, Preemption, SaveOptions
 from bytecheckpoint.manager.rules import Retention, StepInfo
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.time_limits import with_time_limits
 
 __all__ = [
-    "ManagerArguments", "Mixin", "check_has", "differences", "patch", "refuse_checkpoints_of_tool", "refuse_newer",
-    "subclass", "subclass_in_place",
+    "OPTIMIZER", "CheckpointOfTool", "ManagerArguments", "Mixin", "check_has", "differences", "folders_of_tool",
+    "newest_of_tool", "patch", "refuse_newer", "seen_by_all", "subclass", "subclass_in_place",
 ]  # fmt: skip
+
+_log = logging.getLogger("bytecheckpoint")
+
+#: What a checkpoint lacks that was saved for its weights alone.
+OPTIMIZER = "the optimizer"
 
 #: Base of classes with methods that override those of a tool. The tool's class follows it, so `super()` may be anything.
 Mixin: Any = object
@@ -67,6 +76,21 @@ class ManagerArguments:
             self.root, states, every=self.cadence, keep=self.retention, preemption=self.preemption,
             save_options=self.save_options, load_options=self.load_options,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CheckpointOfTool:
+    """A checkpoint that a tool itself has saved.
+
+    Attributes:
+        step: number of steps that were done.
+        path: address of the file or folder.
+        modified: time of its last change, in seconds since 1970; 0.0 if it is not known.
+    """
+
+    step: int
+    path: str
+    modified: float = 0.0
 
 
 def check_has(thing: Any, names: Collection[str], package: str, remedy: str) -> None:
@@ -131,33 +155,78 @@ def refuse_newer(manager: CheckpointManager, step: int, remedy: str) -> None:
         raise UsageError(f"{manager.root} holds a run up to step {newest.step}: {remedy}")
 
 
-def refuse_checkpoints_of_tool(
-    manager: CheckpointManager, tool: str, find: Callable[[], tuple[int, str] | None], remedy: str
-) -> None:
-    """Refuse to continue behind checkpoints that the tool itself has saved: a run would train its last steps again.
+def folders_of_tool(root: str, name: re.Pattern[str], last: str) -> list[CheckpointOfTool]:
+    """Return the folders in `root` with such a `name`, whose first group is a step, and whose `last` file says the time."""
+    storage, found = with_time_limits(resolve(root)), []
+    for match in filter(None, map(name.fullmatch, storage.folders())):
+        modified = 0.0
+        with suppress(FileNotFoundError, UsageError):  # a torn one; a name with a colon
+            modified = storage.stat(f"{match[0]}/{last}").modified
+        found.append(CheckpointOfTool(int(match[1] or 0), f"{root}/{match[0]}", modified))
+    return sorted(found, key=lambda one: (one.step, one.modified), reverse=True)
+
+
+def newest_of_tool(
+    manager: CheckpointManager, tool: str, find: Callable[[], Iterable[CheckpointOfTool]], lacks: Callable[[str], str]
+) -> CheckpointOfTool | None:
+    """Return the checkpoint of a tool from which a run continues; None for its own newest step, or a new run.
+
+    The higher step counts. A checkpoint of the tool that is older than the newest step does not: the run has gone back to
+    a step before it. Rank 0 decides, and logs its decision.
 
     Args:
         manager: manager of the run.
-        tool: name of the tool, for the error.
-        find: function that returns the step and the path of the tool's newest checkpoint, or None. Rank 0 calls it.
-        remedy: advice for the error, with {path} for that path.
+        tool: name of the tool.
+        find: function that returns the tool's checkpoints, first the one from which the tool itself would continue.
+        lacks: function that returns what the checkpoint with a path lacks, `OPTIMIZER` where nothing but weights was to be
+            saved; "" for a complete one. Incomplete ones are passed over, with a warning.
 
     Raises:
-        UsageError: the tool has saved a newer step than the newest one of the run; raised on all ranks.
+        UsageError: a rank does not see the checkpoint, or there is nothing but weights; raised on all ranks.
     """
 
-    def look() -> str:
-        found = find()
-        latest = manager.latest() if found else None
-        own = -1 if latest is None else latest.step
-        if found is None or found[0] <= own:
-            return ""
-        ends = "has no step" if own < 0 else f"ends with step {own}"
-        advice = remedy.format(path=repr(found[1]))
-        return f"{tool} itself has saved {found[1]}, and the run in {manager.root} {ends}: {advice}"
+    def choose() -> CheckpointOfTool | None:
+        latest, weights, passed = manager.latest(), "", None
+        for one in find():
+            if latest is not None and (one.step <= latest.step or 0 < one.modified < latest.committed):
+                passed = passed or one
+            elif missing := lacks(one.path):
+                _log.warning("%s of %s is passed over: it lacks %s", one.path, tool, missing)
+                weights = weights or (one.path if missing == OPTIMIZER else "")
+            else:
+                own = "no step yet" if latest is None else f"no step above {latest.step}"
+                _log.warning("the run continues from %s, saved by %s: %s has %s", one.path, tool, manager.root, own)
+                return one
+        if weights and latest is None:
+            raise UsageError(
+                f"{tool} has saved {weights} without {OPTIMIZER}, and {manager.root} has no step: begin a new run, without "
+                "a resume, with a model that has these weights"
+            )
+        if latest is not None and passed:
+            level, why = (
+                (logging.INFO, "has no higher step")
+                if passed.step <= latest.step
+                else (logging.WARNING, "is older, with a higher step")
+            )
+            _log.log(level, "the run continues from step %d: %s of %s %s", latest.step, passed.path, tool, why)
+        return None
 
-    if message := manager.ask_rank_0(look, str):
-        raise UsageError(message)
+    found = manager.ask_rank_0(choose, CheckpointOfTool | None)
+    if found is not None:
+        seen_by_all(manager, found.path, lambda: "://" in found.path or os.path.exists(found.path))
+    return found
+
+
+def seen_by_all(manager: CheckpointManager, path: object, look: Callable[[], bool]) -> bool:
+    """Return whether all ranks see the checkpoint with a path, as `look` returns it.
+
+    Raises:
+        UsageError: some ranks see it, and others do not; raised on all ranks.
+    """
+    seen = manager.ask_ranks(look)
+    if len(set(seen)) > 1:
+        raise UsageError(f"rank {seen.index(False)} does not see {path}, which rank {seen.index(True)} would load")
+    return bool(seen[0])
 
 
 def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:

@@ -246,6 +246,13 @@ def run(
     return found
 
 
+def go_on(job: Run, **options: Any) -> Found:
+    """Train on behind a checkpoint of accelerate itself, which says neither the epoch nor the batch."""
+    epoch, rest = divmod(job.counter.step, STEPS_PER_EPOCH)
+    job.loader.set_epoch(epoch)
+    return job.train(rest=0 if job.loader.use_stateful_dataloader else rest, **options)
+
+
 def samples(found: Found) -> list[int]:
     """Return all samples, ascending."""
     return sorted(chain.from_iterable(ids for _, ids in found.values()))

@@ -20,9 +20,9 @@ import bytecheckpoint
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.integrations.accelerate import attach
 from bytecheckpoint.manager import Best, SaveOptions
-from tests.integrations.accelerate.jobs import Counter, Found, Numbers, Run, StatefulStream, model, run, samples
-from tests.integrations.conformance import after
-from tests.integrations.transformers.jobs import collected_warnings, prepare_rank
+from tests.integrations.accelerate.jobs import Counter, Found, Numbers, Run, StatefulStream, go_on, model, run, samples
+from tests.integrations.conformance import after, collected_warnings
+from tests.integrations.transformers.jobs import prepare_rank
 from tests.support.runs import steps_in
 from tests.support.worlds import Worlds, on_ranks
 
@@ -128,36 +128,66 @@ def test_attach_before_prepare(tmp_path: Path) -> None:
     assert torch.equal(torch.cat(list(loader)), wanted)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"stateful": True}, {"stateful": True, "workers": 2}, {"stateful": True, "data": StatefulStream}]
+)
+@on_ranks(1)
+def test_a_job_that_runs_is_switched(tmp_path: Path, options: dict[str, Any]) -> None:
+    """It goes on as with accelerate itself, and from then on exactly."""
+    stock = Run("", attached=False, **options)
+    stock.train(stop=8, save=lambda _: False)
+    stock.accelerator.save_state(tmp_path / "step_8")
+    (tmp_path / "step_9").mkdir()
+    (tmp_path / "step_9" / "model.safetensors").touch()  # of a killed save
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("step_?/*")}
+    stock = Run("", attached=False, **options)
+    stock.accelerator.load_state(tmp_path / "step_8")
+    wanted = go_on(stock, save=lambda _: False)
+    job = Run(tmp_path, **options)
+    with collected_warnings() as said:
+        assert job.accelerator.load_state() == 8
+    assert said[0].endswith("step_9 of accelerate is passed over: it lacks random_states_*.pkl")
+    assert said[1].endswith(f"step_8, saved by accelerate: {tmp_path} has no step yet")
+    assert said[2:] == ([] if options else [
+        f"{tmp_path}/step_8 holds no position in the data: skip the done batches by accelerator.skip_first_batches"
+    ])  # fmt: skip
+    got = go_on(job, stop=10, save=lambda step: step == 10)
+    job.end()
+    job = Run(tmp_path, **options)
+    assert job.accelerator.load_state() == 10
+    assert {**got, **job.train(save=lambda _: False)} == wanted
+    job.end()
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("step_?/*")}
+
+
 @on_ranks(1)
 def test_checkpoints_of_accelerate_itself(tmp_path: Path) -> None:
-    """They are loaded, but never taken for the newest step, and never passed over in silence."""
+    """They are loaded by a name too, and count among the numbers of the run."""
     project = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True}
     stock = Run("", project=project, attached=False)
     stock.counter.step = 7
     stock.accelerator.save_state()
     job = Run("", project=project, attached={"root": None})
-    with pytest.raises(UsageError, match=r"accelerate itself has saved .*checkpoints/checkpoint_0, and the run"):
-        job.accelerator.load_state()
-    assert job.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_0") is None
+    assert job.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_0") == 0
     assert job.counter.step == 7
+    job = Run("", project=project, attached={"root": None})
+    assert job.accelerator.load_state() == 0 and job.counter.step == 7
     job.accelerator.save_state()
     job.end()
     assert Run("", project=project, attached={"root": None}).accelerator.load_state() == 1
 
 
 @on_ranks(1)
-def test_the_newest_checkpoint_of_accelerate_is_proposed(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_of_accelerate(tmp_path: Path) -> None:
     """By its number, not by its text; without numbers by its time."""
     stock = Run(tmp_path, attached=False)
-    for name in ("first", "last"):
+    for count, name in enumerate(("first", "last", "step_12", "step_8")):
+        stock.counter.step = count
         stock.accelerator.save_state(tmp_path / name)
-    os.utime(tmp_path / "first", (2e9, 2e9))
-    with pytest.raises(UsageError, match=r"has no step: load_state\('.*/first'\) continues"):
-        Run(tmp_path).accelerator.load_state()
-    for name in ("step_12", "step_8"):
-        stock.accelerator.save_state(tmp_path / name)
-    with pytest.raises(UsageError, match=r"has no step: load_state\('.*/step_12'\) continues"):
-        Run(tmp_path).accelerator.load_state()
+        os.utime(tmp_path / "first" / "random_states_0.pkl", (2e9, 2e9))
+        job = Run(tmp_path)
+        assert job.accelerator.load_state() == (None if count < 2 else 12)
+        assert job.counter.step == (0 if count < 2 else 2)
 
 
 @on_ranks(1)
@@ -169,10 +199,8 @@ def test_a_job_is_switched_back_and_forth(tmp_path: Path) -> None:
     stock.counter.step = 12
     stock.accelerator.save_state(tmp_path / "step_12")
     job = Run(tmp_path)
-    with pytest.raises(UsageError, match=r"ends with step 8: load_state\('.*/step_12'\) continues from there. To"):
-        job.accelerator.load_state()
     assert job.accelerator.load_state(tmp_path / "step_00000008") == 8
-    assert job.accelerator.load_state(tmp_path / "step_12") is None
+    assert job.accelerator.load_state() == 12
     job.accelerator.save_state()
     job.end()
     again = Run(tmp_path)

@@ -17,6 +17,7 @@ from tests.integrations.accelerate.jobs import (
     Run,
     Stream,
     by_epoch,
+    go_on,
     joined,
     run,
     weighted,
@@ -26,6 +27,34 @@ from tests.support.runs import steps_in
 from tests.support.worlds import Worlds, on_ranks
 
 CLOSE = 1e-9  # of losses whose additions were in another order, in float64
+
+
+def train_of_accelerate(folder: Path, load: bool, **options: Any) -> Found:
+    """Train with accelerate itself: to step 8 and save, or on from there."""
+    job = Run("", attached=False, **options)
+    if load:
+        job.accelerator.load_state(folder / "step_8")
+        return go_on(job, save=lambda _: False)
+    job.train(stop=8, save=lambda _: False)
+    job.accelerator.save_state(folder / "step_8")
+    return {}
+
+
+def train_switched(folder: Path, stop: int, **options: Any) -> Found:
+    job = Run(folder, **options)
+    number = job.accelerator.load_state()
+    found = (go_on if number == 8 else Run.train)(job, stop=stop, save=lambda step: step == 10)
+    job.end()
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"fsdp": True}, {"stateful": True}])
+def test_a_job_that_runs_is_switched(worlds: Worlds, tmp_path: Path, options: dict[str, Any]) -> None:
+    worlds.run(2, train_of_accelerate, tmp_path, False, **options)
+    wanted = worlds.run(2, train_of_accelerate, tmp_path, True, **options)
+    got = worlds.run(2, train_switched, tmp_path, 10, **options)
+    rest = worlds.run(2, train_switched, tmp_path, 0, **options)
+    assert [{**first, **second} for first, second in zip(got, rest, strict=True)] == wanted
 
 
 OTHER: dict[str, dict[str, Any]] = {

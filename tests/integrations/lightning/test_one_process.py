@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging.handlers
 import os
+import shutil
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import bytecheckpoint
 from bytecheckpoint.dataloader import ResumableLoader, ResumableSampler
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.manager import SaveOptions
-from tests.integrations.conformance import after, notify
+from tests.integrations.conformance import after, collected_warnings, notify
 from tests.integrations.lightning.jobs import (
     ModelCheckpoint,
     Net,
@@ -181,44 +181,69 @@ def test_files_of_lightning(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["epoch=0-step=6.ckpt", "last.ckpt"])
 @on_ranks(1)
 def test_a_job_that_changes_over_from_lightning(tmp_path: Path, name: str) -> None:
-    """Lightning's own callback wrote into the same folder: "last" does not begin at step 0 without a word."""
-    stock = pl.callbacks.ModelCheckpoint(tmp_path, every_n_epochs=1, save_top_k=-1, save_last=True)
-    trainer, net = make(stock), Net()
+    """It goes on behind Lightning's newest file, whose name may have no step, and then behind its own steps."""
+    trainer, net = make(None), Net()
     trainer.fit(net, loader(False))
-    for number, file in enumerate(["last.ckpt", "epoch=2-step=18.ckpt", "epoch=1-step=12.ckpt", "epoch=0-step=6.ckpt"]):
-        os.utime(tmp_path / file, (10 * number, 10 * number))
+    stock = pl.callbacks.ModelCheckpoint(tmp_path, every_n_epochs=1, save_top_k=-1, save_last=True)
+    make(stock, max_epochs=2).fit(Net(), loader(False))
+    files = ["last.ckpt", "epoch=1-step=12.ckpt", "epoch=0-step=6.ckpt"]
+    for number, file in enumerate(files):
+        os.utime(tmp_path / file, (10 + number, 10 + number))
     os.utime(tmp_path / name, (1e9, 1e9))
-    with pytest.raises(
-        UsageError, match=rf"Lightning itself .*/{name}, .* has no step: ckpt_path='.*{name}' continues"
-    ):
-        run(tmp_path)
-    assert not steps_in(tmp_path)
-    file = str(tmp_path / "epoch=0-step=6.ckpt")
-    assert run(tmp_path, net=Net(), shuffle=False, ckpt_path=file) == after(6, net.losses)
-    assert steps_in(tmp_path) == [8, 12, 16]
-    # epoch=2-step=18.ckpt is older than step 16
+    (tmp_path / "step=99.ckpt").write_bytes((tmp_path / name).read_bytes()[:-100])
+    (tmp_path / "step=98.ckpt").mkdir()  # sharded, and killed
+    (tmp_path / "step=98.ckpt" / "__0_0.distcp").touch()
+    begin = 12 if name == "last.ckpt" else 6
+    again = Net()
+    with collected_warnings() as said:
+        run(tmp_path, net=again, shuffle=False)
+    assert said[2:] == [f"the run continues from {tmp_path}/{name}, saved by Lightning: {tmp_path} has no step yet"]
+    assert said[:2] == [f"{tmp_path}/step={n}.ckpt of Lightning is passed over: it lacks its end" for n in (99, 98)]
+    assert again.losses == after(begin, net.losses) and steps_in(tmp_path) == [n for n in (8, 12, 16) if n > begin]
+    # Other files have no higher step, or are older.
     assert run(tmp_path, net=Net(), shuffle=False) == after(16, net.losses)
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == {*files, "step=99.ckpt", "step=98.ckpt"}
+    held = DataLoader(data(8, seed=4), batch_size=4)
+    found = [
+        make(ModelCheckpoint(folder), limit_val_batches=1.0).validate(Net(), held, ckpt_path="last", verbose=False)
+        for folder in (tmp_path, shutil.copytree(tmp_path, tmp_path / "files", ignore=shutil.ignore_patterns("step_*")))
+    ]
+    assert found[0] != found[1]
 
 
 @on_ranks(1)
 def test_a_job_that_changes_back_and_forth(tmp_path: Path) -> None:
-    """A file of Lightning's that was written after the newest step, and says a later one, is not passed over."""
+    """A file of Lightning's that was written after the newest step, and says a later one, is the newest checkpoint."""
     (tmp_path / "step=3.ckpt").touch()
-    told = logging.handlers.BufferingHandler(100)
-    logging.getLogger("bytecheckpoint").addHandler(told)
-    run(tmp_path, ckpt_path=None, max_epochs=1)
-    logging.getLogger("bytecheckpoint").removeHandler(told)
-    lines = [record.getMessage() for record in told.buffer if "a new run begins" in record.getMessage()]
-    assert len(lines) == 1 and "/step=3.ckpt, from which it could continue" in lines[0]
+    with collected_warnings() as said:
+        run(tmp_path, ckpt_path=None, max_epochs=1)
+    assert len(said) == 1 and "a new run begins" in said[0] and "/step=3.ckpt, from which it could continue" in said[0]
     assert steps_in(tmp_path) == [4]
     for name in ("timestep=99.ckpt", "last.ckpt", "epoch=0-step=4.ckpt"):
         (tmp_path / name).touch()
     assert run(tmp_path, max_epochs=1).keys() == {5, 6}
-    (tmp_path / "epoch=1-step=9.ckpt").mkdir()  # sharded
-    (tmp_path / "epoch=1-step=9.ckpt" / "meta.pt").touch()
-    with pytest.raises(UsageError, match=r"step=9.ckpt, .* ends with step 4: ckpt_path='.*step=9.ckpt' continues"):
-        run(tmp_path)
+    stock, net = make(pl.callbacks.ModelCheckpoint(tmp_path, filename="my"), max_epochs=2), Net()
+    stock.fit(net, loader(False), ckpt_path=None)
+    with collected_warnings() as said:
+        run(tmp_path, net=Net(), shuffle=False, checkpoint={"every_n_train_steps": None, "every_n_epochs": 1})
+    assert any(line.endswith(f"my.ckpt, saved by Lightning: {tmp_path} has no step above 4") for line in said)
     assert min(run(tmp_path, ckpt_path=step(tmp_path, 4))) == 5
+    # It went back: from now on files are older.
+    assert steps_in(tmp_path)[:2] == [4, 8]
+    shutil.rmtree(tmp_path / "step_00000016"), shutil.rmtree(tmp_path / "step_00000012")
+    with collected_warnings() as said:
+        run(tmp_path, max_epochs=2)
+    assert said == []
+
+
+@on_ranks(1)
+def test_files_of_nothing_but_weights(tmp_path: Path) -> None:
+    stock = pl.callbacks.ModelCheckpoint(tmp_path, save_weights_only=True, filename="weights")
+    make(stock, max_epochs=1).fit(Net(), loader(False))
+    with pytest.raises(
+        UsageError, match=r"Lightning has saved .*weights.ckpt without the optimizer, .* has no step: begin"
+    ):
+        run(tmp_path)
 
 
 @on_ranks(1)

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
-from bytecheckpoint.errors import UsageError
 from tests.integrations.conformance import after
 from tests.integrations.lightning.jobs import (
     ModelCheckpoint,
@@ -23,7 +22,7 @@ from tests.integrations.lightning.jobs import (
     run,
 )
 from tests.support.runs import steps_in
-from tests.support.worlds import on_ranks
+from tests.support.worlds import Worlds, on_ranks
 
 
 @on_ranks(2)
@@ -44,13 +43,32 @@ def test_the_best_step_on_all_ranks(tmp_path: Path) -> None:
     assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(float(callback.best_model_score or 0), rel=1e-5)
 
 
-@on_ranks(2)
-def test_a_file_of_lightning_stops_all_ranks(tmp_path: Path) -> None:
-    if dist.get_rank() == 0:
-        (tmp_path / "epoch=0-step=6.ckpt").touch()
-    dist.barrier()
-    with pytest.raises(UsageError, match=r"step=6.ckpt' continues from there"):
-        run(tmp_path)
+def fit_of_lightning(folder: Path, steps: int, **options: Any) -> dict[int, float]:
+    """Fit with Lightning itself, and save at the last step."""
+    callback = pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=steps)
+    net = Net(shard=options.get("strategy") == "fsdp2")
+    make(callback, max_epochs=-1, max_steps=steps, **options).fit(net, loader(False))
+    return net.losses
+
+
+@pytest.mark.parametrize("layouts", ["ddp-ddp", "fsdp2-fsdp2", "fsdp2-one", "fsdp2-ddp", "ddp-fsdp2"])
+def test_a_job_that_changes_over_from_lightning(worlds: Worlds, tmp_path: Path, layouts: str) -> None:
+    """From files and sharded folders, also where Lightning itself cannot read a folder; then from a step."""
+    strategies = {"fsdp2": "fsdp2", "ddp": "auto", "one": "auto"}
+    before, now = ({"strategy": strategies[layout]} for layout in layouts.split("-"))
+    ranks = 1 if layouts.endswith("one") else 2
+    wanted = worlds.run(2, fit_of_lightning, tmp_path / "whole", 12, **before)[0]
+    worlds.run(2, fit_of_lightning, tmp_path / "run", 6, **before)
+    sampler = {"sampler": DistributedSampler(data(), ranks, 0)} if ranks == 1 else {}
+    for steps, expected in ((8, {7, 8}), (12, {9, 10, 11, 12})):
+        got = worlds.run(ranks, fit_on, tmp_path / "run", steps, sampler, **now)[0]
+        assert got.keys() == expected and got == pytest.approx({step: wanted[step] for step in expected}, rel=1e-5)
+    assert steps_in(tmp_path / "run") == [8, 12]
+
+
+def fit_on(folder: Path, steps: int, sampler: dict[str, Any], **options: Any) -> dict[int, float]:
+    net = Net(shard=options["strategy"] == "fsdp2")
+    return run(folder, net=net, max_epochs=-1, max_steps=steps, train=loader(False, **sampler), **options)
 
 
 @on_ranks(2)

@@ -20,6 +20,7 @@ from tests.integrations.torchtitan.shims import load_training
 from tests.support import runs
 
 __all__ = [
+    "PARALLELISM",
     "after",
     "config_of",
     "conform",

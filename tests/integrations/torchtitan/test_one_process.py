@@ -10,7 +10,7 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
-from tests.integrations.conformance import noted_saves
+from tests.integrations.conformance import collected_warnings, noted_saves
 from tests.integrations.torchtitan.jobs import (
     STEPS,
     after,
@@ -186,6 +186,27 @@ def test_a_folder_of_torchtitans_own_manager(tmp_path: Path) -> None:
     assert got == {step: wanted[step] for step in (5, 6)}
     run(tmp_path, steps=16, checkpoint={"stock": True, "load_step": 8, **FULL})
     assert list(run(tmp_path, steps=17, checkpoint=FULL)) == [17]
+
+
+@on_ranks(1)
+def test_folders_that_are_passed_over(tmp_path: Path) -> None:
+    """Those of killed saves, and torchtitan's last model, from which it cannot continue itself."""
+    wanted = run(tmp_path / "whole", steps=14, checkpoint={"enable": False})
+    run(tmp_path, steps=10, checkpoint={"stock": True})
+    root = tmp_path / "checkpoint"
+    (root / "step-12").mkdir()
+    with collected_warnings() as said:
+        assert run(tmp_path, steps=12, checkpoint=FULL) == {step: wanted[step] for step in range(9, 13)}
+    assert said[-3:] == [
+        f"{root}/step-12 of torchtitan is passed over: it lacks .metadata",
+        f"{root}/step-10 of torchtitan is passed over: it lacks the optimizer",
+        f"the run continues from {root}/step-8, saved by torchtitan: {root} has no step yet",
+    ], said
+    assert run(tmp_path, steps=14, checkpoint={**FULL, "keep_latest_k": 2}) == {13: wanted[13], 14: wanted[14]}
+    assert {path.name for path in root.glob("step-*")} == {"step-4", "step-8", "step-10", "step-12"}
+    run(tmp_path / "model", steps=2, checkpoint={"stock": True})
+    with pytest.raises(UsageError, match=r"step-2 without the optimizer, and .* has no step: begin"):
+        run(tmp_path / "model", steps=4)
 
 
 @on_ranks(1)

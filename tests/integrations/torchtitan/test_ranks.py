@@ -10,8 +10,8 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.errors import IncompatibleCheckpointError
-from tests.integrations.torchtitan.jobs import after, make, run, steps_in, train
-from tests.support.worlds import Worlds, on_ranks
+from tests.integrations.torchtitan.jobs import PARALLELISM, after, make, run, steps_in, train
+from tests.support.worlds import RankError, Worlds, on_ranks
 
 CLOSE = 1e-5  # of losses whose additions were in another order
 FULL = {"last_save_model_only": False}
@@ -91,3 +91,28 @@ def test_the_last_model_of_two_ranks(tmp_path: Path) -> None:
         else:
             with bytecheckpoint.open(last) as checkpoint:
                 assert torch.equal(checkpoint["model/norm.weight"][:], wanted.bfloat16())
+
+
+@pytest.mark.parametrize("layouts", [("fsdp", "fsdp"), ("tp", "tp"), ("fsdp", "tp"), ("fsdp", "one")])
+def test_a_job_that_runs_is_switched(worlds: Worlds, tmp_path: Path, layouts: tuple[str, str]) -> None:
+    """From torchtitan's last folder, whose data go on at the same data-parallel degree only."""
+    before, now = ({"fsdp": {}, "one": {}}.get(name, PARALLELISM.get(name)) for name in layouts)
+    sizes = {"fsdp": 4, "tp": 8, "one": 8}
+    first: dict[str, Any] = {"parallelism": before, "batch": sizes[layouts[0]]}
+    then: dict[str, Any] = {"parallelism": now, "batch": sizes[layouts[1]]}
+    ranks = 1 if layouts[1] == "one" else 2
+    wanted = worlds.run(2, run, tmp_path / "whole", checkpoint={"enable": False}, **first)[0]
+    worlds.run(2, run, tmp_path / "run", steps=8, checkpoint={"stock": True, **FULL}, **first)
+    exclude = []
+    if layouts[0] != layouts[1]:
+        with pytest.raises(
+            RankError, match=r"torchtitan cannot load .*step-8: dp_degree is inc.*exclude_from_loading="
+        ):
+            worlds.run(ranks, run, tmp_path / "run", steps=10, checkpoint=FULL, **then)
+        exclude = ["dataloader"]
+    options = {**FULL, "exclude_from_loading": exclude}
+    got = worlds.run(ranks, run, tmp_path / "run", steps=10, checkpoint=options, **then)[0]
+    assert got.keys() == {9, 10}
+    if not exclude:
+        got |= worlds.run(ranks, run, tmp_path / "run", checkpoint=FULL, **then)[0]
+        assert got == after(8, wanted)

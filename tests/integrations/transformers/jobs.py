@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -147,19 +146,6 @@ def run(
 def die_at_commit(folder: Path, number: int, resume: Any = None, **options: Any) -> None:
     """Train, and die when the catalog of the save with this number is about to be published."""
     die_in_commit(number, lambda: run(folder, resume, **options))
-
-
-@contextlib.contextmanager
-def collected_warnings() -> Iterator[list[str]]:
-    """Collect what this package logs."""
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("bytecheckpoint").addHandler(handler)
-    try:
-        yield found
-    finally:
-        logging.getLogger("bytecheckpoint").removeHandler(handler)
 
 
 def conform(folder: str, training: Training) -> dict[int, float]:

@@ -15,7 +15,8 @@ from bytecheckpoint import UsageError, tools
 from bytecheckpoint.cli.main import run as run_cli
 from bytecheckpoint.integrations.transformers import attach, describe_pretrained
 from bytecheckpoint.integrations.transformers.pretrained import adapter_names
-from tests.integrations.transformers.jobs import collected_warnings, make, model, run
+from tests.integrations.conformance import collected_warnings
+from tests.integrations.transformers.jobs import make, model, run
 from tests.support.worlds import on_ranks
 
 

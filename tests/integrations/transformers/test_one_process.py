@@ -15,8 +15,8 @@ import bytecheckpoint
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.integrations.transformers import attach
 from bytecheckpoint.manager import Latest
-from tests.integrations.conformance import after, notify
-from tests.integrations.transformers.jobs import STEPS_PER_EPOCH, collected_warnings, make, run, samples
+from tests.integrations.conformance import after, collected_warnings, notify
+from tests.integrations.transformers.jobs import STEPS_PER_EPOCH, make, run, samples
 from tests.support.runs import steps_in
 from tests.support.worlds import on_ranks
 
@@ -68,25 +68,43 @@ def test_a_checkpoint_of_trainer_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("elsewhere", [False, True])
 @on_ranks(1)
 def test_a_job_that_runs_is_switched(tmp_path: Path, elsewhere: bool) -> None:
-    """It must not begin again at step 0, whichever folder holds the steps of this package; nor go back to an older one."""
-    options: dict[str, Any] = {"lr_scheduler_type": "constant"}
-    wanted = run(tmp_path, attached=False, **options)
+    """It goes on behind Trainer's last checkpoint, whichever folder holds the steps of this package, and twice."""
+    options: dict[str, Any] = {"lr_scheduler_type": "constant", "dropout": 0.2}
+    wanted = run(tmp_path / "whole", attached=False, **options)
+    run(tmp_path, attached=False, max_steps=8, **options)
     options["attached"] = {"root": tmp_path / "steps"} if elsewhere else True
+    root = tmp_path / "steps" if elsewhere else tmp_path
     (tmp_path / "checkpoint-16").mkdir()  # of a killed save
-    told = r"Trainer itself has saved (.*), and the run in .* has no step: resume_from_checkpoint='\1' continues"
-    for resume in ("auto", True):
-        with pytest.raises(UsageError, match=told) as failure:
-            run(tmp_path, resume, **options)
-    assert str(tmp_path / "checkpoint-12") in str(failure.value)
-    shutil.rmtree(tmp_path / "checkpoint-12")
-    old = str(tmp_path / "checkpoint-8")
-    assert run(tmp_path, old, max_steps=11, **options) == {step: wanted[step] for step in (9, 10, 11)}
-    assert run(tmp_path, "auto", max_steps=12, **options).keys() == {12}
-    for path in tmp_path.glob("step*/step*") if elsewhere else tmp_path.glob("step_*"):
+    (tmp_path / "checkpoint-20").mkdir()
+    (tmp_path / "checkpoint-20" / "trainer_state.json").write_text('{"global')
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("checkpoint-*/*")}
+    with collected_warnings() as said:
+        assert run(tmp_path, "auto", max_steps=10, save_steps=5, **options) == {9: wanted[9], 10: wanted[10]}
+    assert [line.split("checkpoint-")[1] for line in said] == [
+        "20 of Trainer is passed over: it lacks a whole trainer_state.json",
+        "16 of Trainer is passed over: it lacks a whole trainer_state.json",
+        f"8, saved by Trainer: {root} has no step yet",
+    ]
+    assert steps_in(root) == [10]
+    assert run(tmp_path, True, save_total_limit=1, **options) == {11: wanted[11], 12: wanted[12]}
+    assert steps_in(root) == [12]
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("checkpoint-*/*")}
+    for path in root.glob("step_*"):
         shutil.rmtree(path)
     with collected_warnings() as said:
-        run(tmp_path, **options)
-    assert any(f"a new run begins, although Trainer itself has saved {old}" in line for line in said)
+        run(tmp_path, max_steps=1, **options)
+    assert any("a new run begins, although Trainer itself has saved" in line for line in said)
+
+
+@on_ranks(1)
+def test_a_folder_of_nothing_but_weights(tmp_path: Path) -> None:
+    """Trainer itself would go on with a new optimizer without a word."""
+    run(tmp_path, attached=False, save_only_model=True)
+    with pytest.raises(
+        UsageError, match=r"Trainer has saved .*checkpoint-12 without the optimizer, .* has no step: begin"
+    ):
+        run(tmp_path, "auto")
+    assert run(tmp_path, "auto", num_train_epochs=3, save_only_model=True).keys() == set(range(13, 19))
 
 
 @on_ranks(1)
@@ -94,11 +112,39 @@ def test_a_job_is_switched_back_and_forth(tmp_path: Path) -> None:
     constant = {"lr_scheduler_type": "constant"}
     run(tmp_path, "auto", max_steps=4, **constant)
     wanted = run(tmp_path, attached=False, **constant)
-    with pytest.raises(UsageError, match=r"has saved .*checkpoint-12, and the run in .* ends with step 4"):
-        run(tmp_path, "auto", num_train_epochs=3, **constant)
-    assert run(tmp_path, str(tmp_path / "step_00000004"), **constant) == after(4, wanted)
+    with collected_warnings() as said:
+        assert run(tmp_path, "auto", num_train_epochs=3, **constant).keys() == set(range(13, 19))
+    assert [line.partition("checkpoint-")[2] for line in said] == [
+        f"12, saved by Trainer: {tmp_path} has no step above 4"
+    ]
+    assert steps_in(tmp_path) == [4, 16, 18]
+    for step in (16, 18):
+        shutil.rmtree(tmp_path / f"step_{step:08d}")
+    # A run that has gone back stays behind the folders that are older than its newest step.
+    assert run(tmp_path, str(tmp_path / "step_00000004"), max_steps=8, **constant).keys() == {5, 6, 7, 8}
+    with collected_warnings() as said:
+        assert run(tmp_path, "auto", **constant) == after(8, wanted)
+    assert len(said) == 1 and "continues from step 8" in said[0] and said[0].endswith("is older, with a higher step")
     assert steps_in(tmp_path) == [4, 8, 12]
     assert run(tmp_path, "auto", **constant) == {}
+
+
+@on_ranks(1)
+def test_the_best_folder_of_trainer(tmp_path: Path) -> None:
+    """The best weights may lie in a folder that Trainer has saved before the job was switched."""
+    options: dict[str, Any] = {
+        "eval_strategy": "steps", "eval_steps": 4, "metric_for_best_model": "loss", "load_best_model_at_end": True,
+        "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    stock, _ = make(tmp_path / "whole", **options)
+    stock.train()
+    run(tmp_path, attached=False, max_steps=8, **options)
+    for _ in range(2):  # from Trainer's folder, and from a step
+        trainer, _ = make(tmp_path, **options)
+        attach(trainer)
+        trainer.train("auto")
+        assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
+        assert all(map(torch.equal, stock.model.state_dict().values(), trainer.model.state_dict().values()))
 
 
 @on_ranks(1)

@@ -35,6 +35,19 @@ def train_until(folder: Path, step: int, **options: Any) -> None:
     trainer.train("auto")
 
 
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_a_job_that_runs_is_switched(worlds: Worlds, tmp_path: Path, layout: str) -> None:
+    """From what Trainer itself has saved, whole or sharded, at the same number of ranks; then at another one."""
+    options: dict[str, Any] = {"lr_scheduler_type": "constant", **(FSDP2 if layout == "fsdp2" else {})}
+    wanted = worlds.run(2, run, tmp_path / "whole", attached=False, dropout=0.2, **options)
+    worlds.run(2, run, tmp_path / "run", attached=False, dropout=0.2, max_steps=8, **options)
+    got = worlds.run(2, run, tmp_path / "run", "auto", dropout=0.2, max_steps=10, save_steps=5, **options)
+    assert got == [{step: losses[step] for step in (9, 10)} for losses in wanted]
+    assert steps_in(tmp_path / "run") == [10]
+    got = worlds.run(1, run, tmp_path / "run", "auto", lr_scheduler_type="constant")
+    assert got[0].keys() == {11, 12}
+
+
 @on_ranks(2)
 def test_the_best_step_on_all_ranks(tmp_path: Path) -> None:
     options = {

@@ -42,9 +42,9 @@ def attach(
 
     A checkpoint holds all prepared objects (models, optimizers, schedulers, the positions of data loaders), the gradient
     scaler if there is one, the registered objects, the counters of the accelerator, and the random number generators.
-    `load_state()` loads the newest step that verifies, and returns its number, or None if the run begins. A loop over a
-    prepared loader then continues behind the last batch. `end_training` waits for the save in flight. All ranks call all
-    of these.
+    `load_state()` loads the newest step that verifies, or a higher one that accelerate itself has saved, and returns its
+    number, or None if the run begins. A loop over a prepared loader then continues behind the last batch of a step.
+    `end_training` waits for the save in flight. All ranks call all of these.
 
     Args:
         accelerator: an `accelerate.Accelerator`, before its training loop.
@@ -88,11 +88,11 @@ class _AttachedAccelerator(Mixin):  # type: ignore[misc]
         return self.bytecheckpoint.save_state(*args, **kwargs)
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> int | None:
-        if self.bytecheckpoint.is_of_accelerate(input_dir):
-            super().load_state(input_dir, load_kwargs, **kwargs)
-            self.bytecheckpoint.begin_behind(input_dir)
-            return None
-        return self.bytecheckpoint.load_state(input_dir, **kwargs)
+        stock = self.bytecheckpoint.folder_of_accelerate(input_dir)
+        if stock is None:
+            return self.bytecheckpoint.load_state(input_dir, **kwargs)
+        super().load_state(stock, load_kwargs, **kwargs)
+        return self.bytecheckpoint.begin_behind(stock)
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         loader = super().prepare_data_loader(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import logging
 import os
 import re
 import weakref
@@ -21,10 +22,13 @@ from bytecheckpoint.integrations.accelerate.hooks import HookFiles, run_load_hoo
 from bytecheckpoint.integrations.accelerate.loaders import track
 from bytecheckpoint.integrations.accelerate.position import LoaderPosition
 from bytecheckpoint.integrations.attaching import (
+    CheckpointOfTool,
     ManagerArguments,
     differences,
-    refuse_checkpoints_of_tool,
+    folders_of_tool,
+    newest_of_tool,
     refuse_newer,
+    seen_by_all,
 )
 from bytecheckpoint.loading import load
 from bytecheckpoint.manager.run_folder import step_folder
@@ -34,12 +38,11 @@ from bytecheckpoint.storage import resolve
 __all__ = ["AcceleratorCheckpoints"]
 
 _NUMBERED = re.compile(r".*?([0-9]+)")
+_OF_RUN = re.compile(r"(?!step_[0-9]{8}).*?([0-9]*)")
 #: A file in each checkpoint of accelerate itself.
 _OF_ACCELERATE = "random_states_*.pkl"
-_OTHER_WAYS = (
-    "load_state({path}) continues from there. To continue from a step, pass its path; to begin a new run, attach the "
-    "accelerator with another root, or take accelerate's folders away"
-)
+
+_log = logging.getLogger("bytecheckpoint")
 
 
 class AcceleratorCheckpoints:
@@ -108,22 +111,32 @@ class AcceleratorCheckpoints:
         found = _NUMBERED.fullmatch(name)
         return int(found[1]) if found and parent == self.manager.root else None
 
-    def begin_behind(self, folder: str | os.PathLike[str]) -> None:
-        """Count on from a checkpoint that accelerate itself has loaded."""
-        number = self._number_of(self._folder(folder) or "")
+    def begin_behind(self, folder: str | os.PathLike[str]) -> int | None:
+        """Count on from a checkpoint that accelerate itself has loaded; return its number, or None if it has none."""
+        accelerator, number = self._accelerator, self._number_of(self._folder(folder) or "")
         if number is not None:
-            self._accelerator.project_configuration.iteration = number + 1
+            accelerator.project_configuration.iteration = number + 1
+        if accelerator.is_main_process and not all(one.use_stateful_dataloader for one in accelerator._dataloaders):
+            _log.warning(
+                "%s holds no position in the data: skip the done batches by accelerator.skip_first_batches", folder
+            )
+        return number
 
     def _begin_at(self, number: int) -> None:
         self._last = number
         self._accelerator.project_configuration.iteration = number + 1
 
-    @staticmethod
-    def is_of_accelerate(folder: str | os.PathLike[str] | None) -> bool:
-        """Return True for a folder that accelerate itself has saved."""
-        if folder is None:
-            return False
-        return bool(glob.glob(os.path.join(glob.escape(os.path.expanduser(folder)), _OF_ACCELERATE)))
+    def folder_of_accelerate(self, folder: str | os.PathLike[str] | None) -> Any:
+        """Return the folder from which accelerate itself loads for this argument of `load_state`, or None."""
+        if folder is None or self._folder(folder) is None:
+            found = newest_of_tool(self.manager, "accelerate", self._of_accelerate, _lacks)
+            return None if found is None else found.path
+        return folder if seen_by_all(self.manager, folder, lambda: not _lacks(os.path.expanduser(folder))) else None
+
+    def _of_accelerate(self) -> list[CheckpointOfTool]:
+        """Return the checkpoints of accelerate itself, the newest one first: by number, those without one by time."""
+        found = folders_of_tool(self.manager.root, _OF_RUN, "random_states_0.pkl")
+        return [one for one in found if not _lacks(one.path) or _has(one.path, "*model*")]  # which is written first
 
     # --- save -----------------------------------------------------------------------------------------------------
 
@@ -212,15 +225,14 @@ class AcceleratorCheckpoints:
         """Load in place of `Accelerator.load_state`. All ranks call it, after `prepare`.
 
         Args:
-            input_dir: a checkpoint, of this run or another one, or one that accelerate itself has saved. None, or the
-                folder of the run: its newest step that verifies.
+            input_dir: a checkpoint, of this run or another one. None, or the folder of the run: its newest step that
+                verifies.
             **unknown: `map_location`, which has no effect because tensors are loaded in place. Others are refused.
 
         Returns:
             The number of the step, or None if the run has no step yet or the checkpoint is not one of the run.
 
         Raises:
-            UsageError: accelerate itself has saved a newer checkpoint in the folder of the run.
             CheckpointError: as `CheckpointManager.restore_latest` and `load`.
         """
         if others := unknown.keys() - {"map_location"}:
@@ -228,7 +240,6 @@ class AcceleratorCheckpoints:
         folder = self._folder(input_dir)
         number = None if folder is None else self._number_of(folder)
         if folder is None:
-            refuse_checkpoints_of_tool(self.manager, "accelerate", self._newest_of_accelerate, _OTHER_WAYS)
             restored = self.manager.restore_latest()
             if restored is None:
                 return None
@@ -242,14 +253,6 @@ class AcceleratorCheckpoints:
         if number is not None:
             self._begin_at(number)
         return number
-
-    def _newest_of_accelerate(self) -> tuple[int, str] | None:
-        """Return the number (0 for none) and the path of the newest checkpoint of accelerate itself, or None."""
-        pattern = os.path.join(glob.escape(self.manager.root), "*", _OF_ACCELERATE)
-        found = {os.path.dirname(path) for path in glob.glob(pattern)}
-        numbers = {path: int(match[1]) for path in found if (match := _NUMBERED.fullmatch(path))}
-        newest = max(found, key=lambda path: (numbers.get(path, 0), os.path.getmtime(path)), default=None)
-        return None if newest is None else (numbers.get(newest, 0), newest)
 
     def _prepare_load(self, path: str) -> None:
         """Run the hooks of a load, and collect the objects that they leave to this package."""
@@ -288,6 +291,15 @@ class AcceleratorCheckpoints:
             self.wait()
         finally:
             self.manager.close()
+
+
+def _lacks(folder: str) -> str:
+    """Return what a folder of accelerate lacks, for `newest_of_tool`."""
+    return "" if _has(folder, _OF_ACCELERATE) else _OF_ACCELERATE
+
+
+def _has(folder: str, pattern: str) -> bool:
+    return bool(glob.glob(os.path.join(glob.escape(folder), pattern)))
 
 
 class AcceleratorState:

@@ -125,7 +125,7 @@ class LoaderPosition:
         self._start = _states_of(sources)
         self._number += 1
         number, self.running = self._number, True
-        self._taken = 0 if resume is None else resume.batches
+        self._taken = self._loaded_by_accelerate() if resume is None else resume.batches
         try:
             for batch in whole() if resume is None else self._resumed(resume, whole, sources):
                 if number == self._number:
@@ -137,6 +137,14 @@ class LoaderPosition:
         finally:
             if number == self._number:
                 self.running = False
+
+    def _loaded_by_accelerate(self) -> int:
+        """Return the number of done batches in a state that accelerate itself has loaded into torchdata's loader, or 0."""
+        state = getattr(self._loader.base_dataloader, "next_iter_state", None) or {"_iterator_finished": True}
+        if state["_iterator_finished"]:
+            return 0
+        before = state.get("_snapshot", {}).get("_snapshot_step", 0)  # of workers
+        return int(before + state.get("_steps_since_snapshot", state.get("_num_yielded", 0)))
 
     def _resumed(
         self, resume: _Resume, whole: Callable[[], Iterator[Any]], sources: Mapping[str, RandomSource]

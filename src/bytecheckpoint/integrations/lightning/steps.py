@@ -6,23 +6,37 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
+from bytecheckpoint.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    UsageError,
+)
 from bytecheckpoint.frameworks.base import is_strict
 from bytecheckpoint.handles import LoadReport
-from bytecheckpoint.integrations.attaching import ManagerArguments, check_has, patch, refuse_checkpoints_of_tool
+from bytecheckpoint.integrations.attaching import (
+    OPTIMIZER,
+    CheckpointOfTool,
+    ManagerArguments,
+    check_has,
+    newest_of_tool,
+    patch,
+)
 from bytecheckpoint.integrations.generators import DelayedGenerators
 from bytecheckpoint.integrations.lightning.package import pl
 from bytecheckpoint.integrations.lightning.position import TrainingPosition
 from bytecheckpoint.integrations.lightning.strategy import refuse_edits, states_of_model
+from bytecheckpoint.loading import load
 from bytecheckpoint.manager import Cadence, CheckpointManager
 from bytecheckpoint.manager.run_folder import step_number
+from bytecheckpoint.opening import open as open_checkpoint
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.step_fence import fence
 from bytecheckpoint.storage import resolve
@@ -34,14 +48,12 @@ __all__ = ["POSITION", "LightningState", "Newest", "TrainerSteps", "averaging_ca
 POSITION = "bytecheckpoint"
 #: Step in the name of a file of Lightning's.
 _STEP_IN_NAME = re.compile(r"(?<![a-z])step=(\d+)")
+#: File of a sharded folder with what is no tensor.
+_REST_OF_FOLDER = "meta.pt"
 #: State of the weights in training, where a callback averages them and "model" holds the averages.
 _IN_TRAINING = "current_model"
 #: Entry in which `WeightAveraging` saves the number of averaged steps.
 _OF_AVERAGES = "averaging_state"
-_REMEDY = (
-    "ckpt_path={path} continues from there. To continue from a step, pass its path; to begin a new run, pass None or "
-    "another dirpath"
-)
 
 _log = logging.getLogger("bytecheckpoint")
 
@@ -171,9 +183,11 @@ class TrainerSteps:
 
     def begin_anew(self) -> None:
         """Warn if the folder of a new run holds files of Lightning's."""
-        _, file = self.manager.ask_rank_0(lambda: _newest_file(self.manager)) or (0, "")
-        if file and self._trainer.is_global_zero:
-            _log.warning("a new run begins, although Lightning itself has saved %s, from which it could continue", file)
+        file = self.manager.ask_rank_0(lambda: next(_files(self.manager), None), CheckpointOfTool | None)
+        if file is not None and self._trainer.is_global_zero:
+            _log.warning(
+                "a new run begins, although Lightning itself has saved %s, from which it could continue", file.path
+            )
 
     def _new_manager(self, states: dict[str, Any], **changes: Any) -> CheckpointManager:
         load_options = self._arguments.load_options
@@ -221,11 +235,42 @@ class TrainerSteps:
 
     # --- restore --------------------------------------------------------------------------------------------------
 
-    def restores(self, path: Any) -> bool:
-        """Return True for the path of a step, False for a file or folder of Lightning's."""
-        if isinstance(path, Newest) or step_number(os.fspath(path)) is not None:
-            return True
-        return not os.path.isfile(path) and bool(resolve(path).version(CATALOG_NAME))
+    def file_of(self, path: Any) -> Any:
+        """Return the file or folder of Lightning's from which to load; None if a step is loaded."""
+        if isinstance(path, Newest):
+            with contextlib.ExitStack() as stack:
+                manager = self.manager if self.running else stack.enter_context(self._new_manager({}, preemption=None))
+                found = newest_of_tool(manager, "Lightning", lambda: _files(manager), self._lacks)
+            if found is None:
+                return None
+            self._trainer._checkpoint_connector._ckpt_path = found.path
+            return found.path
+        is_step = step_number(os.fspath(path)) is not None
+        return None if is_step or (not os.path.isfile(path) and resolve(path).version(CATALOG_NAME)) else path
+
+    def _lacks(self, path: str) -> str:
+        """Return what a file of Lightning's lacks, for `newest_of_tool`."""
+        try:
+            _step_in(path)
+            with open_checkpoint(path) as checkpoint:
+                whole = any(name.startswith("optimizer_") for name in checkpoint.states)
+        except (CheckpointNotFoundError, CorruptCheckpointError):
+            return "its end"
+        wanted = self.running and not self._weights_only and self._trainer.optimizers
+        return OPTIMIZER if wanted and not whole else ""
+
+    def reads(self, path: Any) -> bool:
+        """Return True for a folder of a sharding strategy, where that of the trainer does not shard and cannot read it."""
+        sharding = pl.strategies.FSDPStrategy, pl.strategies.ModelParallelStrategy
+        return os.path.isdir(path) and not isinstance(self._trainer.strategy, sharding)
+
+    def read_folder(self, path: str, weights_only: bool | None) -> dict[str, Any]:
+        """Load such a folder; return the content that Lightning expects in its own files."""
+        module, own_io = self._trainer.lightning_module, self._trainer.strategy.checkpoint_io
+        optimizers = {f"optimizer_{number}": one for number, one in enumerate(self._trainer.optimizers)}
+        load(path, {"state_dict": module, **optimizers}, strict={"state_dict": module.strict_loading})
+        found: dict[str, Any] = own_io.load_checkpoint(os.path.join(path, _REST_OF_FOLDER), weights_only=weights_only)
+        return found | {"state_dict": module.state_dict()}
 
     def restore(self, path: Any) -> dict[str, Any]:
         """Load a step; return the content that Lightning expects in its own files.
@@ -236,8 +281,6 @@ class TrainerSteps:
         """
         trainer = self._trainer
         if self.running:
-            if isinstance(path, Newest):
-                refuse_checkpoints_of_tool(self.manager, "Lightning", lambda: _newest_file(self.manager), _REMEDY)
             report = _load(self.manager, path)
         else:
             with self._new_manager(self._model_states(), preemption=None) as manager:
@@ -272,22 +315,30 @@ def _load(manager: CheckpointManager, path: Any) -> LoadReport | None:
     return None if restored is None else restored.report
 
 
-def _newest_file(manager: CheckpointManager) -> tuple[int, str] | None:
-    """Return the step, 0 if its name has none, and the address of the newest file of Lightning's in the run's folder.
-
-    Beside steps only files count that say a later step, and are not known to be older.
-    """
+def _files(manager: CheckpointManager) -> Iterator[CheckpointOfTool]:
+    """Yield the files of Lightning's in the folder of a run, the newest one first: by time, or by step without times."""
     folder, latest = with_time_limits(resolve(manager.root)), manager.latest()
+    # Sharded ones are folders, in which Lightning writes the last file at last.
+    names = {name.partition("/")[0]: name for name, _ in sorted(folder.list())}
     found = []
-    for name, _ in folder.list():
-        file = name.partition("/")[0]  # sharded ones are folders
+    for file, name in names.items():
         if file.endswith(".ckpt"):
-            step, modified = int(([0, *_STEP_IN_NAME.findall(file)])[-1]), 0.0
+            steps, modified = _STEP_IN_NAME.findall(file), 0.0
             with contextlib.suppress(FileNotFoundError, UsageError):  # removed meanwhile; a name with a colon
                 modified = folder.stat(name).modified
-            if latest is None or (step > latest.step and not 0 < modified < latest.committed):
-                found.append((modified, step, f"{manager.root}/{file}"))
-    return max(found)[1:] if found else None
+            found.append((modified, int(steps[-1]) if steps else -1, f"{manager.root}/{file}"))
+    for modified, step, path in sorted(found, reverse=True):
+        if step < 0 and not (latest is not None and 0 < modified < latest.committed):
+            with contextlib.suppress(CorruptCheckpointError, CheckpointNotFoundError):
+                step = _step_in(path)
+        yield CheckpointOfTool(step, path, modified)
+
+
+def _step_in(path: str) -> int:
+    """Return the step in a file of Lightning's; 0 if there is none."""
+    rest = f"{path}/{_REST_OF_FOLDER}"
+    with open_checkpoint(rest if resolve(path).version(_REST_OF_FOLDER) else path) as checkpoint:
+        return next((int(checkpoint[name]) for name in checkpoint if name.endswith("/global_step")), 0)
 
 
 def _checked(state: dict[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def _subclass(kind: Any) -> Any:
     class Checkpointed(kind):  # type: ignore[misc]
         loads_bytecheckpoints = True
         bytecheckpoint: Any
-        _of_step = False  # a step was loaded, with its weights and optimizers
+        _of_step = False  # weights and optimizers are loaded by this package
         shown: Any = None  # weights that were shown to hooks of the user
 
         @property
@@ -57,10 +57,12 @@ def _subclass(kind: Any) -> Any:
             return not self._of_step and bool(super().lightning_restore_optimizer)
 
         def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-            self._of_step = self.bytecheckpoint.restores(checkpoint_path)
+            steps = self.bytecheckpoint
+            file = steps.file_of(checkpoint_path)
+            self._of_step = file is None or steps.reads(file)
             if not self._of_step:
-                return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-            found = self.bytecheckpoint.restore(checkpoint_path)
+                return super().load_checkpoint(file, weights_only=weights_only)
+            found = steps.restore(checkpoint_path) if file is None else steps.read_folder(file, weights_only)
             self.shown = dict(found.get("state_dict", {}))
             return found
 

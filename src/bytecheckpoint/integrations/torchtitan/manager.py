@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import logging
 import re
@@ -23,10 +24,12 @@ from torchtitan.tools import filesystem
 
 from bytecheckpoint.dataloader import TorchdataLoader
 from bytecheckpoint.dataloader.hugging_face import check_exact
-from bytecheckpoint.errors import UsageError
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.handles import SaveHandle
+from bytecheckpoint.integrations.attaching import OPTIMIZER, CheckpointOfTool, folders_of_tool, newest_of_tool
 from bytecheckpoint.integrations.generators import DelayedGenerators
 from bytecheckpoint.manager import Cadence, CheckpointManager, LoadOptions, Preemption, Retention, SaveOptions
+from bytecheckpoint.opening import open as open_checkpoint
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.saving import save
 from bytecheckpoint.storage import resolve
@@ -222,10 +225,15 @@ class TorchtitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     def _load_states(self, step: int) -> str | None:
         """Load a step, else the seed, else `initial_load_path`, as torchtitan does; return the path, or None."""
         manager = self.manager
-        own, stock, seed = manager.ask_rank_0(lambda: _find_steps(manager, step))
-        if stock > own:
-            self._stock(manager.root, load_only=True).load(stock)
-            return f"{manager.root}/step-{stock}"
+        stock = self._find_stock(step)
+        if stock is not None:
+            try:
+                self._stock(manager.root, load_only=True).load(stock.step)
+            except AssertionError as error:  # another data-parallel degree
+                advice = "exclude_from_loading=['dataloader'] begins the data anew"
+                raise IncompatibleCheckpointError(f"torchtitan cannot load {stock.path}: {error} {advice}") from error
+            return stock.path
+        seed = manager.ask_rank_0(lambda: _has(f"{manager.root}/{_SEED}", CATALOG_NAME), bool)
         if step > 0:
             manager.restore(step)
         elif step < 0:
@@ -237,6 +245,25 @@ class TorchtitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if step == 0 or seed:
             return manager.restore_from(f"{manager.root}/{_SEED}", only=["model"], exclude=[]).path
         return self._load_initial()
+
+    def _find_stock(self, step: int) -> CheckpointOfTool | None:
+        """Return the checkpoint that torchtitan's own manager is to load, or None."""
+        manager = self.manager
+        if step < 0:
+            find = functools.partial(folders_of_tool, manager.root, _STOCK_STEP, ".metadata")
+            return newest_of_tool(manager, "torchtitan", find, self._lacks)
+        found = CheckpointOfTool(step, f"{manager.root}/step-{step}")
+        own = {info.step for info in manager.steps()}
+        return found if manager.ask_rank_0(lambda: step not in own and _is_stock_checkpoint(found.path), bool) else None
+
+    def _lacks(self, path: str) -> str:
+        """Return what a folder of torchtitan's lacks, for `newest_of_tool`."""
+        if not _is_stock_checkpoint(path):
+            return ".metadata"
+        if "optimizer" in self._config.exclude_from_loading:
+            return ""
+        with open_checkpoint(path) as checkpoint:
+            return "" if "optimizer" in checkpoint.states else OPTIMIZER
 
     def _load_initial(self) -> str | None:
         config, path = self._config, self._config.initial_load_path
@@ -347,21 +374,6 @@ def _delayed_generators(trainer: Any) -> DelayedGenerators:
 
 
 # --- the folder of the run ---
-
-
-def _find_steps(manager: CheckpointManager, step: int) -> tuple[int, int, bool]:
-    """Find a step, or the newest step if `step` is -1, in the folder of a run. Rank 0 calls it.
-
-    Returns:
-        Its number among the steps of `manager`, or -1; its number among those of torchtitan's own manager, or -1; and True
-        if there is a seed.
-    """
-    root = manager.root
-    own = {info.step for info in manager.steps()}
-    names = (_STOCK_STEP.fullmatch(name) for name in with_time_limits(resolve(root)).folders())
-    stock = {int(name[1]) for name in names if name and _is_stock_checkpoint(f"{root}/{name[0]}")}
-    newest, newest_stock = (max((n for n in found if step in (n, -1)), default=-1) for found in (own, stock))
-    return newest, newest_stock, _has(f"{root}/{_SEED}", CATALOG_NAME)
 
 
 def _is_stock_checkpoint(folder: str) -> bool:

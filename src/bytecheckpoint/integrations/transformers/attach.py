@@ -48,8 +48,8 @@ def attach(
 
     A checkpoint holds the model, the optimizer, the schedule, the gradient scaler if there is one, the random number
     generators, and the trainer's state with those of its callbacks. `train(resume_from_checkpoint=...)` takes "auto" (the
-    newest step that verifies; a new run if there is none), True (the same, but there must be one), the path of a step, or
-    a checkpoint folder that Trainer itself has written. All ranks call it.
+    newest step that verifies, or a higher one that Trainer itself has saved; a new run if there is none), True (the same,
+    but there must be one), the path of a step, or a checkpoint folder that Trainer itself has written. All ranks call it.
 
     Args:
         trainer: a `transformers.Trainer`, or an instance of a subclass such as `trl.SFTTrainer`.
@@ -192,7 +192,7 @@ class _CheckpointedTrainer(Mixin):  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         if not self.bytecheckpoint.preempted:
-            self.bytecheckpoint.load_best_model()
+            self.bytecheckpoint.load_best_model(super()._load_best_model)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         # Trainer deletes by this limit here, folders of its own.

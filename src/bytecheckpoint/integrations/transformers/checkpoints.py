@@ -8,16 +8,21 @@ import glob
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.integrations.attaching import (
+    OPTIMIZER,
+    CheckpointOfTool,
     ManagerArguments,
     differences,
-    refuse_checkpoints_of_tool,
+    folders_of_tool,
+    newest_of_tool,
     refuse_newer,
+    seen_by_all,
 )
 from bytecheckpoint.integrations.generators import DelayedGenerators
 from bytecheckpoint.integrations.transformers.pretrained import adapter_names, describe_pretrained
@@ -31,10 +36,7 @@ _log = logging.getLogger("bytecheckpoint")
 
 #: Last file of each checkpoint of Trainer itself.
 _STATE_OF_TRAINER = "trainer_state.json"
-_OTHER_WAYS = (
-    "resume_from_checkpoint={path} continues from there. To continue from a step, pass its path; to begin a new run, pass "
-    "None, or take Trainer's folders away"
-)
+_OF_TRAINER = re.compile(r"checkpoint-([0-9]+)")
 #: Callbacks of transformers that upload Trainer's folders: the attribute that decides, its value that does, and a remedy.
 _UPLOADS = {
     "WandbCallback": ("_log_model", "checkpoint", "set WANDB_LOG_MODEL to 'end' or 'false'"),
@@ -86,11 +88,27 @@ class TrainerCheckpoints:
         Yields:
             The folder from which Trainer itself resumes, or None.
         """
-        wanted = None if resume is False else resume
-        of_trainer = wanted not in (None, True, "auto") and os.path.isfile(os.path.join(wanted, _STATE_OF_TRAINER))
-        self._resume, self.manager = None if of_trainer else wanted, None
+        self._resume, self.manager = None if resume is False else resume, None
+        stock = None if self._resume is None else self._folder_of_trainer(self._resume)
+        self._resume = self._resume if stock is None else None
         with contextlib.ExitStack() as self._stack:
-            yield wanted if of_trainer else None
+            yield stock
+
+    def _folder_of_trainer(self, resume: Any) -> Any:
+        """Return the folder from which Trainer itself resumes; None if this package does, or a new run begins."""
+        with replace(self._arguments, preemption=None).manager({}) as manager:
+            if resume not in ("auto", True):
+                return resume if seen_by_all(manager, resume, lambda: _is_of_trainer(resume)) else None
+            find = functools.partial(self._of_trainer, manager)
+            found = newest_of_tool(manager, "Trainer", find, self._lacks)
+            return None if found is None else found.path
+
+    def _lacks(self, path: str) -> str:
+        """Return what a folder of Trainer lacks, for `newest_of_tool`."""
+        if not _is_of_trainer(path):
+            return f"a whole {_STATE_OF_TRAINER}"
+        weights_only = not glob.glob(os.path.join(glob.escape(path), "optimizer*"))
+        return OPTIMIZER if weights_only and not self._trainer.args.save_only_model else ""
 
     def begin(self, steps_per_epoch: int | None) -> str:
         """Make the manager of a training whose objects are ready, and restore them if the user wants to resume.
@@ -111,17 +129,14 @@ class TrainerCheckpoints:
                 self._states["scaler"] = trainer.accelerator.scaler
         if self.manager is None:
             self.manager = self._stack.enter_context(self._new_manager())
-            if self._resume in ("auto", True):
-                find = functools.partial(self._newest_of_trainer, self.manager)
-                refuse_checkpoints_of_tool(self.manager, "Trainer", find, _OTHER_WAYS)
-            else:
+            if self._resume not in ("auto", True):
                 self._refuse_newer(self.manager)
         self._boundary = -1
         if not self._restore(self.manager):
             return ""
         facts = json.loads(state.loaded)
         best = facts["best_model_checkpoint"]
-        if best is not None:
+        if best is not None and step_number(best) is not None:
             facts["best_model_checkpoint"] = f"{self.manager.root}/{os.path.basename(best)}"  # the run may have moved
         return json.dumps(facts)
 
@@ -153,22 +168,19 @@ class TrainerCheckpoints:
         step = trainer.state.global_step  # 0, or where a checkpoint of Trainer itself ends
         if self._resume is not None:
             step = step_number(resolve(self._resume).url, manager.root) or 0
-        elif not step and trainer.is_world_process_zero() and (found := self._newest_of_trainer(manager)):
-            _log.warning(
-                "a new run begins, although Trainer itself has saved %s, from which it could continue", found[1]
-            )
+        elif not step and trainer.is_world_process_zero():
+            for path in [one.path for one in self._of_trainer(manager) if _is_of_trainer(one.path)][:1]:
+                _log.warning(
+                    "a new run begins, although Trainer itself has saved %s, from which it could continue", path
+                )
         remedy = "pass resume_from_checkpoint='auto' to continue it, attach the trainer with another root"
         refuse_newer(manager, step, f"{remedy}, or remove the steps")
 
-    def _newest_of_trainer(self, manager: CheckpointManager) -> tuple[int, str] | None:
-        """Return the step and the path of the newest checkpoint that Trainer itself has saved, or None."""
-        found = [
-            path
-            for folder in {os.path.abspath(self._trainer.args.output_dir), manager.root}
-            for path in glob.glob(os.path.join(glob.escape(folder), "checkpoint-*"))
-            if path.rpartition("-")[2].isdecimal() and os.path.isfile(os.path.join(path, _STATE_OF_TRAINER))
-        ]
-        return max(((int(path.rpartition("-")[2]), path) for path in found), default=None)
+    def _of_trainer(self, manager: CheckpointManager) -> list[CheckpointOfTool]:
+        """Return the checkpoints that Trainer itself has saved, the newest one first."""
+        roots = {resolve(self._trainer.args.output_dir).url, manager.root}
+        found = [one for root in roots for one in folders_of_tool(root, _OF_TRAINER, _STATE_OF_TRAINER)]
+        return sorted(found, key=lambda one: one.step, reverse=True)
 
     def _restore(self, manager: CheckpointManager) -> bool:
         """Restore the step that `resume_from_checkpoint` names; return False in a new run."""
@@ -243,10 +255,14 @@ class TrainerCheckpoints:
         if self.manager.preempted:
             self._trainer.control.should_training_stop = True
 
-    def load_best_model(self) -> None:
-        """Load the weights of the step with the best metric."""
+    def load_best_model(self, of_trainer: Callable[[], object]) -> None:
+        """Load the weights of the step with the best metric, by a function `of_trainer` if it is a folder of its own."""
         assert self.manager is not None
         self.manager.wait()
+        folder = self._trainer.state.best_model_checkpoint
+        if folder is not None and seen_by_all(self.manager, folder, lambda: _is_of_trainer(folder)):
+            of_trainer()
+            return
         rule = best_rule(self._trainer.args)
         assert rule is not None
         manager = self.manager
@@ -256,6 +272,15 @@ class TrainerCheckpoints:
             return
         manager.restore_from(best.path, only=["model"])
         self._trainer.state.best_model_checkpoint = best.path
+
+
+def _is_of_trainer(path: Any) -> bool:
+    """Return True for a folder that Trainer itself has saved to the end."""
+    try:
+        with open(os.path.join(path, _STATE_OF_TRAINER), encoding="utf-8") as file:
+            return "global_step" in json.load(file)
+    except (OSError, ValueError):
+        return False
 
 
 def logged_metrics(state: Any) -> dict[str, float]:
