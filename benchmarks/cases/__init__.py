@@ -9,6 +9,7 @@ from benchmarks.bench import Bench
 from benchmarks.cases.adopted import adopted
 from benchmarks.cases.cuts import cuts
 from benchmarks.cases.ddp import ddp_load
+from benchmarks.cases.fingerprints import fingerprints
 from benchmarks.cases.fresh_process import first_calls
 from benchmarks.cases.frozen import frozen
 from benchmarks.cases.guarded import guarded
@@ -56,6 +57,7 @@ CASES: dict[str, Case] = {
     "pieces": Case(pieces, places=("tmpfs", "disk")),
     "slice": Case(slices),
     "reshard": Case(reshard, (1, 2, 4)),
+    "fingerprints": Case(fingerprints),
     "cuts": Case(cuts, (1, 2, 4), ("tmpfs", "disk")),
     "adopted": Case(adopted, (1, 2, 4)),
     "ddp": Case(ddp_load, (2, 4)),

@@ -91,6 +91,7 @@ class SaveReport:
         replica_drift: largest difference between the copies of a replicated tensor over its largest element, by name of
             the tensors that drifted apart by rounding. One copy of each is stored. The first save of a layout compares
             some elements of the copies.
+        fingerprint: fingerprint of each state, with the setting `fingerprint` (docs/how-to/prove-equality.md).
         retries: attempts after the first, of all requests to storages and of connections to other ranks, as far as their
             clients report them (docs/how-to/when-things-fail.md).
         retry_seconds: seconds waited before these attempts, summed over threads.
@@ -109,6 +110,7 @@ class SaveReport:
     retries: int = 0
     retry_seconds: float = 0.0
     bytes_adopted: int = 0
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,6 +205,8 @@ class Settings(_Checked):
     Attributes:
         timeout: seconds that a rank waits for the others in one step of a save or load, or for an answer of a file
             system. The time for moving bytes comes on top.
+        fingerprint: True to put fingerprints of all tensors into the catalogs of saves, which takes some 0.15 s of a core
+            for each GiB that a rank writes (docs/how-to/prove-equality.md). All ranks give the same.
         storage: settings of reads and writes, and of storages.
         transport: settings of the connections between ranks.
         staging: settings of the copy that an asynchronous save takes.
@@ -213,6 +215,7 @@ class Settings(_Checked):
     """
 
     timeout: _Seconds = 600.0
+    fingerprint: _Flag = False
     storage: StorageSettings = field(default_factory=StorageSettings)
     transport: TransportSettings = field(default_factory=TransportSettings)
     staging: StagingSettings = field(default_factory=StagingSettings)

@@ -21,6 +21,7 @@ from bytecheckpoint.storage import COLD_FOLDERS, resolve
 from bytecheckpoint.tools import adopt
 from bytecheckpoint.tuning import tuned
 from tests.support.layouts import Box, Leaf, coded, grid_boxes
+from tests.support.settings import using
 from tests.support.streams import Loader
 
 FOLDER = Path(__file__).parent / "v1"
@@ -28,6 +29,7 @@ STREAMS = Path(__file__).parent / "v1-streams"  # added later to the format, bes
 GROUPS = Path(__file__).parent / "v2-groups"  # the same as v1, with a catalog in groups, as large ones are
 TILES = Path(__file__).parent / "v3-tiles"  # a world of eight ranks, whose boxes a catalog of version 3 lists together
 FOREIGN = Path(__file__).parent / "v4-foreign"  # files of other programs, which lie beside a catalog of version 4
+FINGERPRINTS = Path(__file__).parent / "v1-fingerprints"  # the same as v1, with fingerprints in the catalog
 ARRAYS = Path(__file__).parent / "v1-arrays"  # plain values in version 2: large numpy arrays are tensors
 WORLD = 3
 TILE_WORLD = 8
@@ -160,6 +162,11 @@ def main() -> None:
     def save_tiles(collective: Collective) -> None:
         bytecheckpoint.save(TILES, tiled_states(collective.rank), metadata={"golden": 3})
 
+    def save_fingerprints(collective: Collective) -> None:
+        bytecheckpoint.save(FINGERPRINTS, states(collective.rank), metadata={"golden": 1})
+
+    with using(fingerprint=True):
+        write_anew(FINGERPRINTS, save_fingerprints)
     with tuned(tiled_rows=0, tile_ranks=2, catalog_group_bytes=1):
         write_anew(TILES, save_tiles, TILE_WORLD)
     with tuned(catalog_group_bytes=1):

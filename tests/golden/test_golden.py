@@ -11,9 +11,11 @@ import torch
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.representation.values.codec import equal
+from bytecheckpoint.tools import fingerprint
 from tests.golden.make import (
     ARRAYS,
     EVERY_DTYPE,
+    FINGERPRINTS,
     FOLDER,
     FOREIGN,
     GROUPS,
@@ -69,6 +71,16 @@ def test_versions_1_and_2_load_in_another_world(folder: Path) -> None:
         assert equal(destination["extra_states"]["values"], VALUES)
         assert destination["extra_states"]["rank"] == own
         assert destination["extra_states"]["noise"].tolist() == [own] * 4
+
+
+def test_fingerprints_stay_what_they_are() -> None:
+    found = fingerprint(FINGERPRINTS)
+    assert found == fingerprint(FINGERPRINTS, recompute=True) == fingerprint(FOLDER) == fingerprint(GROUPS)
+    assert found.states == {
+        "model": "c5942d5d9500aa97cbe49d29847e9bed",
+        "tied": "50abc2947307b1ef5314eacb707e4fe2",
+        "optimizer": "33cde9231d17da24d1b991d99f95d4af",
+    }
 
 
 def test_version_1_hands_out_streams() -> None:

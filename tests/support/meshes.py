@@ -76,6 +76,6 @@ def catalog_of_plan(plan: SavePlan) -> Catalog:
     for state, rank, part, data in zip(*columns, strict=True):
         name, block, start = storage_file_name(state, rank, generation, part), block_bytes(data), 4096 * (1 + rank % 2)
         sums = random.integers(0, 1 << 63, block_count(data, block), np.uint64).tobytes()
-        files[rank].append(FileRecord(name, state, part, False, start + data, start, rank, block, sums))
+        files[rank].append(FileRecord(name, state, part, False, start + data, start, rank, block, (sums, b"")))
     reports = {rank: WriteReport("", "", of_rank, []) for rank, of_rank in files.items()}
     return build_catalog(plan, reports, generation, {"world_size": max(files, default=0) + 1})

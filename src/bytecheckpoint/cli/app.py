@@ -141,13 +141,35 @@ def diff(
     b: Annotated[str, typer.Argument(metavar="B", help="Another one.", show_default=False)],
     rtol: Annotated[float, typer.Option(help="Relative tolerance.")] = 0.0,
     atol: Annotated[float, typer.Option(help="Absolute tolerance.")] = 0.0,
+    fingerprints: Annotated[
+        bool,
+        typer.Option(
+            "--fingerprints/--read-all", help="Take equal fingerprints in both catalogs as proof, or read all."
+        ),
+    ] = True,
     layout: LayoutOption = None,
     json: Json = False,
 ) -> Job:
     """Compare two checkpoints tensor by tensor; bit by bit unless a tolerance is given."""
     from bytecheckpoint.cli.tools import diff
 
-    return partial(diff, a, b, rtol=rtol, atol=atol, layout=layout, json=json)
+    return partial(diff, a, b, rtol=rtol, atol=atol, fingerprints=fingerprints, layout=layout, json=json)
+
+
+@app.command()
+def fingerprint(
+    path: Path,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Show each tensor instead of each state.")] = False,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Read all tensors, also if the save made one.")
+    ] = False,
+    layout: LayoutOption = None,
+    json: Json = False,
+) -> Job:
+    """Show a fingerprint of each state: equal for equal tensors at any layout, in any files and programs."""
+    from bytecheckpoint.cli.tools import fingerprint
+
+    return partial(fingerprint, path, layout=layout, tensors=tensors, recompute=recompute, json=json)
 
 
 @app.command()

@@ -28,7 +28,7 @@ from bytecheckpoint.storage import Storage, resolve
 if TYPE_CHECKING:
     from bytecheckpoint.tools import VerifyReport
 
-__all__ = ["cooldown", "cp", "diff", "export", "flush", "gc", "repair", "rm", "verify"]
+__all__ = ["cooldown", "cp", "diff", "export", "fingerprint", "flush", "gc", "repair", "rm", "verify"]
 
 #: Findings of one step that are shown in a verification of many.
 _SHOWN_FINDINGS = 3
@@ -185,13 +185,13 @@ def adopt(source: str, target: str, *, hash: bool, json: bool) -> int:
     return 0
 
 
-def diff(a: str, b: str, *, rtol: float, atol: float, layout: str | None, json: bool) -> int:
+def diff(a: str, b: str, *, layout: str | None, json: bool, **options: Any) -> int:
     """Compare two checkpoints and print the differences. Return 1 if there are any."""
     from bytecheckpoint.opening import open as open_checkpoint
     from bytecheckpoint.tools import compare
 
     with open_checkpoint(a, layout=layout) as first:
-        report = compare(first, b, rtol=rtol, atol=atol)
+        report = compare(first, b, **options)
     if json:
         print_json({"a": resolve(a).url, "b": resolve(b).url, "equal": report.equal, **asdict(report)})
         return int(not report.equal)
@@ -200,6 +200,19 @@ def diff(a: str, b: str, *, rtol: float, atol: float, layout: str | None, json: 
     compared = f"{tensors} and {plural(report.values, 'plain value')}"
     print(f"{compared} compared: {'equal' if report.equal else plural(len(report.differences), 'difference')}")
     return int(not report.equal)
+
+
+def fingerprint(path: str, *, layout: str | None, tensors: bool, recompute: bool, json: bool) -> int:
+    """Print the fingerprint of each state of a checkpoint, or of each tensor."""
+    from bytecheckpoint.tools import fingerprint
+
+    found = fingerprint(path, layout=layout, recompute=recompute)
+    if json:
+        print_json({"path": resolve(path).url, **asdict(found)})
+        return 0
+    for name, digest in (found.tensors if tensors else found.states).items():
+        print(f"{digest}  {printable(name)}")
+    return 0
 
 
 def _print_messages(found: Iterable[Any], notes: Iterable[str]) -> None:

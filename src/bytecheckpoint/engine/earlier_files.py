@@ -15,6 +15,7 @@ from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.engine.staging import Chunk, Image
 from bytecheckpoint.errors import CorruptCheckpointError
 from bytecheckpoint.failures import Cancellation
+from bytecheckpoint.representation.fingerprints import FileBoxSums
 from bytecheckpoint.representation.header_reader import header_bytes_needed
 from bytecheckpoint.representation.names import file_stem, generation_of
 from bytecheckpoint.settings import Settings
@@ -100,6 +101,7 @@ def holds_chunks(
     settings: Settings,
     threads: int,
     cancel: Cancellation,
+    fingerprints: FileBoxSums | None = None,
 ) -> bool:
     """Return whether the live tensors of an image have the checksums of a stored file.
 
@@ -111,6 +113,7 @@ def holds_chunks(
         settings: settings of the save.
         threads: number of threads, at most those that write.
         cancel: token of the save.
+        fingerprints: sums to which the compared bytes are added.
     """
     pool, large = StagingPool(shared=False), image.large()
     size = slot_bytes(image.files, settings)
@@ -125,7 +128,10 @@ def holds_chunks(
         cancel.raise_if_set()
         slot = slots.get()
         try:
-            found = list(block_sums(image.fill(chunk, slot, large), block_bytes))
+            buffers = image.fill(chunk, slot, large)
+            found = list(block_sums(buffers, block_bytes))
+            if fingerprints is not None:
+                fingerprints.add(chunk.start, buffers)
         finally:
             slots.put(slot)
         first = chunk.start // block_bytes

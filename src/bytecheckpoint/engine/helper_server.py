@@ -202,7 +202,7 @@ class _Server:
         return {}
 
     def do_sums(self, *, fds: list[int]) -> dict[str, Any]:
-        return {"sums": [s.tobytes() for s in self._opened().sums()]}
+        return {"sums": [[sums.tobytes() for sums in file] for file in self._opened().sums()]}
 
     def do_finish(self, *, headers: list[bytes], fds: list[int]) -> dict[str, Any]:
         self._opened().finish(headers)

@@ -12,13 +12,12 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from bytecheckpoint.engine.helper import HelperProcess
 from bytecheckpoint.engine.pieces import SharedCopy
 from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.engine.staging import Chunk, Image, ImageFile, chunks_of
-from bytecheckpoint.engine.writing import FilesWriter, FileTask, StagedChunk
+from bytecheckpoint.engine.writing import FilesWriter, FileTask, StagedChunk, WrittenSums
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.representation.names import escape
@@ -46,8 +45,8 @@ class ImageWriter(Protocol):
     def wait(self, batch: int) -> None:
         """Wait until a batch is written."""
 
-    def sums(self) -> list[NDArray[np.uint64]]:
-        """Wait for all chunks, and return the block sums of each file."""
+    def sums(self) -> list[WrittenSums]:
+        """Wait for all chunks, and return the sums of each file."""
 
     def finish(self, headers: Sequence[bytes]) -> None:
         """Write the headers and make the files durable."""
@@ -138,9 +137,10 @@ class HelperWriter:
         """Wait until a batch is written."""
         self._call("wait", batch=batch)
 
-    def sums(self) -> list[NDArray[np.uint64]]:
-        """Wait for all chunks, and return the block sums of each file."""
-        return [np.frombuffer(s, np.uint64) for s in self._call("sums")["sums"]]
+    def sums(self) -> list[WrittenSums]:
+        """Wait for all chunks, and return the sums of each file."""
+        found = ((np.frombuffer(data, np.uint64) for data in file) for file in self._call("sums")["sums"])
+        return [WrittenSums(blocks, boxes.reshape(-1, 2)) for blocks, boxes in found]
 
     def finish(self, headers: Sequence[bytes]) -> None:
         """Write the headers and make the files durable."""
@@ -217,7 +217,7 @@ def chunk_slots(pool: StagingPool, nbytes: int, count: int) -> queue.SimpleQueue
 
 def stream_image(
     image: Image, pool: StagingPool, writer: FilesWriter, settings: Settings, *, still: bool
-) -> list[NDArray[np.uint64]]:
+) -> list[WrittenSums]:
     """Write an image from the live tensors, chunk by chunk.
 
     Args:
@@ -229,7 +229,7 @@ def stream_image(
             is what was hashed.
 
     Returns:
-        Block sums of each file.
+        Sums of each file.
     """
     chunks = chunks_of(image.files, settings.storage.chunk_bytes)
     slots = chunk_slots(pool, slot_bytes(image.files, settings), settings.storage.write_threads)

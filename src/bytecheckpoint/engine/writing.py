@@ -20,12 +20,13 @@ from bytecheckpoint.concurrency import Workers, call_with_timeout, storage_resul
 from bytecheckpoint.engine.buffers import block_sums, split_buffers
 from bytecheckpoint.errors import StorageUnavailableError
 from bytecheckpoint.failures import Cancellation
+from bytecheckpoint.representation.fingerprints import FileBoxSums, StoredBox
 from bytecheckpoint.storage import FileWriter, NewFile, Storage
 from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.tracing.operation import count, span
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["FileTask", "FilesWriter", "StagedChunk", "aligned_memory"]
+__all__ = ["FileTask", "FilesWriter", "StagedChunk", "WrittenSums", "aligned_memory"]
 
 
 class FileTask(msgspec.Struct, frozen=True):
@@ -36,12 +37,26 @@ class FileTask(msgspec.Struct, frozen=True):
         data_offset: first byte of the data section; the header goes before it.
         data_bytes: length of the data section.
         block_bytes: length of a checksum block.
+        boxes: boxes in the data section, by their place, if their fingerprints are wanted.
     """
 
     name: str
     data_offset: int
     data_bytes: int
     block_bytes: int
+    boxes: tuple[StoredBox, ...] = ()
+
+
+class WrittenSums(NamedTuple):
+    """Sums of one file's data section.
+
+    Attributes:
+        blocks: checksum of each block, uint64 [blocks].
+        boxes: fingerprint of each box of the task, uint64 [boxes, 2].
+    """
+
+    blocks: NDArray[np.uint64]
+    boxes: NDArray[np.uint64]
 
 
 class StagedChunk(NamedTuple):
@@ -65,6 +80,7 @@ class _CreatedFile:
         self.task = task
         self.writer = writer
         self.sums: NDArray[np.uint64] = np.zeros(-(-task.data_bytes // task.block_bytes), np.uint64)
+        self.fingerprints = FileBoxSums(task.boxes)
         # A step consists of whole blocks.
         self.step = max(writer.preferred_bytes // task.block_bytes, 1) * task.block_bytes
 
@@ -163,12 +179,14 @@ class FilesWriter:
             with span("hash" if self._storage.capabilities.whole_files else "write", nbytes, task.name):
                 if entry.writer.direct:
                     assert padded is not None
+                    entry.fingerprints.add(start, buffers)
                     for value in block_sums(buffers, task.block_bytes):
                         entry.sums[block] = value
                         block += 1
                     entry.writer.write_at(task.data_offset + start, [padded])
                     return
                 for position, part in split_buffers(nbytes, entry.step, buffers):
+                    entry.fingerprints.add(start + position, part)
                     for value in block_sums(part, task.block_bytes):
                         entry.sums[block] = value
                         block += 1
@@ -211,13 +229,13 @@ class FilesWriter:
                     self._ended = "timed out"
                 raise
 
-    def sums(self) -> list[NDArray[np.uint64]]:
-        """Wait for all writes, and return the block sums of each file; raise the first failure."""
+    def sums(self) -> list[WrittenSums]:
+        """Wait for all writes, and return the sums of each file; raise the first failure."""
         count("queued chunks", sum(map(len, self._batches)))
         for batch in self._batches:
             self._wait(batch)
         self._cancel.raise_if_set()
-        return [f.sums for f in self._files.values()]
+        return [WrittenSums(f.sums, f.fingerprints.sums) for f in self._files.values()]
 
     def finish(self, headers: Sequence[bytes]) -> None:
         """Write each file's header, and make the files and their names durable.

@@ -19,6 +19,7 @@ from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.saving.steps import check_step
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.tools.fingerprints import prove_loaded
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -226,9 +227,23 @@ class Restores:
             skipped: newer steps that could not be loaded, with the reasons.
         """
         path = step_folder(self._folder.url, step)
-        self.last = Restored(step, path, self.load(path), skipped or {})
+        report = self.load(path)
+        if settings().fingerprint:
+            self._prove(path)
+        self.last = Restored(step, path, report, skipped or {})
         self.count += 1
         return self.last
+
+    def _prove(self, path: str) -> None:
+        """Compare what was loaded with the fingerprints of the save, and log the result."""
+        if self._options.rename is not None:
+            proven, why = 0, "the load renames tensors"
+        else:
+            proven, why = prove_loaded(path, self._states, self._options, self._group), "the save made no fingerprints"
+        if self._is_rank_0:
+            _log.info(
+                "%s: %s", path, f"{proven} tensors are proven by fingerprints" if proven else f"not proven: {why}"
+            )
 
     def load_latest(self) -> Restored | None:
         """Load the newest step that verifies; see `CheckpointManager.restore_latest`."""

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.planning.intersect import Intersections, intersect
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
+from bytecheckpoint.representation.fingerprints import mixed
 
 __all__ = ["box_weights", "first_gap", "missing_volume", "not_tiled", "overlapping"]
 
@@ -63,15 +64,8 @@ def box_weights(boxes: BoxTable) -> NDArray[np.uint64]:
 
 
 def _weight_below(coordinate: Int64s, dim: int) -> NDArray[np.uint64]:
-    """Return the sum of the weights of all smaller coordinates, up to a constant: a random number (splitmix64)."""
-    x = coordinate.astype(np.uint64)
-    x += np.uint64(dim << 56)
-    x *= np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x ^= x >> np.uint64(shift)
-        x *= np.uint64(factor)
-    x ^= x >> np.uint64(31)
-    return x
+    """Return the sum of the weights of all smaller coordinates, up to a constant: a random number."""
+    return mixed(coordinate.astype(np.uint64) + np.uint64(dim << 56))
 
 
 def first_gap(

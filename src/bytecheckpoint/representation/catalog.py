@@ -155,6 +155,8 @@ class Catalog(TensorTable):
             none: its boxes have a row each.
         strides: elements of the file from one element of a row to the next along each dimension, int64 [n, d]; only rows
             of foreign files need them. None: all rows are row-major.
+        fingerprints: fingerprint of each of the first tensors (`representation/fingerprints.py`), uint64 [p, 2]; the others
+            are values of states that are neither modules nor optimizers. None if the save made none.
     """
 
     boxes: BoxTable
@@ -168,6 +170,7 @@ class Catalog(TensorTable):
     files_read: NDArray[np.bool_] | None = None
     tilings: Tilings | None = None
     strides: Int64s | None = None
+    fingerprints: NDArray[np.uint64] | None = None
 
     @staticmethod
     def build(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import struct
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Annotated, Any, Final
 import msgspec
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.representation.catalog import Catalog, StorageFile
@@ -26,6 +28,7 @@ __all__ = [
     "decode_footer",
     "encode_footer",
     "files_of",
+    "fingerprints_of",
     "read_locator",
     "seal",
     "tail_start",
@@ -74,6 +77,7 @@ class Footer(msgspec.Struct):
     sums: dict[str, str]
     aliases: dict[str, dict[str, str]]
     info: dict[str, Any]
+    fingerprints: str = ""
 
 
 # Makes msgspec analyse the type at import: msgspec (0.22) crashes if two threads use a type for the first time at once.
@@ -191,6 +195,8 @@ def encode_footer(catalog: Catalog, version: int) -> bytes:
         "aliases": {state: dict(names) for state, names in catalog.aliases.items()},
         "info": dict(catalog.info),
     }
+    if catalog.fingerprints is not None:
+        content["fingerprints"] = base64.b64encode(catalog.fingerprints.astype("<u8").tobytes()).decode()
     return json.dumps(content, separators=(",", ":"), sort_keys=True).encode()
 
 
@@ -313,6 +319,23 @@ def check_parquet_claims(data: memoryview) -> None:
     most = max(_MOST_VALUES, 64 * len(data))
     if max(sums[_ROWS], sums[_GROUP_ROWS], sums[_VALUES]) > most or sums[_SIZES] > 16 * most:
         raise damaged(f"it claims {sums[_VALUES]} values of {sums[_SIZES]} bytes, which {len(data)} bytes cannot hold")
+
+
+def fingerprints_of(footer: Footer, tensors: int) -> NDArray[np.uint64] | None:
+    """Return the fingerprints of the first of some tensors, uint64 [p, 2], if there are any.
+
+    Raises:
+        CorruptCheckpointError: there are more of them than tensors.
+    """
+    if not footer.fingerprints:
+        return None
+    try:
+        found = np.frombuffer(base64.b64decode(footer.fingerprints, validate=True), "<u8").astype(np.uint64)
+    except ValueError:
+        found = np.zeros(0, np.uint64)
+    if not 0 < len(found) <= 2 * tensors or len(found) % 2:
+        raise damaged(f"it does not have fingerprints of {tensors} tensors")
+    return found.reshape(-1, 2)
 
 
 def files_of(footer: Footer) -> list[StorageFile]:

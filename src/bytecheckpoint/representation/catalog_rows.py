@@ -26,7 +26,13 @@ from bytecheckpoint.representation.arrow_columns import (
 )
 from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major, widened
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog, CatalogSummary
-from bytecheckpoint.representation.catalog_footer import Footer, check_parquet_claims, damaged, files_of
+from bytecheckpoint.representation.catalog_footer import (
+    Footer,
+    check_parquet_claims,
+    damaged,
+    files_of,
+    fingerprints_of,
+)
 from bytecheckpoint.representation.catalog_validation import catalog_problem
 from bytecheckpoint.representation.string_column import StringColumn
 from bytecheckpoint.representation.tilings import Tilings
@@ -282,6 +288,7 @@ def catalog_of_rows(
         files_read=read,
         tilings=tilings,
         strides=strides,
+        fingerprints=fingerprints_of(footer, len(tensors["ndims"])),
     )
     if (problem := catalog_problem(catalog)) is not None:
         raise damaged(problem)

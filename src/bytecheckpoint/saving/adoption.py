@@ -21,8 +21,10 @@ from bytecheckpoint.engine.device_copies import DeviceCopies
 from bytecheckpoint.engine.earlier_files import EarlierFiles, holds_chunks, read_header
 from bytecheckpoint.engine.runs import Runs
 from bytecheckpoint.engine.staging import Image, chunks_of
+from bytecheckpoint.engine.writing import WrittenSums
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.failures import Cancellation
+from bytecheckpoint.representation.fingerprints import FileBoxSums
 from bytecheckpoint.representation.header_reader import content_of_header
 from bytecheckpoint.representation.names import file_stem, generation_of
 from bytecheckpoint.saving.file_layout import FileOrigin, PlannedFile, moved_up, record_of
@@ -170,23 +172,36 @@ class Adoption:
             return None
         stored = np.frombuffer(sums, ">u8").astype(np.uint64)
         part = 1
-        if self._request.mode is SaveMode.BACKGROUND:
+        fingerprints = FileBoxSums(file.boxes() if self._request.settings.fingerprint else ())
+        if (
+            self._request.mode is SaveMode.BACKGROUND and not self._request.settings.fingerprint
+        ):  # which reads all bytes
             part = max(1, -(-header.data_length // tuning().frozen_look_bytes))
-        if not self._holds(file, image, stored, part) or file_size(storage, name) != size:  # it was removed meanwhile
+        if not self._holds(file, image, stored, part, fingerprints):
+            return None
+        if file_size(storage, name) != size:  # it was removed meanwhile
             return None
         if part > 1:
             self._rest.append((file, image, stored))
         # Its header may have another length than the planned one: it names the files of its own save.
-        return replace(record_of(name, file, text, stored), data_offset=len(text), size=size)
+        written = WrittenSums(stored, fingerprints.sums)
+        return replace(record_of(name, file, text, written), data_offset=len(text), size=size)
 
-    def _holds(self, file: PlannedFile, image: Image, stored: NDArray[np.uint64], part: int = 1) -> bool:
+    def _holds(
+        self,
+        file: PlannedFile,
+        image: Image,
+        stored: NDArray[np.uint64],
+        part: int = 1,
+        fingerprints: FileBoxSums | None = None,
+    ) -> bool:
         """Return whether the live tensors have the checksums `stored`, in all blocks or in each `part`-th."""
         settings, block_bytes = self._request.settings, file.header.block_bytes
         chunks = chunks_of(image.files, settings.storage.chunk_bytes if part == 1 else block_bytes)[::part]
         # A second thread would take the core that trains.
         threads = 1 if self._request.mode is SaveMode.BACKGROUND else settings.storage.write_threads
         with span("compare", sum(chunk.nbytes for chunk in chunks), self._name(file)):
-            return holds_chunks(stored, image, chunks, block_bytes, settings, threads, self._cancel)
+            return holds_chunks(stored, image, chunks, block_bytes, settings, threads, self._cancel, fingerprints)
 
     def _name(self, file: PlannedFile) -> str:
         return self._origin.file_name(file.state, file.part, values=False)

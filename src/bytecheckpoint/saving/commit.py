@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from bytecheckpoint.collectives.base import names_of_ranks
 from bytecheckpoint.concurrency import parallel_map
-from bytecheckpoint.errors import StorageConflictError, StorageError, StorageUnavailableError
+from bytecheckpoint.errors import StorageConflictError, StorageError, StorageUnavailableError, UsageError
 from bytecheckpoint.planning.planned_rows import SavePlan
 from bytecheckpoint.representation.boxes import BoxTable
 from bytecheckpoint.representation.catalog import SHARED, Catalog, StorageFile, TensorTable
@@ -39,6 +42,7 @@ def build_catalog(
     """
     files: list[StorageFile] = []
     sums = []
+    sums_of_boxes: list[bytes] = []
 
     def add(rank: int, record: FileRecord) -> int:
         files.append(
@@ -53,12 +57,13 @@ def build_catalog(
                 generation=generation_of(record.name) or generation,
             )
         )
-        sums.append(np.frombuffer(record.sums, np.uint64))
+        sums.append(np.frombuffer(record.sums[0], np.uint64))
         return len(files) - 1
 
     planned = {(rank, f.state, f.part): f for rank, report in reports.items() for f in report.files if not f.values}
     for rank, state, part in zip(plan.file_rank.tolist(), plan.file_state, plan.file_part.tolist(), strict=True):
         add(rank, planned[rank, state, part])
+        sums_of_boxes.append(planned[rank, state, part].sums[1])
     data_offset = np.array([f.data_offset for f in files], np.int64)
 
     values = owners_of_values({rank: report.values for rank, report in reports.items()}, SHARED)
@@ -83,7 +88,7 @@ def build_catalog(
     shapes = np.pad(plan.shapes, ((0, 0), (0, boxes.ndim - plan.shapes.shape[1])), constant_values=1)
     offsets = plan.offset + (data_offset[plan.file] if len(plan.file) else 0)
     value_offsets = [files[f].data_offset + r.offset for f, (_, r, _) in zip(value_file, values, strict=True)]
-    return Catalog.build(
+    catalog = Catalog.build(
         TensorTable.of(
             states=[unescape(t.state) for t in tensors] + [unescape(r.key[0]) for _, r, _ in values],
             fqns=[unescape(t.fqn) for t in tensors] + [unescape(r.key[1]) for _, r, _ in values],
@@ -107,6 +112,38 @@ def build_catalog(
         },
         info=info,
     ).with_tilings(None if plan.tiles is None else plan.tiles.tilings.shifted(data_offset))
+    return replace(catalog, fingerprints=_fingerprints(plan, sums_of_boxes))
+
+
+def _fingerprints(plan: SavePlan, sums: Sequence[bytes]) -> NDArray[np.uint64] | None:
+    """Add up the fingerprints of all boxes to those of the plan's tensors, uint64 [t, 2]; None where no rank made any.
+
+    Args:
+        plan: rows of all ranks.
+        sums: uint64 [boxes, 2] of each file of the plan, by the boxes' place in it, as bytes.
+
+    Raises:
+        UsageError: some ranks made fingerprints, and others did not.
+    """
+    tensor, file, offset, nbytes = plan.boxes.tensor, plan.file, plan.offset, plan.nbytes
+    if plan.tiles is not None:
+        tilings = plan.tiles.tilings
+        rows = tilings.rows(np.arange(len(tilings.file)))
+        tensor, file = np.append(tensor, rows.boxes.tensor), np.append(file, rows.file)
+        offset, nbytes = np.append(offset, rows.byte_offset), np.append(nbytes, rows.byte_length)
+        order = np.lexsort((nbytes > 0, offset, file))
+        tensor, file = tensor[order], file[order]
+    here = np.array([len(found) // 16 for found in sums], np.int64)
+    wanted = np.bincount(file, minlength=len(sums))
+    if not here.any():
+        return None
+    if lacking := plan.file_rank[here != wanted].tolist():
+        raise UsageError(
+            f"{names_of_ranks(set(lacking))} made no fingerprints, other ranks did: give all the same setting fingerprint"
+        )
+    found = np.zeros((len(plan.tensors), 2), np.uint64)
+    np.add.at(found, tensor, np.frombuffer(b"".join(sums), np.uint64).reshape(-1, 2))
+    return found
 
 
 def stale_files(storage: Storage, named: Mapping[str, int], replaces: str) -> list[str]:

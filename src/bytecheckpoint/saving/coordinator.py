@@ -28,6 +28,7 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.failures import Failure
 from bytecheckpoint.planning.local_table import LocalTable
 from bytecheckpoint.representation.catalog_file import encode as encode_catalog
+from bytecheckpoint.representation.fingerprints import stored_fingerprint
 from bytecheckpoint.representation.names import CATALOG_NAME, escape, new_generation, unescape
 from bytecheckpoint.saving.commit import (
     build_catalog,
@@ -350,7 +351,9 @@ class Coordinator:
                 "element); one copy of each is stored. check_replicas='full' refuses such a save",
                 self._number, len(drift), unescape(name), drift[name],
             )  # fmt: skip
-        self._reply_to_all(CommitResult(drift))
+        found = stored_fingerprint(catalog)
+        states = {} if found is None else {escape(state): digest for state, digest in found.states.items()}
+        self._reply_to_all(CommitResult(drift, states))
 
 
 def _info(request: SaveRequest, world_size: int) -> dict[str, Any]:

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from bytecheckpoint.engine.staging import ImageFile
+from bytecheckpoint.engine.writing import WrittenSums
 from bytecheckpoint.planning.file_order import file_bounds
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.checksums import block_bytes
+from bytecheckpoint.representation.dtypes import itemsize
+from bytecheckpoint.representation.fingerprints import StoredBox
 from bytecheckpoint.representation.header_writer import HeaderTemplate, build_header
 from bytecheckpoint.representation.names import escape, file_stem, storage_file_name, values_file_name
 from bytecheckpoint.representation.shards import LiveShard
@@ -64,6 +66,7 @@ class PlannedFile:
         part: part number; files of values are counted separately.
         values: True if it holds values, not planned shards.
         frozen: True if it holds frozen parameters, so that a file of an earlier save may take its place.
+        entries: planned shards in it, by their place.
         header: header without generation and sums.
         image: place of the data section in the image, with the tensors' places.
     """
@@ -74,6 +77,16 @@ class PlannedFile:
     header: HeaderTemplate
     image: ImageFile
     frozen: bool = False
+    entries: Sequence[StoredEntry | StoredFragments] = ()
+
+    def boxes(self) -> tuple[StoredBox, ...]:
+        """Return the boxes of the planned shards by their place, whose fingerprints make those of the tensors."""
+        single = (e.entries() if isinstance(e, StoredFragments) else (e,) for e in self.entries)
+        return tuple(
+            StoredBox(e.byte_offset, e.byte_length, itemsize(e.dtype), e.global_shape, e.offsets, e.lengths)
+            for entries in single
+            for e in entries
+        )
 
 
 def lay_out_rows(
@@ -125,7 +138,7 @@ def lay_out_rows(
             offset += entry.byte_length
         section = _section(position, sizes, list(range(begin, len(sources))))
         header = _header(entries, states[state], origin, stems, adoptable)
-        files.append(PlannedFile(states[state], part, False, header, section, bool(frozen[first])))
+        files.append(PlannedFile(states[state], part, False, header, section, bool(frozen[first]), entries))
         position = end_of(section)
     return files, sources
 
@@ -259,8 +272,8 @@ def place_values(values: Sequence[Value], position: int) -> ImageFile:
     return _section(position, [value.nbytes for value in values], list(range(len(values))))
 
 
-def record_of(name: str, file: PlannedFile, header: bytes, sums: NDArray[np.uint64]) -> FileRecord:
-    """Describe a finished file, given its name, its header and its block sums."""
+def record_of(name: str, file: PlannedFile, header: bytes, sums: WrittenSums) -> FileRecord:
+    """Describe a finished file, given its name, its header and its sums."""
     return FileRecord(
         name=name,
         state=escape(file.state),
@@ -270,7 +283,7 @@ def record_of(name: str, file: PlannedFile, header: bytes, sums: NDArray[np.uint
         data_offset=file.header.data_offset,
         header_sum=xxhash.xxh3_64_intdigest(header),
         block_bytes=file.header.block_bytes,
-        sums=sums.tobytes(),
+        sums=(sums.blocks.tobytes(), sums.boxes.tobytes()),
     )
 
 

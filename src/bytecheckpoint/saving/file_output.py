@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from bytecheckpoint.engine.catalogs import refuse_foreign
 from bytecheckpoint.engine.image_writer import HelperWriter, ImageWriter, WriteJob, slot_bytes, stream_image
 from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.engine.staging import Image
-from bytecheckpoint.engine.writing import FileTask
+from bytecheckpoint.engine.writing import FileTask, WrittenSums
 from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.saving.file_layout import FileOrigin, PlannedFile, record_of
@@ -143,7 +140,7 @@ class FileOutput:
         self,
         files: Sequence[PlannedFile],
         writer: ImageWriter,
-        sums: Sequence[NDArray[np.uint64]],
+        sums: Sequence[WrittenSums],
         siblings: Siblings,
     ) -> list[FileRecord]:
         """Write the headers, make the files durable and describe them.
@@ -151,14 +148,14 @@ class FileOutput:
         Args:
             files: files whose data sections are written.
             writer: writer of the files.
-            sums: block sums of each file.
+            sums: sums of each file.
             siblings: all files of the rank, for the headers.
         """
         if not self._request.storage.capabilities.whole_files:  # else the bytes go out by `writer.finish`
             self._operation.mark("write")
             self._operation.phase = "finish"
         headers = [
-            file.header.render(file_sums, self._origin.generation, *siblings)
+            file.header.render(file_sums.blocks, self._origin.generation, *siblings)
             for file, file_sums in zip(files, sums, strict=True)
         ]
         writer.finish(headers)
@@ -177,7 +174,13 @@ class FileOutput:
 
     def _job(self, files: Sequence[PlannedFile]) -> WriteJob:
         tasks = [
-            FileTask(self.name(file), file.header.data_offset, file.header.data_length, file.header.block_bytes)
+            FileTask(
+                self.name(file),
+                file.header.data_offset,
+                file.header.data_length,
+                file.header.block_bytes,
+                file.boxes() if self._request.settings.fingerprint else (),
+            )
             for file in files
         ]
         return WriteJob(tasks, self._request.storage, self._request.settings, self._cancel)

@@ -111,7 +111,8 @@ class FileRecord(msgspec.Struct, frozen=True, array_like=True):
         data_offset: byte at which its data section begins.
         header_sum: checksum of the header.
         block_bytes: length of a checksum block.
-        sums: checksums of the blocks, uint64 as bytes.
+        sums: checksums of the blocks, uint64, and fingerprints of the boxes by their place if they are wanted, uint64
+            [boxes, 2], as bytes.
     """
 
     name: str
@@ -122,7 +123,7 @@ class FileRecord(msgspec.Struct, frozen=True, array_like=True):
     data_offset: int
     header_sum: int
     block_bytes: int
-    sums: bytes
+    sums: tuple[bytes, bytes]
 
 
 # --- from a rank to the coordinator ---------------------------------------------------------------------------------
@@ -294,9 +295,11 @@ class CommitResult(msgspec.Struct, frozen=True, tag="commit-result"):
 
     Attributes:
         drift: largest relative difference between the copies of a replicated tensor by its escaped name.
+        fingerprints: fingerprint of each state by its escaped name, if they are wanted.
     """
 
     drift: dict[str, float] = {}
+    fingerprints: dict[str, str] = {}
 
 
 class SaveFailed(msgspec.Struct, frozen=True, tag="save-failed"):

@@ -175,7 +175,9 @@ class PieceWriter:
         for taken in order:  # those without bytes
             taken.end()
         number = len(siblings) + len(adopted) + len(names)
-        rendered = [h.render(s, self._origin.generation, number, adopted) for h, s in zip(headers, sums, strict=True)]
+        rendered = [
+            h.render(s.blocks, self._origin.generation, number, adopted) for h, s in zip(headers, sums, strict=True)
+        ]
         writer.finish(rendered)
         records = [record_of(self._name(f), f, h, s) for f, h, s in zip(self._files, rendered, sums, strict=True)]
         self._written = records, [value.record(place) for value, place in zip(values, places, strict=True)]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from bytecheckpoint.tools.copying import CopyReport, copy
     from bytecheckpoint.tools.export_target import ExportReport
     from bytecheckpoint.tools.exporting import export
+    from bytecheckpoint.tools.fingerprints import Fingerprint, fingerprint
     from bytecheckpoint.tools.reading import stream
     from bytecheckpoint.tools.removal import Removal, collect_garbage, collect_hot_garbage, remove
     from bytecheckpoint.tools.verification import VerifyFinding, VerifyReport, verify
@@ -30,6 +31,7 @@ __all__ = [
     "CopyReport",
     "Difference",
     "ExportReport",
+    "Fingerprint",
     "GenerationReport",
     "Removal",
     "RepairReport",
@@ -41,6 +43,7 @@ __all__ = [
     "compare",
     "copy",
     "export",
+    "fingerprint",
     "measure",
     "remove",
     "repair",
@@ -57,6 +60,7 @@ _HOME = {
     **dict.fromkeys(("CopyReport", "copy"), "copying"),
     "ExportReport": "export_target",
     "export": "exporting",
+    **dict.fromkeys(("Fingerprint", "fingerprint"), "fingerprints"),
     **dict.fromkeys(("Removal", "collect_garbage", "collect_hot_garbage", "remove"), "removal"),
     **dict.fromkeys(("VerifyFinding", "VerifyReport", "verify"), "verification"),
 }

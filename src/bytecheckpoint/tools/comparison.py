@@ -6,7 +6,7 @@ import argparse
 import collections
 import math
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError, shown
 from bytecheckpoint.opening import Entry
 from bytecheckpoint.opening.plain_values import UnregisteredInstance
 from bytecheckpoint.opening.view import CheckpointView
+from bytecheckpoint.representation.fingerprints import stored_fingerprint
 from bytecheckpoint.representation.values.codec import equal
 from bytecheckpoint.representation.values.numpy_values import TENSOR_DTYPES, array_as_tensor
 from bytecheckpoint.representation.values.registry import registration_of
@@ -79,7 +80,9 @@ class CompareReport:
         return not self.differences
 
 
-def compare(first: Subject, second: Subject, *, rtol: float = 0.0, atol: float = 0.0) -> CompareReport:
+def compare(
+    first: Subject, second: Subject, *, rtol: float = 0.0, atol: float = 0.0, fingerprints: bool = True
+) -> CompareReport:
     """Compare every tensor and plain value of two checkpoints.
 
     Without tolerances elements are compared by their bits (so -0.0 differs from 0.0, and a nan equals itself), and
@@ -91,6 +94,7 @@ def compare(first: Subject, second: Subject, *, rtol: float = 0.0, atol: float =
         second: path, storage or open checkpoint.
         rtol: relative tolerance.
         atol: absolute tolerance.
+        fingerprints: True to take tensors as equal that have equal fingerprints in both catalogs; they are not read then.
 
     Raises:
         CorruptCheckpointError: a block of either is damaged.
@@ -98,7 +102,16 @@ def compare(first: Subject, second: Subject, *, rtol: float = 0.0, atol: float =
     if not (rtol >= 0 and atol >= 0):
         raise UsageError(f"tolerances must be at least 0, not rtol={rtol}, atol={atol}")
     with opened(first) as a, opened(second) as b:
-        return _compare(CheckpointView.of(a), CheckpointView.of(b), _Comparison(rtol, atol))
+        one, two = CheckpointView.of(a), CheckpointView.of(b)
+        return _compare(one, two, _Comparison(rtol, atol, _same_fingerprints(one, two) if fingerprints else {}))
+
+
+def _same_fingerprints(a: CheckpointView, b: CheckpointView) -> dict[str, int]:
+    """Return the keys of the tensors with equal fingerprints in both catalogs, and the bytes of each."""
+    one, two = stored_fingerprint(a.catalog), stored_fingerprint(b.catalog)
+    if one is None or two is None:
+        return {}
+    return {key: a[key].nbytes for key, found in one.tensors.items() if two.tensors.get(key) == found}
 
 
 def _compare(a: CheckpointView, b: CheckpointView, comparison: _Comparison) -> CompareReport:
@@ -122,9 +135,10 @@ def _compare(a: CheckpointView, b: CheckpointView, comparison: _Comparison) -> C
 class _Comparison:
     """Compares views of two checkpoints, and collects counts and differences."""
 
-    def __init__(self, rtol: float, atol: float) -> None:
+    def __init__(self, rtol: float, atol: float, same: Mapping[str, int]) -> None:
         self.rtol = rtol
         self.atol = atol
+        self._same_fingerprint = same
         self.tensors = self.values = self.nbytes = 0
         self.differences: list[Difference] = []
         self.notes: list[str] = []
@@ -198,6 +212,10 @@ class _Comparison:
     ) -> Iterator[tuple[str, Difference]]:
         """Compare tensors of equal shape and dtype, chunk by chunk. Yield the key and difference of each unequal pair."""
         self.tensors += len(keys)
+        if rank is None and (same := [key for key in keys if key in self._same_fingerprint]):
+            self.nbytes += sum(self._same_fingerprint[key] for key in same)
+            self.notes.append(f"{len(same)} tensors have equal fingerprints in both catalogs, and were not read")
+            keys = [key for key in keys if key not in self._same_fingerprint]
         tallies: dict[str, _Tally] = {}
         # Both sides cut by shape and dtype alone, so their chunks match.
         for (key, slices, one), (_, _, two) in zip(

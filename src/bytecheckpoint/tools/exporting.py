@@ -13,10 +13,10 @@ from bytecheckpoint.formats.megatron import MARKER
 from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.posix.storage import LocalStorage
-from bytecheckpoint.tools.export_ranks import ExportRanks, export_ranks
 from bytecheckpoint.tools.export_target import ExportReport, Progress, check_target, new_folder, translated
 from bytecheckpoint.tools.huggingface import export_huggingface
 from bytecheckpoint.tools.megatron import megatron_content
+from bytecheckpoint.tools.ranks import ToolRanks, tool_ranks
 from bytecheckpoint.tools.state_dicts import state_dict_of
 from bytecheckpoint.tools.subject import Subject, opened
 from bytecheckpoint.tools.torch_files import Advance, Written, write_dcp, write_items, write_torch_file
@@ -113,7 +113,7 @@ def export(
             raise UsageError(f"{storage.url}: a file of torch.save is written to a local file system")
         if os.path.isdir(storage.url) or (os.path.lexists(storage.url) and not force):
             raise UsageError(f"{storage.url} exists: give the path of a new file")
-    with export_ranks(process_group, storage.url) as ranks, contextlib.ExitStack() as stack:
+    with tool_ranks("export", process_group, storage.url) as ranks, contextlib.ExitStack() as stack:
 
         def prepare() -> _Prepared:
             if format != "torch" and ranks.rank == 0:
@@ -157,14 +157,14 @@ def _trees(view: CheckpointView, state: str | None) -> tuple[dict[str, Any], lis
 
 
 def _prepare_dcp(
-    view: CheckpointView, storage: Storage, state: str | None, max_file_bytes: int, ranks: ExportRanks
+    view: CheckpointView, storage: Storage, state: str | None, max_file_bytes: int, ranks: ToolRanks
 ) -> _Prepared:
     tree, skipped, total = _trees(view, state)
     return _Prepared(total, skipped, lambda advance: write_dcp(view, tree, storage, max_file_bytes, advance, ranks))
 
 
 def _prepare_torch(
-    view: CheckpointView, storage: Storage, state: str | None, max_file_bytes: int, ranks: ExportRanks
+    view: CheckpointView, storage: Storage, state: str | None, max_file_bytes: int, ranks: ToolRanks
 ) -> _Prepared:
     tree, skipped, total = _trees(view, state)
 
@@ -176,7 +176,7 @@ def _prepare_torch(
 
 
 def _prepare_universal(
-    view: CheckpointView, storage: Storage, state: str | None, max_file_bytes: int, ranks: ExportRanks
+    view: CheckpointView, storage: Storage, state: str | None, max_file_bytes: int, ranks: ToolRanks
 ) -> _Prepared:
     if not isinstance(storage, LocalStorage):
         raise UsageError(f"{storage.url}: DeepSpeed reads a local file system")
@@ -190,7 +190,7 @@ def _prepare_universal(
 
 
 def _prepare_megatron(
-    view: CheckpointView, storage: Storage, state: str | None, max_file_bytes: int, ranks: ExportRanks
+    view: CheckpointView, storage: Storage, state: str | None, max_file_bytes: int, ranks: ToolRanks
 ) -> _Prepared:
     found = megatron_content(view, "model" if state is None else state, alone=state is not None)
     total = sum(view[key].nbytes for key in {view.stored_under(item.key): item.key for item in found.items}.values())
@@ -203,6 +203,6 @@ def _prepare_megatron(
     )
 
 
-_PREPARED: Mapping[str, Callable[[CheckpointView, Storage, str | None, int, ExportRanks], _Prepared]] = {
+_PREPARED: Mapping[str, Callable[[CheckpointView, Storage, str | None, int, ToolRanks], _Prepared]] = {
     "dcp": _prepare_dcp, "torch": _prepare_torch, "deepspeed-universal": _prepare_universal, "megatron": _prepare_megatron,
 }  # fmt: skip

@@ -27,7 +27,6 @@ from bytecheckpoint.storage.posix.files import fsync_directory
 from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.storage.time_limits import TimeLimitedStorage, with_time_limits
 from bytecheckpoint.storage.wrappers import Call
-from bytecheckpoint.tools.export_ranks import ExportRanks, export_ranks
 from bytecheckpoint.tools.export_target import ExportReport, Progress, check_target, translated
 from bytecheckpoint.tools.huggingface_description import (
     ModelDescription,
@@ -45,6 +44,7 @@ from bytecheckpoint.tools.huggingface_layout import (
     header_bytes,
     tensors_to_export,
 )
+from bytecheckpoint.tools.ranks import ToolRanks, tool_ranks
 from bytecheckpoint.tools.subject import Subject, opened
 
 if TYPE_CHECKING:
@@ -75,9 +75,7 @@ def export_huggingface(
     """Write all tensors of one state as consolidated safetensors; see `export`."""
     storage = resolve(target)
 
-    def prepare(
-        ranks: ExportRanks, stack: contextlib.ExitStack, present: Sequence[str]
-    ) -> tuple[_Export, ExportReport]:
+    def prepare(ranks: ToolRanks, stack: contextlib.ExitStack, present: Sequence[str]) -> tuple[_Export, ExportReport]:
         copied = {} if files_from is None else dict(files_beside(files_from))
         wanted = export_dtype(dtype)
         if max_shard_bytes < 1:
@@ -117,7 +115,7 @@ def export_huggingface(
         )
         return running, report
 
-    with export_ranks(process_group, storage.url) as ranks, contextlib.ExitStack() as stack:
+    with tool_ranks("export", process_group, storage.url) as ranks, contextlib.ExitStack() as stack:
         present = ranks.agree(
             "look", lambda: _present(storage, force) if ranks.rank == 0 else [], lambda found: found[0]
         )
@@ -173,7 +171,7 @@ class _Export:
         files: Sequence[OutputFile],
         others: Mapping[str, bytes],
         progress: Progress | None,
-        ranks: ExportRanks,
+        ranks: ToolRanks,
     ) -> None:
         self.ranks = ranks
         self.others = others

@@ -20,7 +20,7 @@ from bytecheckpoint.opening.entry import Entry
 from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.storage import NewFile, Storage
 from bytecheckpoint.storage.posix.files import fsync_directory
-from bytecheckpoint.tools.export_ranks import ExportRanks
+from bytecheckpoint.tools.ranks import ToolRanks
 from bytecheckpoint.tools.state_dicts import mapped
 
 __all__ = ["DcpItem", "Written", "why_not_plain", "write_dcp", "write_items", "write_object", "write_torch_file"]
@@ -59,7 +59,7 @@ def write_dcp(
     storage: Storage,
     max_file_bytes: int,
     advance: Advance,
-    ranks: ExportRanks,
+    ranks: ToolRanks,
 ) -> Written:
     """Write a checkpoint of torch.distributed.checkpoint, as `dcp.save(tree)` does.
 
@@ -122,7 +122,7 @@ def write_items(
     max_file_bytes: int,
     advance: Advance,
     markers: Mapping[str, bytes] | None,
-    ranks: ExportRanks,
+    ranks: ToolRanks,
 ) -> Written:
     """Write a checkpoint of torch.distributed.checkpoint. Items that hold the same bytes share them.
 

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 
 import bytecheckpoint
+from bytecheckpoint import tools
 from tests.support.comparisons import assert_complete, assert_same, report_problems
 from tests.support.interchange.runs import Member, Settings, TrainingRun
 from tests.support.real_frameworks import AFTER, BEFORE, state_differences
 from tests.support.selections import assert_part_loaded
+from tests.support.settings import using
 
 __all__ = ["AFTER", "BEFORE", "load_all", "load_model_alone", "load_part", "save"]
 
@@ -64,18 +66,26 @@ def save(member: Member, start: str | None, path: str, notes: str) -> dict[str, 
     run = start_run(member)
     if start is None:
         run.train(1)
-        bytecheckpoint.save(f"{path}.start", run.states())
+        with using(fingerprint=True):
+            bytecheckpoint.save(f"{path}.start", run.states())
     else:
         problems = load(run, member.framework, start, cast=bool(member.low))
         assert not problems, problems
+        if not member.low:
+            loaded = tools.fingerprint(run.states()).tensors  # stages of a pipeline hold both names of a tied tensor
+            assert all(
+                loaded[key] == found for key, found in tools.fingerprint(start).tensors.items() if "model/" in key
+            )
     before = run.train(BEFORE - 1)
     run.feed.take_notes()
     expected, settings = run.full_state(), settings_of_all_ranks(run.settings())
     if dist.get_rank() == 0:
         torch.save((expected, settings), f"{notes}/{member.name}.pt")
-    handle = bytecheckpoint.save(path, run.states(), framework=member.framework, async_checkpoint=True)
+    live = tools.fingerprint(run.states())
+    with using(fingerprint=True):
+        handle = bytecheckpoint.save(path, run.states(), framework=member.framework, async_checkpoint=True)
     after = run.train(AFTER)
-    handle.result(120)
+    assert handle.result(120).fingerprint == live.states
     return {"before": before, "after": after, "fed": run.feed.take_notes()}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from bytecheckpoint.tools import fingerprint
 from tests.support.comparisons import wrong_entries
 from tests.support.interchange import jobs
 from tests.support.interchange.families import FAMILIES, Family
@@ -73,6 +74,7 @@ class Matrix:
         expected, _ = torch.load(f"{path}.pt")
         assert len(expected) > 50
         assert wrong_entries(path, expected) == []
+        assert fingerprint(path) == fingerprint(path, recompute=True), "that of the save is that of the files"
 
     def _check_data(self, source: str, fed: list[Any]) -> None:
         """Fail unless a resumed run was fed the global batches of the run that it continues, from the save on."""

@@ -1,4 +1,4 @@
-"""Let the ranks of a process group write one export together: each its share of the files, rank 0 the index last."""
+"""Let the ranks of a process group run one call of a tool together."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from bytecheckpoint.world import world_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["ExportRanks", "export_ranks"]
+__all__ = ["ToolRanks", "tool_ranks"]
 
 _Result = TypeVar("_Result")
 
 
-class ExportRanks:
-    """The ranks of one export.
+class ToolRanks:
+    """The ranks of one call.
 
     Args:
         agreement: steps of the ranks.
@@ -57,23 +57,27 @@ class ExportRanks:
 
 
 @contextmanager
-def export_ranks(process_group: ProcessGroup | None, address: str) -> Iterator[ExportRanks]:
-    """Yield the ranks of an export: those of a process group, all of which call this, or this process alone.
+def tool_ranks(
+    tool: str, process_group: ProcessGroup | None, address: str = "", *, alone: bool = True
+) -> Iterator[ToolRanks]:
+    """Yield the ranks of a call: those of a process group, all of which call this, or this process alone.
 
     Args:
-        process_group: the group, None for this process alone.
-        address: address of the target.
+        tool: name of the call.
+        process_group: the group; None for this process alone, or for all ranks.
+        address: address that all ranks give.
+        alone: True if None stands for this process alone.
     """
     timeout = settings().timeout
-    if process_group is None:
-        yield ExportRanks(Agreement(SingleProcess(), "export", timeout))
+    if process_group is None and alone:
+        yield ToolRanks(Agreement(SingleProcess(), tool, timeout))
         return
     collective = current(process_group, timeout=timeout)
     calls = world_of(collective).calls
-    number = calls.begin("export", address, timeout)
-    collective.begin_call(f"export/{number}", address)
+    number = calls.begin(tool, address, timeout)
+    collective.begin_call(f"{tool}/{number}", address)
     try:
-        yield ExportRanks(Agreement(collective, f"export/{number}", timeout))
+        yield ToolRanks(Agreement(collective, f"{tool}/{number}", timeout))
     except BaseException as error:
-        calls.note_failure("export", number, address, error)
+        calls.note_failure(tool, number, address, error)
         raise
