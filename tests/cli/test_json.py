@@ -31,6 +31,7 @@ CALLS = {
     "verify": [["R"], ["R/step_1"], ["D"]],
     "cp": [["R", "N"], ["R/step_1", "N"]],
     "diff": [["R/step_1", "R/step_2"]],
+    "fingerprint": [["R/step_1"]],
     "export": [["R/step_1", "N"]],
     "adopt": [["F", "N"]],
     "repair": [["R/step_1"]],

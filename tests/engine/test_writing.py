@@ -47,7 +47,7 @@ def test_files_hold_header_and_data_and_sums_are_returned(tmp_path: Path) -> Non
             chunk = DATA[start : start + 2 * BLOCK] if start == 0 else DATA[start:]
             writer.submit(writer.write, file, start, cut(chunk, 10, BLOCK + 1))
     expected = list(block_sums([memoryview(DATA)], BLOCK))
-    assert [sums.tolist() for sums in writer.sums()] == [expected, expected]
+    assert [sums.blocks.tolist() for sums in writer.sums()] == [expected, expected]
     headers = [bytes([65 + file]) * 4096 for file in range(2)]
     writer.finish(headers)
     for name, header in zip(("a", "b"), headers, strict=True):
