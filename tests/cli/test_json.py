@@ -22,7 +22,7 @@ from tests.support.settings import using
 
 REFERENCE = (Path(__file__).parents[2] / "docs" / "reference-cli.md").read_text()
 #: Members whose own members are names of the user.
-FREE = {"totals", "metadata", "layout", "versions", "errors", "info"}
+FREE = {"states", "tensors", "totals", "metadata", "layout", "versions", "errors", "info"}
 #: Arguments of each verb. "R" is a run of two steps, "D" one of a damaged step, "M" one with metrics, "T" one of a tier,
 #: "F" a file of torch.save, and "N" a new folder.
 CALLS = {
