@@ -52,7 +52,7 @@ def test_open(tmp_path: Path, old: bool) -> None:
 def test_load_into_a_module(tmp_path: Path, old: bool) -> None:
     model = nn.Sequential(nn.Linear(700, 500), nn.Conv2d(3, 4, 3), nn.LayerNorm(5))
     report = bytecheckpoint.load(stored(tmp_path, old=old), {"model": model}, strict=False)
-    assert set(report.unexpected) == {"model/turned", "model/tied"}
+    assert set(report.unexpected) == {"model/turned"}  # "tied" is another name of a tensor that is loaded
     for name, value in net().state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
 

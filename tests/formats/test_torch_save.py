@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+import bytecheckpoint
 from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.formats.torch_save import read_torch_save
 from bytecheckpoint.representation.dtypes import dtype_names
@@ -63,6 +64,18 @@ def test_every_tensor_is_a_view_of_the_file(tmp_path, new):
     assert foreign.catalog.aliases == {"model": {"head.weight": "embed.weight"}}
     grads = dict(zip(foreign.catalog.fqns("model"), foreign.catalog.requires_grad.tolist(), strict=True))
     assert [name for name, flag in grads.items() if flag] == ["embed.weight", "grad"]
+
+
+def test_tied_weights_load(tmp_path):
+    """The file has two names of one tensor, and so has the model, or it has the first one alone."""
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(5, 3), "head": torch.nn.Linear(3, 5, bias=False)})
+    model["head"].weight = model["embed"].weight
+    torch.save({"model": model.state_dict()}, tmp_path / "x.pt")
+    saved = model["embed"].weight.detach().clone()
+    for states in ({"model": model}, {"model": torch.nn.ModuleDict({"embed": torch.nn.Embedding(5, 3)})}):
+        torch.nn.init.zeros_(states["model"]["embed"].weight)
+        assert not bytecheckpoint.load(tmp_path / "x.pt", states).unexpected
+        assert torch.equal(states["model"]["embed"].weight, saved)
 
 
 @pytest.mark.parametrize(

@@ -203,15 +203,19 @@ class _FolderOfRanks:
         for rank, module in enumerate(self._modules):
             for name, item in module.items():
                 own, divided, own_rank = parameters.place(name, rank)
-                if ("model", own) in numbers and not (type(item) is StoredTensor and item.span):
+                first, elsewhere = tied.get(name), not (type(item) is StoredTensor and item.span)
+                if ("model", own) in numbers and elsewhere:
                     continue  # partitions have it
-                if parameters.degree == 1:
+                if ("model", first) in numbers and elsewhere:
+                    self._columns.aliases.setdefault("model", {})[name] = str(first)
+                    found[name] = TensorRef(name)
+                elif parameters.degree == 1:
                     found[name] = item
                 elif own == name and type(item) is StoredTensor:
                     place = self._files.places[item.storage.key]
                     self._ranges.add_whole(("model", name), divided, own_rank, item, place)
-                elif (first := tied.get(name)) in parameters.divided:
-                    self._columns.aliases.setdefault("model", {})[name] = first
+                elif first in parameters.divided:
+                    self._columns.aliases.setdefault("model", {})[name] = str(first)
                     found[name] = TensorRef(name)
                 elif name not in parameters.buffers or not self._is_same_on_all(name):
                     found[f"mp_rank_{rank:02}:{name}"] = item

@@ -231,7 +231,7 @@ class SavedView:
     def _holds_more(self, state: str, leaf: object) -> bool:
         """Return whether a leaf of an extra state holds something that no shared tensor of the catalog holds."""
         if isinstance(leaf, TensorRef):
-            return (state, leaf.name, "") not in self.index.shared
+            return (state, self.index.stored_name(state, leaf.name), "") not in self.index.shared
         return not (leaf is None or (isinstance(leaf, bytes | dict | list | tuple) and not leaf))
 
     def trees_about(self, state: str, names: Collection[str]) -> Iterator[bytes]:  # noqa: D102 (protocol)
