@@ -1,7 +1,7 @@
 """Read checkpoints of PyTorch DCP as they lie: `.metadata` says which bytes are an item, each item is a file of torch.save.
 
 The strides of a tensor are in its item only: DCP keeps a dense tensor as it is, and `.metadata` has no strides. So the head
-of each item is read, or left to the program that reads the rest, which then has to call `dcp_items.check_head`.
+of each item is read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignC
 from bytecheckpoint.formats.meanings import CONSTANTS, MEANINGS, dtype_name
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.formats.unpickling import MAX_PICKLE_BYTES, read_pickle
-from bytecheckpoint.representation.boxes import BoxTable, Int64s
+from bytecheckpoint.representation.boxes import BoxTable
 from bytecheckpoint.representation.catalog import row_order
 from bytecheckpoint.representation.values.tree import MAX_DEPTH, TensorRef, key_of_path
 from bytecheckpoint.storage import Storage
@@ -70,7 +70,6 @@ class DcpContent:
     Attributes:
         columns: the tensors and files.
         rows: the rows of the tensors.
-        unread: first byte of each head that was not read, else -1.
         names: name of each tensor in the metadata.
         values: plain values by name.
         storages: file and first byte of each storage among the plain values, by key.
@@ -80,7 +79,6 @@ class DcpContent:
 
     columns: ForeignColumns
     rows: RowColumns
-    unread: Int64s
     names: list[str]
     values: dict[str, Any]
     storages: dict[str, tuple[int, int]]
@@ -88,30 +86,23 @@ class DcpContent:
     sums: FileSums
 
 
-def read_dcp(storage: Storage, *, heads: bool = True) -> ForeignCheckpoint:
+def read_dcp(storage: Storage) -> ForeignCheckpoint:
     """Read a checkpoint of DCP.
-
-    Args:
-        storage: folder of the checkpoint.
-        heads: read the head of each item, at most one request for each. False: the rows count as row-major, and a reader
-            of their bytes has to check the heads.
 
     Raises:
         CheckpointNotFoundError: the folder holds no metadata of DCP.
         CorruptCheckpointError: a file is missing or damaged.
         IncompatibleCheckpointError: the checkpoint holds what this package does not read; the message says what.
     """
-    content = read_content(storage, heads=heads)
+    content = read_content(storage)
     tree = Tree(storage.url)
     with open_file(storage, metadata_files([name for name, _ in storage.list()])[0]) as file, damage(file, "DCP"):
         values = _values(content, tree)
     catalog, strides = content.columns.build({"format": "dcp"}, content.rows)
-    return ForeignCheckpoint(
-        "dcp", catalog, strides, values, content.sums, tuple(tree.notes), None if heads else content.unread
-    )
+    return ForeignCheckpoint("dcp", catalog, strides, values, content.sums, tuple(tree.notes))
 
 
-def read_content(storage: Storage, *, heads: bool = True) -> DcpContent:
+def read_content(storage: Storage) -> DcpContent:
     """Read the metadata, the heads and the plain values of a checkpoint of DCP; see `read_dcp`."""
     sizes = dict(storage.list())
     columns, items = ForeignColumns(), _StoredItems()
@@ -137,13 +128,13 @@ def read_content(storage: Storage, *, heads: bool = True) -> DcpContent:
         begin, size = np.array(items.begin, np.int64), np.array(items.size, np.int64)
         if (order := row_order(boxes)) is not None:
             boxes, at, begin, size = boxes.take(order), at[order], begin[order], size[order]
-        rows, unread = reader.rows(boxes, at, begin, size, heads=heads)
+        rows = reader.rows(boxes, at, begin, size)
         places = [(numbers[name], first, length) for name, first, length in items.values.values()]
         found = reader.values(places)
     archives = np.concatenate([np.stack([at, begin, size], axis=1), np.array(places, np.int64).reshape(-1, 3)])
     names = [name for name, facts in merged.items() if facts.size is not None]
     plain = dict(zip(items.values, found, strict=True))
-    return DcpContent(columns, rows, unread, names, plain, reader.storages, items, FileSums.of([], archives))
+    return DcpContent(columns, rows, names, plain, reader.storages, items, FileSums.of([], archives))
 
 
 @dataclass

@@ -19,7 +19,7 @@ from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.storage import Storage
 
-__all__ = ["ItemReader", "check_head"]
+__all__ = ["ItemReader"]
 
 #: Bytes to which torch aligns the content of each member, and bytes of the longest head.
 _ALIGNMENT: Final = 64
@@ -29,17 +29,15 @@ _DESCRIPTOR_BYTES, _HEADER_BYTES = 16, 34
 _DESCRIPTOR = b"PK\x07\x08"
 
 
-def check_head(file: RangedFile, head: bytes, dtype: str, shape: tuple[int, ...]) -> StoredTensor | None:
-    """Return the tensor that the head of an item describes; None if the head has another form than torch's.
+def _tensor_of_head(file: RangedFile, head: bytes) -> object:
+    """Return the value that the head of an item describes; None if the head has another form than torch's.
 
     Args:
         file: the file, for messages.
         head: bytes of the item up to the content of its storage.
-        dtype: dtype of the tensor by the metadata.
-        shape: extent of the box by the metadata.
 
     Raises:
-        CorruptCheckpointError: the head differs from the metadata, or from its CRC32.
+        CorruptCheckpointError: the head differs from its CRC32.
     """
     last = head.rfind(b"PK\x03\x04")
     begin, end = local_header_end(head), local_header_end(head[last:]) if last >= 0 else None
@@ -51,7 +49,7 @@ def check_head(file: RangedFile, head: bytes, dtype: str, shape: tuple[int, ...]
         "<I", zlib.crc32(head[begin:stop])
     ):
         raise file.damaged("the CRC32 of an item's pickle differs")
-    return _checked(file, value, dtype, shape)
+    return value
 
 
 def _checked(file: RangedFile, value: object, dtype: str, shape: tuple[int, ...]) -> StoredTensor:
@@ -75,61 +73,47 @@ class ItemReader:
         self._names = [file.name for file in columns.files]
         self._sizes = np.array([file.size for file in columns.files], np.int64)
 
-    def rows(
-        self, boxes: BoxTable, file: NDArray[np.int32], begin: Int64s, size: Int64s, *, heads: bool
-    ) -> tuple[RowColumns, Int64s]:
-        """Return the rows of tensor items, and the first byte of each head that was not read, else -1.
+    def rows(self, boxes: BoxTable, file: NDArray[np.int32], begin: Int64s, size: Int64s) -> RowColumns:
+        """Return the rows of tensor items, each as its head says; at most one request for a head.
 
         Args:
             boxes: the box of each item.
             file: file of each item.
             begin: first byte of each item.
             size: bytes of each item.
-            heads: read all heads. False: only those of a form that torch does not write; other rows count as row-major.
+
+        Raises:
+            CorruptCheckpointError: a head differs from the metadata, or from its CRC32.
         """
         self._check_inside(file, begin, size)
         items = np.array([itemsize(name) for name in self._columns.dtypes], np.int64)
         nbytes = boxes.volumes() * items[boxes.tensor] if len(file) else begin
         lengths = self._heads(file, begin, size, nbytes) if nbytes.any() else np.zeros_like(begin)
-        needed = (nbytes > 0) & (heads | (lengths == 0))
         first = begin + lengths
         strides = row_major(boxes.lengths)
-        self._prove(np.flatnonzero(needed), boxes, file, begin, size, first, strides)
-        return RowColumns(boxes, file, first, strides), np.where(needed | (nbytes == 0), -1, begin)
-
-    def _prove(
-        self,
-        chosen: Int64s,
-        boxes: BoxTable,
-        file: NDArray[np.int32],
-        begin: Int64s,
-        size: Int64s,
-        first: Int64s,
-        strides: Int64s,
-    ) -> None:
-        """Read the heads of rows, and correct the rows' first bytes and strides by them."""
-        columns = self._columns
-        known: dict[bytes, StoredTensor] = {}  # most items have the head of another one of equal shape
+        known: dict[bytes, object] = {}  # most items have the head of another one of equal shape
+        chosen = np.flatnonzero(nbytes > 0)
         for opened, places in self._by_file(file[chosen]):
             rows = chosen[places]
-            ranges = zip(begin[rows].tolist(), (first - begin)[rows].tolist(), strict=True)
+            ranges = zip(begin[rows].tolist(), lengths[rows].tolist(), strict=True)
             found = opened.read_many([(at, min(length, opened.size - at)) for at, length in ranges])
             for row, head in zip(rows.tolist(), found, strict=True):
                 number = int(boxes.tensor[row])
-                shape = tuple(boxes.lengths[row, : len(columns.shapes[number])].tolist())
-                tensor = known.get(head)
-                if tensor is None or (tensor.dtype, tensor.shape) != (columns.dtypes[number], shape):
-                    tensor = check_head(opened, head, columns.dtypes[number], shape)
-                if tensor is not None:
-                    known[head] = tensor
-                else:
+                shape = tuple(boxes.lengths[row, : len(self._columns.shapes[number])].tolist())
+                if head not in known:
+                    known[head] = _tensor_of_head(opened, head)
+                value, whole = known[head], None
+                if value is None:
                     whole = read_object(opened.part(int(begin[row]), int(size[row])))
-                    tensor = _checked(opened, whole.value, columns.dtypes[number], shape)
+                    value = whole.value
+                tensor = _checked(opened, value, self._columns.dtypes[number], shape)
+                if whole is not None:
                     first[row] = begin[row] + whole.storages[tensor.storage.key].offset
                 if tensor.start + tensor.span > begin[row] + size[row] - first[row]:
                     raise opened.damaged(f"the item at byte {begin[row]} is shorter than its tensor")
                 strides[row, : len(shape)] = tensor.strides
                 first[row] += tensor.start
+        return RowColumns(boxes, file, first, strides)
 
     def values(self, places: Sequence[tuple[int, int, int]]) -> list[Any]:
         """Return the plain values of items.

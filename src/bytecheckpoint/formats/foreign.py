@@ -67,9 +67,6 @@ class ForeignCheckpoint:
         values: the encoded tree of plain values of each state (docs/format-values.md). No file holds these bytes.
         sums: CRC32 of ranges of the files, where the format has them.
         notes: facts that a user should know: values that were left out, sizes that nothing proves.
-        heads: first byte of the head of each of the first rows, int64 [n], -1 where a row needs none. A head ends where its
-            row begins, and proves place and strides: a reader of the row has to check it (`dcp_items.check_head`). None:
-            the reader of the format has read all of them.
         made: files that no folder holds, whose names begin with `VALUES_NAME`, by name: numbers that the program keeps in
             plain values, and an optimizer in tensors; contents that are compressed.
     """
@@ -80,7 +77,6 @@ class ForeignCheckpoint:
     values: Mapping[str, bytes]
     sums: FileSums
     notes: tuple[str, ...] = ()
-    heads: Int64s | None = None
     made: Mapping[str, bytes | Decoded] = field(default_factory=dict)
 
 
