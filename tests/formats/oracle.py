@@ -16,7 +16,7 @@ from bytecheckpoint.representation.values import codec
 def read_tensors(folder: Path, foreign: ForeignCheckpoint) -> dict[str, torch.Tensor]:
     """Return every tensor by "state/fqn", aliases too. Elements that no row fills are NaN or -1."""
     catalog = foreign.catalog
-    strides = row_major(catalog.boxes.lengths) if foreign.strides is None else foreign.strides
+    strides = row_major(catalog.boxes.lengths) if catalog.strides is None else catalog.strides
     found = {}
     for i in range(catalog.count):
         dtype = getattr(torch, catalog.dtype[i])

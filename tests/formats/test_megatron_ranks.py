@@ -59,7 +59,7 @@ def test_every_tensor_equals_what_was_trained() -> None:
         for state in ("extra_states", "opt_param_scheduler")
     )
     assert (extra["iteration"], extra["args"]["num_layers"], scheduler["num_steps"]) == (2, 4, 2)
-    assert foreign.notes == ("the optimizer is left out: its state has no names of parameters",)
+    assert foreign.notes == ["the optimizer is left out: its state has no names of parameters"]
 
 
 class Named(nn.Module):

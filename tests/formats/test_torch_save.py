@@ -147,7 +147,7 @@ def test_objects_of_programs_are_records(tmp_path):
     name, fields = found["thing"]
     assert (name, fields["step"], found["function"]) == (f"{__name__}.Thing", 3, None)
     assert torch.equal(fields["weight"], thing.weight)
-    assert foreign.notes == ("function: the function or class builtins.print is left out",)
+    assert foreign.notes == ["function: the function or class builtins.print is left out"]
 
 
 def test_a_whole_module_has_the_names_of_its_state_dict(tmp_path):

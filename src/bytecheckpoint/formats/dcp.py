@@ -98,8 +98,7 @@ def read_dcp(storage: Storage) -> ForeignCheckpoint:
     tree = Tree(storage.url)
     with open_file(storage, metadata_files([name for name, _ in storage.list()])[0]) as file, damage(file, "DCP"):
         values = _values(content, tree)
-    catalog, strides = content.columns.build({"format": "dcp"}, content.rows)
-    return ForeignCheckpoint("dcp", catalog, strides, values, content.sums, tuple(tree.notes))
+    return ForeignCheckpoint("dcp", content.columns, values, tree.notes, content.rows, content.sums)
 
 
 def read_content(storage: Storage) -> DcpContent:
@@ -269,11 +268,7 @@ def _values(content: DcpContent, tree: Tree) -> dict[str, bytes]:
     for name, value in content.values.items():
         state, path = _place(name, items.paths.get(name), nested, tensor=False)
         _set(trees.setdefault(state, {}), path, value)
-    values = {}
-    for state, found in trees.items():
-        values[state] = tree.encode(_with_lists(found))
-        columns.add_whole(state, tree.tensors, content.storages)
-    return values
+    return columns.add_states({state: _with_lists(found) for state, found in trees.items()}, tree, content.storages)
 
 
 def _set(tree: dict[Any, Any], path: tuple[Any, ...], value: object) -> None:

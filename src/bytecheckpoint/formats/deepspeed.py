@@ -106,7 +106,7 @@ class _FolderOfRanks:
 
     def read(self, layers: _Files) -> ForeignCheckpoint:
         """Read the files; those of layers have keys of tensor-parallel rank and number of the layer."""
-        columns, tree, values = self._columns, self._tree, dict[tuple[int, int], Any]()
+        values: dict[tuple[int, int], Any] = {}
         for key in sorted(self._models):
             with self._files.open(self._models[key], key[1]) as (file, values[key]), damage(file, "DeepSpeed"):
                 if key[1] == 0:
@@ -135,13 +135,11 @@ class _FolderOfRanks:
             rows = self._ranges.rows(file)
         states = {"optimizer": self._optimizer, "model": module}
         states["extra_states"] = {key: item for key, item in rest.items() if key not in _KNOWN}
-        encoded = {}
-        for state, content in states.items():
-            encoded[state] = tree.encode(content)
-            columns.add_whole(state, tree.tensors, self._files.places)
-        world_size = len(self._optimizers) or int(rest.get("dp_world_size") or 1)
-        catalog, strides = columns.build({"format": "deepspeed", "world_size": world_size}, rows)
-        return ForeignCheckpoint("deepspeed", catalog, strides, encoded, self._files.sums(), tuple(tree.notes))
+        encoded = self._columns.add_states(states, self._tree, self._files.places)
+        facts = {"world_size": len(self._optimizers) or int(rest.get("dp_world_size") or 1)}
+        return ForeignCheckpoint(
+            "deepspeed", self._columns, encoded, self._tree.notes, rows, self._files.sums(), facts=facts
+        )
 
     def _read_modules(self, modules: Sequence[Any], layers: _Files) -> set[tuple[int, str]]:
         """Join the modules of the stages of each tensor-parallel rank; those of pipelines are files of layers.

@@ -154,7 +154,7 @@ class ForeignStorage(WrappedStorage):
         self._lock = threading.Lock()
         self._files: Mapping[str, bytes | Decoded] | None = None
         self._decoded = DecodedFiles()
-        self._facts: tuple[tuple[str, ...], FileSums] = (), FileSums.of([])
+        self._facts: tuple[tuple[str, ...], FileSums] = (), FileSums.of()
 
     def notes(self) -> tuple[str, ...]:
         """Return facts that a user should know: values that were left out, sizes that nothing proves."""
@@ -180,7 +180,7 @@ class ForeignStorage(WrappedStorage):
             if self._files is None:
                 found = self._read(self.inner)
                 catalog, values = with_values(found)
-                self._facts = found.notes, found.sums
+                self._facts = tuple(found.notes), found.sums
                 self._files = {CATALOG_NAME: encode(catalog), **values}
             return self._files.get(name)
 

@@ -1,10 +1,10 @@
-"""A foreign checkpoint as a catalog, and the columns of which a reader makes it."""
+"""A foreign checkpoint, and the columns of which a reader makes its catalog."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,13 @@ from bytecheckpoint.errors import CorruptCheckpointError
 from bytecheckpoint.formats.decoded import Decoded
 from bytecheckpoint.formats.meanings import StoredTensor
 from bytecheckpoint.formats.sharded import ShardedValue
+from bytecheckpoint.formats.trees import Tree
+from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major, widened
 from bytecheckpoint.representation.catalog import (
     FOREIGN,
     SHARED,
+    VALUES_SLOT,
     Catalog,
     StorageFile,
     TensorTable,
@@ -25,7 +28,7 @@ from bytecheckpoint.representation.catalog import (
 )
 from bytecheckpoint.representation.dtypes import itemsize
 
-__all__ = ["FileSums", "ForeignCheckpoint", "ForeignColumns"]
+__all__ = ["FileSums", "ForeignCheckpoint", "ForeignColumns", "RowColumns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,37 +50,13 @@ class FileSums:
     archives: Int64s
 
     @staticmethod
-    def of(rows: Sequence[tuple[int, int, int, int]], archives: Int64s | None = None) -> FileSums:
+    def of(rows: Sequence[tuple[int, int, int, int]] = (), archives: Int64s | None = None) -> FileSums:
         """Return the columns of (file, offset, length, crc)."""
         columns = np.array(rows, np.int64).reshape(len(rows), 4)
         return FileSums(
             columns[:, 0].astype(np.int32), columns[:, 1].copy(), columns[:, 2].copy(), columns[:, 3].astype(np.uint32),
             np.zeros((0, 3), np.int64) if archives is None else archives,
         )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class ForeignCheckpoint:
-    """A checkpoint of another program, as it lies.
-
-    Attributes:
-        format: name of the format: "torch-save", "dcp", "safetensors", ...
-        catalog: all tensors and rows. A row has as many bytes as lie between its first and its last element.
-        strides: elements between two neighbours of each row, int64 [rows, d]; None: all rows are row-major.
-        values: the encoded tree of plain values of each state (docs/format-values.md). No file holds these bytes.
-        sums: CRC32 of ranges of the files, where the format has them.
-        notes: facts that a user should know: values that were left out, sizes that nothing proves.
-        made: files that no folder holds, whose names begin with `VALUES_NAME`, by name: numbers that the program keeps in
-            plain values, and an optimizer in tensors; contents that are compressed.
-    """
-
-    format: str
-    catalog: Catalog
-    strides: Int64s | None
-    values: Mapping[str, bytes]
-    sums: FileSums
-    notes: tuple[str, ...] = ()
-    made: Mapping[str, bytes | Decoded] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +82,7 @@ class ForeignColumns:
 
     Attributes:
         files: table of files.
-        states, fqns, dtypes, shapes, requires_grad: facts of each tensor.
+        states, fqns, slots, dtypes, shapes, requires_grad: facts of each tensor.
         rows: tensor, offsets, lengths, file, first byte and strides of each row.
         aliases: FQN under which a tied tensor is stored, by state and further name.
         owners: rank of each tensor that is a value of one rank, by number.
@@ -112,6 +91,7 @@ class ForeignColumns:
     files: list[StorageFile] = field(default_factory=list)
     states: list[str] = field(default_factory=list)
     fqns: list[str] = field(default_factory=list)
+    slots: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     requires_grad: list[bool] = field(default_factory=list)
@@ -119,15 +99,16 @@ class ForeignColumns:
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
     owners: dict[int, int] = field(default_factory=dict)
 
-    def add_file(self, name: str, size: int, rank: int = 0) -> int:
+    def add_file(self, name: str, size: int, rank: int = 0, state: str = "model") -> int:
         """Add a file to the table; return its position."""
-        self.files.append(StorageFile(name, "model", rank, size, 0, 0, 0, "", format=FOREIGN))
+        self.files.append(StorageFile(name, state, rank, size, 0, 0, 0, "", format=FOREIGN))
         return len(self.files) - 1
 
     def add_tensor(self, state: str, fqn: str, dtype: str, shape: tuple[int, ...], requires_grad: bool = False) -> int:
         """Add a tensor; return its number."""
         self.states.append(state)
         self.fqns.append(fqn)
+        self.slots.append("")
         self.dtypes.append(dtype)
         self.shapes.append(shape)
         self.requires_grad.append(requires_grad)
@@ -206,8 +187,59 @@ class ForeignColumns:
                     f"{label}: the parts of {fqn!r} have {have}: files of other ranks are needed"
                 )
 
-    def build(self, info: Mapping[str, Any], columns: RowColumns | None = None) -> tuple[Catalog, Int64s | None]:
-        """Return the catalog and the strides of its rows.
+    def add_states(
+        self,
+        states: Mapping[str, object],
+        tree: Tree,
+        places: Mapping[str, tuple[int, int]],
+        label: str | None = None,
+    ) -> dict[str, bytes]:
+        """Add the tensors that are in states; return the encoded tree of each.
+
+        Args:
+            states: trees by the names of the states.
+            tree: encoder of the trees.
+            places: file and first byte of each storage, by key.
+            label: address of the files, for messages; None leaves out tensors in parts.
+        """
+        values = {}
+        for state, value in states.items():
+            values[state] = tree.encode(value)
+            self.add_whole(state, tree.tensors, places)
+            if label is not None:
+                self.add_sharded(state, [tree.sharded], places, label)
+        return values
+
+    def rename(self, state: str, places: Mapping[str, tuple[str, str]]) -> None:
+        """Give tensors of a state other names.
+
+        Args:
+            state: name of the state.
+            places: new name and slot of each tensor. Further names of a tied tensor become tensors of their own.
+        """
+        tied = self.aliases.get(state, {})
+        numbers: dict[str, list[int]] = {}
+        for number, (of, fqn) in enumerate(zip(self.states, self.fqns, strict=True)):
+            if of == state:
+                numbers.setdefault(fqn, []).append(number)
+        rows = {row[0]: row for row in self.rows}
+        for name, (fqn, slot) in places.items():
+            found = numbers.get(name, [])
+            if (first := tied.pop(name, None)) is not None:
+                (same,) = numbers[first]
+                found = [self.add_tensor(state, fqn, self.dtypes[same], self.shapes[same], self.requires_grad[same])]
+                self.rows.append((found[0], *rows[same][1:]))
+            for number in found:
+                self.fqns[number], self.slots[number] = fqn, slot
+
+    def add_values(self, state: str, name: str, size: int) -> None:
+        """Add the plain values of a state, which are a file."""
+        number = self.add_tensor(state, "", "uint8", (size,))
+        self.slots[number] = VALUES_SLOT
+        self.rows.append((number, (0,), (size,), self.add_file(name, size, state=state), 0, (1,)))
+
+    def build(self, info: Mapping[str, Any], columns: RowColumns | None = None) -> Catalog:
+        """Return the catalog.
 
         Args:
             info: facts about the save.
@@ -239,7 +271,7 @@ class ForeignColumns:
             TensorTable.of(
                 states=self.states,
                 fqns=self.fqns,
-                slots=[""] * len(self.fqns),
+                slots=self.slots,
                 dtypes=self.dtypes,
                 shapes=shapes,
                 ndims=np.array([len(shape) for shape in self.shapes], np.int64),
@@ -255,4 +287,35 @@ class ForeignColumns:
             aliases=self.aliases,
             info=info,
         )
-        return catalog, strides if has_strides else None
+        return replace(catalog, strides=strides) if has_strides else catalog
+
+
+@dataclass(frozen=True)
+class ForeignCheckpoint:
+    """A checkpoint of another program, as it lies.
+
+    Attributes:
+        format: name of the format: "torch-save", "dcp", "safetensors", ...
+        columns: the tensors.
+        values: the encoded tree of plain values of each state (docs/format-values.md). No file holds these bytes.
+        notes: facts that a user should know: values that were left out, sizes that nothing proves.
+        rows: rows that are columns already; None: all rows are in `columns`.
+        sums: CRC32 of ranges of the files, where the format has them.
+        made: files that no folder holds, whose names begin with `VALUES_NAME`, by name: numbers that the program keeps in
+            plain values, and an optimizer in tensors; contents that are compressed.
+        facts: further facts about the save.
+    """
+
+    format: str
+    columns: ForeignColumns
+    values: Mapping[str, bytes]
+    notes: Sequence[str] = ()
+    rows: RowColumns | None = None
+    sums: FileSums = field(default_factory=FileSums.of)
+    made: Mapping[str, bytes | Decoded] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @lazy
+    def catalog(self) -> Catalog:
+        """The catalog of the tensors. A row has as many bytes as lie between its first and its last element."""
+        return self.columns.build({"format": self.format, **self.facts}, self.rows)

@@ -102,7 +102,7 @@ def read_huggingface(storage: Storage, name: str | None = None) -> ForeignCheckp
     for found in names:
         with open_file(storage, found) as file:
             reader.add(file)
-    info: dict[str, Any] = {"format": "huggingface"}
+    info: dict[str, Any] = {}
     if "config.json" in sizes:
         info["config"] = _json(storage, "config.json", dict[str, Any])
     return reader.checkpoint(f"{storage.url}/{index or names[0]}", info)
@@ -165,8 +165,7 @@ class _FolderReader:
             info = {**info, "guessed_shapes": names}
             what = "no file says the whole shape, so the lack of a tail does not show"
             self.notes.append(f"{len(names)} tensors, such as {names[0]!r}: {what}")
-        catalog, strides = columns.build(info)
-        return ForeignCheckpoint("huggingface", catalog, strides, {}, FileSums.of(self._sums), tuple(self.notes))
+        return ForeignCheckpoint("huggingface", columns, {}, self.notes, sums=FileSums.of(self._sums), facts=info)
 
     def _number(self, file: RangedFile, name: str, dtype: str, shape: tuple[int, ...], whole: bool) -> int:
         """Return the number of a tensor, which is new if it is whole."""

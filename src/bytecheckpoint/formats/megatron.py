@@ -100,7 +100,6 @@ class _TorchDist:
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def read(self) -> ForeignCheckpoint:
-        columns, tree = self._columns, self._tree
         rows = self._add_tensors()
         common, others = self._values()
         states: dict[str, Any] = {"model": {fqn: TensorRef(fqn) for fqn in self._names_of("model")}}
@@ -116,13 +115,9 @@ class _TorchDist:
         if type(common.get(SCHEDULER)) is dict:
             states[SCHEDULER] = common.pop(SCHEDULER)
         states["extra_states"] = {**common, **others}
-        values = {}
-        for state, value in states.items():
-            values[state] = tree.encode(value)
-            columns.add_whole(state, tree.tensors, self._places)
-        catalog, strides = columns.build({"format": "megatron"}, rows)
+        values = self._columns.add_states(states, self._tree, self._places)
         return ForeignCheckpoint(
-            "megatron", catalog, strides, values, self._old.sums, tuple(tree.notes), made=self._made
+            "megatron", self._columns, values, self._tree.notes, rows, self._old.sums, made=self._made
         )
 
     def _names_of(self, state: str) -> list[str]:

@@ -119,13 +119,11 @@ class _Ranks:
         if type(self._rest.get(_SCHEDULER)) is dict:
             states[_SCHEDULER] = self._rest.pop(_SCHEDULER)
         states["extra_states"] = self._rest
-        values = {}
-        for state, value in states.items():
-            values[state] = self._tree.encode(value)
-            self._columns.add_whole(state, self._tree.tensors, self._files.places)
-        catalog, strides = self._columns.build({"format": "megatron-ranks", "world_size": len(files)}, rows)
-        notes = tuple(self._tree.notes)
-        return ForeignCheckpoint("megatron-ranks", catalog, strides, values, self._files.sums(), notes)
+        values = self._columns.add_states(states, self._tree, self._files.places)
+        facts = {"world_size": len(files)}
+        return ForeignCheckpoint(
+            "megatron-ranks", self._columns, values, self._tree.notes, rows, self._files.sums(), facts=facts
+        )
 
     def _chunks(self, value: Mapping[str, Any], first: bool) -> list[tuple[int, _Held]]:
         """Return the tensors of each chunk of one file."""

@@ -15,7 +15,7 @@ from bytecheckpoint._distribution import install_command
 from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.formats.decoded import Decoded
-from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns
+from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.meanings import StorageRef, StoredTensor
 from bytecheckpoint.formats.sharded import ShardedValue
 from bytecheckpoint.formats.shown import VALUES_NAME
@@ -55,20 +55,12 @@ def read_orbax(storage: Storage, folder: str = "") -> ForeignCheckpoint:
     reader = _Pytree(storage, folder)
     columns = ForeignColumns()
     tree = Tree(reader.label)
-    values: dict[str, bytes] = {}
-    made: dict[str, Decoded] = {}
-    for state, value in states_beside(reader.tree(), "params").items():
-        values[state] = tree.encode(value)
-        places = {}
-        for sharded in tree.sharded.values():
-            for _, part in sharded.parts:
-                name = f"{VALUES_NAME}-{part.storage.key}"
-                made[name] = Decoded(part.storage.nbytes, reader.contents[part.storage.key])
-                places[part.storage.key] = columns.add_file(name, part.storage.nbytes), 0
-        columns.add_sharded(state, [tree.sharded], places, reader.label)
-    catalog, strides = columns.build({"format": "orbax"})
-    notes = (*tree.notes, "nothing proves the bytes of Orbax's chunks, but what their compression notices")
-    return ForeignCheckpoint("orbax", catalog, strides, values, FileSums.of([]), notes, made=made)
+    states = states_beside(reader.tree(), "params")
+    made = {f"{VALUES_NAME}-{key}": content for key, content in reader.contents.items()}
+    places = {key: (columns.add_file(f"{VALUES_NAME}-{key}", one.size), 0) for key, one in reader.contents.items()}
+    values = columns.add_states(states, tree, places, reader.label)
+    notes = [*tree.notes, "nothing proves the bytes of Orbax's chunks, but what their compression notices"]
+    return ForeignCheckpoint("orbax", columns, values, notes, made=made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +83,7 @@ class _Pytree:
 
     Attributes:
         label: address of the folder, for messages.
-        contents: function that decodes each chunk, by key.
+        contents: the chunks that `tree` has found, by key.
     """
 
     def __init__(self, storage: Storage, folder: str) -> None:
@@ -107,7 +99,7 @@ class _Pytree:
         self._path = os.path.normpath(os.path.join(storage.url, folder))
         if not os.path.isdir(self._path):
             raise IncompatibleCheckpointError(f"{self.label} is of Orbax, which is read on local file systems only")
-        self.contents: dict[str, Any] = {}
+        self.contents: dict[str, Decoded] = {}
         found = self._json(METADATA)
         self._ocdbt = found.get("use_ocdbt", os.path.exists(os.path.join(self._path, _MANIFEST)))
         self._driver = "zarr3" if found.get("use_zarr3") else "zarr"
@@ -186,7 +178,7 @@ class _Pytree:
             nbytes = element * math.prod(extent)
             key = f"{leaf.name}-{number}"
             box = tuple(slice(o, o + n) for o, n in zip(offsets, extent, strict=True))
-            self.contents[key] = partial(self.decode, leaf.name, array[box] if box else array)
+            self.contents[key] = Decoded(nbytes, partial(self.decode, leaf.name, array[box] if box else array))
             ref = StorageRef(key, dtype, nbytes, 0, nbytes)
             parts.append((offsets, StoredTensor(ref, dtype, 0, extent, row_major_of(extent))))
         return ShardedValue(dtype, shape, tuple(parts))

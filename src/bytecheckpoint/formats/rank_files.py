@@ -77,8 +77,8 @@ def read_rank_files(storage: Storage) -> ForeignCheckpoint:
             tree.notes.append(f"{state}: the ranks have different plain values; those of rank 0 are kept")
         columns.add_sharded(state, ranks.sharded, files.places, storage.url)
         _add_whole(columns, state, ranks.whole, files)
-    catalog, strides = columns.build({"format": "rank-files", "world_size": max(count for _, count in groups)})
-    return ForeignCheckpoint("rank-files", catalog, strides, values, files.sums(), tuple(tree.notes))
+    facts = {"world_size": max(count for _, count in groups)}
+    return ForeignCheckpoint("rank-files", columns, values, tree.notes, sums=files.sums(), facts=facts)
 
 
 def _add_whole(

@@ -93,7 +93,6 @@ def read_torch_save(storage: Storage, name: str) -> ForeignCheckpoint:
         IncompatibleCheckpointError: the file holds what this package does not read; the message says what.
     """
     columns = ForeignColumns()
-    values: dict[str, bytes] = {}
     with open_file(storage, name) as file:
         found = read_object(file, deflated=True)
         number = columns.add_file(file.name, file.size)
@@ -105,14 +104,10 @@ def read_torch_save(storage: Storage, name: str) -> ForeignCheckpoint:
                 inflated = f"{VALUES_NAME}-data-{key}"
                 made[inflated] = Decoded(member.size, partial(_read_again, storage, name, member))
                 places[key] = columns.add_file(inflated, member.size), 0
-        for state, value in states_of(found.value).items():
-            values[state] = tree.encode(value)
-            columns.add_whole(state, tree.tensors, places)
-            columns.add_sharded(state, [tree.sharded], places, file.label)
-    catalog, strides = columns.build({"format": "torch-save"})
+        values = columns.add_states(states_of(found.value), tree, places, file.label)
     plain = [m for m in found.storages.values() if not m.deflated]
     sums = FileSums.of([(number, m.offset, m.size, m.crc) for m in plain if m.crc is not None])
-    return ForeignCheckpoint("torch-save", catalog, strides, values, sums, tuple(tree.notes), made=made)
+    return ForeignCheckpoint("torch-save", columns, values, tree.notes, sums=sums, made=made)
 
 
 def _read_again(storage: Storage, name: str, member: StoredMember) -> bytes:
