@@ -161,18 +161,18 @@ class ItemReader:
         with open_file(self._storage, self._names[int(file[probe])]) as opened:
             part = opened.part(int(begin[probe]), int(size[probe]))
             directory = read_directory(part)
-            members = sorted(directory.items(), key=lambda item: item[1].header)
+            members = sorted(directory.items(), key=lambda item: item[1].header_offset)
             places = locate(part, directory.values())
         data = next((name for name, _ in members if name == "data/0"), None)
         if data is None:
             return np.zeros(len(file), np.int64)
-        after = [entry for _, entry in members if entry.header > directory[data].header]
-        head = places[directory[data].name].offset
+        after = [entry for _, entry in members if entry.header_offset > directory[data].header_offset]
+        head = places[directory[data].filename].offset
 
         def end(content: Int64s) -> Int64s:
             for entry in after:
-                content = content + _DESCRIPTOR_BYTES + _HEADER_BYTES + len(entry.name)
-                content = -(-content // _ALIGNMENT) * _ALIGNMENT + entry.size
+                content = content + _DESCRIPTOR_BYTES + _HEADER_BYTES + len(entry.filename)
+                content = -(-content // _ALIGNMENT) * _ALIGNMENT + entry.file_size
             return content
 
         rest = int(size[probe]) - head - int(end(nbytes[probe : probe + 1])[0])

@@ -175,9 +175,9 @@ def _read_zip(file: RangedFile, prefix: str, *, deflated: bool) -> TorchObject:
     entry = directory.get("data.pkl")
     if entry is None:
         raise IncompatibleCheckpointError(f"{file.label} is a zip file without 'data.pkl', which torch.save writes")
-    pickle = read_member(file, locate(file, [entry], deflated=True)[entry.name])
+    pickle = read_member(file, locate(file, [entry], deflated=True)[entry.filename])
     if order := directory.get("byteorder"):
-        text = read_member(file, locate(file, [order], deflated=True)[order.name]) if order.size < 16 else b""
+        text = read_member(file, locate(file, [order], deflated=True)[order.filename]) if order.file_size < 16 else b""
         if text != b"little":
             raise IncompatibleCheckpointError(f"{file.label} has the byte order {text!r}, only 'little' is supported")
     refs: dict[str, StorageRef] = {}
@@ -188,7 +188,7 @@ def _read_zip(file: RangedFile, prefix: str, *, deflated: bool) -> TorchObject:
             raise file.damaged(f"its pickle names the storage {key[:200]!r}, which it lacks")
         wanted[key] = found
     members = locate(file, wanted.values(), deflated=deflated)
-    storages = {key: members[found.name] for key, found in wanted.items()}
+    storages = {key: members[found.filename] for key, found in wanted.items()}
     for key, ref in refs.items():
         if storages[key].size != ref.nbytes:
             raise file.damaged(f"its storage {key!r} has {storages[key].size} bytes, its pickle says {ref.nbytes}")
