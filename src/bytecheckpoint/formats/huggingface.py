@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from operator import add
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
@@ -16,8 +17,10 @@ import msgspec
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from bytecheckpoint.formats.files import RangedFile, open_file
 from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns
-from bytecheckpoint.formats.meanings import StoredTensor
+from bytecheckpoint.formats.meanings import StorageRef, StoredTensor
+from bytecheckpoint.formats.sharded import ShardedValue
 from bytecheckpoint.formats.torch_save import read_object
+from bytecheckpoint.representation.boxes import row_major_of
 from bytecheckpoint.representation.header_reader import StorageHeader, header_bytes_needed, parse_header
 from bytecheckpoint.storage import Storage
 
@@ -102,10 +105,8 @@ def read_huggingface(storage: Storage, name: str | None = None) -> ForeignCheckp
     for found in names:
         with open_file(storage, found) as file:
             reader.add(file)
-    info: dict[str, Any] = {}
-    if "config.json" in sizes:
-        info["config"] = _json(storage, "config.json", dict[str, Any])
-    return reader.checkpoint(f"{storage.url}/{index or names[0]}", info)
+    facts = {"config": _json(storage, "config.json", dict[str, Any])} if "config.json" in sizes else {}
+    return reader.checkpoint(f"{storage.url}/{index or names[0]}", facts)
 
 
 def _json(storage: Storage, name: str, kind: type[_T]) -> _T:
@@ -128,54 +129,43 @@ class _FolderReader:
 
     def __init__(self, wanted: Mapping[str, str] | None) -> None:
         self.wanted = wanted
-        self._columns = ForeignColumns()
-        self._numbers: dict[str, int] = {}
-        self._volumes: dict[int, int] = {}
-        self._sums: list[tuple[int, int, int, int]] = []
         self.notes: list[str] = []
-        self._guessed: set[int] = set()
+        self._columns = ForeignColumns()
+        self._places: dict[str, tuple[int, int]] = {}
+        self._sums: list[tuple[int, int, int, int]] = []
+        self._names: set[str] = set()  # of whole tensors
+        self._pieces: dict[str, list[tuple[_TensorPiece, StoredTensor]]] = {}
 
     def add(self, file: RangedFile) -> None:
         """Add the tensors of a file that the index has there, or all without an index."""
+        number = self._columns.add_file(file.name, file.size)
         if file.name.endswith(SAFETENSORS):
+            self._places[file.name] = number, 0
             self._add_safetensors(file)
         else:
-            self._add_torch(file)
+            self._add_torch(file, number)
 
-    def checkpoint(self, label: str, info: Mapping[str, Any]) -> ForeignCheckpoint:
+    def checkpoint(self, label: str, facts: Mapping[str, Any]) -> ForeignCheckpoint:
         """Return the checkpoint, when all tensors are whole.
 
         Args:
             label: address of the index or of the only file, for messages.
-            info: facts about the checkpoint.
+            facts: facts about the checkpoint.
         """
-        columns = self._columns
-        if missing := sorted(
-            (self.wanted or {}).keys() - self._numbers.keys() - columns.aliases.get("model", {}).keys()
-        ):
-            text = f"{label} names {missing[0]!r} in {(self.wanted or {})[missing[0]]!r}, which lacks it"
+        missing = (self.wanted or {}).keys() - self._names - self._pieces.keys()
+        if self.wanted is not None and missing:
+            text = f"{label} names {min(missing)!r} in {self.wanted[min(missing)]!r}, which lacks it"
             raise CheckpointNotFoundError(text)
-        for name, number in self._numbers.items():
-            whole = math.prod(columns.shapes[number])
-            if self._volumes[number] != whole:
-                text = f"the parts of {name!r} have {self._volumes[number]} of {whole} elements"
-                raise IncompatibleCheckpointError(f"{label}: {text}: a file of another rank lacks, or was saved twice")
-        if self._guessed:
-            names = sorted(columns.fqns[number] for number in self._guessed)
-            info = {**info, "guessed_shapes": names}
+        for name, pieces in self._pieces.items():
+            self._columns.add_sharded("model", _joined(label, name, pieces), self._places, label)
+        guessed = sorted(n for n, pieces in self._pieces.items() if any(one.global_shape is None for one, _ in pieces))
+        if guessed:
+            facts = {**facts, "guessed_shapes": guessed}
             what = "no file says the whole shape, so the lack of a tail does not show"
-            self.notes.append(f"{len(names)} tensors, such as {names[0]!r}: {what}")
-        return ForeignCheckpoint("huggingface", columns, {}, self.notes, sums=FileSums.of(self._sums), facts=info)
-
-    def _number(self, file: RangedFile, name: str, dtype: str, shape: tuple[int, ...], whole: bool) -> int:
-        """Return the number of a tensor, which is new if it is whole."""
-        number = self._numbers.get(name)
-        if number is None:
-            number = self._numbers[name] = self._columns.add_tensor("model", name, dtype, shape)
-            self._volumes[number] = 0
-        elif whole or self._columns.dtypes[number] != dtype:
-            raise file.damaged(f"another file has the tensor {name!r}, too")
-        return number
+            self.notes.append(f"{len(guessed)} tensors, such as {guessed[0]!r}: {what}")
+        return ForeignCheckpoint(
+            "huggingface", self._columns, {}, self.notes, sums=FileSums.of(self._sums), facts=facts
+        )
 
     def _expected(self, file: RangedFile, name: str) -> bool:
         """Return whether the tensor of a file is the one that the index means."""
@@ -187,64 +177,65 @@ class _FolderReader:
 
     def _add_safetensors(self, file: RangedFile) -> None:
         header = _header(file)
-        columns = self._columns
-        number = columns.add_file(file.name, file.size)
-        pieces = _pieces(file, header)
+        tensors = {}
         for entry in header.entries:
-            name, shape = entry.key.fqn, entry.global_shape
-            if not self._expected(file, name):
-                continue
-            piece = pieces.get(name) if pieces is not None else None
-            if pieces is None:
-                tensor = self._number(file, name, entry.dtype, shape, True)
-                offsets = (0,) * len(shape)
-            elif piece is None or len(piece.saved_offsets) != len(shape):
-                raise file.damaged(f"its {_SHARDING} does not describe {name!r}")
-            else:
-                offsets = piece.saved_offsets
-                ends = tuple(o + n for o, n in zip(offsets, shape, strict=True))
-                tensor = self._number(file, name, entry.dtype, piece.global_shape or ends, False)
-                self._widen(file, tensor, ends, piece.global_shape)
-            self._volumes[tensor] += math.prod(shape)
-            begin = header.data_offset + entry.byte_offset
-            columns.rows.append((tensor, offsets, shape, number, begin, _row_major(shape)))
+            if self._expected(file, entry.key.fqn):
+                ref = StorageRef(file.name, entry.dtype, file.size, 0, file.size)
+                shape, begin = entry.global_shape, header.data_offset + entry.byte_offset
+                tensors[entry.key.fqn] = StoredTensor(ref, entry.dtype, begin, shape, row_major_of(shape))
+        places = _pieces(file, header)
+        if places is None:
+            self._add_whole(file, tensors)
+        else:
+            self._refuse_twice(file, self._names & tensors.keys())
+            for name, tensor in tensors.items():
+                place = places.get(name)
+                if place is None or len(place.saved_offsets) != len(tensor.shape):
+                    raise file.damaged(f"its {_SHARDING} does not describe {name!r}")
+                self._pieces.setdefault(name, []).append((place, tensor))
         for name, kept in header.metadata.items():  # by safetensors.torch.save_model, for tied tensors
-            if kept in self._numbers and name not in self._numbers and name != _SHARDING:
-                columns.aliases.setdefault("model", {})[name] = kept
+            if kept in self._names and name not in self._names and name != _SHARDING:
+                self._columns.aliases.setdefault("model", {})[name] = kept
+                self._names.add(name)
 
-    def _widen(self, file: RangedFile, tensor: int, ends: tuple[int, ...], stated: tuple[int, ...] | None) -> None:
-        """Take the end of a piece into the shape of its tensor, or compare it with the stated shape."""
-        shape = self._columns.shapes[tensor]
-        if len(shape) != len(ends):
-            raise file.damaged(f"the pieces of {self._columns.fqns[tensor]!r} have different numbers of dimensions")
-        if stated is None:
-            self._guessed.add(tensor)
-            self._columns.shapes[tensor] = tuple(map(max, shape, ends))
-        elif stated != shape or any(end > size for end, size in zip(ends, stated, strict=True)):
-            raise file.damaged(f"a piece of {self._columns.fqns[tensor]!r} lies outside of its shape {list(shape)}")
-
-    def _add_torch(self, file: RangedFile) -> None:
-        columns = self._columns
-        number = columns.add_file(file.name, file.size)
+    def _add_torch(self, file: RangedFile, number: int) -> None:
         found = read_object(file, f"{number}/")
         value = found.value
         if not isinstance(value, dict) or not all(type(name) is str for name in value):
             raise IncompatibleCheckpointError(f"{file.label} is no dict of tensors by name")
-        tensors = {
-            name: tensor
-            for name, tensor in value.items()
-            if isinstance(tensor, StoredTensor) and self._expected(file, name)
-        }
-        places = {key: (number, member.offset) for key, member in found.storages.items()}
+        tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, StoredTensor)}
+        self._places |= {key: (number, member.offset) for key, member in found.storages.items()}
         self._sums += [(number, m.offset, m.size, m.crc) for m in found.storages.values() if m.crc is not None]
-        tied = columns.aliases.get("model", {})
-        if twice := sorted(tensors.keys() & (self._numbers.keys() | tied.keys())):
-            raise file.damaged(f"another file has the tensor {twice[0]!r}, too")
-        before = len(columns.fqns)
-        columns.add_whole("model", tensors, places)
-        for new in range(before, len(columns.fqns)):
-            self._numbers[columns.fqns[new]] = new
-            self._volumes[new] = math.prod(columns.shapes[new])
+        self._add_whole(file, {name: tensor for name, tensor in tensors.items() if self._expected(file, name)})
+
+    def _add_whole(self, file: RangedFile, tensors: Mapping[str, StoredTensor]) -> None:
+        self._refuse_twice(file, tensors.keys() & (self._names | self._pieces.keys()))
+        self._names |= tensors.keys()
+        self._columns.add_whole("model", tensors, self._places)
+
+    def _refuse_twice(self, file: RangedFile, names: Set[str]) -> None:
+        if names:
+            raise file.damaged(f"another file has the tensor {min(names)!r}, too")
+
+
+def _joined(
+    label: str, name: str, pieces: Sequence[tuple[_TensorPiece, StoredTensor]]
+) -> list[dict[str, ShardedValue]]:
+    """Return the pieces of a tensor with its shape: the stated one, or else that of the box around all pieces.
+
+    Raises:
+        IncompatibleCheckpointError: the pieces do not add up.
+    """
+    ends = [tuple(map(add, piece.saved_offsets, tensor.shape)) for piece, tensor in pieces]
+    stated = [piece.global_shape for piece, _ in pieces if piece.global_shape is not None]
+    shape = stated[0] if stated else tuple(map(max, zip(*ends, strict=False)))
+    if (have := sum(math.prod(tensor.shape) for _, tensor in pieces)) != math.prod(shape):
+        text = f"the parts of {name!r} have {have} of {math.prod(shape)} elements"
+        raise IncompatibleCheckpointError(f"{label}: {text}: a file of another rank lacks, or was saved twice")
+    return [
+        {name: ShardedValue(tensor.dtype, piece.global_shape or shape, ((piece.saved_offsets, tensor),))}
+        for piece, tensor in pieces
+    ]
 
 
 def _pieces(file: RangedFile, header: StorageHeader) -> dict[str, _TensorPiece] | None:
@@ -256,13 +247,6 @@ def _pieces(file: RangedFile, header: StorageHeader) -> dict[str, _TensorPiece] 
         return msgspec.json.decode(text, type=dict[str, _TensorPiece])
     except (msgspec.MsgspecError, RecursionError) as error:
         raise file.damaged(f"its {_SHARDING} cannot be read ({error})") from error
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1] * len(shape)
-    for k in range(len(shape) - 2, -1, -1):
-        strides[k] = strides[k + 1] * max(shape[k + 1], 1)
-    return tuple(strides)
 
 
 def _header(file: RangedFile) -> StorageHeader:
