@@ -37,9 +37,8 @@ from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.storage.wrappers import unwrapped
 from bytecheckpoint.tiers.cooldown import file_uri, note_folder
-from bytecheckpoint.tools.copying import Counted
+from bytecheckpoint.tools.progress import Counted, Progress
 from bytecheckpoint.tools.subject import Subject, storage_of
-from bytecheckpoint.tools.verify_files import Progress
 
 __all__ = ["AdoptReport", "adopt"]
 

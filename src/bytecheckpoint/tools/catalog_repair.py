@@ -26,9 +26,10 @@ from bytecheckpoint.representation.header_reader import StorageHeader, parse_hea
 from bytecheckpoint.representation.names import CATALOG_NAME, file_stem, generation_of
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.time_limits import with_time_limits
+from bytecheckpoint.tools.progress import Progress
 from bytecheckpoint.tools.rebuild import build_catalog
 from bytecheckpoint.tools.subject import Subject, refuse_other_programs, storage_of
-from bytecheckpoint.tools.verify_files import Progress, VerifyFinding, verify_catalog
+from bytecheckpoint.tools.verify_files import VerifyFinding, verify_catalog
 
 __all__ = ["GenerationReport", "RepairReport", "generations_of_whole_saves", "repair"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 from bytecheckpoint.engine.catalogs import read_catalog, read_catalog_file
@@ -15,10 +14,10 @@ from bytecheckpoint.storage.optional import check_room
 from bytecheckpoint.tiers.copying import commit, copy_files, own_files
 from bytecheckpoint.tiers.lease import LEASE_FILE, leased
 from bytecheckpoint.tiers.storage import tier_of
+from bytecheckpoint.tools.progress import Counted, Progress
 from bytecheckpoint.tools.subject import Subject, storage_of
-from bytecheckpoint.tools.verify_files import Progress
 
-__all__ = ["CopyReport", "Counted", "check_apart", "copy"]
+__all__ = ["CopyReport", "check_apart", "copy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,26 +119,3 @@ def _is_there(target: Storage, catalog: Catalog, data: bytes) -> bool:
             raise UsageError(f"{target.url} is not empty (it holds {name}): choose a new folder")
     target.check_publish(CATALOG_NAME, "")
     return False
-
-
-class Counted:
-    """A sum of bytes, for a function of progress.
-
-    Args:
-        total: bytes in all.
-        progress: function of (bytes done, bytes in all).
-
-    Attributes:
-        done: bytes done.
-    """
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self.done, self._total, self._progress = 0, total, progress
-        self._lock = threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        """Count more bytes, and report them."""
-        with self._lock:
-            self.done = min(self.done + nbytes, self._total)  # an upload that is repeated counts twice
-            if self._progress is not None:
-                self._progress(self.done, self._total)

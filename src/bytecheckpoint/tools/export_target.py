@@ -7,7 +7,7 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bytecheckpoint.errors import CheckpointError, StorageError, StorageFullError, UsageError
@@ -17,7 +17,7 @@ from bytecheckpoint.storage.posix.files import fsync_directory
 from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.tiers.storage import tier_of
 
-__all__ = ["ExportReport", "Progress", "check_target", "new_folder", "translated"]
+__all__ = ["ExportReport", "check_target", "new_folder", "translated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,6 @@ class ExportReport:
     skipped: tuple[str, ...]
     left_out: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
-
-
-#: Function of (bytes read, bytes in all).
-Progress = Callable[[int, int], None]
 
 
 def check_target(storage: Storage, force: bool) -> list[str]:

@@ -13,9 +13,10 @@ from bytecheckpoint.formats.megatron import MARKER
 from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.posix.storage import LocalStorage
-from bytecheckpoint.tools.export_target import ExportReport, Progress, check_target, new_folder, translated
+from bytecheckpoint.tools.export_target import ExportReport, check_target, new_folder, translated
 from bytecheckpoint.tools.huggingface import export_huggingface
 from bytecheckpoint.tools.megatron import megatron_content
+from bytecheckpoint.tools.progress import Progress
 from bytecheckpoint.tools.ranks import ToolRanks, tool_ranks
 from bytecheckpoint.tools.state_dicts import state_dict_of
 from bytecheckpoint.tools.subject import Subject, opened

@@ -27,7 +27,7 @@ from bytecheckpoint.storage.posix.files import fsync_directory
 from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.storage.time_limits import TimeLimitedStorage, with_time_limits
 from bytecheckpoint.storage.wrappers import Call
-from bytecheckpoint.tools.export_target import ExportReport, Progress, check_target, translated
+from bytecheckpoint.tools.export_target import ExportReport, check_target, translated
 from bytecheckpoint.tools.huggingface_description import (
     ModelDescription,
     contents_of,
@@ -44,6 +44,7 @@ from bytecheckpoint.tools.huggingface_layout import (
     header_bytes,
     tensors_to_export,
 )
+from bytecheckpoint.tools.progress import Progress
 from bytecheckpoint.tools.ranks import ToolRanks, tool_ranks
 from bytecheckpoint.tools.subject import Subject, opened
 

@@ -14,12 +14,13 @@ from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tiers.storage import tier_of
+from bytecheckpoint.tools.progress import Progress
 from bytecheckpoint.tools.subject import Subject, storage_of
-from bytecheckpoint.tools.verify_files import Progress, VerifyFinding, VerifyReport, verify_catalog
+from bytecheckpoint.tools.verify_files import VerifyFinding, VerifyReport, verify_catalog
 from bytecheckpoint.tools.verify_foreign import verify_foreign
 from bytecheckpoint.tools.verify_tier import verify_tier
 
-__all__ = ["Progress", "VerifyFinding", "VerifyReport", "verify"]
+__all__ = ["VerifyFinding", "VerifyReport", "verify"]
 
 #: Attempts to verify a checkpoint that is replaced, moved or evicted meanwhile.
 _ATTEMPTS = 3

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import xxhash
 
+from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.engine.file_set import parallel_reads
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, StorageError
 from bytecheckpoint.planning.coverage import overlapping
@@ -21,11 +21,12 @@ from bytecheckpoint.representation.names import CATALOG_NAME, METRICS_FOLDER, es
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import FileReader, Storage, open_stored
 from bytecheckpoint.storage.time_limits import with_time_limits
+from bytecheckpoint.tools.progress import Counted, Progress
 
-__all__ = ["Progress", "VerifyFinding", "VerifyReport", "finding_in", "verify_catalog"]
+__all__ = ["VerifyFinding", "VerifyReport", "finding_in", "verify_catalog"]
 
-_CHUNK = 8 << 20
-_MAX_PENDING = 64
+#: Bytes of one read, and of the reads for which a thread opens a file once.
+_CHUNK, _SECTION = 8 << 20, 64 << 20
 _MAX_NAMED_TENSORS = 20
 
 
@@ -86,9 +87,6 @@ class VerifyReport:
         return not self.findings
 
 
-Progress = Callable[[int, int], None]
-
-
 def verify_catalog(
     storage: Storage, catalog: Catalog, progress: Progress | None = None, *, threads: int = 0
 ) -> VerifyReport:
@@ -100,98 +98,88 @@ def verify_catalog(
         progress: function of (bytes checked, bytes in all), called by one thread at a time.
         threads: concurrent reads; 0 uses as many as a load.
     """
-    check = _FileCheck(storage, catalog, progress)
-    try:
-        found = check.run(threads or settings().storage.read_threads or parallel_reads(storage, catalog))
-    finally:
-        check.close()
-    findings = (*found, *_coverage(catalog))
+    counted = Counted(sum(file.size for file in catalog.files), progress)
+    count = threads or settings().storage.read_threads or parallel_reads(storage, catalog)
+    findings = (*_FileCheck(storage, catalog, counted).run(count), *_coverage(catalog))
     notes = _notes(storage, catalog)
-    return VerifyReport(storage.url, len(catalog.files), check.done, catalog.count, findings, notes, not findings)
+    return VerifyReport(storage.url, len(catalog.files), counted.done, catalog.count, findings, notes, not findings)
 
 
 class _FileCheck:
     """One pass over the files of a checkpoint, several ranges at a time."""
 
-    def __init__(self, storage: Storage, catalog: Catalog, progress: Progress | None) -> None:
+    def __init__(self, storage: Storage, catalog: Catalog, counted: Counted) -> None:
         self._storage = with_time_limits(storage)
         self._catalog = catalog
-        self._progress = progress
-        self._total = sum(f.size for f in catalog.files)
-        self._lock = threading.Lock()
-        self._local = threading.local()
-        self._findings: list[tuple[int, int, VerifyFinding]] = []  # (file, block, finding)
-        self._open: dict[int, tuple[FileReader, int]] = {}  # file -> (reader, ranges left)
-        self.done = 0
-
-    def close(self) -> None:
-        for reader, _ in self._open.values():
-            reader.close()
+        self._counted = counted
+        self._findings: dict[VerifyFinding, tuple[int, int]] = {}  # the file, and the block or -1
+        self._damaged: list[tuple[int, int]] = []  # file, block
 
     def run(self, threads: int) -> list[VerifyFinding]:
         """Check all files; return the findings in order of file and block."""
-        damaged: list[tuple[int, int]] = []  # (file, block)
-        with ThreadPoolExecutor(threads, thread_name_prefix="bytecheckpoint-verify") as pool:
-            waiting: set[Future[list[tuple[int, int]]]] = set()
-            try:
-                for task in self._ranges():
-                    waiting.add(pool.submit(self._check_range, *task))
-                    if len(waiting) >= _MAX_PENDING:
-                        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                        for future in done:
-                            damaged += future.result()
-                for future in waiting:
-                    damaged += future.result()
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
-        self._report_blocks(sorted(damaged))
-        return [finding for _, _, finding in sorted(self._findings, key=lambda item: item[:2])]
-
-    def _ranges(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (file, start, stop) of the ranges of all data sections. Each range consists of whole blocks."""
+        sections: list[tuple[int, int]] = []
         for number, file in enumerate(self._catalog.files):
-            reader = self._open_file(number)
-            if reader is None:
-                continue
-            length = min(file.size, reader.size) - file.data_offset
-            step = max(_CHUNK // file.block_bytes, 1) * file.block_bytes if file.block_bytes else 0
-            starts = range(0, max(length, 0), step) if step else range(0)
-            if not starts:
-                reader.close()
-                continue
-            with self._lock:
-                self._open[number] = (reader, len(starts))
-            for start in starts:
-                yield number, start, min(start + step, length)
+            length = max(file.size - file.data_offset, 1) if file.block_bytes else 1
+            sections += [(number, start) for start in range(0, length, _whole_blocks(_SECTION, file.block_bytes))]
+        parallel_map(self._check, sections, threads, "bytecheckpoint-verify")
+        self._report_blocks(sorted(self._damaged))
+        return sorted(self._findings, key=lambda finding: self._findings[finding])
 
-    def _open_file(self, number: int) -> FileReader | None:
-        """Open a file, and check its size and header. Return None for a file that cannot be read."""
+    def _check(self, section: tuple[int, int]) -> None:
+        """Check a section of a file: its number, and a first byte in its data; the first section also has the header."""
+        number, start = section
         file = self._catalog.files[number]
         try:
             reader = open_stored(self._storage, file)
         except FileNotFoundError:
             self._report(number, "missing", f"{file.name} is missing", 0, file.size)
-            return None
+            return
         except CheckpointError as error:
             kind = "header" if isinstance(error, CorruptCheckpointError) else "unreadable"  # adopted, and replaced
             self._report(number, kind, str(error), 0, file.size)
-            return None
-        if reader.size != file.size:
-            text = f"{file.name} has {reader.size} bytes, the catalog says {file.size}"
-            self._report(number, "size", text, reader.size, file.size)
+            return
+        with contextlib.closing(reader):
+            if reader.size != file.size:
+                text = f"{file.name} has {reader.size} bytes, the catalog says {file.size}"
+                self._report(number, "size", text, reader.size, file.size)
+            if start or self._has_header(number, reader):
+                self._check_blocks(number, start, reader)
+
+    def _has_header(self, number: int, reader: FileReader) -> bool:
+        """Check the header of a file; return False if it cannot be read."""
+        file = self._catalog.files[number]
         try:
             buffer = np.empty(min(file.data_offset, reader.size), np.uint8)
             got = reader.read_into(0, [memoryview(buffer)])
         except (StorageError, MemoryError) as error:
             self._report(number, "unreadable", str(error), 0, file.size)
-            reader.close()
-            return None
-        text = self._header_problem(number, buffer[:got])
-        if text:
+            return False
+        if text := self._header_problem(number, buffer[:got]):
             self._report(number, "header", f"{file.name}: {text}", 0, file.data_offset)
-        self._advance(got)
-        return reader
+        self._counted.add(got)
+        return True
+
+    def _check_blocks(self, number: int, start: int, reader: FileReader) -> None:
+        """Check the blocks of a file from one on, up to the end of its section."""
+        file = self._catalog.files[number]
+        if not file.block_bytes:
+            return
+        stop = min(start + _whole_blocks(_SECTION, file.block_bytes), min(file.size, reader.size) - file.data_offset)
+        step = _whole_blocks(_CHUNK, file.block_bytes)
+        buffer = np.empty(max(min(step, stop - start), 0), np.uint8)
+        for begin in range(start, stop, step):
+            end = min(begin + step, stop)
+            try:
+                got = reader.read_into(file.data_offset + begin, [memoryview(buffer)[: end - begin]])
+            except StorageError as error:
+                self._report(number, "unreadable", str(error), file.data_offset + begin, file.data_offset + end)
+                buffer = np.empty_like(buffer)  # a read that timed out may still fill the other one later
+                continue
+            first = begin // file.block_bytes
+            sums = block_sums(memoryview(buffer)[:got], file.block_bytes)
+            wrong = np.flatnonzero(sums != self._catalog.sums(number)[first : first + len(sums)])
+            self._damaged += [(number, first + block) for block in wrong.tolist()]
+            self._counted.add(got)
 
     def _header_problem(self, number: int, data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> str:
         file = self._catalog.files[number]
@@ -207,44 +195,9 @@ class _FileCheck:
             return str(error)
         return _disagreement(self._catalog, number, header)
 
-    def _check_range(self, number: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return (file, block) of the blocks that do not match their checksums."""
-        file = self._catalog.files[number]
-        size, damaged = stop - start, []
-        if getattr(self._local, "buffer", None) is None or len(self._local.buffer) < size:
-            self._local.buffer = np.empty(size, np.uint8)
-        view = memoryview(self._local.buffer)[:size]
-        reader, _ = self._open[number]
-        try:
-            got = reader.read_into(file.data_offset + start, [view])
-        except StorageError as error:
-            self._report(number, "unreadable", str(error), file.data_offset + start, file.data_offset + stop)
-            self._local.buffer = None  # a read that timed out may still fill it later
-            got = 0
-        else:
-            first = start // file.block_bytes
-            sums = block_sums(view[:got], file.block_bytes)
-            wrong = np.flatnonzero(sums != self._catalog.sums(number)[first : first + len(sums)])
-            damaged = [(number, first + block) for block in wrong.tolist()]
-        with self._lock:
-            left = self._open[number][1] - 1
-            self._open[number] = (reader, left)
-            if left == 0:
-                del self._open[number]
-                reader.close()
-        self._advance(got)
-        return damaged
-
-    def _advance(self, nbytes: int) -> None:
-        with self._lock:
-            self.done += nbytes
-            if self._progress is not None:
-                self._progress(self.done, self._total)
-
     def _report(self, number: int, kind: str, text: str, low: int, high: int, block: int = -1, blocks: int = 0) -> None:
         finding = finding_in(self._catalog, number, kind, text, (low, high), (block, blocks))
-        with self._lock:
-            self._findings.append((number, block, finding))
+        self._findings[finding] = number, block
 
     def _report_blocks(self, damaged: list[tuple[int, int]]) -> None:
         """Report damaged blocks, given as ascending (file, block); consecutive ones form one finding."""
@@ -257,6 +210,11 @@ class _FileCheck:
             named = f"block {first}" if len(blocks) == 1 else f"blocks {first} to {first + len(blocks) - 1}"
             text = f"checksum mismatch in {file.name}, {named} (bytes {low} to {high})"
             self._report(number, "block", text, low, high, first, len(blocks))
+
+
+def _whole_blocks(nbytes: int, block_bytes: int) -> int:
+    """Return the bytes of the blocks that `nbytes` have room for, at least one; of a file without blocks, `nbytes`."""
+    return max(nbytes // block_bytes, 1) * block_bytes if block_bytes else nbytes
 
 
 def finding_in(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import threading
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -30,7 +29,8 @@ from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.storage.wrappers import unwrapped
-from bytecheckpoint.tools.verify_files import Progress, VerifyFinding, VerifyReport, finding_in
+from bytecheckpoint.tools.progress import Counted, Progress
+from bytecheckpoint.tools.verify_files import VerifyFinding, VerifyReport, finding_in
 
 __all__ = ["verify_foreign"]
 
@@ -80,7 +80,8 @@ def verify_foreign(storage: ForeignStorage, progress: Progress | None = None, *,
         CheckpointError: the files cannot be read as a checkpoint.
     """
     catalog, _ = read_catalog(storage)
-    check = _ForeignCheck(storage, catalog, progress)
+    counted = Counted(0, progress)
+    check = _ForeignCheck(storage, catalog, counted)
     count = threads or settings().storage.read_threads or parallel_reads(storage, catalog)
     sizes = {file.name: file.size for file in catalog.files}
     tasks = [_Task(name, nbytes=sizes[name], decoded=True) for name in storage.decoded()]
@@ -92,7 +93,7 @@ def verify_foreign(storage: ForeignStorage, progress: Progress | None = None, *,
     names = [file.name for file in catalog.files if not file.name.startswith(VALUES_NAME)]
     notes = (*storage.notes(), *(f"{name}: {check.sums_of(name)}" for name in sorted({*names, *check.digests})))
     tensors = catalog.summary().tensors
-    return VerifyReport(storage.url, len(names), check.done, tensors, tuple(found), notes, not found)
+    return VerifyReport(storage.url, len(names), counted.done, tensors, tuple(found), notes, not found)
 
 
 class _ForeignCheck:
@@ -100,19 +101,15 @@ class _ForeignCheck:
 
     Attributes:
         digests: sha256 of whole files and its origin, by name.
-        done: bytes checked.
     """
 
-    def __init__(self, storage: ForeignStorage, catalog: Catalog, progress: Progress | None) -> None:
+    def __init__(self, storage: ForeignStorage, catalog: Catalog, counted: Counted) -> None:
         self._storage = with_time_limits(storage)
         self._catalog = catalog
         self._numbers = {file.name: number for number, file in enumerate(catalog.files)}
         self._sums = storage.sums()
-        self._progress = progress
-        self._total = 0
-        self._lock = threading.Lock()
+        self._counted = counted
         self.digests = {**_blobs(storage, catalog), **_manifest(storage, catalog)}
-        self.done = 0
 
     def sums_of(self, name: str) -> str:
         """Return which sums a file has, in words."""
@@ -152,7 +149,7 @@ class _ForeignCheck:
     def run(self, tasks: Iterator[_Task] | list[_Task], threads: int) -> list[VerifyFinding]:
         """Check files in parallel; return the findings."""
         tasks = list(tasks)
-        self._total += sum(task.nbytes for task in tasks)
+        self._counted.expect(sum(task.nbytes for task in tasks))
         found = parallel_map(self._check, tasks, threads, "bytecheckpoint-verify")
         return [finding for findings in found for finding in findings]
 
@@ -188,7 +185,7 @@ class _ForeignCheck:
             if crc is None:
                 directory = read_directory(part)
                 found = [(m.offset, m.size, m.crc) for m in locate(part, directory.values()).values()]
-                self._advance(length - sum(size for _, size, _ in found))
+                self._counted.add(length - sum(size for _, size, _ in found))
             for begin, size, expected in found:
                 value = 0
                 for chunk in self._chunks(part.part(begin, size)):
@@ -202,13 +199,7 @@ class _ForeignCheck:
         for at in range(0, part.size, _CHUNK):
             data = part.read(at, min(_CHUNK, part.size - at))
             yield data
-            self._advance(len(data))
-
-    def _advance(self, nbytes: int) -> None:
-        with self._lock:
-            self.done += nbytes
-            if self._progress is not None:
-                self._progress(self.done, self._total)
+            self._counted.add(len(data))
 
     def _finding(self, task: _Task, kind: str, text: str, low: int, high: int) -> VerifyFinding:
         number = self._numbers.get(task.file)

@@ -13,7 +13,8 @@ from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
 from bytecheckpoint.tiers.names import INTERNAL_FILES
 from bytecheckpoint.tiers.storage import TierStorage
-from bytecheckpoint.tools.verify_files import Progress, VerifyFinding, VerifyReport, verify_catalog
+from bytecheckpoint.tools.progress import Progress
+from bytecheckpoint.tools.verify_files import VerifyFinding, VerifyReport, verify_catalog
 
 __all__ = ["verify_tier"]
 
