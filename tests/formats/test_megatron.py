@@ -27,6 +27,8 @@ from bytecheckpoint.formats.megatron_buckets import (
     _Local,
     _rounded,
 )
+from bytecheckpoint.formats.megatron_groups import named_groups
+from bytecheckpoint.formats.megatron_names import unstacked
 from bytecheckpoint.representation.boxes import BoxTable, row_major
 from bytecheckpoint.representation.values.codec import decode
 from bytecheckpoint.representation.values.tree import TensorRef
@@ -77,11 +79,11 @@ def test_flat_ranges_that_fit_no_weight_are_refused() -> None:
     shapes = content.columns.shapes
     plain, shapes[number] = shapes[number], (2, 3, 1, 192)
     with pytest.raises(ValueError, match=r"linear_fc1\.weight' of shape .* is not in parts of"):
-        megatron._without_flat_ranges(content)
+        megatron.without_flat_ranges(content)
     shapes[number] = plain
     content.names[content.names.index("decoder.layers.mlp.linear_fc1.weight")] = "other"
     with pytest.raises(IncompatibleCheckpointError, match=r"no weight says .*exp_avg\.decoder\.layers\.mlp"):
-        megatron._without_flat_ranges(content)
+        megatron.without_flat_ranges(content)
 
 
 @pytest.mark.parametrize("fqn", ["decoder.layers.2.mlp.linear_fc2.weight", "decoder.final_layernorm.weight"])
@@ -154,11 +156,11 @@ def test_plain_values_are_those_that_were_saved(kind: str) -> None:
 
 def test_experts_and_layers_become_tensors_of_their_own() -> None:
     """Names that carry braces or numbers are kept; a stack of two dimensions is taken apart in both."""
-    assert megatron._unstacked("a{}.layers.3.mlp.w") == ("a{{}}.layers.3.mlp.w", 0)
-    assert megatron._unstacked("decoder.layers.2.mlp.experts.experts.linear_fc1.weight") == (
+    assert unstacked("a{}.layers.3.mlp.w") == ("a{{}}.layers.3.mlp.w", 0)
+    assert unstacked("decoder.layers.2.mlp.experts.experts.linear_fc1.weight") == (
         "decoder.layers.2.mlp.experts.local_experts.{}.linear_fc1.weight", 1,
     )  # fmt: skip
-    assert megatron._unstacked("layers.mlp.experts.experts.w") == ("layers.{}.mlp.experts.local_experts.{}.w", 2)
+    assert unstacked("layers.mlp.experts.experts.w") == ("layers.{}.mlp.experts.local_experts.{}.w", 2)
 
 
 @pytest.mark.parametrize(
@@ -193,21 +195,19 @@ def test_huge_stacks_are_refused_before_memory_is_taken() -> None:
     rows = RowColumns(boxes, np.zeros(0, np.int32), np.zeros(0, np.int64), row_major(boxes.lengths))
     content = megatron.DcpContent(columns, rows, ["layers.weight"], {}, {}, None, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no stack of tensors"):
-        megatron._TorchDist(resolve(str(GOLDEN)), content)._add_tensors()
+        megatron._TorchDist(resolve(str(GOLDEN)), content, None).add_tensors()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("decayed_norms", "noted"), [(True, False), (False, False), (None, True)])
 def test_norms_of_queries_and_keys_may_have_weight_decay(decayed_norms: bool | None, noted: bool) -> None:
     """The program's arguments say it (`--apply-wd-to-qk-layernorm`); without them a note tells what was assumed."""
-    storage = resolve(str(GOLDEN / "fully_reshardable"))
-    reader = megatron._TorchDist(storage, read_content(storage))
     names = ["layers.0.q_layernorm.weight", "layers.0.linear.weight", "layers.0.linear.bias", "norm.weight"]
-    reader._slots = {name: {} for name in names}
-    reader._shapes = {name: (4, 4) if name == names[1] else (4,) for name in names}
-    decayed, others = reader._named_groups([{"wd_mult": 1.0}, {"wd_mult": 0.0}], decayed_norms)
+    shapes = {name: (4, 4) if name == names[1] else (4,) for name in names}
+    found = named_groups([{"wd_mult": 1.0}, {"wd_mult": 0.0}], shapes, decayed_norms)
+    decayed, others = found.groups
     assert decayed["params"] == (names[:2] if decayed_norms else names[1:2])
     assert others["params"] == (names[2:] if decayed_norms else [names[0], *names[2:]])
-    assert any("queries and keys" in note for note in reader._tree.notes) == noted
+    assert any("queries and keys" in note for note in found.notes) == noted
 
 
 @pytest.mark.parametrize("kind", KINDS)

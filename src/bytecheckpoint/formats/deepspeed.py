@@ -350,7 +350,7 @@ class _FolderOfRanks:
         """Add elements of a flat tensor as the next ones of a parameter of a tensor-parallel rank."""
         if type(tensor) is not StoredTensor:
             raise ValueError(f"no tensor has the elements of {fqn!r}")
-        self._ranges.add((state, fqn), divided, rank, tensor, self._files.places[tensor.storage.key], elements)
+        self._ranges.add_part((state, fqn), divided, rank, tensor, self._files.places[tensor.storage.key], elements)
 
 
 def _stage(saved: Mapping[str, Any]) -> int:

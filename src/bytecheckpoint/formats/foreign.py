@@ -26,6 +26,7 @@ from bytecheckpoint.representation.catalog import (
     TensorTable,
     row_order,
 )
+from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
 from bytecheckpoint.representation.dtypes import itemsize
 
 __all__ = ["FileSums", "ForeignCheckpoint", "ForeignColumns", "RowColumns"]
@@ -74,6 +75,40 @@ class RowColumns:
     file: NDArray[np.int32]
     begin: Int64s
     strides: Int64s
+
+    def take(self, index: Int64s | NDArray[np.bool_]) -> RowColumns:
+        """Return the rows at `index` (positions or a mask), in that order."""
+        return RowColumns(self.boxes.take(index), self.file[index], self.begin[index], self.strides[index])
+
+    @staticmethod
+    def concat(tables: Sequence[RowColumns]) -> RowColumns:
+        """Return all rows, one table after the other."""
+        boxes = BoxTable.concat([table.boxes for table in tables])
+        return RowColumns(
+            boxes,
+            np.concatenate([table.file for table in tables]),
+            np.concatenate([table.begin for table in tables]),
+            np.concatenate([widened(table.strides, boxes.ndim, 1) for table in tables]),
+        )
+
+    @staticmethod
+    def of_ranges(
+        boxes: BoxTable, ranges: tuple[Int64s, Int64s], file: NDArray[np.int32], begin: Int64s, items: Int64s
+    ) -> tuple[RowColumns, Int64s]:
+        """Return the rows of ranges of elements in boxes, and the number of each row's range.
+
+        Args:
+            boxes: the box in which each range lies.
+            ranges: row-major number in the box of the first element of each range, and of the one behind it.
+            file: file of each range.
+            begin: first byte of each range in its file.
+            items: bytes of an element of each range.
+        """
+        found = flat_ranges_to_boxes(boxes.lengths, *ranges)
+        of = found.source
+        rows = BoxTable(boxes.tensor[of], boxes.offsets[of] + found.offsets, found.lengths)
+        first = begin[of] + (found.flat_start - ranges[0][of]) * items[of]
+        return RowColumns(rows, file[of], first, row_major(found.lengths)), of
 
 
 @dataclass
@@ -238,6 +273,10 @@ class ForeignColumns:
         self.slots[number] = VALUES_SLOT
         self.rows.append((number, (0,), (size,), self.add_file(name, size, state=state), 0, (1,)))
 
+    def items(self, tensor: Int64s) -> Int64s:
+        """Return the bytes of an element of each of some tensors, by their numbers."""
+        return np.array([itemsize(name) for name in self.dtypes], np.int64)[tensor]
+
     def build(self, info: Mapping[str, Any], columns: RowColumns | None = None) -> Catalog:
         """Return the catalog.
 
@@ -248,25 +287,18 @@ class ForeignColumns:
         tensor, offsets, lengths, files, begins, steps = zip(*self.rows, strict=True) if self.rows else ((),) * 6
         boxes = BoxTable.build(tensor, offsets, lengths)
         strides = BoxTable.build(tensor, steps, lengths, boxes.ndim).offsets
-        file, begin = np.array(files, np.int32), np.array(begins, np.int64)
+        rows = RowColumns(boxes, np.array(files, np.int32), np.array(begins, np.int64), strides)
         if columns is not None:
-            boxes = BoxTable.concat([columns.boxes, boxes])
-            strides = np.concatenate([widened(each, boxes.ndim, 1) for each in (columns.strides, strides)])
-            file = np.concatenate([columns.file, file])
-            begin = np.concatenate([columns.begin, begin])
+            rows = RowColumns.concat([columns, rows])
+        if (order := row_order(rows.boxes)) is not None:
+            rows = rows.take(order)
+        boxes = rows.boxes
         shapes = BoxTable.build(range(len(self.shapes)), self.shapes, self.shapes, boxes.ndim).lengths
-        sizes = np.array([itemsize(name) for name in self.dtypes], np.int64)
-        item = sizes[boxes.tensor] if len(boxes) else np.zeros(0, np.int64)
         empty = (boxes.lengths == 0).any(axis=1)
         dense = row_major(boxes.lengths)
         # Along a dimension of one element, and in a row without elements, any stride will do.
-        strides = np.where((boxes.lengths > 1) & ~empty[:, None], strides, dense)
-        length = np.where(empty, 0, (((boxes.lengths - 1) * strides).sum(axis=1) + 1) * item)
-        has_strides = bool((strides != dense).any())
-        order = row_order(boxes)
-        if order is not None:
-            boxes, file, begin, length = boxes.take(order), file[order], begin[order], length[order]
-            strides = strides[order]
+        strides = np.where((boxes.lengths > 1) & ~empty[:, None], rows.strides, dense)
+        elements = np.where(empty, 0, ((boxes.lengths - 1) * strides).sum(axis=1) + 1)
         catalog = Catalog.build(
             TensorTable.of(
                 states=self.states,
@@ -279,15 +311,15 @@ class ForeignColumns:
                 requires_grad=np.array(self.requires_grad, np.bool_),
             ),
             boxes=boxes,
-            file=file,
-            byte_offset=begin,
-            byte_length=length,
+            file=rows.file,
+            byte_offset=rows.begin,
+            byte_length=elements * self.items(boxes.tensor),
             files=self.files,
             sums=[np.zeros(0, np.uint64)] * len(self.files),
             aliases=self.aliases,
             info=info,
         )
-        return replace(catalog, strides=strides) if has_strides else catalog
+        return replace(catalog, strides=strides) if (strides != dense).any() else catalog
 
 
 @dataclass(frozen=True)

@@ -116,13 +116,13 @@ class PlacedParameter:
     size: int
     found: list[_Local]
 
-    def boxes(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-        """Yield offsets and lengths of each box of the weight, with its first element in the bucket."""
+    def boxes(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the number of each box of the weight, its first element in the bucket, and its number of elements."""
         start = self.start
         for k in self.found[0].boxes:
-            offsets, lengths, _, _ = self.found[0].weight.boxes[k]
-            yield offsets, lengths, start
-            start += math.prod(lengths)
+            size = math.prod(self.found[0].weight.boxes[k][1])
+            yield k, start, size
+            start += size
 
 
 def place_parameters(

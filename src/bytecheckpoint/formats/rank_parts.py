@@ -13,9 +13,8 @@ from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.formats.files import RangedFile
 from bytecheckpoint.formats.foreign import ForeignColumns, RowColumns
 from bytecheckpoint.formats.meanings import StoredTensor
-from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major, row_major_of
+from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major_of
 from bytecheckpoint.representation.catalog_rows import ranges
-from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
 from bytecheckpoint.representation.dtypes import itemsize
 
 __all__ = ["DividedTensor", "FlatRanges", "RankPart", "clip_rows", "divide", "divide_view", "replicated"]
@@ -171,6 +170,32 @@ class FlatRanges:
     ranges: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
     def add(
+        self, key: tuple[str, str], dtype: str, divided: DividedTensor, rank: int, place: tuple[int, int], count: int
+    ) -> None:
+        """Add elements as the next elements of a rank's tensor.
+
+        Args:
+            key: state and FQN.
+            dtype: dtype of the elements.
+            divided: division of the tensor among the ranks.
+            rank: the rank.
+            place: file and first byte of the elements.
+            count: number of elements.
+
+        Raises:
+            ValueError: the tensor of other ranks has another dtype.
+        """
+        number = self.numbers.get(key)
+        if number is None:
+            number = self.numbers[key] = self.columns.add_tensor(*key, dtype, divided.shape)
+        if self.columns.dtypes[number] != dtype:
+            raise ValueError(f"the ranks have different dtypes of {key[1]!r}")
+        own = self.tensors.setdefault((number, rank), _RankTensor(number, rank, divided, len(self.tensors)))
+        if count:
+            self.ranges.append((own.position, own.filled, own.filled + count, *place))
+        own.filled += count
+
+    def add_part(
         self,
         key: tuple[str, str],
         divided: DividedTensor,
@@ -179,7 +204,7 @@ class FlatRanges:
         place: tuple[int, int],
         elements: tuple[int, int],
     ) -> None:
-        """Add elements of a flat tensor as the next elements of a rank's tensor.
+        """Add elements of a flat tensor; other arguments as for `add`.
 
         Args:
             key: state and FQN.
@@ -195,28 +220,20 @@ class FlatRanges:
         first, count = elements
         if tensor.strides != (1,) or not 0 <= first <= first + count <= tensor.shape[0]:
             raise ValueError(f"the partition of {key[1]!r} has no elements {first} to {first + count}")
-        number = self.numbers.get(key)
-        if number is None:
-            number = self.numbers[key] = self.columns.add_tensor(*key, tensor.dtype, divided.shape)
-        if self.columns.dtypes[number] != tensor.dtype:
-            raise ValueError(f"the ranks have different dtypes of {key[1]!r}")
-        own = self.tensors.setdefault((number, rank), _RankTensor(number, rank, divided, len(self.tensors)))
-        if count:
-            begin = place[1] + tensor.start + first * itemsize(tensor.dtype)
-            self.ranges.append((own.position, own.filled, own.filled + count, place[0], begin))
-        own.filled += count
+        place = place[0], place[1] + tensor.start + first * itemsize(tensor.dtype)
+        self.add(key, tensor.dtype, divided, rank, place, count)
 
     def add_whole(
         self, key: tuple[str, str], divided: DividedTensor, rank: int, tensor: StoredTensor, place: tuple[int, int]
     ) -> None:
-        """Add all of a rank's tensor, which has to be row-major; arguments as for `add`."""
+        """Add all of a rank's tensor, which has to be row-major; arguments as for `add_part`."""
         if tensor.strides != row_major_of(tensor.shape):
             raise IncompatibleCheckpointError(
                 f"the tensor of {key[1]!r} has strides {tensor.strides}, which are not read"
             )
         size = math.prod(tensor.shape)
         flat = msgspec.structs.replace(tensor, shape=(size,), strides=(1,))
-        self.add(key, divided, rank, flat, place, (0, size))
+        self.add_part(key, divided, rank, flat, place, (0, size))
 
     def rows(self, file: RangedFile) -> RowColumns:
         """Return the boxes of all ranges, which have to fill the tensors; `file` stands in errors."""
@@ -226,15 +243,11 @@ class FlatRanges:
                 have = f"{own.filled} of {math.prod(own.shape)} elements"
                 raise file.damaged(f"the partitions of {columns.fqns[own.number]!r} have {have}")
         shapes, ndim = [own.shape for own in tensors], max(map(len, columns.shapes), default=1)
-        table = BoxTable.build([own.number for own in tensors], shapes, shapes, ndim)
+        table = BoxTable.build([own.number for own in tensors], [(0,) * len(shape) for shape in shapes], shapes, ndim)
         owner, start, stop, at, begin = np.array(self.ranges, np.int64).reshape(-1, 5).T
-        found = flat_ranges_to_boxes(table.lengths[owner], start, stop)
-        source, of = found.source, owner[found.source]
-        items = np.array([itemsize(name) for name in columns.dtypes], np.int64)[table.tensor[of]]
-        boxes = BoxTable(table.tensor[of], found.offsets, found.lengths)
-        begin = begin[source] + (found.flat_start - start[source]) * items
-        local = RowColumns(boxes, at[source].astype(np.int32), begin, row_major(boxes.lengths))
-        rows = _in_whole(local, of, tensors, items)
+        items = columns.items(table.tensor[owner])
+        local, of = RowColumns.of_ranges(table.take(owner), (start, stop), at.astype(np.int32), begin, items)
+        rows = _in_whole(local, owner[of], tensors, items[of])
         volumes = np.bincount(rows.boxes.tensor, rows.boxes.volumes(), len(columns.shapes))
         for (_, fqn), number in self.numbers.items():
             if volumes[number] != math.prod(columns.shapes[number]):

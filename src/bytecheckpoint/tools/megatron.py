@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError, listed
-from bytecheckpoint.formats.megatron import COMMON, SCHEDULER, block_of, place_in_stack
+from bytecheckpoint.formats.megatron import COMMON, SCHEDULER
+from bytecheckpoint.formats.megatron_names import block_of, place_in_stack
 from bytecheckpoint.opening.entry import Entry
 from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.tools.optimizer_states import Parameter, names_beside, parameters_of
