@@ -7,7 +7,7 @@ of each item is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignC
 from bytecheckpoint.formats.meanings import CONSTANTS, MEANINGS, dtype_name
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.formats.unpickling import MAX_PICKLE_BYTES, read_pickle
+from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.boxes import BoxTable
 from bytecheckpoint.representation.catalog import row_order
 from bytecheckpoint.representation.values.tree import MAX_DEPTH, TensorRef, key_of_path
@@ -41,26 +42,78 @@ def metadata_files(names: list[str]) -> list[str]:
 
 
 @dataclass
-class _StoredItems:
-    """The items of a checkpoint, in lists.
+class _Described:
+    """A tensor or plain value, as the metadata of all ranks describe it.
 
     Attributes:
-        tensor, offsets, lengths: box of each tensor item.
-        file, begin, size: place of each tensor item, with its head and tail.
-        values: file name, first byte and size of each item of plain values, by name.
-        paths: path of each name in the saved dict.
-        tensor_paths: path of each tensor in its state.
+        size: whole shape; None for a plain value.
+        dtype: dtype of a tensor.
+        requires_grad: flag of the tensor.
+        chunks: extent of each stored box, by its offsets.
+        stored: places of the items, by the offsets of their boxes.
     """
 
-    tensor: list[int] = field(default_factory=list)
-    offsets: list[tuple[int, ...]] = field(default_factory=list)
-    lengths: list[tuple[int, ...]] = field(default_factory=list)
-    file: list[str] = field(default_factory=list)
-    begin: list[int] = field(default_factory=list)
-    size: list[int] = field(default_factory=list)
-    values: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+    size: tuple[int, ...] | None
+    dtype: str = ""
+    requires_grad: bool = False
+    chunks: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+    stored: dict[Any, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass
+class _Metadata:
+    """The metadata of all ranks.
+
+    Attributes:
+        tensors: descriptions of the tensors, by name.
+        values: descriptions of the plain values, by name.
+        paths: path of each name in the saved dict.
+    """
+
+    tensors: dict[str, _Described] = field(default_factory=dict)
+    values: dict[str, _Described] = field(default_factory=dict)
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    tensor_paths: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def add(self, state: Any) -> None:
+        """Add the metadata of one rank, or of all."""
+        for name, described in state["state_dict_metadata"].items():
+            facts = described.state
+            if described.target.name != "TensorStorageMetadata":
+                self.values.setdefault(name, _Described(None))
+                continue
+            dtype, layout, requires_grad = facts["properties"].state[:3]
+            name_of_dtype = dtype_name(dtype)
+            if layout != "torch.strided":
+                raise IncompatibleCheckpointError(f"tensor {name!r} has the layout {layout!r}, which is not supported")
+            tensor = self.tensors.setdefault(name, _Described(facts["size"], name_of_dtype, requires_grad is True))
+            if (tensor.size, tensor.dtype) != (facts["size"], name_of_dtype):
+                raise ValueError(f"two shapes or dtypes of {name!r}")
+            tensor.chunks.update([(chunk.state["offsets"], chunk.state["sizes"]) for chunk in facts["chunks"]])
+        for index, info in state["storage_data"].items():
+            key, place = index.state, info.state
+            name = key["fqn"]
+            (self.tensors.get(name) or self.values[name]).stored[key.get("offset")] = place
+            if len(place) > 3 and (what := place.get("transform_descriptors")):
+                raise IncompatibleCheckpointError(f"{name!r} is stored through {what}, which is not supported")
+        paths = state.get("planner_data")
+        for name, path in paths.items() if type(paths) is dict else ():
+            if type(path) is not tuple or not 0 < len(path) < MAX_DEPTH or not {type(s) for s in path} <= {str, int}:
+                raise ValueError(f"a path of {name!r}")
+            self.paths[name] = path
+
+    @lazy
+    def _nested(self) -> set[Any]:
+        """The first steps of the paths with several steps: the states of the saved dict."""
+        return {path[0] for path in self.paths.values() if len(path) > 1}
+
+    def place(self, name: str) -> tuple[str, tuple[Any, ...]]:
+        """Return the state of a name, and its path inside of the state."""
+        path = self.paths.get(name)
+        if path is not None and len(path) > 1 and type(path[0]) is str:
+            return path[0], path[1:]
+        if path is None and (first := name.partition("."))[2] and first[0] in _WHOLE_STATES:
+            return first[0], (first[2],)
+        return (_TOP if name in self.tensors and _TOP not in self._nested else _REST), (name,)
 
 
 @dataclass
@@ -73,7 +126,7 @@ class DcpContent:
         names: name of each tensor in the metadata.
         values: plain values by name.
         storages: file and first byte of each storage among the plain values, by key.
-        items: places of all items in the files.
+        metadata: the metadata.
         sums: CRC32 of the items.
     """
 
@@ -82,7 +135,7 @@ class DcpContent:
     names: list[str]
     values: dict[str, Any]
     storages: dict[str, tuple[int, int]]
-    items: _StoredItems
+    metadata: _Metadata
     sums: FileSums
 
 
@@ -104,121 +157,77 @@ def read_dcp(storage: Storage) -> ForeignCheckpoint:
 def read_content(storage: Storage) -> DcpContent:
     """Read the metadata, the heads and the plain values of a checkpoint of DCP; see `read_dcp`."""
     sizes = dict(storage.list())
-    columns, items = ForeignColumns(), _StoredItems()
     names = metadata_files(list(sizes))
     if not names:
         raise CheckpointNotFoundError(f"{storage.url} holds no {METADATA} of DCP")
-    merged: dict[str, _Merged] = {}
+    metadata = _Metadata()
     for name in names:
         with open_file(storage, name) as file:
             if file.size > MAX_PICKLE_BYTES:
                 raise IncompatibleCheckpointError(f"{file.label} has {file.size} bytes, more than {MAX_PICKLE_BYTES}")
             data = file.read(0, file.size)
             with damage(file, "DCP"):
-                value, _ = read_pickle(data, file=file.label, meanings=MEANINGS, constants=CONSTANTS)
-                _merge(value, merged, items)
+                value: Any = read_pickle(data, file=file.label, meanings=MEANINGS, constants=CONSTANTS)[0]
+                metadata.add(value.state)
                 del value, data
     with open_file(storage, names[0]) as file, damage(file, "DCP"):
-        _add_tensors(columns, merged, items)
-        boxes = _boxes(columns, items)
-        numbers = _add_files(file, sizes, columns, items)
-        reader = ItemReader(storage, columns)
-        at = np.fromiter(map(numbers.__getitem__, items.file), np.int32, len(items.file))
-        begin, size = np.array(items.begin, np.int64), np.array(items.size, np.int64)
-        if (order := row_order(boxes)) is not None:
-            boxes, at, begin, size = boxes.take(order), at[order], begin[order], size[order]
-        rows = reader.rows(boxes, at, begin, size)
-        places = [(numbers[name], first, length) for name, first, length in items.values.values()]
-        found = reader.values(places)
-    archives = np.concatenate([np.stack([at, begin, size], axis=1), np.array(places, np.int64).reshape(-1, 3)])
-    names = [name for name, facts in merged.items() if facts.size is not None]
-    plain = dict(zip(items.values, found, strict=True))
-    return DcpContent(columns, rows, names, plain, reader.storages, items, FileSums.of([], archives))
+        return _content(storage, file, sizes, metadata)
 
 
-@dataclass
-class _Merged:
-    """One tensor or value, of the metadata of all ranks.
+def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metadata: _Metadata) -> DcpContent:
+    """Read the heads and plain values that the metadata describe.
 
-    Attributes:
-        size: whole shape; None for a plain value.
-        dtype: dtype of a tensor.
-        requires_grad: flag of the tensor.
-        chunks: extent of each stored box, by its offsets.
-        stored: places of the items, by the offsets of their boxes.
+    Args:
+        storage: the folder.
+        file: the metadata, for messages.
+        sizes: sizes of the files by name.
+        metadata: the metadata.
     """
-
-    size: tuple[int, ...] | None
-    dtype: str = ""
-    requires_grad: bool = False
-    chunks: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
-    stored: dict[Any, dict[str, Any]] = field(default_factory=dict)
-
-
-def _merge(value: Any, merged: dict[str, _Merged], items: _StoredItems) -> None:
-    """Add the metadata of one rank, or of all."""
-    state = value.state
-    for name, described in state["state_dict_metadata"].items():
-        facts = described.state
-        if described.target.name != "TensorStorageMetadata":
-            merged.setdefault(name, _Merged(None))
-            continue
-        dtype, layout, requires_grad = facts["properties"].state[:3]
-        name_of_dtype = dtype_name(dtype)
-        if layout != "torch.strided":
-            raise IncompatibleCheckpointError(f"tensor {name!r} has the layout {layout!r}, which is not supported")
-        tensor = merged.setdefault(name, _Merged(facts["size"], name_of_dtype, requires_grad is True))
-        if (tensor.size, tensor.dtype) != (facts["size"], name_of_dtype):
-            raise ValueError(f"two shapes or dtypes of {name!r}")
-        tensor.chunks.update([(chunk.state["offsets"], chunk.state["sizes"]) for chunk in facts["chunks"]])
-    for index, info in state["storage_data"].items():
-        key = index.state
-        merged[key["fqn"]].stored[key.get("offset")] = info.state
-    paths = state.get("planner_data")
-    if type(paths) is dict:
-        for name, path in paths.items():
-            if type(path) is not tuple or not 0 < len(path) < MAX_DEPTH or not {type(s) for s in path} <= {str, int}:
-                raise ValueError(f"a path of {name!r}")
-            items.paths[name] = path
-
-
-def _add_tensors(columns: ForeignColumns, merged: dict[str, _Merged], items: _StoredItems) -> None:
-    """Add the tensors and list the items."""
-    nested = _nested(items)
-    for name, found in merged.items():
-        if found.size is None:
-            info = found.stored[None]
-            items.values[name] = info["relative_path"], info["offset"], info["length"]
-            continue
-        state, path = _place(name, items.paths.get(name), nested, tensor=True)
-        items.tensor_paths.append(path)
-        number = columns.add_tensor(state, key_of_path(path), found.dtype, tuple(found.size), found.requires_grad)
+    columns, items = ForeignColumns(), []
+    for name, found in metadata.tensors.items():
+        state, path = metadata.place(name)
+        number = columns.add_tensor(state, key_of_path(path), found.dtype, tuple(found.size or ()), found.requires_grad)
         if found.chunks.keys() - found.stored.keys():
             raise ValueError(f"no file holds a part of {name!r}")
-        chunks = found.chunks
         for offset, info in found.stored.items():
-            items.tensor.append(number)
-            items.offsets.append(offset)
-            items.lengths.append(chunks[offset])
-            items.file.append(info["relative_path"])
-            items.begin.append(info["offset"])
-            items.size.append(info["length"])
-            if len(info) > 3 and info.get("transform_descriptors"):
-                what = info["transform_descriptors"]
-                raise IncompatibleCheckpointError(f"{name!r} is stored through {what}, which is not supported")
-    keys = list(zip(columns.states, columns.fqns, strict=True))
-    if len(set(keys)) != len(keys):
+            place = info["relative_path"], info["offset"], info["length"]
+            items.append((number, offset, found.chunks[offset], *place))
+    keys = set(zip(columns.states, columns.fqns, strict=True))
+    if len(keys) != len(columns.fqns):
         raise ValueError("two tensors have one name")
+    tensor, offsets, lengths, names, begins, lengths_in_file = zip(*items, strict=True) if items else ((),) * 6
+    boxes = _boxes(columns, tensor, offsets, lengths)
+    values = [found.stored[None] for found in metadata.values.values()]
+    numbers: dict[str, int] = {}
+    for name in dict.fromkeys([*names, *(info["relative_path"] for info in values)]):
+        if name not in sizes:
+            raise file.damaged(f"it names the file {name!r}, which is not there")
+        numbers[name] = columns.add_file(name, sizes[name])
+    at = np.fromiter(map(numbers.__getitem__, names), np.int32, len(names))
+    begin, size = np.array(begins, np.int64), np.array(lengths_in_file, np.int64)
+    if (order := row_order(boxes)) is not None:
+        boxes, at, begin, size = boxes.take(order), at[order], begin[order], size[order]
+    places = [(numbers[info["relative_path"]], info["offset"], info["length"]) for info in values]
+    reader = ItemReader(storage, columns)
+    rows = reader.rows(boxes, at, begin, size)
+    plain = dict(zip(metadata.values, reader.values(places), strict=True))
+    archives = np.concatenate([np.stack([at, begin, size], axis=1), np.array(places, np.int64).reshape(-1, 3)])
+    sums = FileSums.of([], archives)
+    return DcpContent(columns, rows, list(metadata.tensors), plain, reader.storages, metadata, sums)
 
 
-def _boxes(columns: ForeignColumns, items: _StoredItems) -> BoxTable:
+def _boxes(
+    columns: ForeignColumns,
+    tensor: Sequence[int],
+    offsets: Sequence[tuple[int, ...]],
+    lengths: Sequence[tuple[int, ...]],
+) -> BoxTable:
     """Return the boxes of the rows: each lies inside its tensor, and those of a tensor have as many elements as it has."""
-    shapes = [columns.shapes[number] for number in items.tensor]
-    ndims = [list(map(len, column)) for column in (shapes, items.offsets, items.lengths)]
-    if ndims[0] != ndims[1] or ndims[0] != ndims[2]:
+    shapes = [columns.shapes[number] for number in tensor]
+    if not [*map(len, shapes)] == [*map(len, offsets)] == [*map(len, lengths)]:
         raise ValueError("a box has another number of dimensions than its tensor")
     whole = BoxTable.build(range(len(columns.shapes)), columns.shapes, columns.shapes)
-    boxes = BoxTable.build(items.tensor, items.offsets, items.lengths, whole.ndim)
+    boxes = BoxTable.build(tensor, offsets, lengths, whole.ndim)
     limit = whole.lengths[boxes.tensor]
     inside = (boxes.offsets >= 0) & (boxes.lengths >= 0) & (boxes.lengths <= limit - boxes.offsets)
     volume = np.prod(whole.lengths.astype(np.float64), axis=1)
@@ -231,42 +240,13 @@ def _boxes(columns: ForeignColumns, items: _StoredItems) -> BoxTable:
     return boxes
 
 
-def _nested(items: _StoredItems) -> set[Any]:
-    """Return the first steps of the paths with several steps: the states of the saved dict."""
-    return {path[0] for path in items.paths.values() if len(path) > 1}
-
-
-def _place(name: str, path: tuple[Any, ...] | None, nested: set[Any], *, tensor: bool) -> tuple[str, tuple[Any, ...]]:
-    """Return the state of a name, and its path inside of the state."""
-    if path is not None and len(path) > 1 and type(path[0]) is str:
-        return path[0], path[1:]
-    if path is None and (first := name.partition("."))[2] and first[0] in _WHOLE_STATES:
-        return first[0], (first[2],)
-    return (_TOP if tensor and _TOP not in nested else _REST), (name,)
-
-
-def _add_files(
-    file: RangedFile, sizes: Mapping[str, int], columns: ForeignColumns, items: _StoredItems
-) -> dict[str, int]:
-    """Add the files to the table; return their positions by name."""
-    numbers = {}
-    for name in dict.fromkeys([*items.file, *(place[0] for place in items.values.values())]):
-        if name not in sizes:
-            raise file.damaged(f"it names the file {name!r}, which is not there")
-        numbers[name] = columns.add_file(name, sizes[name])
-    return numbers
-
-
 def _values(content: DcpContent, tree: Tree) -> dict[str, bytes]:
     """Return the encoded tree of each state, with references to its tensors."""
-    columns, items = content.columns, content.items
+    columns, place = content.columns, content.metadata.place
     trees: dict[str, Any] = {}
-    nested = _nested(items)
-    for state, fqn, path in zip(columns.states, columns.fqns, items.tensor_paths, strict=True):
-        trees.setdefault(state, {})
-        _set(trees[state], path, TensorRef(fqn))
-    for name, value in content.values.items():
-        state, path = _place(name, items.paths.get(name), nested, tensor=False)
+    found = {**dict(zip(content.names, map(TensorRef, columns.fqns), strict=True)), **content.values}
+    for name, value in found.items():
+        state, path = place(name)
         _set(trees.setdefault(state, {}), path, value)
     return columns.add_states({state: _with_lists(found) for state, found in trees.items()}, tree, content.storages)
 

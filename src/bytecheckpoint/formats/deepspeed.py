@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, listed
@@ -98,8 +98,8 @@ class _FolderOfRanks:
         self._optimizers, self._models = optimizers, models
         self._columns = ForeignColumns()
         self._tree = Tree(storage.url)
-        self._ranges = FlatRanges(self._columns)
         self._files = TorchFiles(storage, self._columns)
+        self._ranges = FlatRanges(self._columns, self._files.places)
         self._parameters = ModelParameters()
         self._modules: list[dict[str, Any]] = []
         self._optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -166,27 +166,18 @@ class _FolderOfRanks:
 
     def _prove_tied(self, tied: Iterable[tuple[int, str]]) -> None:
         """Compare the layers that were taken for tied modules with the masters of these, which have to round to them."""
-        ranges, files = self._ranges, self._columns.files
+        names = [file.name for file in self._columns.files]
         for rank, name in sorted(tied):
             fqn, _, own_rank = self._parameters.place(name, rank)
-            number = ranges.numbers.get(("optimizer", f"state.{fqn}.{_FP32}"), -1)
-            own, tensor = ranges.tensors.get((number, own_rank)), self._modules[rank][name]
+            tensor = self._modules[rank][name]
             at, begin = self._files.places[tensor.storage.key]
-            for position, start, stop, file, first in ranges.ranges if own else ():
-                if (
-                    own
-                    and position == own.position
-                    and not is_rounded(
-                        self._storage,
-                        (files[file].name, first),
-                        (files[at].name, begin + tensor.start),
-                        tensor.dtype,
-                        (start, stop),
-                    )
-                ):
-                    raise IncompatibleCheckpointError(
-                        f"nothing says which layer {name!r} is: other layers have its shape"
-                    )
+            weight = names[at], begin + tensor.start
+            masters = self._ranges.of_rank(("optimizer", f"state.{fqn}.{_FP32}"), own_rank)
+            if not all(
+                is_rounded(self._storage, (names[file], first), weight, tensor.dtype, (start, stop))
+                for start, stop, file, first in masters
+            ):
+                raise IncompatibleCheckpointError(f"nothing says which layer {name!r} is: other layers have its shape")
 
     def _content(self, tensor: StoredTensor) -> tuple[Any, ...]:
         """Return facts that are equal only if the bytes of two tensors are."""
@@ -210,8 +201,7 @@ class _FolderOfRanks:
                 elif parameters.degree == 1:
                     found[name] = item
                 elif own == name and type(item) is StoredTensor:
-                    place = self._files.places[item.storage.key]
-                    self._ranges.add_whole(("model", name), divided, own_rank, item, place)
+                    self._ranges.add_whole(("model", name), divided, own_rank, item)
                 elif first in parameters.divided:
                     self._columns.aliases.setdefault("model", {})[name] = str(first)
                     found[name] = TensorRef(name)
@@ -230,8 +220,9 @@ class _FolderOfRanks:
         fragments = value.get("frozen_param_fragments") or {}
         count = 1 + max(other for _, other in self._models)
         for fqn, shape in (value.get("frozen_param_shapes") or {}).items():
+            name, divided, own_rank = self._parameters.place(fqn, mp)
             share = _share(shape_of(shape), rank, count)
-            self._add_range("model", *self._parameters.place(fqn, mp), fragments[fqn], (0, share))
+            self._ranges.add_part(("model", name), divided, own_rank, fragments[fqn], (0, share))
 
     def _add_optimizer(self, file: RangedFile, saved: Mapping[str, Any], mp: int, rank: int) -> None:
         """Add the partitions of one rank."""
@@ -248,33 +239,48 @@ class _FolderOfRanks:
         groups, parameters = inner.get("state", {}), self._parameters
         for number, tensor in enumerate(flat):
             held = {_FP32: tensor, **groups.get(number, {})}
-            shapes, at = parameters.shapes[mp][number], 0
-            # DeepSpeed notes the places without the other order of `round_robin_gradients`, which `param_shapes` has.
-            dealt = parameters.dealt and stage != 3 and not any(saved.get("param_alignment_paddings", [[]])[number])
-            begin = rank * (tensor.shape[0] + saved["group_paddings"][number]) if dealt else 0
-            for fqn, shape in shapes.items():
-                if stage == 3:
-                    first, size = at, _share(shape, rank, count)
-                    at += -(-math.prod(shape) // count)
-                elif dealt:
-                    first, at = max(at - begin, 0), at + math.prod(shape)
-                    size = min(at - begin, tensor.shape[0]) - first
-                    if size <= 0:
-                        continue
-                elif (place := saved["param_slice_mappings"][number].get(fqn)) is not None:
-                    first, size = place.state["start"], place.state["numel"]
-                else:
+            for fqn, first, size in self._shares(saved, number, tensor.shape[0], (mp, rank)):
+                if parameters.is_copy(fqn, mp):
                     continue
-                if not parameters.is_copy(fqn, mp):
-                    self._add_slots(parameters.place(fqn, mp), held, (first, size))
-                    if stage == 3 or fqn not in self._modules[mp % parameters.degree]:
-                        self._add_range("model", *parameters.place(fqn, mp), tensor, (first, size))
-            if stage == 3 and at != tensor.shape[0]:
-                raise ValueError(
-                    f"the shares of partition {number} have {at} elements, the partition has {tensor.shape[0]}"
-                )
+                name, divided, own_rank = parameters.place(fqn, mp)
+                self._add_slots(name, divided, own_rank, held, (first, size))
+                if stage == 3 or fqn not in self._modules[mp % parameters.degree]:
+                    self._ranges.add_part(("model", name), divided, own_rank, tensor, (first, size))
         if rank == 0:
             self._add_groups(inner.get("param_groups", []), stage, mp)
+
+    def _shares(
+        self, saved: Mapping[str, Any], number: int, length: int, ranks: tuple[int, int]
+    ) -> Iterator[tuple[str, int, int]]:
+        """Yield the parameters of which a partition has elements, with their first element in it and their count.
+
+        Args:
+            saved: optimizer of a rank.
+            number: number of the partition's group.
+            length: elements of the partition.
+            ranks: model-parallel and data-parallel rank.
+        """
+        (mp, rank), at = ranks, 0
+        shapes = self._parameters.shapes[mp][number]
+        if _stage(saved) == 3:
+            count = saved["partition_count"]
+            count = count[0] if type(count) is list else count
+            for fqn, shape in shapes.items():
+                yield fqn, at, _share(shape, rank, count)
+                at += -(-math.prod(shape) // count)
+            if at != length:
+                raise ValueError(f"the shares of partition {number} have {at} elements, the partition has {length}")
+        # DeepSpeed notes the places without the other order of `round_robin_gradients`, which `param_shapes` has.
+        elif self._parameters.dealt and not any(saved.get("param_alignment_paddings", [[]])[number]):
+            begin = rank * (length + saved["group_paddings"][number])
+            for fqn, shape in shapes.items():
+                first, at = max(at - begin, 0), at + math.prod(shape)
+                if (size := min(at - begin, length) - first) > 0:
+                    yield fqn, first, size
+        else:
+            places = saved["param_slice_mappings"][number]
+            for fqn in filter(places.__contains__, shapes):
+                yield fqn, places[fqn].state["start"], places[fqn].state["numel"]
 
     def _add_universal(self) -> None:
         """Add the parameters of the universal form, in which each is whole."""
@@ -309,11 +315,10 @@ class _FolderOfRanks:
                     continue
                 known = parameters.place(fqn, 0)[1].shape
                 whole = replicated([known if math.prod(known) == math.prod(tensor.shape) else tensor.shape])
-                place, name = self._files.places[tensor.storage.key], f"state.{fqn}.{slot}"
-                state[fqn][slot] = TensorRef(name)
-                self._ranges.add_whole(("optimizer", name), whole, 0, tensor, place)
+                state[fqn][slot] = TensorRef(f"state.{fqn}.{slot}")
+                self._ranges.add_whole(("optimizer", f"state.{fqn}.{slot}"), whole, 0, tensor)
                 if slot == _FP32 and (stage == 3 or fqn not in self._modules[0]):
-                    self._ranges.add_whole(("model", fqn), whole, 0, tensor, place)
+                    self._ranges.add_whole(("model", fqn), whole, 0, tensor)
 
     def _add_groups(self, groups: Sequence[Mapping[str, Any]], stage: int, mp: int) -> None:
         """Add the groups of a rank, with the names of their parameters instead of the numbers of the partitions."""
@@ -332,25 +337,16 @@ class _FolderOfRanks:
                 known.append({**settings, "params": names})
 
     def _add_slots(
-        self, place: tuple[str, DividedTensor, int], held: Mapping[str, Any], elements: tuple[int, int]
+        self, fqn: str, divided: DividedTensor, rank: int, held: Mapping[str, Any], elements: tuple[int, int]
     ) -> None:
         """Add the part of one parameter in each tensor of a partition; a number is one for the parameter."""
-        fqn, divided, rank = place
         content = self._optimizer["state"].setdefault(fqn, {})
         for slot, tensor in held.items():
             if type(tensor) is not StoredTensor or not tensor.shape:
                 content.setdefault(slot, tensor)
                 continue
             content[slot] = TensorRef(f"state.{fqn}.{slot}")
-            self._add_range("optimizer", f"state.{fqn}.{slot}", divided, rank, tensor, elements)
-
-    def _add_range(
-        self, state: str, fqn: str, divided: DividedTensor, rank: int, tensor: Any, elements: tuple[int, int]
-    ) -> None:
-        """Add elements of a flat tensor as the next ones of a parameter of a tensor-parallel rank."""
-        if type(tensor) is not StoredTensor:
-            raise ValueError(f"no tensor has the elements of {fqn!r}")
-        self._ranges.add_part((state, fqn), divided, rank, tensor, self._files.places[tensor.storage.key], elements)
+            self._ranges.add_part(("optimizer", f"state.{fqn}.{slot}"), divided, rank, tensor, elements)
 
 
 def _stage(saved: Mapping[str, Any]) -> int:

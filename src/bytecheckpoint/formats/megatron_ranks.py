@@ -84,8 +84,8 @@ class _Ranks:
         self._degree = degree
         self._columns = ForeignColumns()
         self._tree = Tree(storage.url)
-        self._ranges = FlatRanges(self._columns)
         self._files = TorchFiles(storage, self._columns)
+        self._ranges = FlatRanges(self._columns, self._files.places)
         self._left_out: list[str] = []
         self._rest: dict[str, Any] = {}
 
@@ -178,8 +178,7 @@ class _Ranks:
                 unknown.append(name)
             for rank, held in enumerate(ranks):
                 own = (name, divided, rank) if divided else (f"mp_rank_{rank:02}:{name}", replicated([shapes[rank]]), 0)
-                place = self._files.places[held[name].storage.key]
-                self._ranges.add_whole(("model", own[0]), *own[1:], held[name], place)
+                self._ranges.add_whole(("model", own[0]), *own[1:], held[name])
         self._add_other_names([name for name in ranks[0] if name not in unknown])
         if unknown:
             self._tree.notes.append(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -159,12 +160,14 @@ class FlatRanges:
 
     Attributes:
         columns: table of the whole tensors.
+        places: file and first byte of each storage, by key.
         numbers: number of each tensor that has ranges, by state and FQN.
         tensors: tensors of ranks, by number of the whole tensor and rank.
         ranges: position of the rank's tensor, first and last element, file and first byte of each range.
     """
 
     columns: ForeignColumns
+    places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     numbers: dict[tuple[str, str], int] = field(default_factory=dict)
     tensors: dict[tuple[int, int], _RankTensor] = field(default_factory=dict)
     ranges: list[tuple[int, int, int, int, int]] = field(default_factory=list)
@@ -196,36 +199,30 @@ class FlatRanges:
         own.filled += count
 
     def add_part(
-        self,
-        key: tuple[str, str],
-        divided: DividedTensor,
-        rank: int,
-        tensor: StoredTensor,
-        place: tuple[int, int],
-        elements: tuple[int, int],
+        self, key: tuple[str, str], divided: DividedTensor, rank: int, tensor: Any, elements: tuple[int, int]
     ) -> None:
-        """Add elements of a flat tensor; other arguments as for `add`.
+        """Add elements of a flat tensor.
 
         Args:
             key: state and FQN.
             divided: division of the tensor among the ranks.
             rank: the rank.
             tensor: the flat tensor.
-            place: file and first byte of its storage.
             elements: first element, and number of elements.
 
         Raises:
             ValueError: the flat tensor has no such elements, or another dtype than those of other ranks.
         """
+        if type(tensor) is not StoredTensor:
+            raise ValueError(f"no tensor has the elements of {key[1]!r}")
         first, count = elements
         if tensor.strides != (1,) or not 0 <= first <= first + count <= tensor.shape[0]:
             raise ValueError(f"the partition of {key[1]!r} has no elements {first} to {first + count}")
-        place = place[0], place[1] + tensor.start + first * itemsize(tensor.dtype)
-        self.add(key, tensor.dtype, divided, rank, place, count)
+        file, begin = self.places[tensor.storage.key]
+        begin += tensor.start + first * itemsize(tensor.dtype)
+        self.add(key, tensor.dtype, divided, rank, (file, begin), count)
 
-    def add_whole(
-        self, key: tuple[str, str], divided: DividedTensor, rank: int, tensor: StoredTensor, place: tuple[int, int]
-    ) -> None:
+    def add_whole(self, key: tuple[str, str], divided: DividedTensor, rank: int, tensor: StoredTensor) -> None:
         """Add all of a rank's tensor, which has to be row-major; arguments as for `add_part`."""
         if tensor.strides != row_major_of(tensor.shape):
             raise IncompatibleCheckpointError(
@@ -233,7 +230,12 @@ class FlatRanges:
             )
         size = math.prod(tensor.shape)
         flat = msgspec.structs.replace(tensor, shape=(size,), strides=(1,))
-        self.add_part(key, divided, rank, flat, place, (0, size))
+        self.add_part(key, divided, rank, flat, (0, size))
+
+    def of_rank(self, key: tuple[str, str], rank: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield first and last element, file and first byte of each range of a rank's tensor."""
+        own = self.tensors.get((self.numbers.get(key, -1), rank))
+        return (place for position, *place in self.ranges if own and position == own.position)  # type: ignore[misc]
 
     def rows(self, file: RangedFile) -> RowColumns:
         """Return the boxes of all ranges, which have to fill the tensors; `file` stands in errors."""
