@@ -15,7 +15,8 @@ import bytecheckpoint
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.formats import torch_save
 from bytecheckpoint.formats.deepspeed import read_deepspeed
-from bytecheckpoint.formats.deepspeed_ranks import _divisions, module_of_layer
+from bytecheckpoint.formats.deepspeed_modules import module_of_layer
+from bytecheckpoint.formats.deepspeed_ranks import _divisions
 from bytecheckpoint.formats.rank_parts import divide_view
 from bytecheckpoint.layouts import Layout, Rule
 from bytecheckpoint.storage import resolve

@@ -25,10 +25,9 @@ from bytecheckpoint.formats.megatron_buckets import (
     PlacedParameter,
     _ContentSearch,
     _Local,
-    _rounded,
 )
-from bytecheckpoint.formats.megatron_groups import named_groups
-from bytecheckpoint.formats.megatron_names import unstacked
+from bytecheckpoint.formats.megatron_names import named_groups, unstacked
+from bytecheckpoint.formats.rounding import rounded
 from bytecheckpoint.representation.boxes import BoxTable, row_major
 from bytecheckpoint.representation.values.codec import decode
 from bytecheckpoint.representation.values.tree import TensorRef
@@ -106,7 +105,7 @@ def test_rounding_is_that_of_torch() -> None:
     values = bits.view(torch.float32).nan_to_num()
     for dtype in ("bfloat16", "float16", "float32"):
         expected = values.to(getattr(torch, dtype)).view(torch.uint8).numpy().tobytes()
-        assert _rounded(values.numpy(), dtype) == expected
+        assert rounded(values.numpy(), dtype) == expected
 
 
 def placed(*weights: str) -> list[PlacedParameter]:

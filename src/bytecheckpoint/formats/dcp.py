@@ -192,8 +192,7 @@ def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metad
         for offset, info in found.stored.items():
             place = info["relative_path"], info["offset"], info["length"]
             items.append((number, offset, found.chunks[offset], *place))
-    keys = set(zip(columns.states, columns.fqns, strict=True))
-    if len(keys) != len(columns.fqns):
+    if len({*columns.keys}) != len(columns.keys):
         raise ValueError("two tensors have one name")
     tensor, offsets, lengths, names, begins, lengths_in_file = zip(*items, strict=True) if items else ((),) * 6
     boxes = _boxes(columns, tensor, offsets, lengths)
@@ -235,7 +234,7 @@ def _boxes(
         raise ValueError("a box lies outside of its tensor")
     have = np.bincount(boxes.tensor, np.prod(boxes.lengths.astype(np.float64), axis=1), len(volume))
     if len(wrong := np.flatnonzero(have != volume)):
-        name = columns.fqns[int(wrong[0])]
+        name = columns.keys[int(wrong[0])].fqn
         raise ValueError(f"the parts of {name!r} have {have[wrong[0]]:.0f} of {volume[wrong[0]]:.0f} elements")
     return boxes
 
@@ -244,7 +243,7 @@ def _values(content: DcpContent, tree: Tree) -> dict[str, bytes]:
     """Return the encoded tree of each state, with references to its tensors."""
     columns, place = content.columns, content.metadata.place
     trees: dict[str, Any] = {}
-    found = {**dict(zip(content.names, map(TensorRef, columns.fqns), strict=True)), **content.values}
+    found = {**dict(zip(content.names, (TensorRef(key.fqn) for key in columns.keys), strict=True)), **content.values}
     for name, value in found.items():
         state, path = place(name)
         _set(trees.setdefault(state, {}), path, value)

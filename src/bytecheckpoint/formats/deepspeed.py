@@ -16,16 +16,16 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, listed
-from bytecheckpoint.formats.deepspeed_ranks import ModelParameters, module_of_layer, shape_of
+from bytecheckpoint.formats.deepspeed_modules import FP32, JoinedModules
+from bytecheckpoint.formats.deepspeed_ranks import ModelParameters, shape_of
 from bytecheckpoint.formats.files import RangedFile, damage, open_file
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.inert import CallRecord
 from bytecheckpoint.formats.meanings import StoredTensor
-from bytecheckpoint.formats.megatron_buckets import is_rounded
 from bytecheckpoint.formats.rank_parts import DividedTensor, FlatRanges, replicated
 from bytecheckpoint.formats.torch_save import TorchFiles
 from bytecheckpoint.formats.trees import Tree
@@ -46,7 +46,6 @@ _LAYER_FILE: Final = re.compile(r"layer_(\d{1,7})-(?:model_(\d{1,7})-)?model_sta
 _KNOWN: Final = frozenset(
     ("module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "buffer_names")
 )
-_FP32: Final = "fp32"
 
 #: Names of files, by rank of model parallelism and another number.
 _Files = Mapping[tuple[int, int], str]
@@ -101,7 +100,7 @@ class _FolderOfRanks:
         self._files = TorchFiles(storage, self._columns)
         self._ranges = FlatRanges(self._columns, self._files.places)
         self._parameters = ModelParameters()
-        self._modules: list[dict[str, Any]] = []
+        self._modules = JoinedModules(self._files, self._parameters, self._ranges)
         self._optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
 
     def read(self, layers: _Files) -> ForeignCheckpoint:
@@ -114,8 +113,8 @@ class _FolderOfRanks:
         rest = values[0, 0]
         with open_file(self._storage, self._models[0, 0]) as file, damage(file, "DeepSpeed"):
             self._parameters.find_stages(rest)
-            tied = self._read_modules([values[mp, 0]["module"] for mp, rank in sorted(values) if rank == 0], layers)
-            self._parameters.divide(rest, self._modules)
+            self._modules.add([values[mp, 0]["module"] for mp, rank in sorted(values) if rank == 0], layers)
+            self._parameters.divide(rest, self._modules.of_ranks)
             if self._parameters.degree > 1 and (lost := self._parameters.undivided()):
                 self._tree.notes.append(
                     f"nothing says how {self._parameters.degree} tensor-parallel ranks divide {listed(lost)}: "
@@ -130,8 +129,8 @@ class _FolderOfRanks:
         if not self._optimizers:
             self._add_universal()
         with open_file(self._storage, self._models[0, 0]) as file, damage(file, "DeepSpeed"):
-            self._prove_tied(tied)
-            module = self._joined_modules(rest)
+            self._modules.prove_tied(self._storage)
+            module = self._modules.tree(rest)
             rows = self._ranges.rows(file)
         states = {"optimizer": self._optimizer, "model": module}
         states["extra_states"] = {key: item for key, item in rest.items() if key not in _KNOWN}
@@ -140,80 +139,6 @@ class _FolderOfRanks:
         return ForeignCheckpoint(
             "deepspeed", self._columns, encoded, self._tree.notes, rows, self._files.sums(), facts=facts
         )
-
-    def _read_modules(self, modules: Sequence[Any], layers: _Files) -> set[tuple[int, str]]:
-        """Join the modules of the stages of each tensor-parallel rank; those of pipelines are files of layers.
-
-        Returns:
-            Tensor-parallel rank and name of the tensors that were taken for those of tied modules.
-        """
-        degree, tied = self._parameters.degree, set[tuple[int, str]]()
-        self._modules = [{} for _ in range(degree)]
-        for mp, module in enumerate(modules):
-            self._modules[mp % degree].update(module or {})
-        for (rank, layer), name in sorted(layers.items()):
-            with self._files.open(name, 0) as (file, value), damage(file, "DeepSpeed"):
-                place = module_of_layer(layer, value, self._parameters.of_rank(rank))
-                for key, item in value.items():
-                    if place != str(layer) and type(item) is StoredTensor:
-                        tied.add((rank, f"{place}.{key}"))
-                    known = self._modules[rank].setdefault(f"{place}.{key}", item)
-                    if type(item) is StoredTensor and self._content(known) != self._content(item):
-                        raise IncompatibleCheckpointError(
-                            f"{file.label}: another layer has other values of {place}.{key}"
-                        )
-        return tied
-
-    def _prove_tied(self, tied: Iterable[tuple[int, str]]) -> None:
-        """Compare the layers that were taken for tied modules with the masters of these, which have to round to them."""
-        names = [file.name for file in self._columns.files]
-        for rank, name in sorted(tied):
-            fqn, _, own_rank = self._parameters.place(name, rank)
-            tensor = self._modules[rank][name]
-            at, begin = self._files.places[tensor.storage.key]
-            weight = names[at], begin + tensor.start
-            masters = self._ranges.of_rank(("optimizer", f"state.{fqn}.{_FP32}"), own_rank)
-            if not all(
-                is_rounded(self._storage, (names[file], first), weight, tensor.dtype, (start, stop))
-                for start, stop, file, first in masters
-            ):
-                raise IncompatibleCheckpointError(f"nothing says which layer {name!r} is: other layers have its shape")
-
-    def _content(self, tensor: StoredTensor) -> tuple[Any, ...]:
-        """Return facts that are equal only if the bytes of two tensors are."""
-        crc = self._files.crcs[tensor.storage.key]
-        key = tensor.storage.key if crc is None and tensor.storage.nbytes else None
-        return crc, key, tensor.storage.nbytes, tensor.start, tensor.dtype, tensor.shape, tensor.strides
-
-    def _joined_modules(self, rest: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the tree of the model, of which the tensors of parameters are added."""
-        parameters, numbers, found = self._parameters, self._ranges.numbers, dict[str, Any]()
-        tied = rest.get("shared_params") or {}
-        for rank, module in enumerate(self._modules):
-            for name, item in module.items():
-                own, divided, own_rank = parameters.place(name, rank)
-                first, elsewhere = tied.get(name), not (type(item) is StoredTensor and item.span)
-                if ("model", own) in numbers and elsewhere:
-                    continue  # partitions have it
-                if ("model", first) in numbers and elsewhere:
-                    self._columns.aliases.setdefault("model", {})[name] = str(first)
-                    found[name] = TensorRef(name)
-                elif parameters.degree == 1:
-                    found[name] = item
-                elif own == name and type(item) is StoredTensor:
-                    self._ranges.add_whole(("model", name), divided, own_rank, item)
-                elif first in parameters.divided:
-                    self._columns.aliases.setdefault("model", {})[name] = str(first)
-                    found[name] = TensorRef(name)
-                elif name not in parameters.buffers or not self._is_same_on_all(name):
-                    found[f"mp_rank_{rank:02}:{name}"] = item
-                else:
-                    found.setdefault(name, item)
-        return found | {fqn: TensorRef(fqn) for state, fqn in numbers if state == "model"}
-
-    def _is_same_on_all(self, name: str) -> bool:
-        held = [item for module in self._modules if type(item := module.get(name)) is StoredTensor]
-        return len(held) == len(self._modules) and len({*map(self._content, held)}) == 1
 
     def _add_frozen(self, value: Mapping[str, Any], mp: int, rank: int) -> None:
         """Add the shares of frozen parameters that a rank of ZeRO 3 has."""
@@ -238,13 +163,13 @@ class _FolderOfRanks:
             inner = {"state": dict(enumerate(inner)), "param_groups": [{} for _ in inner]}
         groups, parameters = inner.get("state", {}), self._parameters
         for number, tensor in enumerate(flat):
-            held = {_FP32: tensor, **groups.get(number, {})}
+            held = {FP32: tensor, **groups.get(number, {})}
             for fqn, first, size in self._shares(saved, number, tensor.shape[0], (mp, rank)):
                 if parameters.is_copy(fqn, mp):
                     continue
                 name, divided, own_rank = parameters.place(fqn, mp)
                 self._add_slots(name, divided, own_rank, held, (first, size))
-                if stage == 3 or fqn not in self._modules[mp % parameters.degree]:
+                if stage == 3 or fqn not in self._modules.of_ranks[mp % parameters.degree]:
                     self._ranges.add_part(("model", name), divided, own_rank, tensor, (first, size))
         if rank == 0:
             self._add_groups(inner.get("param_groups", []), stage, mp)
@@ -306,7 +231,7 @@ class _FolderOfRanks:
             fqn: {"step": steps[fqn]} if fqn in steps else {} for fqn in parameters.stages
         }
         first = next(iter(state), "")
-        slots = [_FP32, *(slot for slot in _UNIVERSAL_SLOTS if self._storage.version(f"zero/{first}/{slot}.pt"))]
+        slots = [FP32, *(slot for slot in _UNIVERSAL_SLOTS if self._storage.version(f"zero/{first}/{slot}.pt"))]
         for fqn, slot in itertools.product(state, slots):
             with self._files.open(f"zero/{fqn}/{slot}.pt", 0) as (file, value), damage(file, "DeepSpeed"):
                 tensor = value["param"] if type(value) is dict else value
@@ -317,7 +242,7 @@ class _FolderOfRanks:
                 whole = replicated([known if math.prod(known) == math.prod(tensor.shape) else tensor.shape])
                 state[fqn][slot] = TensorRef(f"state.{fqn}.{slot}")
                 self._ranges.add_whole(("optimizer", f"state.{fqn}.{slot}"), whole, 0, tensor)
-                if slot == _FP32 and (stage == 3 or fqn not in self._modules[0]):
+                if slot == FP32 and (stage == 3 or fqn not in self._modules.of_ranks[0]):
                     self._ranges.add_whole(("model", fqn), whole, 0, tensor)
 
     def _add_groups(self, groups: Sequence[Mapping[str, Any]], stage: int, mp: int) -> None:

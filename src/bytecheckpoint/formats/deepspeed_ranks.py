@@ -13,7 +13,7 @@ from bytecheckpoint.formats.meanings import StoredTensor
 from bytecheckpoint.formats.rank_parts import DividedTensor, RankPart, clip_rows, divide, divide_view, replicated
 from bytecheckpoint.representation.boxes import row_major_of
 
-__all__ = ["ModelParameters", "module_of_layer", "shape_of"]
+__all__ = ["ModelParameters", "shape_of"]
 
 #: Longest regular expression of a foreign file, and most repetitions in it: others could take hours.
 _MOST_PATTERN_CHARS, _MOST_REPETITIONS = 200, 3
@@ -125,31 +125,6 @@ def _tensor_degree(names: Sequence[Container[str]], dimensions: Any) -> int:
             f"the parameters of {len(names)} model-parallel ranks do not say which of these are one stage"
         )
     return degree
-
-
-def module_of_layer(layer: int, held: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return the name of a pipeline's layer in the model: its number, or that of tied modules.
-
-    Args:
-        layer: number of the layer.
-        held: content of the layer's file.
-        shapes: shapes of parameters of one tensor-parallel rank.
-
-    Raises:
-        IncompatibleCheckpointError: the layer may be one of several modules.
-    """
-    if any(f"{layer}.{name}" in shapes for name in held):
-        return str(layer)
-    tied: dict[str, dict[str, tuple[int, ...]]] = {}
-    for fqn, shape in shapes.items():
-        if fqn.startswith("tied_modules.") and len(steps := fqn.split(".", 2)) == 3:
-            tied.setdefault(steps[1], {})[steps[2]] = shape
-    fitting = [
-        key for key, own in tied.items() if all(getattr(held.get(k), "shape", None) == n for k, n in own.items())
-    ]
-    if len(fitting) > 1:
-        raise IncompatibleCheckpointError(f"nothing says which of the tied modules {fitting} layer {layer} is")
-    return f"tied_modules.{fitting[0]}" if fitting else str(layer)
 
 
 def _is_tied(fqn: str, rest: Mapping[str, Any]) -> bool:

@@ -28,6 +28,7 @@ from bytecheckpoint.representation.catalog import (
 )
 from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
 from bytecheckpoint.representation.dtypes import itemsize
+from bytecheckpoint.representation.shards import TensorKey
 
 __all__ = ["FileSums", "ForeignCheckpoint", "ForeignColumns", "RowColumns"]
 
@@ -117,16 +118,14 @@ class ForeignColumns:
 
     Attributes:
         files: table of files.
-        states, fqns, slots, dtypes, shapes, requires_grad: facts of each tensor.
+        keys, dtypes, shapes, requires_grad: facts of each tensor.
         rows: tensor, offsets, lengths, file, first byte and strides of each row.
         aliases: FQN under which a tied tensor is stored, by state and further name.
         owners: rank of each tensor that is a value of one rank, by number.
     """
 
     files: list[StorageFile] = field(default_factory=list)
-    states: list[str] = field(default_factory=list)
-    fqns: list[str] = field(default_factory=list)
-    slots: list[str] = field(default_factory=list)
+    keys: list[TensorKey] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     requires_grad: list[bool] = field(default_factory=list)
@@ -141,21 +140,26 @@ class ForeignColumns:
 
     def add_tensor(self, state: str, fqn: str, dtype: str, shape: tuple[int, ...], requires_grad: bool = False) -> int:
         """Add a tensor; return its number."""
-        self.states.append(state)
-        self.fqns.append(fqn)
-        self.slots.append("")
+        self.keys.append(TensorKey(state, fqn))
         self.dtypes.append(dtype)
         self.shapes.append(shape)
         self.requires_grad.append(requires_grad)
-        return len(self.fqns) - 1
+        return len(self.keys) - 1
 
-    def add_whole(self, state: str, tensors: Mapping[str, StoredTensor], places: Mapping[str, tuple[int, int]]) -> None:
+    def add_whole(
+        self,
+        state: str,
+        tensors: Mapping[str, StoredTensor],
+        places: Mapping[str, tuple[int, int]],
+        owner: int = SHARED,
+    ) -> None:
         """Add tensors that lie whole in one storage each; those that are the same view of one storage are tied.
 
         Args:
             state: state of the tensors.
             tensors: tensors by FQN.
             places: file and first byte of each storage, by key.
+            owner: rank whose values the tensors are; SHARED for all ranks.
         """
         first: dict[object, str] = {}
         for fqn, tensor in tensors.items():
@@ -165,6 +169,7 @@ class ForeignColumns:
                 self.aliases.setdefault(state, {})[fqn] = stored
                 continue
             number = self.add_tensor(state, fqn, tensor.dtype, tensor.shape, tensor.requires_grad)
+            self.owners[number] = owner
             zeros = (0,) * len(tensor.shape)
             self.rows.append((number, zeros, tensor.shape, file, begin + tensor.start, tensor.strides))
 
@@ -254,9 +259,9 @@ class ForeignColumns:
         """
         tied = self.aliases.get(state, {})
         numbers: dict[str, list[int]] = {}
-        for number, (of, fqn) in enumerate(zip(self.states, self.fqns, strict=True)):
-            if of == state:
-                numbers.setdefault(fqn, []).append(number)
+        for number, key in enumerate(self.keys):
+            if key.state == state:
+                numbers.setdefault(key.fqn, []).append(number)
         rows = {row[0]: row for row in self.rows}
         for name, (fqn, slot) in places.items():
             found = numbers.get(name, [])
@@ -265,12 +270,12 @@ class ForeignColumns:
                 found = [self.add_tensor(state, fqn, self.dtypes[same], self.shapes[same], self.requires_grad[same])]
                 self.rows.append((found[0], *rows[same][1:]))
             for number in found:
-                self.fqns[number], self.slots[number] = fqn, slot
+                self.keys[number] = TensorKey(state, fqn, slot)
 
     def add_values(self, state: str, name: str, size: int) -> None:
         """Add the plain values of a state, which are a file."""
         number = self.add_tensor(state, "", "uint8", (size,))
-        self.slots[number] = VALUES_SLOT
+        self.keys[number] = TensorKey(state, "", VALUES_SLOT)
         self.rows.append((number, (0,), (size,), self.add_file(name, size, state=state), 0, (1,)))
 
     def items(self, tensor: Int64s) -> Int64s:
@@ -301,13 +306,13 @@ class ForeignColumns:
         elements = np.where(empty, 0, ((boxes.lengths - 1) * strides).sum(axis=1) + 1)
         catalog = Catalog.build(
             TensorTable.of(
-                states=self.states,
-                fqns=self.fqns,
-                slots=self.slots,
+                states=[key.state for key in self.keys],
+                fqns=[key.fqn for key in self.keys],
+                slots=[key.slot for key in self.keys],
                 dtypes=self.dtypes,
                 shapes=shapes,
                 ndims=np.array([len(shape) for shape in self.shapes], np.int64),
-                owner=np.array([self.owners.get(number, SHARED) for number in range(len(self.fqns))], np.int32),
+                owner=np.array([self.owners.get(number, SHARED) for number in range(len(self.keys))], np.int32),
                 requires_grad=np.array(self.requires_grad, np.bool_),
             ),
             boxes=boxes,

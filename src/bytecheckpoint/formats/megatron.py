@@ -29,8 +29,15 @@ from bytecheckpoint.formats.files import RangedFile, damage, open_file
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns, RowColumns
 from bytecheckpoint.formats.inert import CallRecord
 from bytecheckpoint.formats.megatron_buckets import BUCKET, ModelWeight, OptimizerBucket, cut, place_parameters
-from bytecheckpoint.formats.megatron_groups import named_groups, param_groups
-from bytecheckpoint.formats.megatron_names import LAYER, PARAM, SLOTS, model_or_slot, unstacked
+from bytecheckpoint.formats.megatron_names import (
+    LAYER,
+    PARAM,
+    SLOTS,
+    model_or_slot,
+    named_groups,
+    param_groups,
+    unstacked,
+)
 from bytecheckpoint.formats.rank_parts import DividedTensor, FlatRanges, RankPart
 from bytecheckpoint.formats.shown import VALUES_NAME
 from bytecheckpoint.formats.torch_save import read_object
@@ -97,8 +104,8 @@ class _TorchDist:
     def read(self) -> ForeignCheckpoint:
         rows = self.add_tensors()
         common, others = self._values()
-        names = zip(self._columns.states, self._columns.fqns, strict=True)
-        states: dict[str, Any] = {"model": {fqn: TensorRef(fqn) for state, fqn in names if state == "model"}}
+        names = [key.fqn for key in self._columns.keys if key.state == "model"]
+        states: dict[str, Any] = {"model": {fqn: TensorRef(fqn) for fqn in names}}
         optimizer = common.pop("optimizer", None)
         made: dict[str, bytes] = {}
         if self._slots:
@@ -168,7 +175,7 @@ class _TorchDist:
     def _rows_in(self, buckets: Sequence[OptimizerBucket], rows: RowColumns) -> RowColumns:
         """Add the optimizer's state in buckets, each parameter with boxes of its own; return the rows."""
         columns = self._columns
-        shapes = dict(zip(columns.fqns, columns.shapes, strict=True))
+        shapes = {key.fqn: shape for key, shape in zip(columns.keys, columns.shapes, strict=True)}
         ranges, files = FlatRanges(columns), [file.name for file in columns.files]
         for one in place_parameters(self._storage, files, self._weights(rows), buckets, PARAM):
             weight = one.found[0].weight
@@ -194,8 +201,10 @@ class _TorchDist:
             ndim = len(columns.shapes[number])
             parts.setdefault(number, []).append((tuple(offsets[:ndim]), tuple(lengths[:ndim]), file, begin))
         weights, behind_layers = [], False
-        for number in (number for number, state in enumerate(columns.states) if state == "model"):
-            fqn, layer = columns.fqns[number], LAYER.search(columns.fqns[number])
+        for number, (state, fqn, _) in enumerate(columns.keys):
+            if state != "model":
+                continue
+            layer = LAYER.search(fqn)
             behind_layers = behind_layers or layer is not None
             order = (1, int(layer[1]), number) if layer else (2 * behind_layers, 0, number)
             weights.append(ModelWeight(fqn, columns.dtypes[number], order, tuple(sorted(parts[number]))))

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.errors import CorruptCheckpointError, listed
 from bytecheckpoint.formats.files import RangedFile, open_file
+from bytecheckpoint.formats.rounding import BLOCK_BYTES, rounded
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.storage import Storage
 
@@ -34,7 +35,6 @@ __all__ = [
     "PlacedParameter",
     "Run",
     "cut",
-    "is_rounded",
     "place_parameters",
 ]
 
@@ -43,7 +43,6 @@ BUCKET: Final = re.compile(
 )
 """Name of a bucket: group, buffer, dtypes, number, slot."""
 _ALIGNMENT: Final = 64
-_BLOCK_BYTES: Final = 8 << 20
 
 #: A part of a weight or bucket: first element, elements, file, first byte.
 Run = tuple[int, int, int, int]
@@ -220,7 +219,7 @@ class _ContentSearch:
         for of in sorted({local.weight.dtype for local in self._by_size[size]}):
             digest = hashlib.sha256()
             for block in self._elements(cut(runs, at, size, itemsize(dtype)), dtype):
-                digest.update(_rounded(block, of))
+                digest.update(rounded(block, of))
             if found := self._known(size, of).get(digest.digest()):
                 return PlacedParameter(bucket, at, size, list(found))
         return None
@@ -249,8 +248,8 @@ class _ContentSearch:
                 yield np.frombuffer(block, "<f4")
 
     def _blocks(self, file: int, begin: int, size: int) -> Iterator[bytes]:
-        for first in range(0, size, _BLOCK_BYTES):
-            yield self._files[file].read(begin + first, min(size - first, _BLOCK_BYTES))
+        for first in range(0, size, BLOCK_BYTES):
+            yield self._files[file].read(begin + first, min(size - first, BLOCK_BYTES))
 
     def _decide(self, placed: Sequence[PlacedParameter], ranks: set[int]) -> None:
         """Choose among parameters of equal content, by the rank of the group and by the order in the model.
@@ -314,38 +313,3 @@ def cut(runs: Iterable[Run], at: int, size: int, item: int) -> Iterator[Run]:
         first, stop = max(start, at), min(start + count, at + size)
         if first < stop:
             yield first, stop - first, file, begin + (first - start) * item
-
-
-def is_rounded(
-    storage: Storage, masters: tuple[str, int], weights: tuple[str, int], dtype: str, elements: tuple[int, int]
-) -> bool:
-    """Return whether fp32 elements round to elements of a weight.
-
-    Args:
-        storage: folder of the files.
-        masters: file and first byte of the fp32 elements.
-        weights: file and first byte of the weight.
-        dtype: dtype of the weight.
-        elements: first and last element of the range in the weight.
-    """
-    item, (start, stop) = itemsize(dtype), elements
-    with open_file(storage, masters[0]) as high, open_file(storage, weights[0]) as low:
-        for at in range(start, stop, _BLOCK_BYTES // 4):
-            count = min(stop - at, _BLOCK_BYTES // 4)
-            values = np.frombuffer(high.read(masters[1] + 4 * (at - start), 4 * count), "<f4")
-            if _rounded(values, dtype) != low.read(weights[1] + item * at, item * count):
-                return False
-    return True
-
-
-def _rounded(values: NDArray[np.float32], dtype: str) -> bytes:
-    """Return fp32 values in another dtype, rounded to the nearest, of two as near to the even one."""
-    if dtype == "bfloat16":
-        bits = values.view(np.uint32)
-        return (
-            ((bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16))
-            .astype("<u2")
-            .tobytes()
-        )
-    with np.errstate(over="ignore"):
-        return values.astype({"float16": "<f2", "float32": "<f4"}[dtype]).tobytes()

@@ -93,9 +93,7 @@ def _add_whole(
             alike[fqn] = next(iter(held.values()))
             continue
         for rank, tensor in held.items():
-            before = len(columns.fqns)
-            columns.add_whole(state, {fqn: tensor}, files.places)
-            columns.owners.update(dict.fromkeys(range(before, len(columns.fqns)), rank))
+            columns.add_whole(state, {fqn: tensor}, files.places, rank)
     columns.add_whole(state, alike, files.places)
 
 

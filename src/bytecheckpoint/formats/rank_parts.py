@@ -243,7 +243,7 @@ class FlatRanges:
         for own in tensors:
             if own.filled != math.prod(own.shape):
                 have = f"{own.filled} of {math.prod(own.shape)} elements"
-                raise file.damaged(f"the partitions of {columns.fqns[own.number]!r} have {have}")
+                raise file.damaged(f"the partitions of {columns.keys[own.number].fqn!r} have {have}")
         shapes, ndim = [own.shape for own in tensors], max(map(len, columns.shapes), default=1)
         table = BoxTable.build([own.number for own in tensors], [(0,) * len(shape) for shape in shapes], shapes, ndim)
         owner, start, stop, at, begin = np.array(self.ranges, np.int64).reshape(-1, 5).T

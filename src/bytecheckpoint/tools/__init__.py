@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bytecheckpoint.tools.adoption import AdoptReport, adopt
     from bytecheckpoint.tools.bandwidth import measure
-    from bytecheckpoint.tools.catalog_repair import GenerationReport, RepairReport, repair
+    from bytecheckpoint.tools.catalog_repair import RepairReport, repair
     from bytecheckpoint.tools.comparison import CompareReport, Difference, compare
     from bytecheckpoint.tools.copying import CopyReport, copy
     from bytecheckpoint.tools.export_target import ExportReport
     from bytecheckpoint.tools.exporting import export
     from bytecheckpoint.tools.fingerprints import Fingerprint, fingerprint
     from bytecheckpoint.tools.reading import stream
+    from bytecheckpoint.tools.rebuild import GenerationReport
     from bytecheckpoint.tools.removal import Removal, collect_garbage, collect_hot_garbage, remove
     from bytecheckpoint.tools.verification import VerifyFinding, VerifyReport, verify
 
@@ -55,7 +56,8 @@ _HOME = {
     "measure": "bandwidth",
     **dict.fromkeys(("AdoptReport", "adopt"), "adoption"),
     "stream": "reading",
-    **dict.fromkeys(("GenerationReport", "RepairReport", "repair"), "catalog_repair"),
+    "GenerationReport": "rebuild",
+    **dict.fromkeys(("RepairReport", "repair"), "catalog_repair"),
     **dict.fromkeys(("CompareReport", "Difference", "compare"), "comparison"),
     **dict.fromkeys(("CopyReport", "copy"), "copying"),
     "ExportReport": "export_target",

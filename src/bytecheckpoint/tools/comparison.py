@@ -153,7 +153,7 @@ class _Comparison:
             differences = found.setdefault(key, [])
             if key not in others and key not in b:
                 differences.append(
-                    _difference("only_a", key, rank, _describe_value(a, key), "", "is only in the first checkpoint")
+                    _difference("only_a", key, rank, _shorten(_value(a, key)), "", "is only in the first checkpoint")
                 )
                 continue
             one, two = _value(a, key), _value(b, key)
@@ -172,7 +172,7 @@ class _Comparison:
         self.differences += [difference for key in keys for difference in found[key]]
         missing = [key for key in b if key in others and key not in found and key not in a]
         self.differences += [
-            _difference("only_b", key, rank, "", _describe_value(b, key), "is only in the second checkpoint")
+            _difference("only_b", key, rank, "", _shorten(_value(b, key)), "is only in the second checkpoint")
             for key in missing
         ]
 
@@ -333,10 +333,6 @@ def _dtype_name(entry: Entry) -> str:
 def _shorten(value: Any) -> str:
     text = f"tensor {_dtype_name(value)}{list(value.shape)}" if isinstance(value, Entry) else shown(value)
     return text if len(text) <= 200 else text[:197] + "..."
-
-
-def _describe_value(checkpoint: CheckpointView, key: str) -> str:
-    return _shorten(_value(checkpoint, key))
 
 
 def _difference(kind: str, key: str, rank: int | None, a: str, b: str, text: str) -> Difference:

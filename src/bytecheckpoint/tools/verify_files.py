@@ -23,7 +23,7 @@ from bytecheckpoint.storage import FileReader, Storage, open_stored
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tools.progress import Counted, Progress
 
-__all__ = ["VerifyFinding", "VerifyReport", "finding_in", "verify_catalog"]
+__all__ = ["VerifyFinding", "VerifyReport", "coverage_findings", "finding_in", "verify_catalog"]
 
 #: Bytes of one read, and of the reads for which a thread opens a file once.
 _CHUNK, _SECTION = 8 << 20, 64 << 20
@@ -100,7 +100,7 @@ def verify_catalog(
     """
     counted = Counted(sum(file.size for file in catalog.files), progress)
     count = threads or settings().storage.read_threads or parallel_reads(storage, catalog)
-    findings = (*_FileCheck(storage, catalog, counted).run(count), *_coverage(catalog))
+    findings = (*_FileCheck(storage, catalog, counted).run(count), *coverage_findings(catalog))
     notes = _notes(storage, catalog)
     return VerifyReport(storage.url, len(catalog.files), counted.done, catalog.count, findings, notes, not findings)
 
@@ -277,11 +277,10 @@ def _disagreement(catalog: Catalog, number: int, header: StorageHeader) -> str:
     return ""
 
 
-def _coverage(catalog: Catalog) -> Iterator[VerifyFinding]:
+def coverage_findings(catalog: Catalog) -> Iterator[VerifyFinding]:
     """Yield a finding for each tensor of which a part is missing or stored twice."""
     whole = np.prod(catalog.shapes, axis=1, dtype=np.float64)
-    have = np.zeros(catalog.count)
-    np.add.at(have, catalog.boxes.tensor, catalog.boxes.volumes().astype(np.float64))
+    have = np.bincount(catalog.boxes.tensor, catalog.boxes.volumes().astype(np.float64), catalog.count)
     pairs = overlapping(catalog.boxes)
     twice = np.unique(catalog.boxes.tensor[pairs.left])
     for tensor in twice.tolist():
