@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from bytecheckpoint.formats import unpickling
 from bytecheckpoint.formats.inert import CallRecord
 from bytecheckpoint.formats.meanings import CONSTANTS, MEANINGS
 from bytecheckpoint.formats.unpickling import read_pickle
@@ -76,11 +75,8 @@ def fields(value: Any) -> Any:
     return plain(value) if isinstance(value, CallRecord) else (type(value).__name__, dict(state() or vars(value)))
 
 
-@pytest.mark.parametrize("templates", [True, False])
 @pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_runs_of_objects(monkeypatch, templates, protocol):
-    if not templates:
-        monkeypatch.setattr(unpickling, "_AFTER_TUPLE", b"never")
+def test_runs_of_objects(protocol):
     theirs = chunks()
     ours = read(pickle.dumps(theirs, protocol))
     assert len(ours) == len(theirs)

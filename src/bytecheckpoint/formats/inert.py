@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 __all__ = [
-    "COUNTED", "GATHERED", "LINES", "SIMPLE",
-    "CallRecord", "Dtype", "GlobalName", "Meaning", "append_items", "check_key", "set_items",
+    "COUNTED", "GATHERED", "LINES", "ON_STACK", "SIMPLE",
+    "CallRecord", "Dtype", "GlobalName", "Meaning", "append_items", "build", "check_key", "set_items",
 ]  # fmt: skip
 
 #: Decimal digits of the longest int in text, as in `sys.int_info.default_max_str_digits`.
@@ -125,6 +125,18 @@ def append_items(target: object, items: list[Any]) -> None:
         raise TypeError(f"items appended to a {type(target).__name__}")
 
 
+def build(target: object, state: object) -> None:
+    """Give an object its state. Dicts and inert objects of other kinds have attributes that mean nothing here."""
+    if type(target) is CallRecord:
+        if target.state is not None:
+            raise ValueError("two states of one object")
+        target.state = state
+    elif isinstance(target, GlobalName | list | tuple | set | str | int | float | bytes):
+        raise TypeError(f"a state for a {type(target).__name__}")
+    elif (take := getattr(target, "take_state", None)) is not None:
+        take(state)
+
+
 def _text(data: bytes) -> str:
     return str(data, "utf-8", "surrogatepass")
 
@@ -160,6 +172,16 @@ def _frozenset_of(items: list[Any]) -> frozenset[Any]:
     return frozenset(item for item in items if check_key(item))
 
 
+def _set_item(stack: list[Any]) -> None:
+    value, key = stack.pop(), stack.pop()
+    set_items(stack[-1], [key, value])
+
+
+def _append(stack: list[Any]) -> None:
+    item = stack.pop()
+    append_items(stack[-1], [item])
+
+
 COUNTED: dict[int, tuple[int, Callable[[bytes], object]]] = {
     0x58: (4, _text),
     0x8D: (8, _text),
@@ -185,3 +207,10 @@ GATHERED: dict[int, Callable[[list[Any]], object]] = {0x74: tuple, 0x6C: list, 0
 """Opcodes that make one object of all since the mark."""
 SIMPLE: dict[int, object] = {0x4E: None, 0x88: True, 0x89: False}
 """Opcodes of one value."""
+ON_STACK: dict[int, Callable[[list[Any]], None]] = {
+    0x8F: lambda stack: stack.append(set()),
+    0x32: lambda stack: stack.append(stack[-1]),
+    0x73: _set_item,
+    0x61: _append,
+}
+"""Opcodes that change the last objects only."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
@@ -16,14 +17,15 @@ from bytecheckpoint.formats.inert import (
     COUNTED,
     GATHERED,
     LINES,
+    ON_STACK,
     SIMPLE,
     CallRecord,
     GlobalName,
     Meaning,
     append_items,
+    build,
     set_items,
-)
-from bytecheckpoint.formats.records import NEW_WITH_DICT, RecordTemplates
+)  # fmt: skip
 from bytecheckpoint.garbage_collection import gc_paused
 
 __all__ = ["MAX_PICKLE_BYTES", "PickleEndsError", "read_pickle"]
@@ -90,26 +92,19 @@ def _damaged(file: str, position: int, what: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"{file}: its pickle is damaged near byte {position}: {what}", file=file)
 
 
+@dataclass(slots=True)
 class _Reader:
-    """The interpreter of one pickle."""
+    """The interpreter of one pickle; its arguments are those of `read_pickle`."""
 
-    def __init__(
-        self,
-        data: bytes,
-        file: str,
-        meanings: dict[str, Meaning],
-        constants: dict[str, object],
-        persistent: Callable[[object], object] | None,
-    ) -> None:
-        self.position = 0
-        self._data = data
-        self._file = file
-        self._meanings = meanings
-        self._constants = constants
-        self._persistent = persistent
-        self._names: dict[tuple[str, str], object] = {}
-        self._stack: list[Any] = []
-        self._memo: list[Any] = []
+    _data: bytes
+    _file: str
+    _meanings: dict[str, Meaning]
+    _constants: dict[str, object]
+    _persistent: Callable[[object], object] | None
+    position: int = 0
+    _names: dict[tuple[str, str], object] = field(default_factory=dict)
+    _stack: list[Any] = field(default_factory=list)
+    _memo: list[Any] = field(default_factory=list)
 
     def run(self, start: int) -> tuple[object, int]:
         """Interpret the opcodes from a position up to STOP."""
@@ -119,9 +114,6 @@ class _Reader:
         marks: list[int] = []  # lengths of the stack at the marks
         push, pop = stack.append, stack.pop
         most = room = _FREE_OBJECTS + (len(data) - start) // _BYTES_PER_OBJECT
-        size = self._global("torch", "Size")
-        assert isinstance(size, GlobalName)
-        templates = RecordTemplates(memo, size)
         remember = memo.append
         uint32 = _UINT32
         i = start
@@ -137,76 +129,63 @@ class _Reader:
                 elif op == 0x68:  # BINGET
                     push(memo[data[i]])
                     i += 1
-                elif op == 0x4B:  # BININT1
-                    push(data[i])
-                    i += 1
-                elif op == 0x71:  # BINPUT
-                    self._put_at(data[i])
-                    i += 1
-                elif op == 0x72:  # LONG_BINPUT
-                    self._put_at(int.from_bytes(data[i : i + 4], "little"))
-                    i += 4
                 elif op == 0x6A:  # LONG_BINGET
                     push(memo[uint32(data, i)[0]])
                     i += 4
-                elif op == 0x28:  # MARK
-                    marks.append(len(stack))
-                    room -= 1
+                elif op == 0x4B:  # BININT1
+                    push(data[i])
+                    i += 1
                 elif op == 0x85:  # TUPLE1
                     stack[-1] = (stack[-1],)
                     room -= 1
-                elif op == 0x86:  # TUPLE2
-                    last = pop()
-                    stack[-1] = (stack[-1], last)
-                    room -= 1
-                elif op == 0x52:  # REDUCE
+                elif op == 0x52 or op == 0x81:  # noqa: PLR1714 - REDUCE and NEWOBJ; a set would take longer
                     args = pop()
                     self.position = i
                     stack[-1] = self._call(stack[-1], args)
                     room -= 1
-                elif op == 0x4D:  # BININT2
-                    push(data[i] | data[i + 1] << 8)
-                    i += 2
+                elif op == 0x28:  # MARK
+                    marks.append(len(stack))
+                    room -= 1
+                elif op == 0x29:  # EMPTY_TUPLE
+                    push(())
+                elif op == 0x7D:  # EMPTY_DICT
+                    push({})
+                    room -= 1
+                elif op == 0x75:  # SETITEMS
+                    self.position = i
+                    items = self._since_mark(marks)
+                    set_items(stack[-1], items)
+                elif op == 0x62:  # BUILD
+                    state = pop()
+                    build(stack[-1], state)
                 elif op == 0x8C:  # SHORT_BINUNICODE
                     end = i + 1 + data[i]
                     push(str(data[i + 1 : end], "utf-8", "surrogatepass"))
                     i = end
                     if end > len(data):
                         raise IndexError
-                elif op == 0x29:  # EMPTY_TUPLE
-                    if data[i : i + 5] == _AFTER_TUPLE and type(stack[-1]) is GlobalName and not stack[-1].meaning:
-                        before, i = i + 5, templates.read(stack, data, i + 5)
-                        room -= (i - before) // 8
-                        if i > before:
-                            continue
-                        i -= 5
-                    push(())
-                elif op == 0x7D:  # EMPTY_DICT
-                    push({})
+                elif op == 0x86:  # TUPLE2
+                    last = pop()
+                    stack[-1] = (stack[-1], last)
                     room -= 1
-                elif op == 0x81:  # NEWOBJ
-                    args = pop()
-                    self.position = i
-                    stack[-1] = self._call(stack[-1], args)
-                    room -= 1
-                elif op == 0x75:  # SETITEMS
-                    self.position = i
-                    place = marks.pop()
-                    items = stack[place:]
-                    del stack[place:]
-                    set_items(stack[-1], items)
-                elif op == 0x62:  # BUILD
-                    state = pop()
-                    self._build(stack[-1], state)
-                elif op == 0x87:  # TUPLE3
-                    last, middle = pop(), pop()
-                    stack[-1] = (stack[-1], middle, last)
-                    room -= 1
+                elif op == 0x4D:  # BININT2
+                    push(data[i] | data[i + 1] << 8)
+                    i += 2
                 elif op == 0x4A:  # BININT
                     push(int.from_bytes(data[i : i + 4], "little", signed=True))
                     i += 4
                     if i > len(data):
                         raise IndexError
+                elif op == 0x71:  # BINPUT
+                    self._put_at(data[i])
+                    i += 1
+                elif op == 0x72:  # LONG_BINPUT
+                    self._put_at(int.from_bytes(data[i : i + 4], "little"))
+                    i += 4
+                elif op == 0x87:  # TUPLE3
+                    last, middle = pop(), pop()
+                    stack[-1] = (stack[-1], middle, last)
+                    room -= 1
                 elif op == 0x65:  # APPENDS
                     place = marks.pop()
                     append_items(stack[place - 1], stack[place:])
@@ -230,6 +209,13 @@ class _Reader:
         self._memo += [None] * (place + 1 - len(self._memo))
         self._memo[place] = self._stack[-1]
 
+    def _since_mark(self, marks: list[int]) -> list[Any]:
+        """Take all objects since the last mark off the stack."""
+        place = marks.pop()
+        items = self._stack[place:]
+        del self._stack[place:]
+        return items
+
     def _take(self, i: int, count: int) -> bytes:
         if count < 0 or i + count > len(self._data):
             self.position = len(self._data)
@@ -250,28 +236,15 @@ class _Reader:
             return CallRecord(target, args)
         return target.meaning(*args)
 
-    def _build(self, target: object, state: object) -> None:
-        """Take the state of an object. Dicts and inert objects of other kinds have attributes that mean nothing here."""
-        if type(target) is CallRecord:
-            if target.state is not None:
-                raise ValueError("two states of one object")
-            target.state = state
-        elif isinstance(target, GlobalName | list | tuple | set | str | int | float | bytes):
-            raise TypeError(f"a state for a {type(target).__name__}")
-        elif (take := getattr(target, "take_state", None)) is not None:
-            take(state)
-
     def _global(self, module: str, name: str) -> object:
         if type(module) is not str or type(name) is not str:
             raise TypeError("a global without a name")
-        found = self._names.get((module, name), self)
-        if found is self:
-            full = f"{_PYTHON_2.get(module, module)}.{name}"
-            found = self._constants.get(full, self)
-            if found is self:
-                found = GlobalName(_PYTHON_2.get(module, module), name, self._meanings.get(full))
-            self._names[module, name] = found
-        return found
+        if (module, name) not in self._names:
+            of = _PYTHON_2.get(module, module)
+            full = f"{of}.{name}"
+            found = GlobalName(of, name, self._meanings.get(full))
+            self._names[module, name] = self._constants.get(full, found)
+        return self._names[module, name]
 
     def _refuse(self, what: str) -> None:
         raise IncompatibleCheckpointError(f"{self._file}: {what}")
@@ -288,25 +261,16 @@ class _Reader:
             line, i = self._line(i)
             stack.append(LINES[op](line))
         elif op in GATHERED:
-            place = marks.pop()
-            stack[place:] = [GATHERED[op](stack[place:])]
+            stack.append(GATHERED[op](self._since_mark(marks)))
         elif op in SIMPLE:
             stack.append(SIMPLE[op])
         elif op == 0x47:  # BINFLOAT
             stack.append(struct.unpack(">d", self._take(i, 8))[0])
             return i + 8
-        elif op == 0x8F:  # EMPTY_SET
-            stack.append(set())
-        elif op == 0x73:  # SETITEM
-            value, key = stack.pop(), stack.pop()
-            set_items(stack[-1], [key, value])
-        elif op == 0x61:  # APPEND
-            item = stack.pop()
-            append_items(stack[-1], [item])
+        elif op in ON_STACK:
+            ON_STACK[op](stack)
         elif op == 0x90:  # ADDITEMS
-            place = marks.pop()
-            items = stack[place:]
-            del stack[place:]
+            items = self._since_mark(marks)
             append_items(stack[-1], items)
         elif op == 0x67:  # GET
             line, i = self._line(i)
@@ -317,9 +281,7 @@ class _Reader:
         elif op == 0x30:  # POP
             (marks if marks and marks[-1] == len(stack) else stack).pop()
         elif op == 0x31:  # POP_MARK
-            del stack[marks.pop() :]
-        elif op == 0x32:  # DUP
-            stack.append(stack[-1])
+            self._since_mark(marks)
         elif op == 0x93:  # STACK_GLOBAL
             name, module = stack.pop(), stack.pop()
             stack.append(self._global(module, name))
@@ -327,14 +289,10 @@ class _Reader:
             module_line, i = self._line(i)
             line, i = self._line(i)
             found = self._global(module_line.decode(), line.decode())
-            if op == 0x69:
-                place = marks.pop()
-                found = self._call(found, tuple(stack[place:]))
-                del stack[place:]
-            stack.append(found)
+            stack.append(self._call(found, tuple(self._since_mark(marks))) if op == 0x69 else found)
         elif op == 0x6F:  # OBJ
-            place = marks.pop()
-            stack[place:] = [self._call(stack[place], tuple(stack[place + 1 :]))]
+            target, *items = self._since_mark(marks)
+            stack.append(self._call(target, tuple(items)))
         elif op == 0x92:  # NEWOBJ_EX
             kwargs, args = stack.pop(), stack.pop()
             made = stack[-1] = self._call(stack[-1], args)
@@ -363,4 +321,3 @@ class _Reader:
 
 
 _UINT32 = struct.Struct("<I").unpack_from
-_AFTER_TUPLE = NEW_WITH_DICT[1:]
