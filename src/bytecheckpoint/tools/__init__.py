@@ -27,30 +27,10 @@ if TYPE_CHECKING:
     from bytecheckpoint.tools.verification import VerifyFinding, VerifyReport, verify
 
 __all__ = [
-    "AdoptReport",
-    "CompareReport",
-    "CopyReport",
-    "Difference",
-    "ExportReport",
-    "Fingerprint",
-    "GenerationReport",
-    "Removal",
-    "RepairReport",
-    "VerifyFinding",
-    "VerifyReport",
-    "adopt",
-    "collect_garbage",
-    "collect_hot_garbage",
-    "compare",
-    "copy",
-    "export",
-    "fingerprint",
-    "measure",
-    "remove",
-    "repair",
-    "stream",
-    "verify",
-]
+    "AdoptReport", "CompareReport", "CopyReport", "Difference", "ExportReport", "Fingerprint", "GenerationReport",
+    "Removal", "RepairReport", "VerifyFinding", "VerifyReport", "adopt", "collect_garbage", "collect_hot_garbage",
+    "compare", "copy", "export", "fingerprint", "measure", "remove", "repair", "stream", "verify",
+]  # fmt: skip
 
 _HOME = {
     "measure": "bandwidth",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bytecheckpoint._version import __version__
 from bytecheckpoint.concurrency import parallel_map
@@ -43,6 +44,8 @@ from bytecheckpoint.tools.subject import Subject, storage_of
 __all__ = ["AdoptReport", "adopt"]
 
 _CHUNK: Final = 8 << 20
+#: Sums of the blocks of a file.
+_Sums = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,15 +160,13 @@ def _check_target(source: ForeignStorage, destination: Storage) -> None:
     destination.check_publish(CATALOG_NAME, "")
 
 
-def _hashed(
-    source: ForeignStorage, catalog: Catalog, numbers: Sequence[int], counted: Counted
-) -> dict[int, np.ndarray[tuple[int], np.dtype[np.uint64]]]:
+def _hashed(source: ForeignStorage, catalog: Catalog, numbers: Sequence[int], counted: Counted) -> dict[int, _Sums]:
     """Return the sums of all blocks of some files, by the files' numbers."""
     storage = with_time_limits(source)
     sizes = {number: catalog.files[number].size for number in numbers}
     tasks = [(number, start) for number in numbers for start in range(0, sizes[number], 8 * _CHUNK)]
 
-    def read(task: tuple[int, int]) -> list[np.ndarray[tuple[int], np.dtype[np.uint64]]]:
+    def read(task: tuple[int, int]) -> list[_Sums]:
         number, start = task
         found = []
         with open_file(storage, catalog.files[number].name) as file:
@@ -176,15 +177,13 @@ def _hashed(
         return found
 
     threads = settings().storage.read_threads or parallel_reads(source, catalog)
-    sums: dict[int, list[np.ndarray[tuple[int], np.dtype[np.uint64]]]] = {number: [] for number in numbers}
+    sums: dict[int, list[_Sums]] = {number: [] for number in numbers}
     for (number, _), found in zip(tasks, parallel_map(read, tasks, threads, "bytecheckpoint-adopt"), strict=True):
         sums[number] += found
     return {number: np.concatenate([np.zeros(0, np.uint64), *found]) for number, found in sums.items()}
 
 
-def _own_file(
-    catalog: Catalog, number: int, data: bytes, name: str
-) -> tuple[StorageFile, np.ndarray[tuple[int], np.dtype[np.uint64]], bytes]:
+def _own_file(catalog: Catalog, number: int, data: bytes, name: str) -> tuple[StorageFile, _Sums, bytes]:
     """Return the storage file for a file that lies in memory, the sums of its blocks, and its content.
 
     Args:

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.formats.megatron import MARKER
 from bytecheckpoint.opening.view import CheckpointView
-from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.tools.export_target import ExportReport, check_target, new_folder, translated
 from bytecheckpoint.tools.huggingface import export_huggingface
 from bytecheckpoint.tools.megatron import megatron_content
 from bytecheckpoint.tools.progress import Progress
-from bytecheckpoint.tools.ranks import ToolRanks, tool_ranks
+from bytecheckpoint.tools.ranks import tool_ranks
 from bytecheckpoint.tools.state_dicts import state_dict_of
 from bytecheckpoint.tools.subject import Subject, opened
-from bytecheckpoint.tools.torch_files import Advance, Written, write_dcp, write_items, write_torch_file
+from bytecheckpoint.tools.torch_files import Advance, DcpFiles, Written, write_dcp, write_items, write_torch_file
 from bytecheckpoint.tools.universal import universal_of
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def export(
             if format != "torch" and ranks.rank == 0:
                 check_target(storage, force=False)
             view = CheckpointView.of(stack.enter_context(opened(checkpoint)))
-            return _PREPARED[format](view, storage, state, max_shard_bytes, ranks)
+            return _PREPARED[format](view, DcpFiles(storage, max_shard_bytes, ranks), state)
 
         prepared = ranks.all_succeed("prepare", prepare)  # before any rank writes
         with translated(f"export to {storage.url}"):
@@ -157,53 +157,44 @@ def _trees(view: CheckpointView, state: str | None) -> tuple[dict[str, Any], lis
     return tree, skipped, sum(view[k].nbytes for name in tree for k in view.keys_of(name) if view.stored_under(k))
 
 
-def _prepare_dcp(
-    view: CheckpointView, storage: Storage, state: str | None, max_file_bytes: int, ranks: ToolRanks
-) -> _Prepared:
+def _prepare_dcp(view: CheckpointView, files: DcpFiles, state: str | None) -> _Prepared:
     tree, skipped, total = _trees(view, state)
-    return _Prepared(total, skipped, lambda advance: write_dcp(view, tree, storage, max_file_bytes, advance, ranks))
+    return _Prepared(total, skipped, lambda advance: write_dcp(view, tree, files, advance))
 
 
-def _prepare_torch(
-    view: CheckpointView, storage: Storage, state: str | None, max_file_bytes: int, ranks: ToolRanks
-) -> _Prepared:
+def _prepare_torch(view: CheckpointView, files: DcpFiles, state: str | None) -> _Prepared:
     tree, skipped, total = _trees(view, state)
 
     def write(advance: Advance) -> Written:
-        os.makedirs(os.path.dirname(storage.url), exist_ok=True)
-        return write_torch_file(view, tree, storage.url, advance)
+        os.makedirs(os.path.dirname(files.storage.url), exist_ok=True)
+        return write_torch_file(view, tree, files.storage.url, advance)
 
     return _Prepared(total, skipped, write)
 
 
-def _prepare_universal(
-    view: CheckpointView, storage: Storage, state: str | None, max_file_bytes: int, ranks: ToolRanks
-) -> _Prepared:
-    if not isinstance(storage, LocalStorage):
-        raise UsageError(f"{storage.url}: DeepSpeed reads a local file system")
+def _prepare_universal(view: CheckpointView, files: DcpFiles, state: str | None) -> _Prepared:
+    if not isinstance(files.storage, LocalStorage):
+        raise UsageError(f"{files.storage.url}: DeepSpeed reads a local file system")
     found = universal_of(view, "model" if state is None else state)
 
     def write(advance: Advance) -> Written:
-        with new_folder(storage.url) as folder:
+        with new_folder(files.storage.url) as folder:
             return found.write(folder, advance)
 
     return _Prepared(found.nbytes, found.skipped, write)
 
 
-def _prepare_megatron(
-    view: CheckpointView, storage: Storage, state: str | None, max_file_bytes: int, ranks: ToolRanks
-) -> _Prepared:
+def _prepare_megatron(view: CheckpointView, files: DcpFiles, state: str | None) -> _Prepared:
     found = megatron_content(view, "model" if state is None else state, alone=state is not None)
     total = sum(view[key].nbytes for key in {view.stored_under(item.key): item.key for item in found.items}.values())
+    markers = {MARKER: _MEGATRON}
     return _Prepared(
         total,
         found.skipped,
-        lambda advance: write_items(
-            view, found.items, found.blobs, None, storage, max_file_bytes, advance, {MARKER: _MEGATRON}, ranks
-        ),
+        lambda advance: write_items(view, found.items, found.blobs, files, advance, markers=markers),
     )
 
 
-_PREPARED: Mapping[str, Callable[[CheckpointView, Storage, str | None, int, ToolRanks], _Prepared]] = {
+_PREPARED: Mapping[str, Callable[[CheckpointView, DcpFiles, str | None], _Prepared]] = {
     "dcp": _prepare_dcp, "torch": _prepare_torch, "deepspeed-universal": _prepare_universal, "megatron": _prepare_megatron,
 }  # fmt: skip

@@ -16,15 +16,9 @@ from bytecheckpoint.representation.dtypes import safetensors_code
 from bytecheckpoint.representation.storage_file import MAX_HEADER_BYTES
 
 __all__ = [
-    "ADAPTER_FILE",
-    "SINGLE_FILE",
-    "OutputFile",
-    "OutputTensor",
-    "distribute",
-    "export_dtype",
-    "header_bytes",
+    "ADAPTER_FILE", "SINGLE_FILE", "OutputFile", "OutputTensor", "distribute", "export_dtype", "header_bytes",
     "tensors_to_export",
-]
+]  # fmt: skip
 
 #: Name of the only file of an export.
 SINGLE_FILE = "model.safetensors"

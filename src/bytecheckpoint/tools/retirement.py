@@ -22,16 +22,9 @@ from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.storage.posix.storage import PosixStorage
 
 __all__ = [
-    "TOMBSTONE",
-    "finish_retirement",
-    "is_folder",
-    "is_link",
-    "links_in",
-    "remove_if_empty",
-    "retire",
-    "tombstones",
+    "TOMBSTONE", "finish_retirement", "is_folder", "is_link", "links_in", "remove_if_empty", "retire", "tombstones",
     "users_in",
-]
+]  # fmt: skip
 
 #: Names of tombstones.
 TOMBSTONE = re.compile(r"\.bytecheckpoint-retired-[0-9a-f]{16}\.json")

@@ -23,7 +23,10 @@ from bytecheckpoint.storage.posix.files import fsync_directory
 from bytecheckpoint.tools.ranks import ToolRanks
 from bytecheckpoint.tools.state_dicts import mapped
 
-__all__ = ["DcpItem", "Written", "why_not_plain", "write_dcp", "write_items", "write_object", "write_torch_file"]
+__all__ = [
+    "Advance", "DcpFiles", "DcpItem", "Written", "why_not_plain", "write_dcp", "write_items", "write_object",
+    "write_torch_file",
+]  # fmt: skip
 
 _PIECE_BYTES = 16 << 20
 _METADATA = ".metadata"
@@ -53,14 +56,7 @@ class Written:
     nbytes: int
 
 
-def write_dcp(
-    view: CheckpointView,
-    tree: Mapping[str, Any],
-    storage: Storage,
-    max_file_bytes: int,
-    advance: Advance,
-    ranks: ToolRanks,
-) -> Written:
+def write_dcp(view: CheckpointView, tree: Mapping[str, Any], files: DcpFiles, advance: Advance) -> Written:
     """Write a checkpoint of torch.distributed.checkpoint, as `dcp.save(tree)` does.
 
     Large tensors become several chunks, so the memory needed does not depend on them. The metadata is written last.
@@ -68,10 +64,8 @@ def write_dcp(
     Args:
         view: the checkpoint.
         tree: states as `state_dict_of` returns them, by name.
-        storage: empty folder.
-        max_file_bytes: bytes after which a new file begins.
+        files: files of this rank.
         advance: function that gets the number of bytes written.
-        ranks: ranks that write together.
     """
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
@@ -91,7 +85,7 @@ def write_dcp(
             items.append(DcpItem(name, entry.key, entry.shape, entry.dtype))
         else:
             blobs[name] = value
-    return write_items(view, items, blobs, paths, storage, max_file_bytes, advance, None, ranks)
+    return write_items(view, items, blobs, files, advance, paths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +111,10 @@ def write_items(
     view: CheckpointView,
     items: Iterable[DcpItem],
     blobs: Mapping[str, Any],
-    paths: Any,
-    storage: Storage,
-    max_file_bytes: int,
+    files: DcpFiles,
     advance: Advance,
-    markers: Mapping[str, bytes] | None,
-    ranks: ToolRanks,
+    paths: Any = None,
+    markers: Mapping[str, bytes] | None = None,
 ) -> Written:
     """Write a checkpoint of torch.distributed.checkpoint. Items that hold the same bytes share them.
 
@@ -130,12 +122,10 @@ def write_items(
         view: the checkpoint.
         items: the tensors.
         blobs: plain values by name.
-        paths: planner data of DCP.
-        storage: empty folder.
-        max_file_bytes: bytes after which a new file begins.
+        files: files of this rank, which reads and writes its share of the tensors.
         advance: function that gets the number of bytes written.
+        paths: planner data of DCP.
         markers: contents of further small files, by name, which are written behind the metadata.
-        ranks: ranks that write together; each reads and writes its share of the tensors.
     """
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -148,9 +138,8 @@ def write_items(
         wanted.setdefault(key, {}).setdefault((len(item.at), item.dtype), []).append(item)
         size = torch.Size(item.shape)
         described.setdefault(item.name, dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=item.dtype), size, []))
-    keys = list(wanted)
+    keys, ranks, storage = list(wanted), files.ranks, files.storage
     own = [keys[position] for position in ranks.share([view.tensors[key].nbytes for key in keys])]
-    files = _Files(storage, max_file_bytes, ranks.rank)
     last = {_METADATA: b"", **(markers or {})}
 
     def write() -> tuple[list[str], list[_Placed], int]:
@@ -212,22 +201,21 @@ def _saved(value: object) -> bytes:
     return buffer.getvalue()
 
 
-class _Files:
+class DcpFiles:
     """Files `__0_0.distcp`, `__0_1.distcp`, ... of rank 0, to which items are appended.
 
     Args:
-        storage: folder of the files.
+        storage: empty folder.
         max_bytes: bytes after which a new file begins.
-        rank: rank that writes them.
+        ranks: ranks that write together.
 
     Attributes:
         names: names of the files.
     """
 
-    def __init__(self, storage: Storage, max_bytes: int, rank: int) -> None:
+    def __init__(self, storage: Storage, max_bytes: int, ranks: ToolRanks) -> None:
         self.names: list[str] = []
-        self._rank = rank
-        self._storage, self._max_bytes = storage, max_bytes
+        self.storage, self.ranks, self._max_bytes = storage, ranks, max_bytes
         self._writer: Any = None
         self._size = 0
 
@@ -236,8 +224,8 @@ class _Files:
         if self._writer is not None and self._size + len(data) > self._max_bytes:
             self.finish()
         if self._writer is None:
-            self.names.append(f"__{self._rank}_{len(self.names)}.distcp")
-            self._writer, self._size = self._storage.create(NewFile(self.names[-1], self._max_bytes)), 0
+            self.names.append(f"__{self.ranks.rank}_{len(self.names)}.distcp")
+            self._writer, self._size = self.storage.create(NewFile(self.names[-1], self._max_bytes)), 0
         self._writer.write_at(self._size, [memoryview(data)])
         self._size += len(data)
         return self.names[-1], self._size - len(data), len(data)
@@ -252,15 +240,11 @@ class _Files:
         """Remove all files, and others of these names."""
         if self._writer is not None:
             self._writer.abort()
-        self._storage.delete([*others, *self.names])
+        self.storage.delete([*others, *self.names])
 
 
 def write_torch_file(
-    view: CheckpointView,
-    tree: Mapping[str, Any],
-    path: str,
-    advance: Advance,
-    dtype: torch.dtype | None = None,
+    view: CheckpointView, tree: Mapping[str, Any], path: str, advance: Advance, dtype: torch.dtype | None = None
 ) -> Written:
     """Write a file of `torch.save(tree)`; bytes are streamed into it, with their CRC32. It appears when it is complete.
 
@@ -278,9 +262,8 @@ def write_torch_file(
         stored = view.stored_under(entry.key)
         if stored not in known:
             entries.append(entry)
-            known[stored] = torch.empty(
-                entry.shape, dtype=dtype or entry.dtype, device="cpu"
-            )  # memory that nothing touches
+            # Nothing touches this memory.
+            known[stored] = torch.empty(entry.shape, dtype=dtype or entry.dtype, device="cpu")
         return known[stored]
 
     done = 0

@@ -90,13 +90,9 @@ class VerifyReport:
 def verify_catalog(
     storage: Storage, catalog: Catalog, progress: Progress | None = None, *, threads: int = 0
 ) -> VerifyReport:
-    """Check every file that `catalog` names: size, header, block checksums, and that every tensor is complete.
+    """Check every file of a storage that `catalog` names: size, header, block checksums, and that every tensor is complete.
 
-    Args:
-        storage: storage of the files.
-        catalog: the catalog to check against.
-        progress: function of (bytes checked, bytes in all), called by one thread at a time.
-        threads: concurrent reads; 0 uses as many as a load.
+    The other arguments are those of `verify`.
     """
     counted = Counted(sum(file.size for file in catalog.files), progress)
     count = threads or settings().storage.read_threads or parallel_reads(storage, catalog)
