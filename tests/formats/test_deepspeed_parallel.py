@@ -110,8 +110,8 @@ def test_tensors_that_nothing_describes_are_those_of_ranks(monkeypatch: pytest.M
     whole = read("grid")["model"]
     plain = torch_save.read_object
 
-    def without(*arguments: Any) -> Any:
-        found = plain(*arguments)
+    def without(*arguments: Any, **options: Any) -> Any:
+        found = plain(*arguments, **options)
         found.value.pop("universal_checkpoint_info", None)
         return found
 

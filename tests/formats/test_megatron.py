@@ -17,7 +17,7 @@ from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, Incom
 from bytecheckpoint.formats import megatron
 from bytecheckpoint.formats.dcp import read_content
 from bytecheckpoint.formats.detect import detect
-from bytecheckpoint.formats.foreign import ForeignColumns, RowColumns
+from bytecheckpoint.formats.foreign import ForeignColumns
 from bytecheckpoint.formats.megatron import read_megatron
 from bytecheckpoint.formats.megatron_buckets import (
     ModelWeight,
@@ -28,6 +28,7 @@ from bytecheckpoint.formats.megatron_buckets import (
 )
 from bytecheckpoint.formats.megatron_names import named_groups, unstacked
 from bytecheckpoint.formats.rounding import rounded
+from bytecheckpoint.formats.rows import RowColumns
 from bytecheckpoint.representation.boxes import BoxTable, row_major
 from bytecheckpoint.representation.values.codec import decode
 from bytecheckpoint.representation.values.tree import TensorRef
@@ -127,7 +128,7 @@ def placed(*weights: str) -> list[PlacedParameter]:
 )
 def test_equal_weights_are_told_apart_by_their_order_or_refused(content: list[str], expected: str | None) -> None:
     parameters = placed(*content)
-    search = _ContentSearch("here", {}, [], "param")
+    search = _ContentSearch("here", {}.__getitem__, [], "param")
     if expected is None:
         with pytest.raises(CorruptCheckpointError, match="nothing says which state in the buckets is that of"):
             search._decide(parameters, set())

@@ -16,12 +16,13 @@ import numpy as np
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from bytecheckpoint.formats.dcp_items import ItemReader
 from bytecheckpoint.formats.files import RangedFile, damage, open_file
-from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns, RowColumns
+from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.meanings import CONSTANTS, MEANINGS, dtype_name
+from bytecheckpoint.formats.rows import RowColumns
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.formats.unpickling import MAX_PICKLE_BYTES, read_pickle
 from bytecheckpoint.lazy import lazy
-from bytecheckpoint.representation.boxes import BoxTable
+from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import row_order
 from bytecheckpoint.representation.values.tree import MAX_DEPTH, TensorRef, key_of_path
 from bytecheckpoint.storage import Storage
@@ -61,7 +62,7 @@ class _Described:
 
 
 @dataclass
-class _Metadata:
+class _JoinedMetadata:
     """The metadata of all ranks.
 
     Attributes:
@@ -127,7 +128,7 @@ class DcpContent:
         values: plain values by name.
         storages: file and first byte of each storage among the plain values, by key.
         metadata: the metadata.
-        sums: CRC32 of the items.
+        sums: places of the items, as in `ForeignCheckpoint`.
     """
 
     columns: ForeignColumns
@@ -135,18 +136,12 @@ class DcpContent:
     names: list[str]
     values: dict[str, Any]
     storages: dict[str, tuple[int, int]]
-    metadata: _Metadata
-    sums: FileSums
+    metadata: _JoinedMetadata
+    sums: Int64s
 
 
 def read_dcp(storage: Storage) -> ForeignCheckpoint:
-    """Read a checkpoint of DCP.
-
-    Raises:
-        CheckpointNotFoundError: the folder holds no metadata of DCP.
-        CorruptCheckpointError: a file is missing or damaged.
-        IncompatibleCheckpointError: the checkpoint holds what this package does not read; the message says what.
-    """
+    """Read a checkpoint of DCP."""
     content = read_content(storage)
     tree = Tree(storage.url)
     with open_file(storage, metadata_files([name for name, _ in storage.list()])[0]) as file, damage(file, "DCP"):
@@ -160,7 +155,7 @@ def read_content(storage: Storage) -> DcpContent:
     names = metadata_files(list(sizes))
     if not names:
         raise CheckpointNotFoundError(f"{storage.url} holds no {METADATA} of DCP")
-    metadata = _Metadata()
+    metadata = _JoinedMetadata()
     for name in names:
         with open_file(storage, name) as file:
             if file.size > MAX_PICKLE_BYTES:
@@ -174,7 +169,7 @@ def read_content(storage: Storage) -> DcpContent:
         return _content(storage, file, sizes, metadata)
 
 
-def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metadata: _Metadata) -> DcpContent:
+def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metadata: _JoinedMetadata) -> DcpContent:
     """Read the heads and plain values that the metadata describe.
 
     Args:
@@ -211,7 +206,7 @@ def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metad
     rows = reader.rows(boxes, at, begin, size)
     plain = dict(zip(metadata.values, reader.values(places), strict=True))
     archives = np.concatenate([np.stack([at, begin, size], axis=1), np.array(places, np.int64).reshape(-1, 3)])
-    sums = FileSums.of([], archives)
+    sums = np.pad(archives, ((0, 0), (0, 1)), constant_values=-1)
     return DcpContent(columns, rows, list(metadata.tensors), plain, reader.storages, metadata, sums)
 
 

@@ -10,44 +10,34 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from bytecheckpoint.formats.archives import local_header_end, locate, read_directory
+from bytecheckpoint.formats.archives import local_header_end
 from bytecheckpoint.formats.files import RangedFile, open_file
-from bytecheckpoint.formats.foreign import ForeignColumns, RowColumns
+from bytecheckpoint.formats.foreign import ForeignColumns
 from bytecheckpoint.formats.meanings import StorageRef, StoredTensor
+from bytecheckpoint.formats.rows import RowColumns
 from bytecheckpoint.formats.torch_save import read_object, unpickle
 from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major
-from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.storage import Storage
 
 __all__ = ["ItemReader"]
 
-#: Bytes to which torch aligns the content of each member, and bytes of the longest head.
-_ALIGNMENT: Final = 64
-_LONGEST_HEAD: Final = 8192
-#: Bytes of a member beside name and content: those that follow the content, and its local header with a padding field.
-_DESCRIPTOR_BYTES, _HEADER_BYTES = 16, 34
+#: Bytes of an item that are read; its head is shorter, unless another program than torch wrote it.
+_HEAD: Final = 1024
 _DESCRIPTOR = b"PK\x07\x08"
 
 
-def _tensor_of_head(file: RangedFile, head: bytes) -> object:
-    """Return the value that the head of an item describes; None if the head has another form than torch's.
+def _head_of(data: bytes) -> bytes | None:
+    """Return the head of an item, up to the content of its storage; None if it has another form than torch's."""
+    last = data.rfind(b"PK\x03\x04", 0, max(data.find(b"/data/0"), 0))
+    end = local_header_end(data[last:]) if last > 0 else None
+    return None if end is None or last + end > len(data) or local_header_end(data) is None else data[: last + end]
 
-    Args:
-        file: the file, for messages.
-        head: bytes of the item up to the content of its storage.
 
-    Raises:
-        CorruptCheckpointError: the head differs from its CRC32.
-    """
-    last = head.rfind(b"PK\x03\x04")
-    begin, end = local_header_end(head), local_header_end(head[last:]) if last >= 0 else None
-    if begin is None or end is None or last + end != len(head) or b"/data/0" not in head[last:]:
-        return None
-    refs: dict[str, StorageRef] = {}
-    value, stop = unpickle(file, head, begin, refs)
-    if head[stop : stop + 4] != _DESCRIPTOR or head[stop + 4 : stop + 8] != struct.pack(
-        "<I", zlib.crc32(head[begin:stop])
-    ):
+def _value_of(file: RangedFile, head: bytes) -> object:
+    """Return the value that the head of an item describes. Raises CorruptCheckpointError: its CRC32 differs."""
+    value, stop = unpickle(file, head, local_header_end(head) or 0, {})
+    crc = struct.pack("<I", zlib.crc32(head[local_header_end(head) : stop]))
+    if head[stop : stop + 4] != _DESCRIPTOR or head[stop + 4 : stop + 8] != crc:
         raise file.damaged("the CRC32 of an item's pickle differs")
     return value
 
@@ -86,29 +76,24 @@ class ItemReader:
             CorruptCheckpointError: a head differs from the metadata, or from its CRC32.
         """
         self._check_inside(file, begin, size)
-        items = np.array([itemsize(name) for name in self._columns.dtypes], np.int64)
-        nbytes = boxes.volumes() * items[boxes.tensor] if len(file) else begin
-        lengths = self._heads(file, begin, size, nbytes) if nbytes.any() else np.zeros_like(begin)
-        first = begin + lengths
-        strides = row_major(boxes.lengths)
+        first, strides = begin.copy(), row_major(boxes.lengths)
         known: dict[bytes, object] = {}  # most items have the head of another one of equal shape
-        chosen = np.flatnonzero(nbytes > 0)
+        chosen = np.flatnonzero(boxes.volumes() > 0)
         for opened, places in self._by_file(file[chosen]):
-            rows = chosen[places]
-            ranges = zip(begin[rows].tolist(), lengths[rows].tolist(), strict=True)
-            found = opened.read_many([(at, min(length, opened.size - at)) for at, length in ranges])
-            for row, head in zip(rows.tolist(), found, strict=True):
+            rows = chosen[places].tolist()
+            found = opened.read_many([(int(begin[row]), min(int(size[row]), _HEAD)) for row in rows])
+            for row, data in zip(rows, found, strict=True):
                 number = int(boxes.tensor[row])
                 shape = tuple(boxes.lengths[row, : len(self._columns.shapes[number])].tolist())
-                if head not in known:
-                    known[head] = _tensor_of_head(opened, head)
-                value, whole = known[head], None
-                if value is None:
+                if (head := _head_of(data)) is None:
                     whole = read_object(opened.part(int(begin[row]), int(size[row])))
-                    value = whole.value
-                tensor = _checked(opened, value, self._columns.dtypes[number], shape)
-                if whole is not None:
-                    first[row] = begin[row] + whole.storages[tensor.storage.key].offset
+                    tensor = _checked(opened, whole.value, self._columns.dtypes[number], shape)
+                    first[row] += whole.storages[tensor.storage.key].offset
+                else:
+                    if head not in known:
+                        known[head] = _value_of(opened, head)
+                    tensor = _checked(opened, known[head], self._columns.dtypes[number], shape)
+                    first[row] += len(head)
                 if tensor.start + tensor.span > begin[row] + size[row] - first[row]:
                     raise opened.damaged(f"the item at byte {begin[row]} is shorter than its tensor")
                 strides[row, : len(shape)] = tensor.strides
@@ -150,32 +135,3 @@ class ItemReader:
         for chosen in np.split(order, bounds) if len(file) else []:
             with open_file(self._storage, self._names[int(file[chosen[0]])]) as opened:
                 yield opened, chosen
-
-    def _heads(self, file: NDArray[np.int32], begin: Int64s, size: Int64s, nbytes: Int64s) -> Int64s:
-        """Return the length of each item's head, which follows from the sizes of item and tensor and from one item.
-
-        All versions of torch write other members, but one version always the same, each aligned. So of an item of known
-        size only the head can differ in length.
-        """
-        probe = int(np.argmax(nbytes > 0))
-        with open_file(self._storage, self._names[int(file[probe])]) as opened:
-            part = opened.part(int(begin[probe]), int(size[probe]))
-            directory = read_directory(part)
-            members = sorted(directory.items(), key=lambda item: item[1].header_offset)
-            places = locate(part, directory.values())
-        data = next((name for name, _ in members if name == "data/0"), None)
-        if data is None:
-            return np.zeros(len(file), np.int64)
-        after = [entry for _, entry in members if entry.header_offset > directory[data].header_offset]
-        head = places[directory[data].filename].offset
-
-        def end(content: Int64s) -> Int64s:
-            for entry in after:
-                content = content + _DESCRIPTOR_BYTES + _HEADER_BYTES + len(entry.filename)
-                content = -(-content // _ALIGNMENT) * _ALIGNMENT + entry.file_size
-            return content
-
-        rest = int(size[probe]) - head - int(end(nbytes[probe : probe + 1])[0])
-        lengths = size - end(nbytes) - rest
-        regular = (lengths % _ALIGNMENT == 0) & (lengths > 0) & (lengths <= _LONGEST_HEAD)
-        return np.where(regular, lengths, 0)

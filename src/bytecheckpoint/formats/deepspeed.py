@@ -21,11 +21,11 @@ from typing import Any, Final
 
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, listed
 from bytecheckpoint.formats.deepspeed_modules import FP32, JoinedModules
-from bytecheckpoint.formats.deepspeed_ranks import ModelParameters, shape_of
+from bytecheckpoint.formats.deepspeed_ranks import ModelParameters
 from bytecheckpoint.formats.files import RangedFile, damage, open_file
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.inert import CallRecord
-from bytecheckpoint.formats.meanings import StoredTensor
+from bytecheckpoint.formats.meanings import StoredTensor, shape_of
 from bytecheckpoint.formats.rank_parts import DividedTensor, FlatRanges, replicated
 from bytecheckpoint.formats.torch_save import TorchFiles
 from bytecheckpoint.formats.trees import Tree
@@ -52,13 +52,7 @@ _Files = Mapping[tuple[int, int], str]
 
 
 def read_deepspeed(storage: Storage) -> ForeignCheckpoint:
-    """Read a folder of one step of DeepSpeed, with its partitioned optimizer.
-
-    Raises:
-        CheckpointNotFoundError: files of ranks lack.
-        CorruptCheckpointError: a file is damaged, or the partitions do not add up to the parameters.
-        IncompatibleCheckpointError: the folder holds what this package does not read; the message says what.
-    """
+    """Read a folder of one step of DeepSpeed, with its partitioned optimizer."""
     names = [name for name, _ in storage.list()]
     found = {(int(m[2]), int(m[1])): name for name in names if (m := OPTIMIZER_FILE.fullmatch(name))}
     # A file without a data-parallel rank comes last: it has the whole model.

@@ -9,11 +9,11 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any, Final
 
 from bytecheckpoint.errors import IncompatibleCheckpointError
-from bytecheckpoint.formats.meanings import StoredTensor
+from bytecheckpoint.formats.meanings import StoredTensor, shape_of
 from bytecheckpoint.formats.rank_parts import DividedTensor, RankPart, clip_rows, divide, divide_view, replicated
 from bytecheckpoint.representation.boxes import row_major_of
 
-__all__ = ["ModelParameters", "shape_of"]
+__all__ = ["ModelParameters"]
 
 #: Longest regular expression of a foreign file, and most repetitions in it: others could take hours.
 _MOST_PATTERN_CHARS, _MOST_REPETITIONS = 200, 3
@@ -270,11 +270,3 @@ def _box_start(place: Any, lengths: tuple[int, ...], shape: tuple[int, ...]) -> 
     if wrong or offset or any(not 0 <= at <= at + n <= size for at, n, size in zip(start, lengths, shape, strict=True)):
         raise ValueError("its affine map describes no boxes")
     return tuple(start)
-
-
-def shape_of(size: Any) -> tuple[int, ...]:
-    """Return a size in a file as a shape. Raises ValueError: no tensor can have it."""
-    shape = tuple(size)
-    if not all(type(n) is int and n >= 0 for n in shape) or math.prod(shape) >= 1 << 62:
-        raise ValueError("a shape that no tensor can have")
-    return shape

@@ -16,7 +16,7 @@ from bytecheckpoint.formats.dcp import METADATA, metadata_files, read_dcp
 from bytecheckpoint.formats.decoded import BytesReader, Decoded, DecodedFiles
 from bytecheckpoint.formats.deepspeed import OPTIMIZER_FILE, UNIVERSAL_FILE, read_deepspeed
 from bytecheckpoint.formats.files import open_file
-from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint
+from bytecheckpoint.formats.foreign import ForeignCheckpoint
 from bytecheckpoint.formats.huggingface import SAFETENSORS, read_huggingface, weight_files
 from bytecheckpoint.formats.megatron import MARKER, read_megatron
 from bytecheckpoint.formats.megatron_ranks import MODEL_FILE, read_megatron_ranks
@@ -25,6 +25,7 @@ from bytecheckpoint.formats.orbax import item_folder, read_orbax
 from bytecheckpoint.formats.rank_files import RANK_FILE, read_rank_files
 from bytecheckpoint.formats.shown import VALUES_NAME, with_values
 from bytecheckpoint.formats.torch_save import read_torch_save
+from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog_file import encode
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage, resolve
@@ -136,6 +137,10 @@ def _of_file(storage: Storage, name: str) -> FormatReader:
     raise CheckpointNotFoundError(f"{storage.url}/{name} is no file of safetensors or torch.save")
 
 
+#: Notes and sums of a checkpoint, and the files that its folder does not hold, by name.
+_Shown = tuple[tuple[str, ...], Int64s, Mapping[str, bytes | Decoded]]
+
+
 class ForeignStorage(WrappedStorage):
     """A folder of another program, with the catalog and the files of plain values that a reader makes of it, in memory.
 
@@ -152,44 +157,39 @@ class ForeignStorage(WrappedStorage):
         self.url = url or inner.url
         self._read = read
         self._lock = threading.Lock()
-        self._files: Mapping[str, bytes | Decoded] | None = None
+        self._found: _Shown | None = None
         self._decoded = DecodedFiles()
-        self._facts: tuple[tuple[str, ...], FileSums] = (), FileSums.of()
 
     def notes(self) -> tuple[str, ...]:
         """Return facts that a user should know: values that were left out, sizes that nothing proves."""
-        self._made(CATALOG_NAME)
-        return self._facts[0]
+        return self._shown()[0]
 
-    def sums(self) -> FileSums:
-        """Return the CRC32s that the format has, by positions in the catalog's table of files."""
-        self._made(CATALOG_NAME)
-        return self._facts[1]
+    def sums(self) -> Int64s:
+        """Return the CRC32s that the format has, as in `ForeignCheckpoint`."""
+        return self._shown()[1]
 
     def decoded(self) -> tuple[str, ...]:
         """Return the names of the files whose contents are compressed in the folder."""
-        self._made(CATALOG_NAME)
-        assert self._files is not None
-        return tuple(name for name, content in self._files.items() if isinstance(content, Decoded))
+        return tuple(name for name, content in self._shown()[2].items() if isinstance(content, Decoded))
+
+    def _shown(self) -> _Shown:
+        """Return notes and sums of the checkpoint, and the files that the folder does not hold, by name."""
+        with self._lock:
+            if self._found is None:
+                found = self._read(self.inner)
+                catalog, files = with_values(found)
+                self._found = tuple(found.notes), found.sums, {CATALOG_NAME: encode(catalog), **files}
+            return self._found
 
     def _made(self, name: str) -> bytes | Decoded | None:
         """Return the content of a file that the folder does not hold, None for one that it may hold."""
-        if name != CATALOG_NAME and not name.startswith(VALUES_NAME):
-            return None
-        with self._lock:
-            if self._files is None:
-                found = self._read(self.inner)
-                catalog, values = with_values(found)
-                self._facts = tuple(found.notes), found.sums
-                self._files = {CATALOG_NAME: encode(catalog), **values}
-            return self._files.get(name)
+        return self._shown()[2].get(name) if name == CATALOG_NAME or name.startswith(VALUES_NAME) else None
 
     def open(self, name: str) -> FileReader:  # noqa: D102 (the base describes it)
         data = self._made(name)
         if data is None:
             return super().open(name)
-        size = data.size if isinstance(data, Decoded) else len(data)
-        return BytesReader(size, lambda: self._bytes_of(name, data))
+        return BytesReader(_size(data), lambda: self._bytes_of(name, data))
 
     def read(self, name: str) -> bytes:  # noqa: D102
         data = self._made(name)
@@ -197,13 +197,14 @@ class ForeignStorage(WrappedStorage):
 
     def stat(self, name: str) -> FileStat:  # noqa: D102
         data = self._made(name)
-        if data is None:
-            return super().stat(name)
-        size = data.size if isinstance(data, Decoded) else len(data)
-        return FileStat(size, 0.0, str(size))
+        return super().stat(name) if data is None else FileStat(_size(data), 0.0, str(_size(data)))
 
     def _bytes_of(self, name: str, data: bytes | Decoded) -> bytes:
         return self._decoded.bytes_of(name, data) if isinstance(data, Decoded) else data
+
+
+def _size(data: bytes | Decoded) -> int:
+    return data.size if isinstance(data, Decoded) else len(data)
 
 
 def as_checkpoint(storage: Storage) -> ForeignStorage | None:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bytecheckpoint.errors import CorruptCheckpointError
 from bytecheckpoint.formats.decoded import Decoded
 from bytecheckpoint.formats.meanings import StoredTensor
+from bytecheckpoint.formats.rows import RowColumns
 from bytecheckpoint.formats.sharded import ShardedValue
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.lazy import lazy
-from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major, widened
+from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major
 from bytecheckpoint.representation.catalog import (
     FOREIGN,
     SHARED,
@@ -26,90 +27,10 @@ from bytecheckpoint.representation.catalog import (
     TensorTable,
     row_order,
 )
-from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.shards import TensorKey
 
-__all__ = ["FileSums", "ForeignCheckpoint", "ForeignColumns", "RowColumns"]
-
-
-@dataclass(frozen=True, slots=True)
-class FileSums:
-    """CRC32 of byte ranges of foreign files, as columns; `n` ranges.
-
-    Attributes:
-        file: position in the catalog's table of files, int32 [n].
-        offset: first byte of each range in its file, int64 [n].
-        length: bytes of each range, int64 [n].
-        crc: CRC32 of each range, uint32 [n].
-        archives: file, first byte and length of zip files inside of files, whose directories have CRC32s, int64 [m, 3].
-    """
-
-    file: NDArray[np.int32]
-    offset: Int64s
-    length: Int64s
-    crc: NDArray[np.uint32]
-    archives: Int64s
-
-    @staticmethod
-    def of(rows: Sequence[tuple[int, int, int, int]] = (), archives: Int64s | None = None) -> FileSums:
-        """Return the columns of (file, offset, length, crc)."""
-        columns = np.array(rows, np.int64).reshape(len(rows), 4)
-        return FileSums(
-            columns[:, 0].astype(np.int32), columns[:, 1].copy(), columns[:, 2].copy(), columns[:, 3].astype(np.uint32),
-            np.zeros((0, 3), np.int64) if archives is None else archives,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class RowColumns:
-    """Rows of a catalog as columns.
-
-    Attributes:
-        boxes: the boxes of the rows.
-        file: position of each row's file in the table of files, int32 [n].
-        begin: first byte of each row in its file, int64 [n].
-        strides: elements between two neighbours, int64 [n, d].
-    """
-
-    boxes: BoxTable
-    file: NDArray[np.int32]
-    begin: Int64s
-    strides: Int64s
-
-    def take(self, index: Int64s | NDArray[np.bool_]) -> RowColumns:
-        """Return the rows at `index` (positions or a mask), in that order."""
-        return RowColumns(self.boxes.take(index), self.file[index], self.begin[index], self.strides[index])
-
-    @staticmethod
-    def concat(tables: Sequence[RowColumns]) -> RowColumns:
-        """Return all rows, one table after the other."""
-        boxes = BoxTable.concat([table.boxes for table in tables])
-        return RowColumns(
-            boxes,
-            np.concatenate([table.file for table in tables]),
-            np.concatenate([table.begin for table in tables]),
-            np.concatenate([widened(table.strides, boxes.ndim, 1) for table in tables]),
-        )
-
-    @staticmethod
-    def of_ranges(
-        boxes: BoxTable, ranges: tuple[Int64s, Int64s], file: NDArray[np.int32], begin: Int64s, items: Int64s
-    ) -> tuple[RowColumns, Int64s]:
-        """Return the rows of ranges of elements in boxes, and the number of each row's range.
-
-        Args:
-            boxes: the box in which each range lies.
-            ranges: row-major number in the box of the first element of each range, and of the one behind it.
-            file: file of each range.
-            begin: first byte of each range in its file.
-            items: bytes of an element of each range.
-        """
-        found = flat_ranges_to_boxes(boxes.lengths, *ranges)
-        of = found.source
-        rows = BoxTable(boxes.tensor[of], boxes.offsets[of] + found.offsets, found.lengths)
-        first = begin[of] + (found.flat_start - ranges[0][of]) * items[of]
-        return RowColumns(rows, file[of], first, row_major(found.lengths)), of
+__all__ = ["ForeignCheckpoint", "ForeignColumns"]
 
 
 @dataclass
@@ -191,41 +112,30 @@ class ForeignColumns:
         Raises:
             CorruptCheckpointError: the parts of a tensor contradict each other, or do not add up to it.
         """
-        first: dict[str, tuple[int, ShardedValue]] = {}
-        volumes: dict[str, int] = {}
-        taken: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+        held: dict[str, list[ShardedValue]] = {}
         for values in ranks:
             for fqn, value in values.items():
-                if fqn not in first:
-                    number = self.add_tensor(state, fqn, value.dtype, value.shape, value.requires_grad)
-                    first[fqn] = number, value
-                    volumes[fqn] = 0
-                number, other = first[fqn]
-                if (value.dtype, value.shape) != (other.dtype, other.shape):
-                    raise CorruptCheckpointError(f"{label}: the ranks have different shapes or dtypes of {fqn!r}")
-                for offsets, part in value.parts:
-                    ends = [o + n for o, n in zip(offsets, part.shape, strict=False)]
-                    known = taken.get((fqn, offsets))
-                    if (
-                        not len(offsets) == len(part.shape) == len(value.shape)
-                        or known not in {None, part.shape}
-                        or any(end > size for end, size in zip(ends, value.shape, strict=True))
-                    ):
-                        where = f"a part of {fqn!r} at {list(offsets)}"
-                        raise CorruptCheckpointError(f"{label}: {where} does not fit the others, or its tensor")
-                    if known is not None:
-                        continue
-                    taken[fqn, offsets] = part.shape
-                    file, begin = places[part.storage.key]
-                    volumes[fqn] += math.prod(part.shape)
-                    self.rows.append((number, offsets, part.shape, file, begin + part.start, part.strides))
-        for fqn, volume in volumes.items():
-            number, value = first[fqn]
-            if volume != math.prod(value.shape):
-                have = f"{volume} of {math.prod(value.shape)} elements"
-                raise CorruptCheckpointError(
-                    f"{label}: the parts of {fqn!r} have {have}: files of other ranks are needed"
-                )
+                held.setdefault(fqn, []).append(value)
+        for fqn, of_ranks in held.items():
+            value, parts = of_ranks[0], dict[tuple[int, ...], StoredTensor]()
+            if any((other.dtype, other.shape) != (value.dtype, value.shape) for other in of_ranks):
+                raise CorruptCheckpointError(f"{label}: the ranks have different shapes or dtypes of {fqn!r}")
+            for offsets, part in itertools.chain.from_iterable(other.parts for other in of_ranks):
+                if (
+                    not len(offsets) == len(part.shape) == len(value.shape)
+                    or parts.setdefault(offsets, part).shape != part.shape
+                    or any(o + n > size for o, n, size in zip(offsets, part.shape, value.shape, strict=True))
+                ):
+                    where = f"a part of {fqn!r} at {list(offsets)}"
+                    raise CorruptCheckpointError(f"{label}: {where} does not fit the others, or its tensor")
+            have, whole = sum(math.prod(part.shape) for part in parts.values()), math.prod(value.shape)
+            if have != whole:
+                text = f"the parts of {fqn!r} have {have} of {whole} elements: files of other ranks are needed"
+                raise CorruptCheckpointError(f"{label}: {text}")
+            number = self.add_tensor(state, fqn, value.dtype, value.shape, value.requires_grad)
+            for offsets, part in parts.items():
+                file, begin = places[part.storage.key]
+                self.rows.append((number, offsets, part.shape, file, begin + part.start, part.strides))
 
     def add_states(
         self,
@@ -337,7 +247,8 @@ class ForeignCheckpoint:
         values: the encoded tree of plain values of each state (docs/format-values.md). No file holds these bytes.
         notes: facts that a user should know: values that were left out, sizes that nothing proves.
         rows: rows that are columns already; None: all rows are in `columns`.
-        sums: CRC32 of ranges of the files, where the format has them.
+        sums: file, first byte, length and CRC32 of ranges of the files, where the format has them, int64 [n, 4]; -1 instead
+            of the CRC32 of a zip file inside of a file, whose directory has CRC32s.
         made: files that no folder holds, whose names begin with `VALUES_NAME`, by name: numbers that the program keeps in
             plain values, and an optimizer in tensors; contents that are compressed.
         facts: further facts about the save.
@@ -348,7 +259,7 @@ class ForeignCheckpoint:
     values: Mapping[str, bytes]
     notes: Sequence[str] = ()
     rows: RowColumns | None = None
-    sums: FileSums = field(default_factory=FileSums.of)
+    sums: Int64s = field(default_factory=lambda: np.zeros((0, 4), np.int64))
     made: Mapping[str, bytes | Decoded] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 

@@ -16,10 +16,10 @@ import msgspec
 
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from bytecheckpoint.formats.files import RangedFile, open_file
-from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns
+from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.meanings import StorageRef, StoredTensor
 from bytecheckpoint.formats.sharded import ShardedValue
-from bytecheckpoint.formats.torch_save import read_object
+from bytecheckpoint.formats.torch_save import TorchFiles
 from bytecheckpoint.representation.boxes import row_major_of
 from bytecheckpoint.representation.header_reader import StorageHeader, header_bytes_needed, parse_header
 from bytecheckpoint.storage import Storage
@@ -77,11 +77,6 @@ def read_huggingface(storage: Storage, name: str | None = None) -> ForeignCheckp
     Args:
         storage: the folder.
         name: the only file to read; None: those of the folder.
-
-    Raises:
-        CheckpointNotFoundError: the folder has no weights, or lacks a file that its index names.
-        CorruptCheckpointError: a file is damaged, or differs from the index.
-        IncompatibleCheckpointError: the folder holds what this package does not read; the message says what.
     """
     sizes = dict(storage.list())
     try:
@@ -96,15 +91,14 @@ def read_huggingface(storage: Storage, name: str | None = None) -> ForeignCheckp
             raise CheckpointNotFoundError(f"{storage.url} lacks the file {missing[0]!r}, which {index} names")
     if not names:
         raise CheckpointNotFoundError(f"{storage.url} has no weights")
-    reader = _FolderReader(wanted)
+    reader = _FolderReader(storage, wanted)
     others = [found for found in sizes if found.endswith((".pt", ".pth")) and found not in names]
     if others and name is None:
         reader.notes.append(
             f"{', '.join(others[:5])}: not read, since the weights lie beside; give one of them by name"
         )
     for found in names:
-        with open_file(storage, found) as file:
-            reader.add(file)
+        reader.add(found)
     facts = {"config": _json(storage, "config.json", dict[str, Any])} if "config.json" in sizes else {}
     return reader.checkpoint(f"{storage.url}/{index or names[0]}", facts)
 
@@ -113,10 +107,15 @@ def _json(storage: Storage, name: str, kind: type[_T]) -> _T:
     with open_file(storage, name) as file:
         if file.size > _MOST_JSON:
             raise IncompatibleCheckpointError(f"{file.label} has {file.size} bytes, more than {_MOST_JSON}")
-        try:
-            return msgspec.json.decode(file.read(0, file.size), type=kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise file.damaged(f"it cannot be read ({error})") from error
+        return _decoded(file, "it", file.read(0, file.size), kind)
+
+
+def _decoded(file: RangedFile, what: str, data: bytes | str, kind: type[_T]) -> _T:
+    """Return the value of a JSON text in a file, `what` in messages."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise file.damaged(f"{what} cannot be read ({error})") from error
 
 
 class _FolderReader:
@@ -127,23 +126,25 @@ class _FolderReader:
         notes: facts that a user should know.
     """
 
-    def __init__(self, wanted: Mapping[str, str] | None) -> None:
-        self.wanted = wanted
+    def __init__(self, storage: Storage, wanted: Mapping[str, str] | None) -> None:
+        self._storage, self.wanted = storage, wanted
         self.notes: list[str] = []
         self._columns = ForeignColumns()
-        self._places: dict[str, tuple[int, int]] = {}
-        self._sums: list[tuple[int, int, int, int]] = []
+        self._files = TorchFiles(storage, self._columns)
         self._names: set[str] = set()  # of whole tensors
         self._pieces: dict[str, list[tuple[_TensorPiece, StoredTensor]]] = {}
 
-    def add(self, file: RangedFile) -> None:
+    def add(self, name: str) -> None:
         """Add the tensors of a file that the index has there, or all without an index."""
-        number = self._columns.add_file(file.name, file.size)
-        if file.name.endswith(SAFETENSORS):
-            self._places[file.name] = number, 0
-            self._add_safetensors(file)
-        else:
-            self._add_torch(file, number)
+        if name.endswith(SAFETENSORS):
+            with open_file(self._storage, name) as file:
+                self._add_safetensors(file)
+            return
+        with self._files.open(name) as (file, value):
+            if not isinstance(value, dict) or not all(type(key) is str for key in value):
+                raise IncompatibleCheckpointError(f"{file.label} is no dict of tensors by name")
+            tensors = {key: tensor for key, tensor in value.items() if isinstance(tensor, StoredTensor)}
+            self._add_whole(file, {key: tensor for key, tensor in tensors.items() if self._expected(file, key)})
 
     def checkpoint(self, label: str, facts: Mapping[str, Any]) -> ForeignCheckpoint:
         """Return the checkpoint, when all tensors are whole.
@@ -157,15 +158,13 @@ class _FolderReader:
             text = f"{label} names {min(missing)!r} in {self.wanted[min(missing)]!r}, which lacks it"
             raise CheckpointNotFoundError(text)
         for name, pieces in self._pieces.items():
-            self._columns.add_sharded("model", _joined(label, name, pieces), self._places, label)
+            self._columns.add_sharded("model", _joined(label, name, pieces), self._files.places, label)
         guessed = sorted(n for n, pieces in self._pieces.items() if any(one.global_shape is None for one, _ in pieces))
         if guessed:
             facts = {**facts, "guessed_shapes": guessed}
             what = "no file says the whole shape, so the lack of a tail does not show"
             self.notes.append(f"{len(guessed)} tensors, such as {guessed[0]!r}: {what}")
-        return ForeignCheckpoint(
-            "huggingface", self._columns, {}, self.notes, sums=FileSums.of(self._sums), facts=facts
-        )
+        return ForeignCheckpoint("huggingface", self._columns, {}, self.notes, sums=self._files.sums(), facts=facts)
 
     def _expected(self, file: RangedFile, name: str) -> bool:
         """Return whether the tensor of a file is the one that the index means."""
@@ -176,17 +175,17 @@ class _FolderReader:
         return False
 
     def _add_safetensors(self, file: RangedFile) -> None:
-        header = _header(file)
-        tensors = {}
+        header, tensors = _header(file), {}
+        self._files.places[file.name] = self._columns.add_file(file.name, file.size), 0
         for entry in header.entries:
             if self._expected(file, entry.key.fqn):
                 ref = StorageRef(file.name, entry.dtype, file.size, 0, file.size)
                 shape, begin = entry.global_shape, header.data_offset + entry.byte_offset
                 tensors[entry.key.fqn] = StoredTensor(ref, entry.dtype, begin, shape, row_major_of(shape))
-        places = _pieces(file, header)
-        if places is None:
+        if (text := header.metadata.get(_SHARDING)) is None:
             self._add_whole(file, tensors)
-        else:
+        else:  # a file of DCP
+            places = _decoded(file, f"its {_SHARDING}", text, dict[str, _TensorPiece])
             self._refuse_twice(file, self._names & tensors.keys())
             for name, tensor in tensors.items():
                 place = places.get(name)
@@ -198,20 +197,10 @@ class _FolderReader:
                 self._columns.aliases.setdefault("model", {})[name] = kept
                 self._names.add(name)
 
-    def _add_torch(self, file: RangedFile, number: int) -> None:
-        found = read_object(file, f"{number}/")
-        value = found.value
-        if not isinstance(value, dict) or not all(type(name) is str for name in value):
-            raise IncompatibleCheckpointError(f"{file.label} is no dict of tensors by name")
-        tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, StoredTensor)}
-        self._places |= {key: (number, member.offset) for key, member in found.storages.items()}
-        self._sums += [(number, m.offset, m.size, m.crc) for m in found.storages.values() if m.crc is not None]
-        self._add_whole(file, {name: tensor for name, tensor in tensors.items() if self._expected(file, name)})
-
     def _add_whole(self, file: RangedFile, tensors: Mapping[str, StoredTensor]) -> None:
         self._refuse_twice(file, tensors.keys() & (self._names | self._pieces.keys()))
         self._names |= tensors.keys()
-        self._columns.add_whole("model", tensors, self._places)
+        self._columns.add_whole("model", tensors, self._files.places)
 
     def _refuse_twice(self, file: RangedFile, names: Set[str]) -> None:
         if names:
@@ -236,17 +225,6 @@ def _joined(
         {name: ShardedValue(tensor.dtype, piece.global_shape or shape, ((piece.saved_offsets, tensor),))}
         for piece, tensor in pieces
     ]
-
-
-def _pieces(file: RangedFile, header: StorageHeader) -> dict[str, _TensorPiece] | None:
-    """Return the places of the pieces in a file of DCP; None for a file of whole tensors."""
-    text = header.metadata.get(_SHARDING)
-    if text is None:
-        return None
-    try:
-        return msgspec.json.decode(text, type=dict[str, _TensorPiece])
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise file.damaged(f"its {_SHARDING} cannot be read ({error})") from error
 
 
 def _header(file: RangedFile) -> StorageHeader:

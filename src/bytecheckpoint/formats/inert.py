@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import codecs
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
 __all__ = [
     "COUNTED", "GATHERED", "LINES", "ON_STACK", "SIMPLE",
-    "CallRecord", "Dtype", "GlobalName", "Meaning", "append_items", "build", "check_key", "set_items",
+    "CallRecord", "Dtype", "GlobalName", "Meaning", "append_items", "build", "check_key",
+    "frozenset_of", "set_items",
 ]  # fmt: skip
 
 #: Decimal digits of the longest int in text, as in `sys.int_info.default_max_str_digits`.
@@ -168,7 +169,8 @@ def _dict_of(items: list[Any]) -> dict[Any, Any]:
     return made
 
 
-def _frozenset_of(items: list[Any]) -> frozenset[Any]:
+def frozenset_of(items: Iterable[Any]) -> frozenset[Any]:
+    """Return a frozenset of items that may be keys."""
     return frozenset(item for item in items if check_key(item))
 
 
@@ -203,7 +205,7 @@ LINES: dict[int, Callable[[bytes], object]] = {
     0x46: float,
 }
 """Opcodes with a line of text."""
-GATHERED: dict[int, Callable[[list[Any]], object]] = {0x74: tuple, 0x6C: list, 0x64: _dict_of, 0x91: _frozenset_of}
+GATHERED: dict[int, Callable[[list[Any]], object]] = {0x74: tuple, 0x6C: list, 0x64: _dict_of, 0x91: frozenset_of}
 """Opcodes that make one object of all since the mark."""
 SIMPLE: dict[int, object] = {0x4E: None, 0x88: True, 0x89: False}
 """Opcodes of one value."""

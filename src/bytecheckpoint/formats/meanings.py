@@ -12,24 +12,14 @@ import msgspec
 import numpy as np
 
 from bytecheckpoint.errors import IncompatibleCheckpointError
-from bytecheckpoint.formats.inert import CallRecord, Dtype, GlobalName, Meaning, check_key
+from bytecheckpoint.formats.inert import CallRecord, Dtype, GlobalName, Meaning, check_key, frozenset_of
 from bytecheckpoint.representation.catalog import MAX_DIMS
 from bytecheckpoint.representation.dtypes import dtype_names, itemsize
 
 __all__ = [
-    "CONSTANTS",
-    "MEANINGS",
-    "Dtype",
-    "NumpyArray",
-    "NumpyDtype",
-    "NumpyScalar",
-    "Size",
-    "StorageRef",
-    "StoredTensor",
-    "TorchDevice",
-    "dtype_name",
-    "storage_of",
-]
+    "CONSTANTS", "MEANINGS", "Dtype", "NumpyArray", "NumpyDtype", "NumpyScalar", "Size", "StorageRef", "StoredTensor",
+    "TorchDevice", "dtype_name", "shape_of", "storage_of",
+]  # fmt: skip
 
 #: Bytes of the largest file, and elements of the largest tensor.
 _MOST: Final = 1 << 62
@@ -141,6 +131,14 @@ def _dims(dims: Iterable[int]) -> tuple[int, ...]:
     return result
 
 
+def shape_of(size: Iterable[int]) -> tuple[int, ...]:
+    """Return a size as a shape. Raises ValueError: no tensor can have it."""
+    shape = _dims(size)
+    if math.prod(n or 1 for n in shape) >= _MOST:
+        raise ValueError(f"a tensor of shape {list(shape)}")
+    return shape
+
+
 def storage_of(identity: object, prefix: str = "") -> StorageRef:
     """Return the storage of a persistent id: ("storage", class, key, location, elements), and in old files a view.
 
@@ -171,26 +169,14 @@ def _tensor(
 ) -> StoredTensor:
     if type(storage) is not StorageRef or type(offset) is not int or not 0 <= offset < _MOST:
         raise TypeError("a tensor without a storage")
-    shape, strides = _dims(size), _dims(stride)
+    shape, strides = shape_of(size), _dims(stride)
     dtype = dtype or storage.dtype
     start = storage.start + offset * itemsize(dtype)
     made = StoredTensor(storage, dtype, start, shape, strides, requires_grad is True)
-    if math.prod(n or 1 for n in shape) >= _MOST:
-        raise ValueError(f"a tensor of shape {list(shape)}")
     if len(shape) != len(strides) or start + made.span > storage.start + storage.size:
         text = f"shape {list(shape)}, strides {list(strides)}, offset {offset}"
         raise ValueError(f"a tensor outside of its storage of {storage.size} bytes: {text}")
     return made
-
-
-def _tensor_v2(
-    storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, _: Any = None, bits: Any = None
-) -> StoredTensor:
-    if type(bits) is dict and any(bits.values()):
-        raise IncompatibleCheckpointError(
-            "a tensor with the bit 'conj' or 'neg' is not supported: resolve it, and save it"
-        )
-    return _tensor(storage, offset, size, stride, requires_grad)
 
 
 def _tensor_v3(
@@ -200,7 +186,13 @@ def _tensor_v3(
         raise IncompatibleCheckpointError(
             "a tensor with the bit 'conj' or 'neg' is not supported: resolve it, and save it"
         )
-    return _tensor(storage, offset, size, stride, requires_grad, dtype_name(dtype))
+    return _tensor(storage, offset, size, stride, requires_grad, None if dtype is None else dtype_name(dtype))
+
+
+def _tensor_v2(
+    storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, _: Any = None, bits: Any = None
+) -> StoredTensor:
+    return _tensor_v3(storage, offset, size, stride, requires_grad, None, None, bits)
 
 
 def dtype_name(dtype: object) -> str:
@@ -234,10 +226,6 @@ def _ordered_dict(pairs: Iterable[Any] = ()) -> OrderedDict[Any, Any]:
         check_key(key)
         made[key] = value
     return made
-
-
-def _set(items: Iterable[Any] = ()) -> set[Any]:
-    return {item for item in items if check_key(item)}
 
 
 def _encoded(text: str, encoding: str = "latin1") -> bytes:
@@ -302,8 +290,8 @@ MEANINGS: dict[str, Meaning] = {
     "torch.Size": lambda dims=(): Size(_dims(dims)),
     "torch.device": _device,
     "collections.OrderedDict": _ordered_dict,
-    "builtins.set": _set,
-    "builtins.frozenset": lambda items=(): frozenset(_set(items)),
+    "builtins.set": lambda items=(): set(frozenset_of(items)),
+    "builtins.frozenset": lambda items=(): frozenset_of(items),
     "builtins.bytes": lambda: b"",  # of protocol 0
     "builtins.bytearray": _bytearray,
     "builtins.complex": _numbers(complex, (float, int)),

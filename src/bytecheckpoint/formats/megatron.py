@@ -26,7 +26,7 @@ import numpy as np
 from bytecheckpoint.errors import IncompatibleCheckpointError, listed
 from bytecheckpoint.formats.dcp import METADATA, DcpContent, read_content, read_dcp
 from bytecheckpoint.formats.files import RangedFile, damage, open_file
-from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns, RowColumns
+from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.inert import CallRecord
 from bytecheckpoint.formats.megatron_buckets import BUCKET, ModelWeight, OptimizerBucket, cut, place_parameters
 from bytecheckpoint.formats.megatron_names import (
@@ -39,8 +39,9 @@ from bytecheckpoint.formats.megatron_names import (
     unstacked,
 )
 from bytecheckpoint.formats.rank_parts import DividedTensor, FlatRanges, RankPart
+from bytecheckpoint.formats.rows import RowColumns
 from bytecheckpoint.formats.shown import VALUES_NAME
-from bytecheckpoint.formats.torch_save import read_object
+from bytecheckpoint.formats.torch_save import TorchFiles
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.representation.boxes import BoxTable, row_major
 from bytecheckpoint.representation.dtypes import itemsize
@@ -64,12 +65,7 @@ SCHEDULER: Final = "opt_param_scheduler"
 
 
 def read_megatron(storage: Storage) -> ForeignCheckpoint:
-    """Read a checkpoint of Megatron-Core; one of DCP whose `metadata.json` is of another program is read as such.
-
-    Raises:
-        CorruptCheckpointError: a file is missing or damaged.
-        IncompatibleCheckpointError: the checkpoint holds what this package does not read; the message says what.
-    """
+    """Read a checkpoint of Megatron-Core; one of DCP whose `metadata.json` is of another program is read as such."""
     with open_file(storage, MARKER) as file, damage(file, "Megatron"):
         if file.size > _MOST_MARKER_BYTES:
             raise IncompatibleCheckpointError(f"{file.label} has {file.size} bytes, which Megatron's has not")
@@ -226,11 +222,10 @@ class _TorchDist:
         if left_out:
             self._tree.notes.append(f"{len(left_out)} extra states of modules are left out: {listed(left_out)}")
         if any(name == _COMMON_FILE for name, _ in self._storage.list()):  # until Megatron-Core 0.18
-            with open_file(self._storage, _COMMON_FILE) as file, damage(file, "Megatron"):
-                found = read_object(file, f"{_COMMON_FILE}/")
-                number = self._columns.add_file(file.name, file.size)
-                self._places |= {key: (number, member.offset) for key, member in found.storages.items()}
-                common.update(found.value)
+            files = TorchFiles(self._storage, self._columns)
+            with files.open(_COMMON_FILE) as (file, value), damage(file, "Megatron"):
+                self._places |= files.places
+                common.update(value)
         if type(args := common.get("args")) is CallRecord and type(args.state) is dict:
             common["args"] = args.state
         return common, others

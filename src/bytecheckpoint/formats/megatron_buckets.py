@@ -14,9 +14,10 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -28,15 +29,7 @@ from bytecheckpoint.formats.rounding import BLOCK_BYTES, rounded
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.storage import Storage
 
-__all__ = [
-    "BUCKET",
-    "ModelWeight",
-    "OptimizerBucket",
-    "PlacedParameter",
-    "Run",
-    "cut",
-    "place_parameters",
-]
+__all__ = ["BUCKET", "ModelWeight", "OptimizerBucket", "PlacedParameter", "Run", "cut", "place_parameters"]
 
 BUCKET: Final = re.compile(
     r"((?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.(\w+)"
@@ -144,21 +137,14 @@ def place_parameters(
         CorruptCheckpointError: the content of a part of a bucket is that of no parameter, or of several ones.
     """
     with ExitStack() as stack:
-        opened = {
-            number: stack.enter_context(open_file(storage, files[number])) for number in _needed(weights, buckets)
-        }
+        opened = cache(lambda number: stack.enter_context(open_file(storage, files[number])))
         return _ContentSearch(storage.url, opened, weights, slot).place(buckets)
-
-
-def _needed(weights: Iterable[ModelWeight], buckets: Iterable[OptimizerBucket]) -> set[int]:
-    found = {box[2] for weight in weights for box in weight.boxes}
-    return found | {run[2] for bucket in buckets for _, runs in bucket.slots.values() for run in runs}
 
 
 class _ContentSearch:
     """The search for parameters by their content."""
 
-    def __init__(self, url: str, files: Mapping[int, RangedFile], weights: Iterable[ModelWeight], slot: str) -> None:
+    def __init__(self, url: str, files: Callable[[int], RangedFile], weights: Iterable[ModelWeight], slot: str) -> None:
         self._url = url
         self._files = files
         self._slot = slot
@@ -249,7 +235,7 @@ class _ContentSearch:
 
     def _blocks(self, file: int, begin: int, size: int) -> Iterator[bytes]:
         for first in range(0, size, BLOCK_BYTES):
-            yield self._files[file].read(begin + first, min(size - first, BLOCK_BYTES))
+            yield self._files(file).read(begin + first, min(size - first, BLOCK_BYTES))
 
     def _decide(self, placed: Sequence[PlacedParameter], ranks: set[int]) -> None:
         """Choose among parameters of equal content, by the rank of the group and by the order in the model.

@@ -6,15 +6,15 @@ Megatron stacks the layers of a model and the experts of a layer, and does not s
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from bytecheckpoint.errors import listed
 
 __all__ = [
-    "EXPERT", "LAYER", "PARAM", "SLOTS", "NamedGroups", "block_of", "model_or_slot", "named_groups", "param_groups",
-    "place_in_stack", "unstacked",
+    "EXPERT", "LAYER", "PARAM", "SLOTS", "NamedGroups", "block_of", "model_or_slot", "named_groups", "other_names",
+    "param_groups", "place_in_stack", "unstacked",
 ]  # fmt: skip
 
 _SLOT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
@@ -30,6 +30,18 @@ PARAM: Final = "param"
 SLOTS: Final = {PARAM: "fp32", "fp32_param": "fp32"}
 #: Settings of a param group that say which parameters it has, and are no hyperparameters of the optimizer inside.
 _OWN_SETTINGS: Final = ("params", "param_names", "is_expert_parallel", "step")
+#: Names of norms before a linear layer, and inside of it, where Transformer Engine has them.
+_NORMS: Final = {
+    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
+    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+}
+
+
+def other_names(fqn: str) -> Iterator[str]:
+    """Yield the name that a norm has with Transformer Engine, or without it."""
+    for one, other in (*_NORMS.items(), *((inside, before) for before, inside in _NORMS.items())):
+        if one in fqn:
+            yield fqn.replace(one, other)
 
 
 def model_or_slot(name: str) -> tuple[str, str]:

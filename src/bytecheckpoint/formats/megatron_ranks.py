@@ -17,6 +17,7 @@ from bytecheckpoint.formats.files import damage, open_file
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.inert import CallRecord
 from bytecheckpoint.formats.meanings import StoredTensor
+from bytecheckpoint.formats.megatron_names import other_names
 from bytecheckpoint.formats.rank_parts import DividedTensor, FlatRanges, divide, replicated
 from bytecheckpoint.formats.torch_save import TorchFiles
 from bytecheckpoint.formats.trees import Tree
@@ -40,23 +41,12 @@ _WHOLE = re.compile(
 )
 _OPTIMIZER, _SCHEDULER = "optimizer", "opt_param_scheduler"
 
-#: Names of norms before a linear layer, and inside of it, where Transformer Engine has them.
-_NORMS = (
-    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_", "self_attention.linear_qkv.weight"),
-    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_", "mlp.linear_fc1.weight"),
-)
 #: Tensors of one file by name, whose layers are numbered through.
 _Held = dict[str, StoredTensor]
 
 
 def read_megatron_ranks(storage: Storage) -> ForeignCheckpoint:
-    """Read a folder with a file of each model-parallel rank.
-
-    Raises:
-        CheckpointNotFoundError: a file lacks.
-        CorruptCheckpointError: a file is damaged, or the slices of a tensor do not add up.
-        IncompatibleCheckpointError: the folder holds what this package does not read; the message says what.
-    """
+    """Read a folder with a file of each model-parallel rank."""
     names = [name for name, _ in storage.list()]
     files = {(int(m[1]), int(m[2] or 0)): name for name in names if (m := MODEL_FILE.fullmatch(name))}
     sizes = [1 + max((key[k] for key in files), default=-1) for k in (0, 1)]
@@ -189,11 +179,11 @@ class _Ranks:
     def _add_other_names(self, names: Sequence[str]) -> None:
         """Give norms the names that they have with and without Transformer Engine, as our own adapter does."""
         known, aliases = frozenset(names), self._columns.aliases.setdefault("model", {})
-        for name, (plain, inside, following) in itertools.product(names, _NORMS):
-            for here, there in ((plain, inside), (inside, plain)):
-                layer, found, kind = name.rpartition(here)
-                if found and layer.endswith(".") and f"{layer}{following}" in known:
-                    aliases[f"{layer}{there}{kind}"] = name
+        for name in names:
+            for other in other_names(name):
+                linear, _, _ = (name if ".layer_norm_" in name else other).rpartition(".layer_norm_")
+                if f"{linear}.weight" in known:
+                    aliases[other] = name
 
 
 def _numbered(chunks: Mapping[tuple[int, int], _Held]) -> _Held:

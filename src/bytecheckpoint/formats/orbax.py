@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+import msgspec
 
 from bytecheckpoint._distribution import install_command
 from bytecheckpoint.concurrency import parallel_map
@@ -32,6 +32,7 @@ _STRINGS: Final = "_strings.json"
 _MANIFEST: Final = "manifest.ocdbt"
 _MOST_METADATA: Final = 256 << 20
 _THREADS: Final = 8
+_T = TypeVar("_T")
 
 
 def item_folder(names: Sequence[str]) -> str | None:
@@ -46,11 +47,6 @@ def read_orbax(storage: Storage, folder: str = "") -> ForeignCheckpoint:
     Args:
         storage: folder of the checkpoint.
         folder: folder of the pytree in it.
-
-    Raises:
-        CorruptCheckpointError: chunks are missing, or metadata contradict themselves.
-        IncompatibleCheckpointError: the checkpoint is not on a local file system, tensorstore is not installed, or dtypes
-            are not known here.
     """
     reader = _Pytree(storage, folder)
     columns = ForeignColumns()
@@ -63,19 +59,46 @@ def read_orbax(storage: Storage, folder: str = "") -> ForeignCheckpoint:
     return ForeignCheckpoint("orbax", columns, values, notes, made=made)
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """A value of the pytree.
+class _Key(msgspec.Struct):
+    """A step of a path; `key_type` 1 is the number of an item of a list."""
 
-    Attributes:
-        path: keys of the value, and for each whether it is the number of a list.
-        kind: kind of the value, as "jax.Array".
-        name: name of its array in the key-value store.
-    """
+    key: str | int
+    key_type: int
 
-    path: tuple[tuple[str, bool], ...]
-    kind: str
-    name: str
+
+class _ValueKind(msgspec.Struct):
+    """The kind of a value, as "jax.Array"."""
+
+    value_type: str
+
+
+class _Leaf(msgspec.Struct):
+    """A value of the pytree."""
+
+    key_metadata: list[_Key]
+    value_metadata: _ValueKind
+
+    @property
+    def path(self) -> list[str]:
+        return [str(one.key) for one in self.key_metadata]
+
+    @property
+    def kind(self) -> str:
+        return self.value_metadata.value_type
+
+    @property
+    def name(self) -> str:
+        """Name of its array in the key-value store."""
+        return ".".join(self.path)
+
+
+class _PytreeMetadata(msgspec.Struct):
+    """The metadata of a pytree. If all arrays are stored, a chunk that is missing is lost; else one of zeros may be."""
+
+    tree_metadata: dict[str, _Leaf]
+    use_ocdbt: bool | None = None
+    use_zarr3: bool | None = None
+    store_array_data_equal_to_fill_value: bool | None = None
 
 
 class _Pytree:
@@ -100,43 +123,29 @@ class _Pytree:
         if not os.path.isdir(self._path):
             raise IncompatibleCheckpointError(f"{self.label} is of Orbax, which is read on local file systems only")
         self.contents: dict[str, Decoded] = {}
-        found = self._json(METADATA)
-        self._ocdbt = found.get("use_ocdbt", os.path.exists(os.path.join(self._path, _MANIFEST)))
-        self._driver = "zarr3" if found.get("use_zarr3") else "zarr"
-        #: Then a chunk that is missing is lost; before, one of zeros was not written.
-        self._all_stored = found.get("store_array_data_equal_to_fill_value") is True
-        self._leaves = list(self._found_leaves(found.get("tree_metadata")))
+        found = self._json(METADATA, _PytreeMetadata, None)
+        stored_so = os.path.exists(os.path.join(self._path, _MANIFEST))
+        self._ocdbt = stored_so if found.use_ocdbt is None else found.use_ocdbt
+        self._driver = "zarr3" if found.use_zarr3 else "zarr"
+        self._all_stored = found.store_array_data_equal_to_fill_value is True
+        self._leaves = list(found.tree_metadata.values())
+        for key, leaf in found.tree_metadata.items():
+            if not leaf.path or any(name in ("", "..") or "/" in name or "\0" in name for name in leaf.path):
+                raise CorruptCheckpointError(f"{self.label}/{METADATA} has the key {key}", file=METADATA)
 
-    def _json(self, name: str) -> dict[str, Any]:
+    def _json(self, name: str, kind: type[_T], default: _T | None) -> _T:
         try:
             if self._storage.stat(self._prefix + name).size > _MOST_METADATA:
                 raise IncompatibleCheckpointError(f"{self.label}/{name} has more than {_MOST_METADATA} bytes")
-            found = json.loads(self._storage.read(self._prefix + name))
-        except FileNotFoundError:
-            return {}
-        except (ValueError, RecursionError) as error:
+            return msgspec.json.decode(self._storage.read(self._prefix + name), type=kind)
+        except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            if isinstance(error, FileNotFoundError) and default is not None:
+                return default
             raise CorruptCheckpointError(f"{self.label}/{name} is damaged: {error}", file=name) from None
-        if not isinstance(found, dict):
-            raise CorruptCheckpointError(f"{self.label}/{name} is damaged: it holds no dict", file=name)
-        return found
-
-    def _found_leaves(self, entries: object) -> Iterator[_Leaf]:
-        if not isinstance(entries, dict):
-            raise CorruptCheckpointError(f"{self.label}/{METADATA} is damaged: it describes no tree", file=METADATA)
-        for key, entry in entries.items():
-            try:
-                path = tuple((str(one["key"]), one["key_type"] == 1) for one in entry["key_metadata"])
-                kind = str(entry["value_metadata"]["value_type"])
-            except (KeyError, TypeError):
-                raise CorruptCheckpointError(f"{self.label}/{METADATA} is damaged at {key}", file=METADATA) from None
-            names = [name for name, _ in path]
-            if any(name in ("", "..") or "/" in name or "\0" in name for name in names):
-                raise CorruptCheckpointError(f"{self.label}/{METADATA} has the key {key}", file=METADATA)
-            yield _Leaf(path, kind, ".".join(names))
 
     def tree(self) -> object:
         """Return the pytree: `ShardedValue`s for arrays, plain values for scalars, strings and None."""
-        strings = self._json(_STRINGS)
+        strings = self._json(_STRINGS, dict[str, Any], {})
         arrays = [leaf for leaf in self._leaves if leaf.kind not in ("None", "string")]
         values = dict(
             zip((leaf.name for leaf in arrays), parallel_map(self._value, arrays, _THREADS, "orbax"), strict=True)
@@ -145,14 +154,14 @@ class _Pytree:
         lists: list[tuple[dict[str, Any], str]] = []
         for leaf in self._leaves:
             node = root
-            for depth, (name, _) in enumerate(leaf.path[:-1]):
-                if name not in node and leaf.path[depth + 1][1]:
+            for depth, name in enumerate(leaf.path[:-1]):
+                if name not in node and leaf.key_metadata[depth + 1].key_type == 1:
                     lists.append((node, name))
                 node = node.setdefault(name, {})
                 if not isinstance(node, dict):
                     raise CorruptCheckpointError(f"{self.label}: {leaf.name} lies below a value", file=METADATA)
             value = strings.get(leaf.name) if leaf.kind == "string" else values.get(leaf.name)
-            node[leaf.path[-1][0]] = value
+            node[leaf.path[-1]] = value
         for node, name in reversed(lists):  # the innermost first
             items = node[name]
             if set(items) == {str(k) for k in range(len(items))}:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.meanings import StoredTensor
-from bytecheckpoint.formats.sharded import ShardedValue
 from bytecheckpoint.formats.torch_save import TorchFiles
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.storage import Storage
@@ -25,29 +23,8 @@ RANK_FILE: Final = re.compile(r"(?:([^/]*?)_)?world_size_(\d{1,7})_rank_(\d{1,7}
 """Name of a rank's file: state, number of ranks, rank."""
 
 
-@dataclass
-class _RankStates:
-    """One state of all ranks.
-
-    Attributes:
-        blobs: encoded tree of each rank.
-        sharded: tensors in parts, of each rank.
-        whole: plain tensors, of each rank.
-    """
-
-    blobs: list[bytes] = field(default_factory=list)
-    sharded: list[dict[str, ShardedValue]] = field(default_factory=list)
-    whole: list[dict[str, StoredTensor]] = field(default_factory=list)
-
-
 def read_rank_files(storage: Storage) -> ForeignCheckpoint:
-    """Read a folder with a file of each rank; the text before `world_size` is the state.
-
-    Raises:
-        CheckpointNotFoundError: there is no such file, or that of a rank lacks.
-        CorruptCheckpointError: a file is damaged, or the parts of a tensor do not add up.
-        IncompatibleCheckpointError: the files hold what this package does not read; the message says what.
-    """
+    """Read a folder with a file of each rank; the text before `world_size` is the state."""
     groups: dict[tuple[str, int], dict[int, str]] = {}
     for name, _ in storage.list():
         if found := RANK_FILE.fullmatch(name):
@@ -66,17 +43,17 @@ def read_rank_files(storage: Storage) -> ForeignCheckpoint:
             raise CheckpointNotFoundError(
                 f"{storage.url} lacks the files of ranks {missing[:5]} of {count} of {state!r}"
             )
-        ranks = _RankStates()
+        blobs, sharded, whole = [], [], []
         for rank in range(count):
             with files.open(names[rank], rank) as (_, value):
-                ranks.blobs.append(tree.encode(value))
-                ranks.sharded.append(tree.sharded)
-                ranks.whole.append(tree.tensors)
-        values[state] = ranks.blobs[0]
-        if any(blob != ranks.blobs[0] for blob in ranks.blobs):
+                blobs.append(tree.encode(value))
+                sharded.append(tree.sharded)
+                whole.append(tree.tensors)
+        values[state] = blobs[0]
+        if any(blob != blobs[0] for blob in blobs):
             tree.notes.append(f"{state}: the ranks have different plain values; those of rank 0 are kept")
-        columns.add_sharded(state, ranks.sharded, files.places, storage.url)
-        _add_whole(columns, state, ranks.whole, files)
+        columns.add_sharded(state, sharded, files.places, storage.url)
+        _add_whole(columns, state, whole, files)
     facts = {"world_size": max(count for _, count in groups)}
     return ForeignCheckpoint("rank-files", columns, values, tree.notes, sums=files.sums(), facts=facts)
 

@@ -12,8 +12,9 @@ import numpy as np
 
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.formats.files import RangedFile
-from bytecheckpoint.formats.foreign import ForeignColumns, RowColumns
+from bytecheckpoint.formats.foreign import ForeignColumns
 from bytecheckpoint.formats.meanings import StoredTensor
+from bytecheckpoint.formats.rows import RowColumns
 from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major_of
 from bytecheckpoint.representation.catalog_rows import ranges
 from bytecheckpoint.representation.dtypes import itemsize

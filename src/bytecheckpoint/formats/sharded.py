@@ -8,7 +8,7 @@ import msgspec
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.formats.inert import CallRecord, GlobalName
-from bytecheckpoint.formats.meanings import StoredTensor, dtype_name
+from bytecheckpoint.formats.meanings import StoredTensor, dtype_name, shape_of
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.placements import MeshSplit, split_boxes
 
@@ -16,7 +16,6 @@ __all__ = ["ShardedValue", "rebuilt_tensor"]
 
 _DTENSORS: Final = ("torch.distributed.tensor.DTensor", "torch.distributed._tensor.api.DTensor")
 _SHARDED: Final = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
-_MOST_DIMS: Final = 64
 
 
 class ShardedValue(msgspec.Struct, frozen=True):
@@ -55,7 +54,7 @@ def rebuilt_tensor(function: Any, kind: object, args: Any, state: Any) -> object
 def _dtensor(args: Any, slots: Any, parameter: bool) -> ShardedValue:
     _, dtype, size, *_ = args
     local, spec = slots["_local_tensor"], slots["_spec"].state
-    shape, requires_grad = _checked_shape(size), args[7] is True
+    shape, requires_grad = shape_of(size), args[7] is True
     if type(local) is not StoredTensor or local.dtype != dtype_name(dtype):
         raise TypeError("a DTensor without a local tensor")
     mesh = spec["mesh"].state
@@ -90,28 +89,21 @@ def _mesh_shape(mesh: dict[str, Any]) -> tuple[int, ...]:
         extents = tuple(n[0] if isinstance(n, tuple) and len(n) == 1 else n for n in found)
     else:
         extents = mesh["mesh"].shape
-    return _checked_shape(extents)
+    return shape_of(extents)
 
 
 def _sharded_tensor(args: Any, state: Any) -> ShardedValue:
     shards, metadata, *_ = state
-    shape, parts = _checked_shape(metadata.state["size"]), []
+    shape, parts = shape_of(metadata.state["size"]), []
     for shard in shards:
         _, held = shard.state
         place = held["metadata"].state[1]
-        tensor, offsets = held["tensor"], _checked_shape(place["shard_offsets"])
+        tensor, offsets = held["tensor"], shape_of(place["shard_offsets"])
         if type(tensor) is not StoredTensor or tensor.shape != tuple(place["shard_sizes"]):
             raise ValueError("a shard of another size than its tensor")
         parts.append((offsets, tensor))
     properties = metadata.state["tensor_properties"].state
     return ShardedValue(dtype_name(properties[0]), shape, tuple(parts), args[7] is True)
-
-
-def _checked_shape(size: Any) -> tuple[int, ...]:
-    shape = tuple(size)
-    if len(shape) > _MOST_DIMS or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
-        raise ValueError("a shape that no tensor can have")
-    return shape
 
 
 def _cut(local: StoredTensor, lengths: tuple[int, ...], slices: tuple[slice, ...] | None) -> StoredTensor:

@@ -9,16 +9,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
+
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.formats.archives import StoredMember, is_zip, locate, read_directory, read_member
 from bytecheckpoint.formats.decoded import Decoded
 from bytecheckpoint.formats.files import RangedFile, open_file
-from bytecheckpoint.formats.foreign import FileSums, ForeignCheckpoint, ForeignColumns
+from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.meanings import CONSTANTS, MEANINGS, StorageRef, StoredTensor, storage_of
 from bytecheckpoint.formats.sharded import ShardedValue, rebuilt_tensor
 from bytecheckpoint.formats.shown import VALUES_NAME
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.formats.unpickling import MAX_PICKLE_BYTES, PickleEndsError, read_pickle
+from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.storage import Storage
 
@@ -59,55 +62,44 @@ class TorchFiles:
     Attributes:
         places: file and first byte of each storage, by key; keys begin with the name of the file.
         crcs: CRC32 of each storage, None where the file has none, by key.
+        made: storages that are deflated, by the names of the files that show them.
     """
 
     def __init__(self, storage: Storage, columns: ForeignColumns) -> None:
         self._storage, self._columns = storage, columns
         self.places: dict[str, tuple[int, int]] = {}
         self.crcs: dict[str, int | None] = {}
+        self.made: dict[str, Decoded] = {}
         self._sums: list[tuple[int, int, int, int]] = []
 
     @contextlib.contextmanager
-    def open(self, name: str, rank: int = 0) -> Iterator[tuple[RangedFile, Any]]:
+    def open(self, name: str, rank: int = 0, *, deflated: bool = False) -> Iterator[tuple[RangedFile, Any]]:
         """Open a file of a rank for the `with` block; yield it and its object. Raises as `read_object`."""
         with open_file(self._storage, name) as file:
-            found = read_object(file, f"{name}/")
+            found = read_object(file, f"{name}/", deflated=deflated)
             number = self._columns.add_file(file.name, file.size, rank)
             for key, member in found.storages.items():
                 self.places[key], self.crcs[key] = (number, member.offset), member.crc
-                if member.crc is not None:
+                if member.deflated:
+                    inflated = f"{VALUES_NAME}-data-{len(self.made)}"
+                    self.made[inflated] = Decoded(member.size, partial(_read_again, self._storage, name, member))
+                    self.places[key] = self._columns.add_file(inflated, member.size, rank), 0
+                elif member.crc is not None:
                     self._sums.append((number, member.offset, member.size, member.crc))
             yield file, found.value
 
-    def sums(self) -> FileSums:
-        """Return the CRC32s of all storages."""
-        return FileSums.of(self._sums)
+    def sums(self) -> Int64s:
+        """Return file, first byte, length and CRC32 of all storages, int64 [n, 4]."""
+        return np.array(self._sums, np.int64).reshape(-1, 4)
 
 
 def read_torch_save(storage: Storage, name: str) -> ForeignCheckpoint:
-    """Read a file of `torch.save`.
-
-    Raises:
-        CheckpointNotFoundError: there is no such file.
-        CorruptCheckpointError: the file is damaged.
-        IncompatibleCheckpointError: the file holds what this package does not read; the message says what.
-    """
-    columns = ForeignColumns()
-    with open_file(storage, name) as file:
-        found = read_object(file, deflated=True)
-        number = columns.add_file(file.name, file.size)
-        tree = Tree(file.label)
-        places = {key: (number, member.offset) for key, member in found.storages.items() if not member.deflated}
-        made = {}
-        for key, member in found.storages.items():
-            if member.deflated:
-                inflated = f"{VALUES_NAME}-data-{key}"
-                made[inflated] = Decoded(member.size, partial(_read_again, storage, name, member))
-                places[key] = columns.add_file(inflated, member.size), 0
-        values = columns.add_states(states_of(found.value), tree, places, file.label)
-    plain = [m for m in found.storages.values() if not m.deflated]
-    sums = FileSums.of([(number, m.offset, m.size, m.crc) for m in plain if m.crc is not None])
-    return ForeignCheckpoint("torch-save", columns, values, tree.notes, sums=sums, made=made)
+    """Read a file of `torch.save`."""
+    columns, tree = ForeignColumns(), Tree(f"{storage.url}/{name}")
+    files = TorchFiles(storage, columns)
+    with files.open(name, deflated=True) as (file, value):
+        values = columns.add_states(states_of(value), tree, files.places, file.label)
+    return ForeignCheckpoint("torch-save", columns, values, tree.notes, sums=files.sums(), made=files.made)
 
 
 def _read_again(storage: Storage, name: str, member: StoredMember) -> bytes:

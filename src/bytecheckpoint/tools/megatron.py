@@ -20,7 +20,7 @@ import torch
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError, listed
 from bytecheckpoint.formats.megatron import COMMON, SCHEDULER
-from bytecheckpoint.formats.megatron_names import block_of, place_in_stack
+from bytecheckpoint.formats.megatron_names import block_of, other_names, place_in_stack
 from bytecheckpoint.opening.entry import Entry
 from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.tools.optimizer_states import Parameter, names_beside, parameters_of
@@ -29,11 +29,6 @@ from bytecheckpoint.tools.torch_files import DcpItem, why_not_plain
 
 __all__ = ["MegatronContent", "megatron_content"]
 
-#: Names of norms in the two layer specifications.
-_NORMS = {
-    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
-    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
-}
 #: Blocks whose layers Megatron numbers, even if they are alike: multi-token prediction, hybrid models.
 _NUMBERED = re.compile(r"(^|\.)mtp\.|\.mixer\.")
 _EXTRA = "_extra_state"
@@ -79,7 +74,8 @@ def megatron_content(view: CheckpointView, model: str, *, alone: bool) -> Megatr
         if key.endswith(_EXTRA):
             skipped += [key] if key in view.tensors or view[key] is not None else []
         elif key in view.tensors:
-            shown |= dict.fromkeys(_both_names(key.removeprefix(f"{model}/")), view.tensors[key])
+            fqn = key.removeprefix(f"{model}/")
+            shown |= dict.fromkeys((fqn, *other_names(fqn)), view.tensors[key])
     if not any(block_of(fqn) in ("decoder.layers.", "encoder.layers.") for fqn in shown):
         raise UsageError(
             f"{view.path}: the names of {model!r} are not Megatron's: open it with a layout that gives these"
@@ -125,13 +121,6 @@ class _StackPlace:
         """Return the name of the extra state of the module that has the tensor."""
         place, sizes = (".".join(map(str, numbers)) for numbers in (self.at or (0,), self.sizes or (1,)))
         return f"{self.name.rpartition('.')[0]}.{_EXTRA}/shard_{place}_{sizes}"
-
-
-def _both_names(fqn: str) -> Iterator[str]:
-    yield fqn
-    for one, other in (*_NORMS.items(), *((b, a) for a, b in _NORMS.items())):
-        if one in fqn:
-            yield fqn.replace(one, other)
 
 
 def _stacks(view: CheckpointView, shown: Mapping[str, Entry]) -> dict[str, _StackPlace]:

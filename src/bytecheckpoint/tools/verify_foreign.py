@@ -56,25 +56,20 @@ class _Task:
     Attributes:
         file: name of the file.
         sha256: digest of the whole file; "" for none.
-        ranges: first byte, length and CRC32 of ranges; None for one that is a zip file with CRC32s of its own.
+        ranges: first byte, length and CRC32 of ranges; -1 for one that is a zip file with CRC32s of its own.
         nbytes: bytes to check.
         decoded: True for contents that are compressed: all of them are decoded, which notices most damage.
     """
 
     file: str
     sha256: str = ""
-    ranges: list[tuple[int, int, int | None]] = field(default_factory=list)
+    ranges: list[tuple[int, int, int]] = field(default_factory=list)
     decoded: bool = False
     nbytes: int = 0
 
 
 def verify_foreign(storage: ForeignStorage, progress: Progress | None = None, *, threads: int = 0) -> VerifyReport:
-    """Check the files of a checkpoint of another program against all sums that they have.
-
-    Args:
-        storage: the checkpoint.
-        progress: function of (bytes checked, bytes in all), called by one thread at a time.
-        threads: concurrent reads; 0 for as many as a load makes.
+    """Check the files of a checkpoint of another program against all sums that they have; arguments as for `verify`.
 
     Raises:
         CheckpointError: the files cannot be read as a checkpoint.
@@ -116,7 +111,7 @@ class _ForeignCheck:
         if name in self.digests:
             return f"its sha256 {self.digests[name][1]} was checked"
         number = self._numbers[name]
-        ranges = int((self._sums.file == number).sum()) + int((self._sums.archives[:, 0] == number).sum())
+        ranges = int((self._sums[:, 0] == number).sum())
         return (
             f"the CRC32 of {ranges} of its parts was checked" if ranges else "no checksums; only its size was checked"
         )
@@ -129,11 +124,8 @@ class _ForeignCheck:
 
     def of_ranges(self, wanted: Callable[[str], bool]) -> Iterator[_Task]:
         """Yield the checks of ranges of some files by their CRC32."""
-        sums = self._sums
-        rows = [*zip(sums.file.tolist(), sums.offset.tolist(), sums.length.tolist(), sums.crc.tolist(), strict=True)]
-        rows += [(*row, None) for row in sums.archives.tolist()]
         task = _Task("")
-        for number, offset, length, crc in sorted(rows, key=lambda row: row[:2]):
+        for number, offset, length, crc in sorted(self._sums.tolist()):
             name = self._catalog.files[number].name
             if not wanted(name):
                 continue
@@ -181,8 +173,8 @@ class _ForeignCheck:
             pass
         for offset, length, crc in task.ranges:
             part = file.part(offset, length)
-            found = [(0, length, crc)]
-            if crc is None:
+            found: list[tuple[int, int, int | None]] = [(0, length, crc)]
+            if crc < 0:
                 directory = read_directory(part)
                 found = [(m.offset, m.size, m.crc) for m in locate(part, directory.values()).values()]
                 self._counted.add(length - sum(size for _, size, _ in found))
