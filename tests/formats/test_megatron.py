@@ -193,7 +193,7 @@ def test_huge_stacks_are_refused_before_memory_is_taken() -> None:
     columns = ForeignColumns(dtypes=["float32"], shapes=[shape])
     boxes = BoxTable.build([], [], [], 2)
     rows = RowColumns(boxes, np.zeros(0, np.int32), np.zeros(0, np.int64), row_major(boxes.lengths))
-    content = megatron.DcpContent(columns, rows, ["layers.weight"], {}, {}, None, None)  # type: ignore[arg-type]
+    content = megatron.DcpContent(columns, rows, ["layers.weight"], {}, None, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no stack of tensors"):
         megatron._TorchDist(resolve(str(GOLDEN)), content, None).add_tensors()  # type: ignore[arg-type]
 

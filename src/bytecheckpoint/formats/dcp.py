@@ -126,7 +126,6 @@ class DcpContent:
         rows: the rows of the tensors.
         names: name of each tensor in the metadata.
         values: plain values by name.
-        storages: file and first byte of each storage among the plain values, by key.
         metadata: the metadata.
         sums: places of the items, as in `ForeignCheckpoint`.
     """
@@ -135,7 +134,6 @@ class DcpContent:
     rows: RowColumns
     names: list[str]
     values: dict[str, Any]
-    storages: dict[str, tuple[int, int]]
     metadata: _JoinedMetadata
     sums: Int64s
 
@@ -207,7 +205,7 @@ def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metad
     plain = dict(zip(metadata.values, reader.values(places), strict=True))
     archives = np.concatenate([np.stack([at, begin, size], axis=1), np.array(places, np.int64).reshape(-1, 3)])
     sums = np.pad(archives, ((0, 0), (0, 1)), constant_values=-1)
-    return DcpContent(columns, rows, list(metadata.tensors), plain, reader.storages, metadata, sums)
+    return DcpContent(columns, rows, list(metadata.tensors), plain, metadata, sums)
 
 
 def _boxes(
@@ -242,7 +240,7 @@ def _values(content: DcpContent, tree: Tree) -> dict[str, bytes]:
     for name, value in found.items():
         state, path = place(name)
         _set(trees.setdefault(state, {}), path, value)
-    return columns.add_states({state: _with_lists(found) for state, found in trees.items()}, tree, content.storages)
+    return columns.add_states({state: _with_lists(found) for state, found in trees.items()}, tree)
 
 
 def _set(tree: dict[Any, Any], path: tuple[Any, ...], value: object) -> None:

@@ -50,14 +50,9 @@ def _checked(file: RangedFile, value: object, dtype: str, shape: tuple[int, ...]
 
 
 class ItemReader:
-    """The reader of the items of one checkpoint.
-
-    Attributes:
-        storages: file and first byte of each storage among the plain values, by key.
-    """
+    """The reader of the items of one checkpoint."""
 
     def __init__(self, storage: Storage, columns: ForeignColumns) -> None:
-        self.storages: dict[str, tuple[int, int]] = {}
         self._storage = storage
         self._columns = columns
         self._names = [file.name for file in columns.files]
@@ -119,7 +114,8 @@ class ItemReader:
                 if refs or start is None:
                     found = read_object(opened.part(at, length), f"{k}/")
                     values[k] = found.value
-                    self.storages.update({key: (int(file[k]), at + m.offset) for key, m in found.storages.items()})
+                    stored = {key: (int(file[k]), at + m.offset) for key, m in found.storages.items()}
+                    self._columns.places.update(stored)
         return values
 
     def _check_inside(self, file: NDArray[Any], begin: Int64s, size: Int64s) -> None:

@@ -92,7 +92,7 @@ class _FolderOfRanks:
         self._columns = ForeignColumns()
         self._tree = Tree(storage.url)
         self._files = TorchFiles(storage, self._columns)
-        self._ranges = FlatRanges(self._columns, self._files.places)
+        self._ranges = FlatRanges(self._columns)
         self._parameters = ModelParameters()
         self._modules = JoinedModules(self._files, self._parameters, self._ranges)
         self._optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -128,7 +128,7 @@ class _FolderOfRanks:
             rows = self._ranges.rows(file)
         states = {"optimizer": self._optimizer, "model": module}
         states["extra_states"] = {key: item for key, item in rest.items() if key not in _KNOWN}
-        encoded = self._columns.add_states(states, self._tree, self._files.places)
+        encoded = self._columns.add_states(states, self._tree)
         facts = {"world_size": len(self._optimizers) or int(rest.get("dp_world_size") or 1)}
         return ForeignCheckpoint(
             "deepspeed", self._columns, encoded, self._tree.notes, rows, self._files.sums(), facts=facts

@@ -67,7 +67,7 @@ class JoinedModules:
         for rank, name in sorted(self._tied):
             fqn, _, own_rank = self._parameters.place(name, rank)
             tensor = self.of_ranks[rank][name]
-            at, begin = self._files.places[tensor.storage.key]
+            at, begin = self._ranges.columns.places[tensor.storage.key]
             weight = names[at], begin + tensor.start
             masters = self._ranges.of_rank(("optimizer", f"state.{fqn}.{FP32}"), own_rank)
             if not all(

@@ -37,7 +37,7 @@ class ModelParameters:
         self.degree = 1
         self.stages: dict[str, int] = {}
         self.divided: dict[str, DividedTensor] = {}
-        self._local: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._local: dict[str, dict[int, tuple[int, ...]]] = {}  # by name and tensor-parallel rank
         self._frozen: list[dict[str, Any]] = []
         self.buffers: set[str] = set()
         self.dealt = False
@@ -60,23 +60,19 @@ class ModelParameters:
                     raise IncompatibleCheckpointError(
                         f"several pipeline stages have {fqn!r}, and nothing says that it is tied"
                     )
-                if self._local.setdefault((fqn, rank), shape) != shape:
+                if self._local.setdefault(fqn, {}).setdefault(rank, shape) != shape:
                     raise ValueError(f"the stages have different shapes of {fqn!r}")
-            self._local |= {(fqn, rank): shape_of(size) for fqn, size in frozen.items()}
+            for fqn, size in frozen.items():
+                self._local.setdefault(fqn, {})[rank] = shape_of(size)
 
     def divide(self, rest: Mapping[str, Any], modules: Sequence[Mapping[str, Any]]) -> None:
         """Find out how the ranks divide the parameters; those that are frozen are in the modules."""
         for rank, module in enumerate(modules if self.degree > 1 else ()):
             for name, item in module.items():
                 if type(item) is StoredTensor and name not in self.buffers:
-                    self._local.setdefault((name, rank), item.shape)
-        names = dict.fromkeys(fqn for fqn, _ in self._local)
-        ranks = range(self.degree)
-        shapes = {
-            fqn: [self._local[fqn, rank] for rank in ranks]
-            for fqn in names
-            if all((fqn, r) in self._local for r in ranks)
-        }
+                    self._local.setdefault(name, {}).setdefault(rank, item.shape)
+        whole = {fqn: of for fqn, of in self._local.items() if len(of) == self.degree}
+        shapes = {fqn: [of[rank] for rank in sorted(of)] for fqn, of in whole.items()}
         info = rest.get("universal_checkpoint_info")
         if self.degree == 1:
             self.divided = {fqn: replicated(of_ranks) for fqn, of_ranks in shapes.items()}
@@ -85,11 +81,11 @@ class ModelParameters:
 
     def undivided(self) -> list[str]:
         """Return the parameters of which nothing says how they are divided."""
-        return sorted({fqn for fqn, _ in self._local} - self.divided.keys())
+        return sorted(self._local.keys() - self.divided.keys())
 
     def of_rank(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the parameters of a tensor-parallel rank."""
-        return {fqn: shape for (fqn, own), shape in self._local.items() if own == rank}
+        return {fqn: of[rank] for fqn, of in self._local.items() if rank in of}
 
     def is_copy(self, fqn: str, mp: int) -> bool:
         """Return whether an earlier pipeline stage has the parameter, too."""
@@ -100,7 +96,7 @@ class ModelParameters:
         rank = mp % self.degree
         if fqn in self.divided:
             return fqn, self.divided[fqn], rank
-        return f"mp_rank_{rank:02}:{fqn}", replicated([self._local.get((fqn, rank), ())]), 0
+        return f"mp_rank_{rank:02}:{fqn}", replicated([self._local.get(fqn, {}).get(rank, ())]), 0
 
 
 def _tensor_degree(names: Sequence[Container[str]], dimensions: Any) -> int:

@@ -43,6 +43,7 @@ class ForeignColumns:
         rows: tensor, offsets, lengths, file, first byte and strides of each row.
         aliases: FQN under which a tied tensor is stored, by state and further name.
         owners: rank of each tensor that is a value of one rank, by number.
+        places: file and first byte of each storage whose tensors are added, by key.
     """
 
     files: list[StorageFile] = field(default_factory=list)
@@ -53,6 +54,7 @@ class ForeignColumns:
     rows: list[tuple[int, tuple[int, ...], tuple[int, ...], int, int, tuple[int, ...]]] = field(default_factory=list)
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
     owners: dict[int, int] = field(default_factory=dict)
+    places: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def add_file(self, name: str, size: int, rank: int = 0, state: str = "model") -> int:
         """Add a file to the table; return its position."""
@@ -67,24 +69,17 @@ class ForeignColumns:
         self.requires_grad.append(requires_grad)
         return len(self.keys) - 1
 
-    def add_whole(
-        self,
-        state: str,
-        tensors: Mapping[str, StoredTensor],
-        places: Mapping[str, tuple[int, int]],
-        owner: int = SHARED,
-    ) -> None:
+    def add_whole(self, state: str, tensors: Mapping[str, StoredTensor], owner: int = SHARED) -> None:
         """Add tensors that lie whole in one storage each; those that are the same view of one storage are tied.
 
         Args:
             state: state of the tensors.
             tensors: tensors by FQN.
-            places: file and first byte of each storage, by key.
             owner: rank whose values the tensors are; SHARED for all ranks.
         """
         first: dict[object, str] = {}
         for fqn, tensor in tensors.items():
-            file, begin = places[tensor.storage.key]
+            file, begin = self.places[tensor.storage.key]
             view = (tensor.storage.key, tensor.start, tensor.dtype, tensor.shape, tensor.strides)
             if tensor.span and (stored := first.setdefault(view, fqn)) is not fqn:
                 self.aliases.setdefault(state, {})[fqn] = stored
@@ -94,19 +89,12 @@ class ForeignColumns:
             zeros = (0,) * len(tensor.shape)
             self.rows.append((number, zeros, tensor.shape, file, begin + tensor.start, tensor.strides))
 
-    def add_sharded(
-        self,
-        state: str,
-        ranks: Sequence[Mapping[str, ShardedValue]],
-        places: Mapping[str, tuple[int, int]],
-        label: str,
-    ) -> None:
+    def add_sharded(self, state: str, ranks: Sequence[Mapping[str, ShardedValue]], label: str) -> None:
         """Add tensors of which each rank has parts; equal parts of several ranks are taken once.
 
         Args:
             state: state of the tensors.
             ranks: tensors of each rank, by FQN.
-            places: file and first byte of each storage, by key.
             label: address of the files, for messages.
 
         Raises:
@@ -134,30 +122,23 @@ class ForeignColumns:
                 raise CorruptCheckpointError(f"{label}: {text}")
             number = self.add_tensor(state, fqn, value.dtype, value.shape, value.requires_grad)
             for offsets, part in parts.items():
-                file, begin = places[part.storage.key]
+                file, begin = self.places[part.storage.key]
                 self.rows.append((number, offsets, part.shape, file, begin + part.start, part.strides))
 
-    def add_states(
-        self,
-        states: Mapping[str, object],
-        tree: Tree,
-        places: Mapping[str, tuple[int, int]],
-        label: str | None = None,
-    ) -> dict[str, bytes]:
+    def add_states(self, states: Mapping[str, object], tree: Tree, label: str | None = None) -> dict[str, bytes]:
         """Add the tensors that are in states; return the encoded tree of each.
 
         Args:
             states: trees by the names of the states.
             tree: encoder of the trees.
-            places: file and first byte of each storage, by key.
             label: address of the files, for messages; None leaves out tensors in parts.
         """
         values = {}
         for state, value in states.items():
             values[state] = tree.encode(value)
-            self.add_whole(state, tree.tensors, places)
+            self.add_whole(state, tree.tensors)
             if label is not None:
-                self.add_sharded(state, [tree.sharded], places, label)
+                self.add_sharded(state, [tree.sharded], label)
         return values
 
     def rename(self, state: str, places: Mapping[str, tuple[str, str]]) -> None:

@@ -158,7 +158,7 @@ class _FolderReader:
             text = f"{label} names {min(missing)!r} in {self.wanted[min(missing)]!r}, which lacks it"
             raise CheckpointNotFoundError(text)
         for name, pieces in self._pieces.items():
-            self._columns.add_sharded("model", _joined(label, name, pieces), self._files.places, label)
+            self._columns.add_sharded("model", _joined(label, name, pieces), label)
         guessed = sorted(n for n, pieces in self._pieces.items() if any(one.global_shape is None for one, _ in pieces))
         if guessed:
             facts = {**facts, "guessed_shapes": guessed}
@@ -176,7 +176,7 @@ class _FolderReader:
 
     def _add_safetensors(self, file: RangedFile) -> None:
         header, tensors = _header(file), {}
-        self._files.places[file.name] = self._columns.add_file(file.name, file.size), 0
+        self._columns.places[file.name] = self._columns.add_file(file.name, file.size), 0
         for entry in header.entries:
             if self._expected(file, entry.key.fqn):
                 ref = StorageRef(file.name, entry.dtype, file.size, 0, file.size)
@@ -200,7 +200,7 @@ class _FolderReader:
     def _add_whole(self, file: RangedFile, tensors: Mapping[str, StoredTensor]) -> None:
         self._refuse_twice(file, tensors.keys() & (self._names | self._pieces.keys()))
         self._names |= tensors.keys()
-        self._columns.add_whole("model", tensors, self._files.places)
+        self._columns.add_whole("model", tensors)
 
     def _refuse_twice(self, file: RangedFile, names: Set[str]) -> None:
         if names:

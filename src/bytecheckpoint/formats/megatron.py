@@ -91,9 +91,8 @@ class _TorchDist:
 
     def __init__(self, storage: Storage, content: DcpContent, file: RangedFile) -> None:
         self._storage, self._old, self._file = storage, content, file
-        self._columns = ForeignColumns(files=content.columns.files)
+        self._columns = ForeignColumns(files=content.columns.files, places=content.columns.places)
         self._tree = Tree(storage.url)
-        self._places = dict(content.storages)
         self._slots: dict[str, dict[str, Any]] = {}  # by parameter
         self._shapes: dict[str, tuple[int, ...]] = {}  # of the parameters that have slots
 
@@ -117,7 +116,7 @@ class _TorchDist:
         if type(common.get(SCHEDULER)) is dict:
             states[SCHEDULER] = common.pop(SCHEDULER)
         states["extra_states"] = {**common, **others}
-        values = self._columns.add_states(states, self._tree, self._places)
+        values = self._columns.add_states(states, self._tree)
         return ForeignCheckpoint("megatron", self._columns, values, self._tree.notes, rows, self._old.sums, made)
 
     def add_tensors(self) -> RowColumns:
@@ -224,7 +223,6 @@ class _TorchDist:
         if any(name == _COMMON_FILE for name, _ in self._storage.list()):  # until Megatron-Core 0.18
             files = TorchFiles(self._storage, self._columns)
             with files.open(_COMMON_FILE) as (file, value), damage(file, "Megatron"):
-                self._places |= files.places
                 common.update(value)
         if type(args := common.get("args")) is CallRecord and type(args.state) is dict:
             common["args"] = args.state

@@ -75,7 +75,7 @@ class _Ranks:
         self._columns = ForeignColumns()
         self._tree = Tree(storage.url)
         self._files = TorchFiles(storage, self._columns)
-        self._ranges = FlatRanges(self._columns, self._files.places)
+        self._ranges = FlatRanges(self._columns)
         self._left_out: list[str] = []
         self._rest: dict[str, Any] = {}
 
@@ -109,7 +109,7 @@ class _Ranks:
         if type(self._rest.get(_SCHEDULER)) is dict:
             states[_SCHEDULER] = self._rest.pop(_SCHEDULER)
         states["extra_states"] = self._rest
-        values = self._columns.add_states(states, self._tree, self._files.places)
+        values = self._columns.add_states(states, self._tree)
         facts = {"world_size": len(files)}
         return ForeignCheckpoint(
             "megatron-ranks", self._columns, values, self._tree.notes, rows, self._files.sums(), facts=facts

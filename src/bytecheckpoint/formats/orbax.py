@@ -53,8 +53,9 @@ def read_orbax(storage: Storage, folder: str = "") -> ForeignCheckpoint:
     tree = Tree(reader.label)
     states = states_beside(reader.tree(), "params")
     made = {f"{VALUES_NAME}-{key}": content for key, content in reader.contents.items()}
-    places = {key: (columns.add_file(f"{VALUES_NAME}-{key}", one.size), 0) for key, one in reader.contents.items()}
-    values = columns.add_states(states, tree, places, reader.label)
+    for key, content in reader.contents.items():
+        columns.places[key] = columns.add_file(f"{VALUES_NAME}-{key}", content.size), 0
+    values = columns.add_states(states, tree, reader.label)
     notes = [*tree.notes, "nothing proves the bytes of Orbax's chunks, but what their compression notices"]
     return ForeignCheckpoint("orbax", columns, values, notes, made=made)
 

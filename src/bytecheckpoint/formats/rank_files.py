@@ -52,7 +52,7 @@ def read_rank_files(storage: Storage) -> ForeignCheckpoint:
         values[state] = blobs[0]
         if any(blob != blobs[0] for blob in blobs):
             tree.notes.append(f"{state}: the ranks have different plain values; those of rank 0 are kept")
-        columns.add_sharded(state, sharded, files.places, storage.url)
+        columns.add_sharded(state, sharded, storage.url)
         _add_whole(columns, state, whole, files)
     facts = {"world_size": max(count for _, count in groups)}
     return ForeignCheckpoint("rank-files", columns, values, tree.notes, sums=files.sums(), facts=facts)
@@ -70,8 +70,8 @@ def _add_whole(
             alike[fqn] = next(iter(held.values()))
             continue
         for rank, tensor in held.items():
-            columns.add_whole(state, {fqn: tensor}, files.places, rank)
-    columns.add_whole(state, alike, files.places)
+            columns.add_whole(state, {fqn: tensor}, rank)
+    columns.add_whole(state, alike)
 
 
 def _content(tensor: StoredTensor, sums: Mapping[str, int | None]) -> tuple[Any, ...] | None:

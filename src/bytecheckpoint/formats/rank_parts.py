@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,14 +161,12 @@ class FlatRanges:
 
     Attributes:
         columns: table of the whole tensors.
-        places: file and first byte of each storage, by key.
         numbers: number of each tensor that has ranges, by state and FQN.
         tensors: tensors of ranks, by number of the whole tensor and rank.
         ranges: position of the rank's tensor, first and last element, file and first byte of each range.
     """
 
     columns: ForeignColumns
-    places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     numbers: dict[tuple[str, str], int] = field(default_factory=dict)
     tensors: dict[tuple[int, int], _RankTensor] = field(default_factory=dict)
     ranges: list[tuple[int, int, int, int, int]] = field(default_factory=list)
@@ -219,7 +217,7 @@ class FlatRanges:
         first, count = elements
         if tensor.strides != (1,) or not 0 <= first <= first + count <= tensor.shape[0]:
             raise ValueError(f"the partition of {key[1]!r} has no elements {first} to {first + count}")
-        file, begin = self.places[tensor.storage.key]
+        file, begin = self.columns.places[tensor.storage.key]
         begin += tensor.start + first * itemsize(tensor.dtype)
         self.add(key, tensor.dtype, divided, rank, (file, begin), count)
 

@@ -60,14 +60,12 @@ class TorchFiles:
         columns: columns to whose table the files are added.
 
     Attributes:
-        places: file and first byte of each storage, by key; keys begin with the name of the file.
-        crcs: CRC32 of each storage, None where the file has none, by key.
+        crcs: CRC32 of each storage, None where the file has none, by key, which begins with the name of the file.
         made: storages that are deflated, by the names of the files that show them.
     """
 
     def __init__(self, storage: Storage, columns: ForeignColumns) -> None:
         self._storage, self._columns = storage, columns
-        self.places: dict[str, tuple[int, int]] = {}
         self.crcs: dict[str, int | None] = {}
         self.made: dict[str, Decoded] = {}
         self._sums: list[tuple[int, int, int, int]] = []
@@ -79,11 +77,11 @@ class TorchFiles:
             found = read_object(file, f"{name}/", deflated=deflated)
             number = self._columns.add_file(file.name, file.size, rank)
             for key, member in found.storages.items():
-                self.places[key], self.crcs[key] = (number, member.offset), member.crc
+                self._columns.places[key], self.crcs[key] = (number, member.offset), member.crc
                 if member.deflated:
                     inflated = f"{VALUES_NAME}-data-{len(self.made)}"
                     self.made[inflated] = Decoded(member.size, partial(_read_again, self._storage, name, member))
-                    self.places[key] = self._columns.add_file(inflated, member.size, rank), 0
+                    self._columns.places[key] = self._columns.add_file(inflated, member.size, rank), 0
                 elif member.crc is not None:
                     self._sums.append((number, member.offset, member.size, member.crc))
             yield file, found.value
@@ -98,7 +96,7 @@ def read_torch_save(storage: Storage, name: str) -> ForeignCheckpoint:
     columns, tree = ForeignColumns(), Tree(f"{storage.url}/{name}")
     files = TorchFiles(storage, columns)
     with files.open(name, deflated=True) as (file, value):
-        values = columns.add_states(states_of(value), tree, files.places, file.label)
+        values = columns.add_states(states_of(value), tree, file.label)
     return ForeignCheckpoint("torch-save", columns, values, tree.notes, sums=files.sums(), made=files.made)
 
 
