@@ -139,11 +139,6 @@ def _check_entries(file: RangedFile, entries: Sequence[ZipInfo], directory: int)
 def locate(file: RangedFile, entries: Iterable[ZipInfo], *, deflated: bool = False) -> dict[str, StoredMember]:
     """Return where the contents of members lie, by the members' names; one read each.
 
-    Args:
-        file: the zip file.
-        entries: the members.
-        deflated: allow members that are deflated.
-
     Raises:
         CorruptCheckpointError: a local header differs from the directory, or its content lies outside.
         IncompatibleCheckpointError: a member is deflated.

@@ -7,14 +7,14 @@ of each item is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
-from bytecheckpoint.formats.dcp_items import ItemReader
+from bytecheckpoint.formats.dcp_items import ItemReader, checked_boxes
 from bytecheckpoint.formats.files import RangedFile, damage, open_file
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.meanings import CONSTANTS, MEANINGS, dtype_name
@@ -22,7 +22,7 @@ from bytecheckpoint.formats.rows import RowColumns
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.formats.unpickling import MAX_PICKLE_BYTES, read_pickle
 from bytecheckpoint.lazy import lazy
-from bytecheckpoint.representation.boxes import BoxTable, Int64s
+from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import row_order
 from bytecheckpoint.representation.values.tree import MAX_DEPTH, TensorRef, key_of_path
 from bytecheckpoint.storage import Storage
@@ -168,14 +168,7 @@ def read_content(storage: Storage) -> DcpContent:
 
 
 def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metadata: _JoinedMetadata) -> DcpContent:
-    """Read the heads and plain values that the metadata describe.
-
-    Args:
-        storage: the folder.
-        file: the metadata, for messages.
-        sizes: sizes of the files by name.
-        metadata: the metadata.
-    """
+    """Read the heads and plain values that the metadata describe; `file` stands in errors."""
     columns, items = ForeignColumns(), []
     for name, found in metadata.tensors.items():
         state, path = metadata.place(name)
@@ -188,7 +181,7 @@ def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metad
     if len({*columns.keys}) != len(columns.keys):
         raise ValueError("two tensors have one name")
     tensor, offsets, lengths, names, begins, lengths_in_file = zip(*items, strict=True) if items else ((),) * 6
-    boxes = _boxes(columns, tensor, offsets, lengths)
+    boxes = checked_boxes(columns, tensor, offsets, lengths)
     values = [found.stored[None] for found in metadata.values.values()]
     numbers: dict[str, int] = {}
     for name in dict.fromkeys([*names, *(info["relative_path"] for info in values)]):
@@ -206,30 +199,6 @@ def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metad
     archives = np.concatenate([np.stack([at, begin, size], axis=1), np.array(places, np.int64).reshape(-1, 3)])
     sums = np.pad(archives, ((0, 0), (0, 1)), constant_values=-1)
     return DcpContent(columns, rows, list(metadata.tensors), plain, metadata, sums)
-
-
-def _boxes(
-    columns: ForeignColumns,
-    tensor: Sequence[int],
-    offsets: Sequence[tuple[int, ...]],
-    lengths: Sequence[tuple[int, ...]],
-) -> BoxTable:
-    """Return the boxes of the rows: each lies inside its tensor, and those of a tensor have as many elements as it has."""
-    shapes = [columns.shapes[number] for number in tensor]
-    if not [*map(len, shapes)] == [*map(len, offsets)] == [*map(len, lengths)]:
-        raise ValueError("a box has another number of dimensions than its tensor")
-    whole = BoxTable.build(range(len(columns.shapes)), columns.shapes, columns.shapes)
-    boxes = BoxTable.build(tensor, offsets, lengths, whole.ndim)
-    limit = whole.lengths[boxes.tensor]
-    inside = (boxes.offsets >= 0) & (boxes.lengths >= 0) & (boxes.lengths <= limit - boxes.offsets)
-    volume = np.prod(whole.lengths.astype(np.float64), axis=1)
-    if (whole.lengths < 0).any() or (volume >= 2.0**62).any() or not inside.all():
-        raise ValueError("a box lies outside of its tensor")
-    have = np.bincount(boxes.tensor, np.prod(boxes.lengths.astype(np.float64), axis=1), len(volume))
-    if len(wrong := np.flatnonzero(have != volume)):
-        name = columns.keys[int(wrong[0])].fqn
-        raise ValueError(f"the parts of {name!r} have {have[wrong[0]]:.0f} of {volume[wrong[0]]:.0f} elements")
-    return boxes
 
 
 def _values(content: DcpContent, tree: Tree) -> dict[str, bytes]:

@@ -19,7 +19,7 @@ from bytecheckpoint.formats.torch_save import read_object, unpickle
 from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major
 from bytecheckpoint.storage import Storage
 
-__all__ = ["ItemReader"]
+__all__ = ["ItemReader", "checked_boxes"]
 
 #: Bytes of an item that are read; its head is shorter, unless another program than torch wrote it.
 _HEAD: Final = 1024
@@ -59,13 +59,7 @@ class ItemReader:
         self._sizes = np.array([file.size for file in columns.files], np.int64)
 
     def rows(self, boxes: BoxTable, file: NDArray[np.int32], begin: Int64s, size: Int64s) -> RowColumns:
-        """Return the rows of tensor items, each as its head says; at most one request for a head.
-
-        Args:
-            boxes: the box of each item.
-            file: file of each item.
-            begin: first byte of each item.
-            size: bytes of each item.
+        """Return the rows of tensor items, given the box, file, first byte and size of each; one request for each at most.
 
         Raises:
             CorruptCheckpointError: a head differs from the metadata, or from its CRC32.
@@ -96,11 +90,7 @@ class ItemReader:
         return RowColumns(boxes, file, first, strides)
 
     def values(self, places: Sequence[tuple[int, int, int]]) -> list[Any]:
-        """Return the plain values of items.
-
-        Args:
-            places: file, first byte and size of each item.
-        """
+        """Return the plain values of items, of which file, first byte and size are given."""
         file, begin, size = np.array(places, np.int64).reshape(-1, 3).T
         self._check_inside(file, begin, size)
         values: list[Any] = [None] * len(places)
@@ -131,3 +121,27 @@ class ItemReader:
         for chosen in np.split(order, bounds) if len(file) else []:
             with open_file(self._storage, self._names[int(file[chosen[0]])]) as opened:
                 yield opened, chosen
+
+
+def checked_boxes(
+    columns: ForeignColumns,
+    tensor: Sequence[int],
+    offsets: Sequence[tuple[int, ...]],
+    lengths: Sequence[tuple[int, ...]],
+) -> BoxTable:
+    """Return the boxes of the rows: each lies inside its tensor, and those of a tensor have as many elements as it has."""
+    shapes = [columns.shapes[number] for number in tensor]
+    if not [*map(len, shapes)] == [*map(len, offsets)] == [*map(len, lengths)]:
+        raise ValueError("a box has another number of dimensions than its tensor")
+    whole = BoxTable.build(range(len(columns.shapes)), columns.shapes, columns.shapes)
+    boxes = BoxTable.build(tensor, offsets, lengths, whole.ndim)
+    limit = whole.lengths[boxes.tensor]
+    inside = (boxes.offsets >= 0) & (boxes.lengths >= 0) & (boxes.lengths <= limit - boxes.offsets)
+    volume = np.prod(whole.lengths.astype(np.float64), axis=1)
+    if (whole.lengths < 0).any() or (volume >= 2.0**62).any() or not inside.all():
+        raise ValueError("a box lies outside of its tensor")
+    have = np.bincount(boxes.tensor, np.prod(boxes.lengths.astype(np.float64), axis=1), len(volume))
+    if len(wrong := np.flatnonzero(have != volume)):
+        name = columns.keys[int(wrong[0])].fqn
+        raise ValueError(f"the parts of {name!r} have {have[wrong[0]]:.0f} of {volume[wrong[0]]:.0f} elements")
+    return boxes

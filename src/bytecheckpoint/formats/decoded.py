@@ -50,12 +50,7 @@ class DecodedFiles:
 
 
 class BytesReader(FileReader):
-    """A file in memory.
-
-    Args:
-        size: its bytes.
-        content: function that returns them.
-    """
+    """A file in memory, of `size` bytes, which a function returns."""
 
     def __init__(self, size: int, content: Callable[[], bytes]) -> None:
         self.size = size

@@ -64,11 +64,7 @@ class FormatReader:
 
 
 def detect(storage: Storage, name: str | None = None) -> FormatReader:
-    """Return the reader of a foreign checkpoint.
-
-    Args:
-        storage: folder of the checkpoint.
-        name: the file, if the checkpoint is one file of the folder.
+    """Return the reader of a foreign checkpoint: a folder, or one file of it.
 
     Raises:
         CheckpointNotFoundError: the folder is empty, has no such file, or has no format that is known.

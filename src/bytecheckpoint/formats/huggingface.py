@@ -147,12 +147,7 @@ class _FolderReader:
             self._add_whole(file, {key: tensor for key, tensor in tensors.items() if self._expected(file, key)})
 
     def checkpoint(self, label: str, facts: Mapping[str, Any]) -> ForeignCheckpoint:
-        """Return the checkpoint, when all tensors are whole.
-
-        Args:
-            label: address of the index or of the only file, for messages.
-            facts: facts about the checkpoint.
-        """
+        """Return the checkpoint, when all tensors are whole; `label` is the address of the files, for messages."""
         missing = (self.wanted or {}).keys() - self._names - self._pieces.keys()
         if self.wanted is not None and missing:
             text = f"{label} names {min(missing)!r} in {self.wanted[min(missing)]!r}, which lacks it"

@@ -140,12 +140,7 @@ def shape_of(size: Iterable[int]) -> tuple[int, ...]:
 
 
 def storage_of(identity: object, prefix: str = "") -> StorageRef:
-    """Return the storage of a persistent id: ("storage", class, key, location, elements), and in old files a view.
-
-    Args:
-        identity: the persistent id.
-        prefix: text before the key.
-    """
+    """Return the storage of a persistent id: ("storage", class, key, location, elements), and in old files a view."""
     if type(identity) is not tuple or len(identity) not in {5, 6} or identity[0] != "storage":
         raise ValueError("a persistent id that is no storage")
     _, kind, key, _, count = identity[:5]

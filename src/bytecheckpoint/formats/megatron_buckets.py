@@ -124,14 +124,7 @@ def place_parameters(
     buckets: Sequence[OptimizerBucket],
     slot: str,
 ) -> list[PlacedParameter]:
-    """Return the parameters in the buckets, each part of a weight once.
-
-    Args:
-        storage: folder of the checkpoint.
-        files: names of the files.
-        weights: the weights of the model.
-        buckets: the buckets.
-        slot: slot of the fp32 weights.
+    """Return the parameters in the buckets, whose fp32 weights are in `slot`; each part of a weight once.
 
     Raises:
         CorruptCheckpointError: the content of a part of a bucket is that of no parameter, or of several ones.

@@ -62,12 +62,7 @@ def read_megatron_ranks(storage: Storage) -> ForeignCheckpoint:
 
 
 class _Ranks:
-    """The reader of the files of all model-parallel ranks.
-
-    Args:
-        storage: the folder.
-        degree: tensor-parallel degree.
-    """
+    """The reader of the files of all model-parallel ranks."""
 
     def __init__(self, storage: Storage, degree: int) -> None:
         self._storage = storage

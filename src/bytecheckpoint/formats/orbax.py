@@ -42,12 +42,7 @@ def item_folder(names: Sequence[str]) -> str | None:
 
 
 def read_orbax(storage: Storage, folder: str = "") -> ForeignCheckpoint:
-    """Read a pytree of Orbax. Below "params", it is the state "model"; each other top-level dict is a state of its own.
-
-    Args:
-        storage: folder of the checkpoint.
-        folder: folder of the pytree in it.
-    """
+    """Read a pytree of Orbax. Below "params", it is the state "model"; each other top-level dict is a state of its own."""
     reader = _Pytree(storage, folder)
     columns = ForeignColumns()
     tree = Tree(reader.label)

@@ -55,10 +55,6 @@ class TorchObject:
 class TorchFiles:
     """The files of `torch.save` in a folder that a reader has opened, with the place of each storage.
 
-    Args:
-        storage: the folder.
-        columns: columns to whose table the files are added.
-
     Attributes:
         crcs: CRC32 of each storage, None where the file has none, by key, which begins with the name of the file.
         made: storages that are deflated, by the names of the files that show them.
