@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,15 +140,15 @@ class _RankTensor:
         number: number of the whole tensor.
         rank: the rank.
         divided: division of the whole tensor.
-        position: place among the tensors of ranks.
         filled: elements that the ranges so far have.
+        ranges: first and last element, file and first byte of each range.
     """
 
     number: int
     rank: int
     divided: DividedTensor
-    position: int
     filled: int = 0
+    ranges: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -163,13 +163,11 @@ class FlatRanges:
         columns: table of the whole tensors.
         numbers: number of each tensor that has ranges, by state and FQN.
         tensors: tensors of ranks, by number of the whole tensor and rank.
-        ranges: position of the rank's tensor, first and last element, file and first byte of each range.
     """
 
     columns: ForeignColumns
     numbers: dict[tuple[str, str], int] = field(default_factory=dict)
     tensors: dict[tuple[int, int], _RankTensor] = field(default_factory=dict)
-    ranges: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
     def add(
         self, key: tuple[str, str], dtype: str, divided: DividedTensor, rank: int, place: tuple[int, int], count: int
@@ -192,9 +190,9 @@ class FlatRanges:
             number = self.numbers[key] = self.columns.add_tensor(*key, dtype, divided.shape)
         if self.columns.dtypes[number] != dtype:
             raise ValueError(f"the ranks have different dtypes of {key[1]!r}")
-        own = self.tensors.setdefault((number, rank), _RankTensor(number, rank, divided, len(self.tensors)))
+        own = self.tensors.setdefault((number, rank), _RankTensor(number, rank, divided))
         if count:
-            self.ranges.append((own.position, own.filled, own.filled + count, *place))
+            own.ranges.append((own.filled, own.filled + count, *place))
         own.filled += count
 
     def add_part(
@@ -231,10 +229,10 @@ class FlatRanges:
         flat = msgspec.structs.replace(tensor, shape=(size,), strides=(1,))
         self.add_part(key, divided, rank, flat, (0, size))
 
-    def of_rank(self, key: tuple[str, str], rank: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield first and last element, file and first byte of each range of a rank's tensor."""
+    def of_rank(self, key: tuple[str, str], rank: int) -> Sequence[tuple[int, int, int, int]]:
+        """Return first and last element, file and first byte of each range of a rank's tensor."""
         own = self.tensors.get((self.numbers.get(key, -1), rank))
-        return (place for position, *place in self.ranges if own and position == own.position)  # type: ignore[misc]
+        return own.ranges if own else ()
 
     def rows(self, file: RangedFile) -> RowColumns:
         """Return the boxes of all ranges, which have to fill the tensors; `file` stands in errors."""
@@ -245,7 +243,8 @@ class FlatRanges:
                 raise file.damaged(f"the partitions of {columns.keys[own.number].fqn!r} have {have}")
         shapes, ndim = [own.shape for own in tensors], max(map(len, columns.shapes), default=1)
         table = BoxTable.build([own.number for own in tensors], [(0,) * len(shape) for shape in shapes], shapes, ndim)
-        owner, start, stop, at, begin = np.array(self.ranges, np.int64).reshape(-1, 5).T
+        owner = np.repeat(np.arange(len(tensors)), [len(own.ranges) for own in tensors])
+        start, stop, at, begin = np.array([each for own in tensors for each in own.ranges], np.int64).reshape(-1, 4).T
         items = columns.items(table.tensor[owner])
         local, of = RowColumns.of_ranges(table.take(owner), (start, stop), at.astype(np.int32), begin, items)
         rows = _in_whole(local, owner[of], tensors, items[of])

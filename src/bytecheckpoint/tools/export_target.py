@@ -74,11 +74,7 @@ def check_target(storage: Storage, force: bool) -> list[str]:
 
 @contextlib.contextmanager
 def translated(action: str) -> Iterator[None]:
-    """Turn errors of the file system in a `with` block into those of a storage.
-
-    Args:
-        action: action of the block, for the message.
-    """
+    """Turn errors of the file system in a `with` block into those of a storage; `action` says what the block does."""
     try:
         yield
     except OSError as error:

@@ -112,12 +112,7 @@ def files_beside(folder: str | os.PathLike[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def without_quantization(files: Mapping[str, bytes], dtypes: set[torch.dtype]) -> dict[str, bytes]:
-    """Return files beside weights; `config.json` does not say that they are quantised if their dtypes are not.
-
-    Args:
-        files: contents by name.
-        dtypes: dtypes of the weights.
-    """
+    """Return files beside weights; `config.json` does not say that they are quantised if their dtypes are not."""
     result = dict(files)
     if _CONFIG in result and all(dtype.itemsize > 1 or dtype == torch.bool for dtype in dtypes):
         try:

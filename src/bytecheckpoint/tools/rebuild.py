@@ -199,13 +199,7 @@ def _count(catalog: Catalog, state: str) -> int:
 def _catalog_of(
     files: Sequence[StorageFile], headers: Sequence[StorageHeader], info: dict[str, Any]
 ) -> Catalog | list[str]:
-    """Return the catalog of the tensors and values in the files of one save, or the problems that prevent it, in words.
-
-    Args:
-        files: the files.
-        headers: the header of each.
-        info: facts about the save as a whole.
-    """
+    """Return the catalog of the tensors and values in the files of one save, or the problems that prevent it, in words."""
     index = _index_entries(headers)
     if isinstance(index, str):
         return [index]

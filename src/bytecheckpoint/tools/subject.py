@@ -31,10 +31,6 @@ def storage_of(subject: Subject) -> Storage:
 def refuse_other_programs(storage: Storage, tool: str) -> None:
     """Refuse a checkpoint of another program, at an address without one of this package.
 
-    Args:
-        storage: storage of the address.
-        tool: name of the tool, for the message.
-
     Raises:
         UsageError: there is one.
         IncompatibleCheckpointError: there is one of a format that is not read.

@@ -57,15 +57,9 @@ class Written:
 
 
 def write_dcp(view: CheckpointView, tree: Mapping[str, Any], files: DcpFiles, advance: Advance) -> Written:
-    """Write a checkpoint of torch.distributed.checkpoint, as `dcp.save(tree)` does.
+    """Write a checkpoint of torch.distributed.checkpoint, as `dcp.save(tree)` does; `tree` is of `state_dict_of`.
 
     Large tensors become several chunks, so the memory needed does not depend on them. The metadata is written last.
-
-    Args:
-        view: the checkpoint.
-        tree: states as `state_dict_of` returns them, by name.
-        files: files of this rank.
-        advance: function that gets the number of bytes written.
     """
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
@@ -109,7 +103,7 @@ class DcpItem:
 
 def write_items(
     view: CheckpointView,
-    items: Iterable[DcpItem],
+    items: Sequence[DcpItem],
     blobs: Mapping[str, Any],
     files: DcpFiles,
     advance: Advance,
@@ -127,17 +121,11 @@ def write_items(
         paths: planner data of DCP.
         markers: contents of further small files, by name, which are written behind the metadata.
     """
-    from torch.distributed.checkpoint import metadata as dcp
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    described: dict[str, Any] = {name: dcp.BytesStorageMetadata() for name in blobs}
     wanted: dict[str, dict[tuple[int, torch.dtype], list[DcpItem]]] = {}  # by key; tied tensors are under the first one
     first: dict[Any, str] = {}
     for item in items:
         key = first.setdefault(view.stored_under(item.key), item.key)
         wanted.setdefault(key, {}).setdefault((len(item.at), item.dtype), []).append(item)
-        size = torch.Size(item.shape)
-        described.setdefault(item.name, dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=item.dtype), size, []))
     keys, ranks, storage = list(wanted), files.ranks, files.storage
     own = [keys[position] for position in ranks.share([view.tensors[key].nbytes for key in keys])]
     last = {_METADATA: b"", **(markers or {})}
@@ -162,15 +150,8 @@ def write_items(
         return files.names, placed, done
 
     def finish(written: Sequence[tuple[list[str], list[_Placed], int]]) -> tuple[list[str], int]:
-        places: dict[Any, Any] = {}
-        for name, offsets, sizes, place in itertools.chain.from_iterable(placed for _, placed, _ in written):
-            index = dcp.MetadataIndex(name)
-            if offsets is not None:
-                chunks = described[name].chunks
-                index = dcp.MetadataIndex(name, torch.Size(offsets), len(chunks))
-                chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            places[index] = _StorageInfo(*place)
-        last[_METADATA] = pickle.dumps(dcp.Metadata(described, paths, places, dcp.StorageMeta()))
+        placed = itertools.chain.from_iterable(placed for _, placed, _ in written)
+        last[_METADATA] = _metadata(items, blobs, paths, placed)
         for name, content in last.items():
             storage.publish(name, content)
         names = [*itertools.chain.from_iterable(names for names, _, _ in written), *last]
@@ -183,6 +164,26 @@ def write_items(
         files.discard(last if ranks.rank == 0 else ())
         raise
     return Written(names, len(wanted), done)
+
+
+def _metadata(items: Iterable[DcpItem], blobs: Mapping[str, Any], paths: Any, placed: Iterable[_Placed]) -> bytes:
+    """Return the metadata of DCP for items and plain values, of which all chunks are placed."""
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    described: dict[str, Any] = {name: dcp.BytesStorageMetadata() for name in blobs}
+    for item in items:
+        size = torch.Size(item.shape)
+        described.setdefault(item.name, dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=item.dtype), size, []))
+    places: dict[Any, Any] = {}
+    for name, offsets, sizes, place in placed:
+        index = dcp.MetadataIndex(name)
+        if offsets is not None:
+            chunks = described[name].chunks
+            index = dcp.MetadataIndex(name, torch.Size(offsets), len(chunks))
+            chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        places[index] = _StorageInfo(*place)
+    return pickle.dumps(dcp.Metadata(described, paths, places, dcp.StorageMeta()))
 
 
 def why_not_plain(value: object, classes: Sequence[type]) -> str:
