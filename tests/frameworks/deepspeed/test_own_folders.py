@@ -25,8 +25,13 @@ def start(name: str, path: str, steps: int) -> list[float]:
     run = build(name, other, adamw)
     with bytecheckpoint.CheckpointManager(f"{path}/run", run.states(), every=2) as manager:
         if manager.restore_latest() is None:
-            bytecheckpoint.load(f"{path}/native", {"model": run.engine})
+            rest = {"lr_scheduler": run.engine.lr_scheduler}
+            bytecheckpoint.load(f"{path}/native", {"model": run.engine, "extra_states": rest})
+            for count in ("global_steps", "global_samples", "skipped_steps"):
+                setattr(run.engine, count, rest[count])
             run.client["step"] = BEFORE
+        assert run.engine.lr_scheduler.last_epoch == run.engine.global_steps == run.client["step"]
+        assert run.engine.global_samples == 12 * run.client["step"]
         losses = []
         for _ in range(steps):
             losses += run.train(1)
