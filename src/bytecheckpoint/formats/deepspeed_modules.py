@@ -24,11 +24,6 @@ FP32: Final = "fp32"
 class JoinedModules:
     """The modules of all ranks.
 
-    Args:
-        files: opened files.
-        parameters: parameters of the optimizer.
-        ranges: parts of tensors.
-
     Attributes:
         of_ranks: tensors and values of each tensor-parallel rank, by name.
     """

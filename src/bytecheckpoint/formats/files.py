@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Final, TypeVar
+
+import msgspec
 
 from bytecheckpoint.concurrency import call_with_timeout, parallel_map
 from bytecheckpoint.errors import (
@@ -21,6 +24,8 @@ __all__ = ["RangedFile", "damage", "open_file"]
 
 #: Bytes between two ranges up to which one request reads both, and bytes of the longest such request.
 _GAP, _LONGEST_RUN = 4096, 8 << 20
+_MOST_JSON: Final = 64 << 20
+_T = TypeVar("_T")
 
 
 class RangedFile:
@@ -85,6 +90,24 @@ class RangedFile:
         threads = 1 if self._storage.capabilities.in_memory else self._storage.capabilities.parallel_reads
         data = parallel_map(lambda run: self.read(run[0], run[1] - run[0]), runs, threads, "bytecheckpoint-foreign")
         return [data[run][at : at + length] for (run, at), (_, length) in zip(places, ranges, strict=True)]
+
+    def json(self, kind: type[_T]) -> _T:
+        """Return the content of a file of JSON as a type.
+
+        Raises:
+            IncompatibleCheckpointError: the file is too large.
+            CorruptCheckpointError: it is no JSON of this type.
+        """
+        if self.size > _MOST_JSON:
+            raise IncompatibleCheckpointError(f"{self.label} has {self.size} bytes, more than {_MOST_JSON}")
+        return self.decoded_json("it", self.read(0, self.size), kind)
+
+    def decoded_json(self, what: str, text: bytes | str, kind: type[_T]) -> _T:
+        """Return a text of JSON in the file, `what` in errors, as a type. Raises as `json`."""
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise self.damaged(f"{what} cannot be read ({error})") from error
 
     def damaged(self, what: str) -> CorruptCheckpointError:
         """Return the error of a file whose content contradicts itself."""

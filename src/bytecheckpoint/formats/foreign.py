@@ -174,12 +174,7 @@ class ForeignColumns:
         return np.array([itemsize(name) for name in self.dtypes], np.int64)[tensor]
 
     def build(self, info: Mapping[str, Any], columns: RowColumns | None = None) -> Catalog:
-        """Return the catalog.
-
-        Args:
-            info: facts about the save.
-            columns: rows before the others, which are columns already.
-        """
+        """Return the catalog, of the rows in `columns` and of those that were added."""
         tensor, offsets, lengths, files, begins, steps = zip(*self.rows, strict=True) if self.rows else ((),) * 6
         boxes = BoxTable.build(tensor, offsets, lengths)
         strides = BoxTable.build(tensor, steps, lengths, boxes.ndim).offsets

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence, Set
 from operator import add
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -33,9 +33,7 @@ _INDEX = re.compile(r"[^/]+\.(safetensors|bin)\.index\.json")
 _SHARDING: Final = "DCP_SHARDING_INFO"
 #: Bytes of a safetensors file that are read first; few headers are longer.
 _FIRST_READ: Final = 64 << 10
-_MOST_JSON: Final = 64 << 20
 
-_T = TypeVar("_T")
 _Dims = tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)], ...]
 
 
@@ -85,7 +83,8 @@ def read_huggingface(storage: Storage, name: str | None = None) -> ForeignCheckp
         raise IncompatibleCheckpointError(f"{storage.url}: {error}") from None
     wanted: dict[str, str] | None = None
     if index is not None:
-        wanted = _json(storage, index, _WeightIndex).weight_map
+        with open_file(storage, index) as file:
+            wanted = file.json(_WeightIndex).weight_map
         names = sorted(set(wanted.values()))
         if missing := [found for found in names if found not in sizes]:
             raise CheckpointNotFoundError(f"{storage.url} lacks the file {missing[0]!r}, which {index} names")
@@ -99,23 +98,11 @@ def read_huggingface(storage: Storage, name: str | None = None) -> ForeignCheckp
         )
     for found in names:
         reader.add(found)
-    facts = {"config": _json(storage, "config.json", dict[str, Any])} if "config.json" in sizes else {}
+    facts = {}
+    if "config.json" in sizes:
+        with open_file(storage, "config.json") as file:
+            facts["config"] = file.json(dict[str, Any])
     return reader.checkpoint(f"{storage.url}/{index or names[0]}", facts)
-
-
-def _json(storage: Storage, name: str, kind: type[_T]) -> _T:
-    with open_file(storage, name) as file:
-        if file.size > _MOST_JSON:
-            raise IncompatibleCheckpointError(f"{file.label} has {file.size} bytes, more than {_MOST_JSON}")
-        return _decoded(file, "it", file.read(0, file.size), kind)
-
-
-def _decoded(file: RangedFile, what: str, data: bytes | str, kind: type[_T]) -> _T:
-    """Return the value of a JSON text in a file, `what` in messages."""
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise file.damaged(f"{what} cannot be read ({error})") from error
 
 
 class _FolderReader:
@@ -180,7 +167,7 @@ class _FolderReader:
         if (text := header.metadata.get(_SHARDING)) is None:
             self._add_whole(file, tensors)
         else:  # a file of DCP
-            places = _decoded(file, f"its {_SHARDING}", text, dict[str, _TensorPiece])
+            places = file.decoded_json(f"its {_SHARDING}", text, dict[str, _TensorPiece])
             self._refuse_twice(file, self._names & tensors.keys())
             for name, tensor in tensors.items():
                 place = places.get(name)

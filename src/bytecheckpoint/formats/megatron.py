@@ -81,13 +81,7 @@ def read_megatron(storage: Storage) -> ForeignCheckpoint:
 
 
 class _TorchDist:
-    """The reader of one checkpoint, of which the content is known.
-
-    Args:
-        storage: folder of the checkpoint.
-        content: its content.
-        file: the metadata, for messages.
-    """
+    """The reader of one checkpoint, of which the content is known."""
 
     def __init__(self, storage: Storage, content: DcpContent, file: RangedFile) -> None:
         self._storage, self._old, self._file = storage, content, file

@@ -100,13 +100,9 @@ def divide(shapes: Sequence[tuple[int, ...]], dim: int, widths: Sequence[Sequenc
 def divide_view(
     shapes: Sequence[tuple[int, ...]], view: Sequence[int], dim: int, widths: Sequence[Sequence[int]]
 ) -> DividedTensor:
-    """Return a tensor that is divided along a dimension of a view of it; arguments as for `divide`.
+    """Return a tensor that is divided along dimension `dim` of a view of it; `shapes` and `widths` as for `divide`.
 
-    Args:
-        shapes: shape of the tensor of each rank.
-        view: shape of the whole tensor as the program sees it, -1 once for what follows from the number of elements.
-        dim: dimension of the view.
-        widths: extents along the dimension of the view, as in `divide`.
+    `view` is the shape of the whole tensor as the program sees it, -1 once for what follows from the number of elements.
     """
     known = [sum(map(sum, widths)) if k == dim else size for k, size in enumerate(view)]
     if known.count(-1) == 1:
@@ -198,14 +194,7 @@ class FlatRanges:
     def add_part(
         self, key: tuple[str, str], divided: DividedTensor, rank: int, tensor: Any, elements: tuple[int, int]
     ) -> None:
-        """Add elements of a flat tensor.
-
-        Args:
-            key: state and FQN.
-            divided: division of the tensor among the ranks.
-            rank: the rank.
-            tensor: the flat tensor.
-            elements: first element, and number of elements.
+        """Add elements of a flat tensor: number of the first, and how many; other arguments as for `add`.
 
         Raises:
             ValueError: the flat tensor has no such elements, or another dtype than those of other ranks.

@@ -55,12 +55,7 @@ class MegatronContent:
 
 
 def megatron_content(view: CheckpointView, model: str, *, alone: bool) -> MegatronContent:
-    """Return a checkpoint as Megatron's.
-
-    Args:
-        view: the checkpoint.
-        model: name of the state of the model.
-        alone: true to leave out the optimizer and all other states.
+    """Return a checkpoint as Megatron's; `alone` leaves out the optimizer and all states but the model.
 
     Raises:
         UsageError: there is no such model, or its names are not Megatron's.

@@ -115,11 +115,7 @@ class Universal:
 
 
 def universal_of(view: CheckpointView, model: str) -> Universal:
-    """Return a checkpoint as the universal form holds it.
-
-    Args:
-        view: the checkpoint.
-        model: name of the state of the model; its optimizer and engine have the names that a save gives them.
+    """Return a checkpoint as the universal form holds it: a model, its optimizer and its engine as a save names them.
 
     Raises:
         UsageError: there is no such model, or no optimizer for it.

@@ -37,7 +37,6 @@ __all__ = ["verify_foreign"]
 _CHUNK: Final = 8 << 20
 #: Bytes of the ranges that one thread checks in one opening of a file, unless one range is longer.
 _TASK_BYTES: Final = 64 << 20
-_MOST_JSON: Final = 64 << 20
 _INTEGRITY: Final = "integrity.json"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -221,10 +220,7 @@ def _manifest(storage: ForeignStorage, catalog: Catalog) -> dict[str, tuple[str,
     if catalog.info.get("format") not in ("dcp", "megatron") or _INTEGRITY not in dict(storage.list()):
         return {}
     with open_file(storage, _INTEGRITY) as file:
-        try:
-            manifest = msgspec.json.decode(file.read(0, min(file.size, _MOST_JSON)), type=_Integrity)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise file.damaged(f"it cannot be read ({error})") from error
+        manifest = file.json(_Integrity)
     if manifest.algorithm != "sha256" or any("/" in name or not name for name in manifest.files):
         raise file.damaged(f"it has the algorithm {manifest.algorithm!r}, or names that lead out of the folder")
     return {name: (digest, f"in {_INTEGRITY}") for name, digest in manifest.files.items()}
