@@ -173,7 +173,9 @@ class _Pytree:
             element = itemsize(dtype)
         except UsageError:
             raise IncompatibleCheckpointError(f"{self.label}: {leaf.name} is stored as {dtype}") from None
-        if self._all_stored and not self._call(leaf.name, lambda: self._fully_stored(array)):
+        if self._all_stored and not self._call(
+            leaf.name, lambda: array.storage_statistics(query_fully_stored=True).result().fully_stored
+        ):
             raise CorruptCheckpointError(f"{self.label} is damaged: chunks of {leaf.name} are missing", file=leaf.name)
         chunk = tuple(array.chunk_layout.read_chunk.shape or shape)
         parts = []
@@ -183,24 +185,19 @@ class _Pytree:
             nbytes = element * math.prod(extent)
             key = f"{leaf.name}-{number}"
             box = tuple(slice(o, o + n) for o, n in zip(offsets, extent, strict=True))
-            self.contents[key] = Decoded(nbytes, partial(self.decode, leaf.name, array[box] if box else array))
+            self.contents[key] = Decoded(nbytes, partial(self._bytes_of, leaf.name, array[box] if box else array))
             ref = StorageRef(key, dtype, nbytes, 0, nbytes)
             parts.append((offsets, StoredTensor(ref, dtype, 0, extent, row_major_of(extent))))
         return ShardedValue(dtype, shape, tuple(parts))
-
-    def decode(self, name: str, box: Any) -> bytes:
-        """Return the elements of a view of an array, in row-major order."""
-        data: bytes = self._read(name, box).tobytes()
-        return data
-
-    def _fully_stored(self, array: Any) -> bool:
-        return bool(array.storage_statistics(query_fully_stored=True).result().fully_stored)
 
     def _opened(self, name: str) -> Any:
         base = {"driver": "ocdbt", "base": f"file://{self._path}/", "path": f"{name}/"}
         kvstore: Mapping[str, str] = base if self._ocdbt else {"driver": "file", "path": f"{self._path}/{name}/"}
         spec = {"driver": self._driver, "kvstore": kvstore}
         return self._call(name, lambda: self._ts.open(spec, open=True, read=True).result())
+
+    def _bytes_of(self, name: str, box: Any) -> bytes:
+        return bytes(self._read(name, box).tobytes())
 
     def _read(self, name: str, array: Any) -> Any:
         return self._call(name, lambda: array.read().result())

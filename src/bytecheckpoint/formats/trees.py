@@ -89,9 +89,6 @@ class Tree:
             self.notes.append(f"{key_of_path(tuple(self._path)) or 'the value'}: {what} is left out")
         return None
 
-    def _same(self, value: object, _: int) -> object:
-        return value
-
     def _int(self, value: int, _: int) -> object:
         if _INT64_MIN <= value <= _UINT64_MAX:
             return value
@@ -140,12 +137,6 @@ class Tree:
             return dict(zip(*native, strict=True))
         return _ext(Code.DICT, native)
 
-    def _ordered_dict(self, value: OrderedDict[Any, Any], depth: int) -> object:
-        return _ext(Code.ORDERED_DICT, self._pairs(value, depth))
-
-    def _tuple(self, value: tuple[object, ...], depth: int) -> object:
-        return _ext(Code.TUPLE, self._items(value, depth))
-
     def _members(self, value: set[object] | frozenset[object], depth: int) -> object:
         packed = sorted(_pack(self._native(item, depth)) for item in value)
         code = Code.SET if isinstance(value, set) else Code.FROZENSET
@@ -168,9 +159,6 @@ class Tree:
         if value.parameter or value.requires_grad:
             return _ext(Code.REGISTERED, [TENSOR_CLASS, [reference, value.parameter, value.requires_grad]])
         return reference
-
-    def _storage(self, value: StorageRef, depth: int) -> object:
-        return self._tensor(StoredTensor(value, "uint8", value.start, (value.size,), (1,)), depth)
 
     def _numpy_scalar(self, value: NumpyScalar, _: int) -> object:
         text = value.dtype.text
@@ -204,9 +192,6 @@ class Tree:
         given = {name: part for name, part in parts.items() if part}
         return _ext(Code.REGISTERED, [target.full, self._dict(given, depth)])
 
-    def _global(self, value: GlobalName, _: int) -> object:
-        return self._left_out(f"the function or class {value.full}")
-
 
 def _ext(code: Code, native: object) -> Ext:
     return Ext(code.value, _pack(native))
@@ -214,22 +199,22 @@ def _ext(code: Code, native: object) -> Ext:
 
 _Encoder = Callable[[Tree, Any, int], object]
 _ENCODERS: dict[type, _Encoder] = {
-    **dict.fromkeys((type(None), bool, float), Tree._same),
+    **dict.fromkeys((type(None), bool, float), lambda _, v, __: v),
     **dict.fromkeys((bytes, bytearray), Tree._bytes),
     int: Tree._int,
     str: Tree._str,
     list: Tree._items,
-    tuple: Tree._tuple,
+    tuple: lambda tree, v, depth: _ext(Code.TUPLE, tree._items(v, depth)),
     dict: Tree._dict,
-    OrderedDict: Tree._ordered_dict,
+    OrderedDict: lambda tree, v, depth: _ext(Code.ORDERED_DICT, tree._pairs(v, depth)),
     set: Tree._members,
     frozenset: Tree._members,
     StoredTensor: Tree._tensor,
     ShardedValue: Tree._tensor,
-    StorageRef: Tree._storage,
+    StorageRef: lambda tree, v, depth: tree._tensor(StoredTensor(v, "uint8", v.start, (v.size,), (1,)), depth),
     TensorRef: lambda _, v, __: _ext(Code.TENSOR, v.name),
     CallRecord: Tree._call,
-    GlobalName: Tree._global,
+    GlobalName: lambda tree, v, _: tree._left_out(f"the function or class {v.full}"),
     NumpyArray: Tree._numpy_array,
     NumpyScalar: Tree._numpy_scalar,
     NumpyDtype: lambda tree, v, _: _ext(Code.NUMPY_DTYPE, v.text) if v.text else tree._left_out("a numpy dtype"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -156,15 +156,10 @@ def _generations(storage: Storage) -> list[Generation]:
                 name, header.state, header.rank, size, header.data_offset, header_sum, header.block_bytes, generation
             )
         )
-    _add_adopted(found.values())
-    return sorted(found.values(), key=lambda g: (g.modified, g.name), reverse=True)
-
-
-def _add_adopted(generations: Collection[Generation]) -> None:
-    """Give each save the files of earlier saves that its own files name."""
-    every = {f.name: (f, h) for group in generations for f, h in zip(group.files, group.headers, strict=True)}
-    for group in generations:
+    every = {f.name: (f, h) for group in found.values() for f, h in zip(group.files, group.headers, strict=True)}
+    for group in found.values():  # which may have adopted files of earlier saves
         group.adopted = {name: every.get(name) for header in group.headers for name in header.adopted}
+    return sorted(found.values(), key=lambda g: (g.modified, g.name), reverse=True)
 
 
 def _read_header(storage: Storage, name: str, size: int) -> tuple[StorageHeader, int]:

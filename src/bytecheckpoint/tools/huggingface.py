@@ -76,6 +76,10 @@ def export_huggingface(
     """Write all tensors of one state as consolidated safetensors; see `export`."""
     storage = resolve(target)
 
+    def look() -> list[str]:
+        what = f"cannot look into {storage.url}"
+        return call_with_timeout(call_timeout(storage), lambda: check_target(storage, force), what)
+
     def prepare(ranks: ToolRanks, stack: contextlib.ExitStack, present: Sequence[str]) -> tuple[_Export, ExportReport]:
         copied = {} if files_from is None else dict(files_beside(files_from))
         wanted = export_dtype(dtype)
@@ -117,9 +121,7 @@ def export_huggingface(
         return running, report
 
     with tool_ranks("export", process_group, storage.url) as ranks, contextlib.ExitStack() as stack:
-        present = ranks.agree(
-            "look", lambda: _present(storage, force) if ranks.rank == 0 else [], lambda found: found[0]
-        )
+        present = ranks.agree("look", lambda: look() if ranks.rank == 0 else [], lambda found: found[0])
         running, report = ranks.all_succeed("prepare", lambda: prepare(ranks, stack, present))
         with translated(f"export to {storage.url}"):
             if isinstance(storage, LocalStorage):
@@ -127,13 +129,6 @@ def export_huggingface(
             else:
                 _export_to_storage(running, storage, filter(_WEIGHTS.fullmatch, present))
     return replace(report, overflowed=tuple(running.overflowed))
-
-
-def _present(storage: Storage, force: bool) -> list[str]:
-    """Check that the target can take an export. Return the names in it."""
-    return call_with_timeout(
-        call_timeout(storage), lambda: check_target(storage, force), f"cannot look into {storage.url}"
-    )
 
 
 def _export_to_folder(export: _Export, folder: str) -> None:

@@ -89,10 +89,10 @@ class ModelDescription(msgspec.Struct, omit_defaults=True):
 def contents_of(files: Mapping[str, str], dtype: torch.dtype | None) -> dict[str, bytes]:
     """Return configuration files for weights that are converted to a dtype, or are not, for None."""
     found = {name: text.encode() for name, text in files.items()}
-    if dtype is not None and "config.json" in found:
-        config = msgspec.json.decode(found["config.json"])
+    if dtype is not None and _CONFIG in found:
+        config = msgspec.json.decode(found[_CONFIG])
         config |= {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in config}
-        found["config.json"] = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
+        found[_CONFIG] = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
     return found
 
 

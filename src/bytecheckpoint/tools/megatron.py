@@ -85,7 +85,7 @@ def megatron_content(view: CheckpointView, model: str, *, alone: bool) -> Megatr
         if optimizer in view.states:
             parameters, groups = parameters_of(view, model, optimizer, "Megatron")
             items += _states_of(view, model, shown, stacks, parameters)
-            steps = [_step(parameters, group) for group in groups]
+            steps = [max((float(parameters[p].step or 0) for p in one["params"]), default=0.0) for one in groups]
             common |= {"iteration": int(max(steps)), "optimizer": _optimizer(view, groups, steps)}
         of_program, more = _of_program(view, others, common.keys() & {"optimizer"})
         common, blobs = {**common, **of_program}, {**blobs, **more}
@@ -187,10 +187,6 @@ def _states_of(
             yield stacks[name].item("optimizer.state.param.", one.weight, torch.float32)
             for slot, entry in one.slots.items():
                 yield stacks[name].item(f"optimizer.state.{slot}.", entry, entry.dtype)
-
-
-def _step(parameters: Mapping[str, Parameter], group: Mapping[str, Any]) -> float:
-    return max((float(parameters[fqn].step or 0) for fqn in group["params"]), default=0.0)
 
 
 def _optimizer(view: CheckpointView, groups: Sequence[Mapping[str, Any]], steps: Sequence[float]) -> dict[Any, Any]:

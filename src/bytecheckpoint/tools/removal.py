@@ -145,18 +145,16 @@ def _has_foreign_catalog(storage: Storage) -> bool:
 
 def _own_names(storage: Storage, *, hot: bool) -> dict[str, int]:
     """Return the files of a folder that belong to checkpoints, with their sizes; `hot` for a folder of the hot tier."""
-    return {name: size for name, size in storage.list() if _is_own(name, hot=hot)}
-
-
-def _is_own(name: str, *, hot: bool) -> bool:
-    return (
-        name in (CATALOG_NAME, LEASE_FILE)
+    return {
+        name: size
+        for name, size in storage.list()
+        if name in (CATALOG_NAME, LEASE_FILE)
         or generation_of(name) is not None
         or name.startswith(f"{METRICS_FOLDER}/")
         or _TEMPORARY.fullmatch(name) is not None
         or TOMBSTONE.fullmatch(name) is not None
         or (hot and INTERNAL_FILES.fullmatch(name) is not None)
-    )
+    }
 
 
 def _other_folders(storage: Storage) -> set[str]:

@@ -36,7 +36,7 @@ def verify_tier(storage: TierStorage, progress: Progress | None = None, *, threa
     notes: list[str] = []
     findings: list[VerifyFinding] = []
     if unreachable:
-        findings.append(_copy_finding("durable", "unreadable", storage.durable.url, unreachable))
+        findings.append(_with_copy(_unreadable(unreachable), "durable", storage.durable.url))
     catalog, ranks = _hot_catalog(storage, hot, bool(unreachable), findings, notes)
     if catalog is None:
         return _verify_durable(storage, findings, notes, progress, threads)
@@ -46,9 +46,10 @@ def verify_tier(storage: TierStorage, progress: Progress | None = None, *, threa
     hot_progress = progress if unreachable else _half_progress(progress, 0)
     hot_report = verify_catalog(storage.hot, catalog, hot_progress, threads=threads)
     reports = [hot_report]
+    writers = {file.name: file.rank for file in catalog.files}
     for finding in hot_report.findings:
         # Files of ranks on other machines are usually missing here.
-        if finding.kind != "missing" or not ranks or _writer_of(catalog, finding.file) in ranks:
+        if finding.kind != "missing" or not ranks or writers.get(finding.file, -1) in ranks:
             findings.append(_with_copy(finding, "hot", storage.hot.url))
     if not unreachable:
         durable_report = verify_catalog(storage.durable, catalog, _half_progress(progress, 1), threads=threads)
@@ -93,7 +94,7 @@ def _hot_catalog(
     try:
         catalog = decode(data)
     except CheckpointError as error:
-        findings.append(_copy_finding("hot", "unreadable", storage.hot.url, f"its catalog is damaged: {error}"))
+        findings.append(_with_copy(_unreadable(f"its catalog is damaged: {error}"), "hot", storage.hot.url))
         return None, set()
     if not unreachable and not storage.hot_copy_counts(data, record):
         notes.append(f"the hot copy ({storage.hot.url}) is of an older save and does not count")
@@ -132,16 +133,12 @@ def _verdict(how: str, restorable: bool) -> str:
     return f"restorable: {how}" if restorable else "not restorable from here, unless another machine has sound copies"
 
 
-def _copy_finding(copy: str, kind: str, url: str, text: str) -> VerifyFinding:
-    return VerifyFinding(kind, "", -1, 0, (), 0, f"the {copy} copy ({url}): {text}", copy)
-
-
 def _with_copy(finding: VerifyFinding, copy: str, url: str) -> VerifyFinding:
     return replace(finding, message=f"the {copy} copy ({url}): {finding.message}", copy=copy)
 
 
-def _writer_of(catalog: Catalog, name: str) -> int:
-    return next((file.rank for file in catalog.files if file.name == name), -1)
+def _unreadable(text: str) -> VerifyFinding:
+    return VerifyFinding("unreadable", "", -1, 0, (), 0, text)
 
 
 def _bad_blocks(findings: Iterable[VerifyFinding]) -> dict[str, set[int] | None]:
