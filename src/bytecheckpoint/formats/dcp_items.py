@@ -69,24 +69,24 @@ class ItemReader:
         known: dict[bytes, object] = {}  # most items have the head of another one of equal shape
         chosen = np.flatnonzero(boxes.volumes() > 0)
         for opened, places in self._by_file(file[chosen]):
-            rows = chosen[places].tolist()
-            found = opened.read_many([(int(begin[row]), min(int(size[row]), _HEAD)) for row in rows])
-            for row, data in zip(rows, found, strict=True):
-                number = int(boxes.tensor[row])
-                shape = tuple(boxes.lengths[row, : len(self._columns.shapes[number])].tolist())
+            rows = chosen[places]
+            facts = (rows, boxes.tensor[rows], boxes.lengths[rows], begin[rows], size[rows])
+            items = list(zip(*(column.tolist() for column in facts), strict=True))
+            heads = opened.read_many([(at, min(length, _HEAD)) for *_, at, length in items])
+            for (row, number, lengths, at, length), data in zip(items, heads, strict=True):
+                dtype, shape = self._columns.dtypes[number], tuple(lengths[: len(self._columns.shapes[number])])
                 if (head := _head_of(data)) is None:
-                    whole = read_object(opened.part(int(begin[row]), int(size[row])))
-                    tensor = _checked(opened, whole.value, self._columns.dtypes[number], shape)
-                    first[row] += whole.storages[tensor.storage.key].offset
+                    whole = read_object(opened.part(at, length))
+                    tensor = _checked(opened, whole.value, dtype, shape)
+                    start = whole.storages[tensor.storage.key].offset
                 else:
                     if head not in known:
                         known[head] = _value_of(opened, head)
-                    tensor = _checked(opened, known[head], self._columns.dtypes[number], shape)
-                    first[row] += len(head)
-                if tensor.start + tensor.span > begin[row] + size[row] - first[row]:
-                    raise opened.damaged(f"the item at byte {begin[row]} is shorter than its tensor")
+                    tensor, start = _checked(opened, known[head], dtype, shape), len(head)
+                if tensor.start + tensor.span > length - start:
+                    raise opened.damaged(f"the item at byte {at} is shorter than its tensor")
                 strides[row, : len(shape)] = tensor.strides
-                first[row] += tensor.start
+                first[row] += start + tensor.start
         return RowColumns(boxes, file, first, strides)
 
     def values(self, places: Sequence[tuple[int, int, int]]) -> list[Any]:
