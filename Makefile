@@ -156,7 +156,7 @@ test-integrations: ## real Hugging Face Accelerate, Trainer, TRL, PEFT and Light
 	VENV=.venv-integrations PYTHON=3.12 EXTRAS=$(TESTED),accelerate,transformers,lightning PINNED=constraints-integrations.txt \
 		./scripts/bootstrap.sh
 	BYTECHECKPOINT_REQUIRE_INTEGRATIONS=1 .venv-integrations/bin/python -m pytest -n $(WORKERS) tests/integrations \
-		--ignore=tests/integrations/torchtitan --ignore=tests/integrations/ray $(WITH_SLOW)
+		$(patsubst %,--ignore=tests/integrations/%,torchtitan ray vllm) $(WITH_SLOW)
 
 # torchtitan wants older datasets and huggingface-hub than the other tools.
 test-torchtitan: ## real torchtitan on the CPU (environment: .venv-torchtitan)
@@ -167,6 +167,13 @@ test-torchtitan: ## real torchtitan on the CPU (environment: .venv-torchtitan)
 test-ray: ## a real Ray Train of this machine (environment: .venv-ray)
 	VENV=.venv-ray PYTHON=3.12 EXTRAS=cli,ray PINNED=constraints-ray.txt ./scripts/bootstrap.sh
 	BYTECHECKPOINT_REQUIRE_INTEGRATIONS=1 .venv-ray/bin/python -m pytest tests/integrations/ray $(WITH_SLOW)
+
+# vLLM's wheel for CPUs wants a build of torch that PyPI lacks; the ordinary one serves.
+test-vllm: ## real vLLM on the CPU (environment: .venv-vllm)
+	VENV=.venv-vllm PYTHON=3.12 EXTRAS=cli ./scripts/bootstrap.sh
+	UV_PYTHON_DOWNLOADS=never $(UV) pip install -q --python .venv-vllm/bin/python -r constraints-vllm.txt \
+		--override constraints-vllm-torch.txt
+	BYTECHECKPOINT_REQUIRE_INTEGRATIONS=1 .venv-vllm/bin/python -m pytest tests/integrations/vllm $(WITH_SLOW)
 
 # W&B, MLflow and ClickHouse's engine are large, and nothing else needs them.
 test-metrics-sinks: ## metrics in real TensorBoard, W&B, MLflow and today's ClickHouse (environment: .venv-metrics)

@@ -19,9 +19,10 @@ NEEDED = {
     "ray": ("ray",),
     "torchtitan": ("torchtitan",),
     "transformers": ("transformers", "accelerate", "trl", "peft"),
+    "vllm": ("vllm", "transformers"),
 }
 #: Folders with an environment of their own.
-OWN_TARGETS = {"torchtitan": "test-torchtitan", "ray": "test-ray"}
+OWN_TARGETS = {"torchtitan": "test-torchtitan", "ray": "test-ray", "vllm": "test-vllm"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

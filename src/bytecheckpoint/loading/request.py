@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.base import Destination, Framework, Strict, is_strict
+from bytecheckpoint.frameworks.base import Destination, Framework, Strict, SupportsShards, is_strict
 from bytecheckpoint.frameworks.modules import as_modules, configuration_of
 from bytecheckpoint.frameworks.selection import NameSelection
 from bytecheckpoint.layouts import Layout
@@ -124,7 +124,7 @@ class LoadRequest:
 
 
 def _is_of_tensors(value: object) -> bool:
-    """Return whether a value is a dict of tensors, with such dicts in it or not."""
+    """Return whether a value is a dict of tensors, or of objects that list their shards, with such dicts in it or not."""
     if not isinstance(value, Mapping) or not value:
         return False
-    return all(isinstance(item, torch.Tensor) or _is_of_tensors(item) for item in value.values())
+    return all(isinstance(item, torch.Tensor | SupportsShards) or _is_of_tensors(item) for item in value.values())

@@ -1,0 +1,185 @@
+"""The loader that vLLM calls in each process of an engine: it opens a checkpoint of any layout and fills the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import ModelConfig
+from vllm.config.load import LoadConfig
+from vllm.distributed.parallel_state import get_world_group
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+import bytecheckpoint
+from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, UsageError, listed
+from bytecheckpoint.formats.detect import as_checkpoint
+from bytecheckpoint.integrations.vllm.lazy_weights import LazyWeight, WantedWeight, WeightPart
+from bytecheckpoint.manager.run_folder import RunFolder, step_folder
+from bytecheckpoint.opening import Checkpoint
+from bytecheckpoint.representation.names import CATALOG_NAME
+from bytecheckpoint.storage import resolve
+
+__all__ = ["CheckpointLoader"]
+
+_log = logging.getLogger("bytecheckpoint")
+_OPTIONS = ("checkpoint", "layout", "state")
+
+
+def checkpoint_at(path: str) -> str | None:
+    """Return the address of the checkpoint at a path, or of the newest step of a run there; None if there is none."""
+    storage = resolve(path)
+    if storage.version(CATALOG_NAME) or as_checkpoint(storage) is not None:
+        return storage.url
+    newest = RunFolder(path).newest()
+    return None if newest is None else step_folder(storage.url, newest.step)
+
+
+class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
+    """Loads the weights of a checkpoint, or of the newest step of a run, into a model of vLLM.
+
+    `--model-loader-extra-config` takes a JSON object with
+
+    - `checkpoint`: folder or URL of a checkpoint, or of a run; without it the model's own folder is one.
+    - `layout`: layout by which the tensors get the names of Hugging Face, as for `open`.
+    - `state`: name of the state that is the model, by default "model".
+
+    The ranks of the engine read each byte that any of them wants once, and send each other their parts. The model's
+    attribute `bytecheckpoint_report` is the `LoadReport`.
+    """
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(load_config)
+        options = load_config.model_loader_extra_config or {}
+        if not isinstance(options, Mapping) or (unknown := sorted(options.keys() - set(_OPTIONS))):
+            wrong = options if not isinstance(options, Mapping) else listed(unknown)
+            raise UsageError(f"model_loader_extra_config has {wrong}: it takes {listed(_OPTIONS)}")
+        self._checkpoint: str | None = options.get("checkpoint")
+        self._layout: Any = options.get("layout")
+        self._state: str = options.get("state", "model")
+        # vLLM makes another loader for each reload, with the same configuration: what they share is kept there.
+        self._memory: dict[str, Any] = vars(load_config).setdefault("_bytecheckpoint", {})
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Download nothing: the weights are read where they lie."""
+
+    def load_weights(self, model: Any, model_config: ModelConfig) -> None:
+        """Load the weights into a model."""
+        path = self._path(model_config)
+        meta = any(parameter.is_meta for parameter in model.parameters())  # they are quantised when they are copied
+        wanted: dict[str, WantedWeight] | None = None if meta else {}
+        with self._opened(path) as checkpoint:
+            self._memory["tensors"] = self._shapes(checkpoint)
+            loaded = model.load_weights(self._weights(checkpoint, wanted))
+        if wanted:
+            group = get_world_group()
+            report = bytecheckpoint.load(
+                path,
+                {self._state: wanted},
+                layout=self._layout,
+                strict={self._state: False},
+                cast=True,
+                prepare_save=False,
+                process_group=group.cpu_group if group.world_size > 1 else None,
+            )
+            model.bytecheckpoint_report = report
+            for part in wanted.values():
+                for memory, first in part.copies:
+                    memory.copy_(first)
+        self._check_loaded(path, model, model_config, loaded)
+
+    def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return an iterator over the weights of another checkpoint, for vLLM's `reload_weights`.
+
+        Each part is read when vLLM copies it. vLLM keeps the old weights if this raises.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            IncompatibleCheckpointError: its tensors are others than those of the model.
+        """
+        checkpoint = self._opened(self._path(model_config))
+        known, found = self._memory.get("tensors"), self._shapes(checkpoint)
+        if known is not None and known != found:
+            names = sorted(name for name in {*known, *found} if known.get(name) != found.get(name))
+            checkpoint.close()
+            raise IncompatibleCheckpointError(
+                f"{checkpoint.path} is of another model: {len(names)} tensors differ in name or shape, such as "
+                f"{names[0]}: {known.get(names[0])} and {found.get(names[0])}"
+            )
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            with checkpoint:
+                yield from self._weights(checkpoint, None)
+
+        return weights()
+
+    def _path(self, model_config: ModelConfig) -> str:
+        """Return the checkpoint to load, which rank 0 looks for.
+
+        This is the one at the model's own path, else that of the options. vLLM makes the path of a reload the model's own:
+        there must be one.
+        """
+        first = self._memory.setdefault("model", model_config.model)
+        places = [model_config.model] if model_config.model != first else [model_config.model, self._checkpoint]
+        group = get_world_group()
+
+        def look() -> str | Exception:
+            try:
+                found = next((path for one in places if one and (path := checkpoint_at(one)) is not None), None)
+            except Exception as error:  # noqa: BLE001  raised on all ranks
+                return error
+            if found is None:
+                return CheckpointNotFoundError(
+                    f"no checkpoint at {' nor at '.join(filter(None, places))}: give the address of one, or of a run, as "
+                    "'checkpoint' in model_loader_extra_config"
+                )
+            return found
+
+        path = look() if group.rank_in_group == 0 else None
+        if group.world_size > 1:
+            path = group.broadcast_object(path, src=0)
+        if isinstance(path, Exception):
+            model_config.model = first
+            raise path
+        _log.info("weights of %s", path)
+        return str(path)
+
+    def _opened(self, path: str) -> Checkpoint:
+        checkpoint = bytecheckpoint.open(path, layout=self._layout)
+        if self._state not in checkpoint.states:
+            held = listed(checkpoint.states)
+            checkpoint.close()
+            raise IncompatibleCheckpointError(f"{path} has no state {self._state!r}: it has {held}")
+        return checkpoint
+
+    def _shapes(self, checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+        prefix = f"{self._state}/"
+        return {key: tuple(entry.shape) for key, entry in checkpoint.tensors.items() if key.startswith(prefix)}
+
+    def _weights(
+        self, checkpoint: Checkpoint, wanted: dict[str, WantedWeight] | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        prefix = f"{self._state}/"
+
+        def read(part: WeightPart) -> torch.Tensor:
+            ranges = zip(part.begins, part.lengths, strict=True)
+            return checkpoint.tensors[prefix + part.name][tuple(slice(begin, begin + n) for begin, n in ranges)]
+
+        for key, entry in checkpoint.tensors.items():
+            if key.startswith(prefix):
+                name, shape = key.removeprefix(prefix), tuple(entry.shape)
+                whole = WeightPart(name, shape, (0,) * len(shape), shape, tuple(range(len(shape))))
+                yield name, LazyWeight(whole, entry.dtype, read, wanted)
+
+    @staticmethod
+    def _check_loaded(path: str, model: nn.Module, model_config: ModelConfig, loaded: set[str] | None) -> None:
+        """Refuse a model some of whose parameters the checkpoint lacks."""
+        if loaded is None or model_config.quantization is not None:
+            return  # quantised layers have parameters of their own
+        if missing := sorted({name for name, _ in model.named_parameters()} - loaded):
+            raise IncompatibleCheckpointError(
+                f"{path} lacks weights of {len(missing)} parameters of {type(model).__name__}: {listed(missing)}; "
+                "a layout may lead to them (layout=)"
+            )

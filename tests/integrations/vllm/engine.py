@@ -1,0 +1,54 @@
+"""A program that serves a checkpoint with a real vLLM and prints tokens as JSON: `engine.py MODEL OPTIONS PROMPT`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+
+
+def report_of(worker: Any) -> list[int]:
+    """Return what a rank of the engine read, and what it got from others."""
+    report = worker.get_model().bytecheckpoint_report
+    return [report.bytes_read, report.bytes_received]
+
+
+def main() -> None:
+    folder, options, prompt = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    ranks = options.pop("ranks", 1)
+    os.environ.update(ENVIRONMENT, VLLM_CPU_OMP_THREADS_BIND="|".join("01"[:ranks]), VLLM_LOGGING_LEVEL="WARNING")
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    parallel = {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"} if ranks > 1 else {}
+    engine = LLM(
+        folder,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=64,
+        load_format="bytecheckpoint",
+        model_loader_extra_config=options,
+        **parallel,
+    )
+    sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False)
+
+    def tokens() -> list[int]:
+        (found,) = engine.generate([TokensPrompt(prompt_token_ids=prompt)], sampling, use_tqdm=False)
+        return list(found.outputs[0].token_ids)
+
+    print("RESULT", json.dumps({"tokens": tokens(), "reports": engine.collective_rpc(report_of)}), flush=True)
+    for line in sys.stdin:  # addresses of other checkpoints
+        failed = ""
+        try:
+            engine.collective_rpc("reload_weights", kwargs={"weights_path": line.strip()})
+        except Exception as error:  # noqa: BLE001  printed
+            failed = str(error)
+        print("RESULT", json.dumps({"tokens": tokens(), "failed": failed}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

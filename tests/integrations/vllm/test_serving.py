@@ -1,0 +1,157 @@
+"""Real vLLM on the CPU serves training checkpoints: its tokens are those of transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint
+from bytecheckpoint.collectives import Collective, ThreadWorld
+from tests.support.layouts import Leaf
+
+pytestmark = pytest.mark.timeout(500)
+PROMPT = [1, 2, 3]
+
+
+class Engine:
+    """A running engine, which answers line by line."""
+
+    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
+        program = [sys.executable, str(Path(__file__).with_name("engine.py")), str(folder)]
+        program += [json.dumps(options), json.dumps(PROMPT)]
+        self._log = folder / "engine.log"
+        self.process = subprocess.Popen(
+            program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log.open("w"), text=True
+        )
+
+    def result(self) -> dict[str, Any]:
+        """Return the next result."""
+        assert self.process.stdout is not None
+        lines = []
+        for line in self.process.stdout:
+            lines.append(line)
+            if line.startswith("RESULT "):
+                found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+                return found
+        raise AssertionError("".join(lines) + self._log.read_text())
+
+    def reload(self, path: str) -> dict[str, Any]:
+        """Load another checkpoint in place."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{path}\n")
+        self.process.stdin.flush()
+        return self.result()
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+@pytest.fixture
+def engines() -> Iterator[list[Engine]]:
+    """Engines that end with the test."""
+    started: list[Engine] = []
+    yield started
+    for engine in started:
+        engine.process.kill()
+        engine.process.wait()
+
+
+def llama(seed: int = 0) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=256, intermediate_size=704, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def mixture() -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+        max_position_embeddings=128, tie_word_embeddings=True, initializer_range=0.2,
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(config).eval()
+
+
+def describe(model: Any, folder: Path) -> None:
+    """Write config.json, as `save_pretrained` of the model writes it."""
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+
+
+def tokens_of(model: Any) -> list[int]:
+    """Return what transformers generates."""
+    with torch.no_grad():
+        found = model.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)
+    generated: list[int] = found[0, len(PROMPT) :].tolist()
+    return generated
+
+
+def save_sharded(path: Path, model: Any, ranks: int) -> None:
+    """Save a model as ranks of FSDP hold it: rows of each tensor."""
+
+    def save(collective: Collective) -> None:
+        mine: dict[str, Any] = {}
+        for name, tensor in model.state_dict().items():
+            shape, rank = tuple(tensor.shape), collective.rank
+            first, end = (shape[0] * at // ranks for at in (rank, rank + 1))
+            box = ((first, *(0,) * (len(shape) - 1)), (end - first, *shape[1:]))
+            mine[name] = Leaf(shape, [box]).fill(tensor, False)
+        bytecheckpoint.save(path, {"model": mine})
+
+    ThreadWorld(ranks).run(save)
+
+
+def test_two_ranks_serve_a_run_and_load_newer_steps(tmp_path: Path, engines: list[Engine]) -> None:
+    first, second = llama(0), llama(1)
+    describe(first, tmp_path / "config")
+    run = tmp_path / "run"
+    save_sharded(run / "step_00000001", first, 4)
+    size = sum(tensor.nbytes for tensor in first.state_dict().values())
+    engines.append(Engine(tmp_path / "config", {"checkpoint": str(run), "ranks": 2}))
+    result = engines[0].result()
+    assert result["tokens"] == tokens_of(first)
+    reads = [read for read, _ in result["reports"]]
+    assert sum(reads) < 1.2 * size, "each byte is read once, blocks at borders twice"
+    assert max(reads) < 0.65 * size
+    save_sharded(run / "step_00000002", second, 3)
+    other = engines[0].reload(str(run))
+    assert not other["failed"] and other["tokens"] == tokens_of(second) != tokens_of(first)
+    bytecheckpoint.save(tmp_path / "smaller", {"model": {"lm_head.weight": torch.zeros(256, 128)}})
+    for place, why in (("nothing", "no checkpoint at"), ("smaller", "is of another model")):
+        refused = engines[0].reload(str(tmp_path / place))
+        assert why in refused["failed"] and refused["tokens"] == other["tokens"], "the old weights stay"
+    engines[0].end()
+
+
+def test_experts_of_transformers_by_a_layout(tmp_path: Path, engines: list[Engine]) -> None:
+    model = mixture()
+    describe(model, tmp_path / "config")
+    bytecheckpoint.save(tmp_path / "step", {"model": model})
+    engines.append(Engine(tmp_path / "config", {"checkpoint": str(tmp_path / "step"), "layout": "hf5_moe"}))
+    assert engines[0].result()["tokens"] == tokens_of(model)
+
+
+def test_a_config_that_does_not_fit_is_refused(tmp_path: Path, engines: list[Engine]) -> None:
+    model = llama()
+    model.config.num_hidden_layers = 5
+    describe(model, tmp_path / "config")
+    bytecheckpoint.save(tmp_path / "step", {"model": model})
+    engines.append(Engine(tmp_path / "config", {"checkpoint": str(tmp_path / "step")}))
+    with pytest.raises(AssertionError, match=r"lacks weights of \d+ parameters of LlamaForCausalLM"):
+        engines[0].result()
