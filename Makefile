@@ -170,7 +170,7 @@ test-ray: ## a real Ray Train of this machine (environment: .venv-ray)
 
 # vLLM's wheel for CPUs wants a build of torch that PyPI lacks; the ordinary one serves.
 test-vllm: ## real vLLM on the CPU (environment: .venv-vllm)
-	VENV=.venv-vllm PYTHON=3.12 EXTRAS=cli ./scripts/bootstrap.sh
+	VENV=.venv-vllm PYTHON=3.12 EXTRAS=cli,dev ./scripts/bootstrap.sh
 	UV_PYTHON_DOWNLOADS=never $(UV) pip install -q --python .venv-vllm/bin/python -r constraints-vllm.txt \
 		--override constraints-vllm-torch.txt
 	BYTECHECKPOINT_REQUIRE_INTEGRATIONS=1 .venv-vllm/bin/python -m pytest tests/integrations/vllm $(WITH_SLOW)
