@@ -23,6 +23,7 @@ from bytecheckpoint.cli.format import as_json, format_time, parse_size, printabl
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.tuning import tuned
 from tests.support.damage import flip_bit
+from tests.support.programs import forked
 from tests.support.settings import using
 
 HOSTILE = "evil\x1b[31m\n\u202ename\x00"
@@ -401,7 +402,7 @@ def test_looking_needs_no_torch(root: Path) -> None:
 
 
 def test_a_reader_that_goes_away(root: Path) -> None:
-    command = [sys.executable, "-m", "bytecheckpoint.cli.main", "inspect", str(root / "step_9"), "--json"]
+    command = forked("-m", "bytecheckpoint.cli.main", "inspect", root / "step_9", "--json")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
@@ -412,7 +413,7 @@ def test_a_reader_that_goes_away(root: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
 @pytest.mark.parametrize("json", [[], ["--json"]], ids=["table", "json"])
 def test_an_output_without_space(root: Path, json: list[str]) -> None:
-    command = [sys.executable, "-m", "bytecheckpoint.cli.main", "inspect", str(root / "step_9"), *json]
+    command = forked("-m", "bytecheckpoint.cli.main", "inspect", root / "step_9", *json)
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == 2 and one_line(done.stderr) and "cannot write the output" in done.stderr

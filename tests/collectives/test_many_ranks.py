@@ -19,7 +19,8 @@ from bytecheckpoint.collectives.transport.sockets import listen, reserve_descrip
 from bytecheckpoint.collectives.transport.wire import Kind
 from bytecheckpoint.errors import PeerLostError, UsageError
 from tests.collectives.data_world import SECRET, frame, greet, read_frame
-from tests.support.processes import environment, python
+from tests.support.processes import environment
+from tests.support.programs import forked
 
 RANKS = 2000
 
@@ -42,7 +43,7 @@ def test_two_thousand_ranks(soft_limit: int) -> None:
     hub = Hub(RANKS, inbox, SECRET, 10.0)
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > RANKS + soft_limit - 1
     seconds: dict[str, float] = {}
-    command = python(__file__, hub.port)
+    command = forked(__file__, hub.port)
     others = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert others.stdin is not None
     assert others.stdout is not None

@@ -23,7 +23,8 @@ import pytest
 from bytecheckpoint.collectives import Collective, SingleProcess, current, host_id
 from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError, UsageError
 from tests.servers.process import free_port
-from tests.support.processes import environment, python
+from tests.support.processes import environment
+from tests.support.programs import forked
 
 MIB = 1 << 20
 
@@ -32,7 +33,7 @@ def launch(scenario: str) -> tuple[list[int], str]:
     """Run a scenario on three ranks, which one program forks; return their exit statuses and what they printed."""
     job = environment() | {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     program = subprocess.Popen(
-        python(__file__, scenario),
+        forked(__file__, scenario),
         env=job, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:

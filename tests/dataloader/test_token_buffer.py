@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +31,7 @@ from bytecheckpoint.errors import (
     UsageError,
 )
 from tests.dataloader.token_loaders import Numbers, loader, tokens_of, workers_of
+from tests.support.programs import forked
 from tests.support.variants import quick
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_workers_end_with_a_killed_process(method: str) -> None:
         f"if __name__ == '__main__':\n    one = loader(workers=2, start_method={method!r}); next(one)\n"
         "    print(*(worker.pid for worker in workers_of(one)), flush=True); time.sleep(600)"
     )
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(forked("-c", program), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     pids = [int(word) for word in process.stdout.readline().split()]
     process.kill()

@@ -10,12 +10,13 @@ import pytest
 
 from tests.docs.blocks import python_blocks
 from tests.servers.process import free_port
-from tests.support.processes import ROOT, environment, python
+from tests.support.processes import ROOT
+from tests.support.programs import forked
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-#: Forks the ranks of a program, so that torch is imported once for all of them and not once for each.
+#: Forks the ranks of a program.
 _RANKS = """
 import os, runpy, sys
 import torch._dynamo, torch.distributed.fsdp, bytecheckpoint.loading, bytecheckpoint.saving
@@ -41,9 +42,7 @@ def test_the_example_trains_and_continues_at_another_layout(tmp_path: Path) -> N
     assert len(runs) == 2
 
     def run(*command: object) -> str:
-        done = subprocess.run(
-            python(*command), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=250, check=False
-        )
+        done = subprocess.run(forked(*command), cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 

@@ -38,5 +38,5 @@ def test_threads_of_a_forked_process_copy_at_once() -> None:
 
     20 processes miss that in one run of eight.
     """
-    done = run_program(_FORKS)
+    done = run_program(_FORKS, fresh=True)
     assert done.returncode == 0, done.stderr

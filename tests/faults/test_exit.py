@@ -11,7 +11,8 @@ import pytest
 
 from tests.faults.scenarios import ROWS, SCENARIOS
 from tests.support.coded import files_of, load_step
-from tests.support.processes import ROOT, environment, python, running, wait_until
+from tests.support.processes import ROOT, environment, running, wait_until
+from tests.support.programs import forked
 from tests.support.variants import quick
 
 pytestmark = pytest.mark.timeout(400)
@@ -28,7 +29,7 @@ def played(
     folder = tmp_path_factory.mktemp("scenarios")
     names = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
     done = subprocess.run(
-        python("-W", "ignore::DeprecationWarning", "-m", "tests.faults.scenarios", folder, *names),
+        forked("-m", "tests.faults.scenarios", folder, *names),
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=380, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

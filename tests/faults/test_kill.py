@@ -23,7 +23,8 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.world import world_of
 from tests.support.coded import files_of, found_step, load_step, states
 from tests.support.modes import MODES
-from tests.support.processes import ROOT, environment, python, running, state_of, wait_until
+from tests.support.processes import running, state_of, wait_until
+from tests.support.programs import forked
 from tests.support.ranks import check_recovery, save_all, saved
 from tests.support.worlds import Worlds
 
@@ -207,13 +208,14 @@ from bytecheckpoint.collectives import current
 from bytecheckpoint.world import world_of
 from tests.support.coded import states
 path = sys.argv[1]
+os.setsid()
 bytecheckpoint.save(path, states(step=1, rows=200), async_checkpoint=True).result(60)
 if os.fork() == 0:  # as the workers of a DataLoader: holds copies of all descriptors, outlives the trainer
     sys.stdout.close()
     time.sleep(30)
     os._exit(0)
 big = states(step=2, rows=100_000)
-print(world_of(current()).resources.running_helper.pid, flush=True)
+print(os.getpid(), world_of(current()).resources.running_helper.pid, flush=True)
 while True:
     handle = bytecheckpoint.save(path + "-big", big, async_checkpoint=True)
     print("saving", flush=True)
@@ -224,12 +226,11 @@ while True:
 @pytest.mark.timeout(120)
 def test_the_writer_process_ends_when_the_trainer_is_killed(path: Path) -> None:
     trainer = subprocess.Popen(
-        python("-c", TRAINER, path),
-        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True,
+        forked("-c", TRAINER, path), stdout=subprocess.PIPE, text=True
     )  # fmt: skip
     assert trainer.stdout is not None
     try:
-        pid = int(trainer.stdout.readline())
+        group, pid = map(int, trainer.stdout.readline().split())
         assert trainer.stdout.readline() == "saving\n"
         time.sleep(0.1)
         trainer.kill()
@@ -237,8 +238,9 @@ def test_the_writer_process_ends_when_the_trainer_is_killed(path: Path) -> None:
         assert wait_until(lambda: not running(pid), 5), "the helper process outlives its trainer"
         assert load_step(path, rows=200) == 1
     finally:
-        os.killpg(trainer.pid, signal.SIGKILL)
+        trainer.kill()
         trainer.wait(10)
+    os.killpg(group, signal.SIGKILL)  # the child that outlives the trainer
     left = files_of(str(path) + "-big")
     bytecheckpoint.save(str(path) + "-big", states(step=5))
     after = files_of(str(path) + "-big")

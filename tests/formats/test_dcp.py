@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from bytecheckpoint.storage import resolve
 from tests.formats.golden.make import states
 from tests.formats.hostile import pickles
 from tests.formats.oracle import assert_same, read_tensors, values_of
+from tests.support.programs import forked
 
 GOLDEN = Path(__file__).parent / "golden" / "torch-2.4.1"
 
@@ -109,7 +109,7 @@ dist.destroy_process_group()
 
 
 def test_shards_of_two_ranks(tmp_path):
-    ranks = [subprocess.Popen([sys.executable, "-c", RANKS, str(rank), str(tmp_path)]) for rank in range(2)]
+    ranks = [subprocess.Popen(forked("-c", RANKS, rank, tmp_path)) for rank in range(2)]
     assert [process.wait(timeout=120) for process in ranks] == [0, 0]
     whole = torch.arange(70.0).view(7, 10)
     for folder in ("one", "each"):

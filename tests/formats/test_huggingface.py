@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from bytecheckpoint.formats.detect import detect
 from bytecheckpoint.formats.huggingface import read_huggingface
 from bytecheckpoint.storage import resolve
 from tests.formats.oracle import assert_same, read_tensors
+from tests.support.programs import forked
 
 WEIGHTS = {
     "embed.weight": torch.arange(60.0).view(10, 6),
@@ -116,7 +116,7 @@ dist.destroy_process_group()
 
 
 def test_safetensors_of_dcp(tmp_path):
-    ranks = [subprocess.Popen([sys.executable, "-c", RANKS, str(rank), str(tmp_path)]) for rank in range(2)]
+    ranks = [subprocess.Popen(forked("-c", RANKS, rank, tmp_path)) for rank in range(2)]
     assert [process.wait(timeout=120) for process in ranks] == [0, 0]
     folder = tmp_path / "hf"
     found, whole = found_in(folder), torch.arange(70.0).view(7, 10)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from bytecheckpoint.formats.rank_files import read_rank_files
 from bytecheckpoint.formats.torch_save import read_torch_save
 from bytecheckpoint.storage import resolve
 from tests.formats.oracle import read_tensors, values_of
+from tests.support.programs import forked
 
 RANKS = """
 import sys, torch, torch.distributed as dist
@@ -58,7 +58,7 @@ dist.destroy_process_group()
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    ranks = [subprocess.Popen([sys.executable, "-c", RANKS, str(rank), str(folder)]) for rank in range(4)]
+    ranks = [subprocess.Popen(forked("-c", RANKS, rank, folder)) for rank in range(4)]
     assert [process.wait(timeout=240) for process in ranks] == [0, 0, 0, 0]
     (folder / "init").unlink(missing_ok=True)
     (folder / "partial.pt").rename(folder.parent / "partial.pt")

@@ -246,7 +246,7 @@ def test_the_files_are_written_without_pandas(tmp_path: Path) -> None:
             sink.deliver(record, summarize(record))
         assert "pandas" not in sys.modules
     """
-    done = run_program(program, tmp_path)
+    done = run_program(program, tmp_path, fresh=True)
     assert done.returncode == 0, done.stderr
     assert any(name.startswith("joined-") for name in tables(tmp_path))
 

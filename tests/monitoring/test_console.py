@@ -6,7 +6,6 @@ import contextlib
 import os
 import pty
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from bytecheckpoint.monitoring.analysis.summary import summarize
 from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 from bytecheckpoint.monitoring.sinks.console import ConsoleSink
+from tests.support.programs import forked
 
 _PROGRAM = """
 import sys, torch, bytecheckpoint
@@ -35,7 +35,7 @@ with tuned(progress_interval=0.05):
 def test_a_save_shows_on_a_terminal_how_far_it_is(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
-    program = subprocess.Popen([sys.executable, "-c", _PROGRAM, str(tmp_path)], stderr=theirs, env=environment)
+    program = subprocess.Popen(forked("-c", _PROGRAM, tmp_path), stderr=theirs, env=environment)
     os.close(theirs)
     shown = b""
     with contextlib.suppress(OSError):  # what a terminal without a writer answers

@@ -19,6 +19,7 @@ from bytecheckpoint.collectives import current
 from bytecheckpoint.monitoring.background import Background
 from tests.support.metrics import collecting, tables, wait_for_operations
 from tests.support.processes import wait_until
+from tests.support.programs import forked
 from tests.support.worlds import Worlds, on_ranks
 
 _PROGRAM = """
@@ -34,7 +35,7 @@ if sys.argv[2] == "kill":
 
 @pytest.mark.parametrize("end", ["async", "kill"])
 def test_a_process_that_ends_delivers_what_it_has(tmp_path: Path, end: str) -> None:
-    command = [sys.executable, "-c", _PROGRAM, str(tmp_path), end]
+    command = forked("-c", _PROGRAM, tmp_path, end)
     program = subprocess.run(command, capture_output=True, timeout=100, check=False)
     assert program.returncode == (-signal.SIGKILL if end == "kill" else 0), program.stderr
     assert not program.stderr

@@ -304,5 +304,5 @@ print("torch" in sys.modules, "pandas" in sys.modules, len(os.listdir("/proc/sel
 """
     if not Path("/proc/self/task").exists():
         pytest.skip("needs /proc")
-    done = run_program(program)
+    done = run_program(program, fresh=True)
     assert done.stdout.split() == ["False", "False", "0"], done.stderr

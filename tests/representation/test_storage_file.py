@@ -290,5 +290,5 @@ with ThreadPoolExecutor(32) as pool:
 
 def test_threads_of_a_fresh_process_read_headers_at_the_same_time() -> None:
     """msgspec (0.22) crashes in most runs of this program if `header_reader` makes no decoders at import."""
-    done = run_program(_READ_AT_ONCE, FOLDER)
+    done = run_program(_READ_AT_ONCE, FOLDER, fresh=True)
     assert done.returncode == 0, done.stderr[-2000:]

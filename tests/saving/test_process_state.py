@@ -17,7 +17,7 @@ from bytecheckpoint.engine.helper import HelperProcess
 from bytecheckpoint.world import world_of
 from tests.support.coded import load_step, states
 from tests.support.modes import MODES
-from tests.support.processes import environment, python
+from tests.support.programs import forked
 from tests.support.settings import undisturbed
 
 
@@ -96,6 +96,6 @@ bytecheckpoint.save(sys.argv[1] + "/c", states(step=1), async_checkpoint=True).r
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root changes its groups")
 def test_new_groups_take_a_new_helper(tmp_path: Path) -> None:
-    subprocess.run(python("-c", PROGRAM, str(tmp_path)), env=environment(), check=True, timeout=100)
+    subprocess.run(forked("-c", PROGRAM, tmp_path), check=True, timeout=100)
     files = [p for p in (tmp_path / "c").rglob("*") if p.is_file()]
     assert {p.stat().st_gid for p in files} == {12345}

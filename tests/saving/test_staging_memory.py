@@ -33,7 +33,7 @@ assert torch.equal(bytecheckpoint.open(sys.argv[1])["model/w"][-1000:], state["w
 
 def test_a_save_survives_in_a_cgroup_with_little_memory(tmp_path: Path) -> None:
     with limited_cgroup(160 << 20) as processes:
-        done = run_program(_SAVE_WITH_LITTLE_MEMORY, tmp_path, processes)
+        done = run_program(_SAVE_WITH_LITTLE_MEMORY, tmp_path, processes, fresh=True)
     assert done.returncode == 0, (
         f"exit code {done.returncode}; -9 is the kernel's, which ran out of memory\n{done.stderr}"
     )
@@ -61,7 +61,7 @@ assert world.resources.pools.shared.capacity >= 48 << 20, world.resources.pools.
 
 def test_page_cache_does_not_make_the_pool_small(tmp_path: Path) -> None:
     with limited_cgroup(320 << 20) as processes:
-        done = run_program(_SAVE_BESIDE_PAGE_CACHE, tmp_path, processes)
+        done = run_program(_SAVE_BESIDE_PAGE_CACHE, tmp_path, processes, fresh=True)
     assert done.returncode == 0, done.stderr
     assert "staging pool" not in done.stderr
 

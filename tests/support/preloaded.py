@@ -2,6 +2,7 @@
 
 import gc
 
+import hypothesis  # noqa: F401
 import pyarrow.compute  # noqa: F401
 import pytest  # noqa: F401
 import torch
@@ -16,9 +17,12 @@ import torch.nn.parallel
 import torch.profiler  # noqa: F401
 
 import bytecheckpoint.collectives.store_collective
+import bytecheckpoint.dataloader
 import bytecheckpoint.loading
+import bytecheckpoint.manager
 import bytecheckpoint.opening
 import bytecheckpoint.saving
+import bytecheckpoint.storage.testing
 import bytecheckpoint.tools.verification  # noqa: F401
 
 gc.freeze()  # no collection in a rank visits, and so copies, what was imported here

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from tests.support.programs import forked
+
 __all__ = ["ROOT", "environment", "interrupted", "python", "run_program", "running", "state_of", "wait_until"]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,9 +28,15 @@ def python(*arguments: object) -> list[str]:
     return [sys.executable, *map(str, arguments)]
 
 
-def run_program(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run Python code that imports the package and its tests; return its exit code and output."""
-    command = python("-c", code, *arguments)
+def run_program(code: str, *arguments: object, fresh: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run Python code that imports the package and its tests; return its exit code and output.
+
+    Args:
+        code: the program.
+        *arguments: its arguments.
+        fresh: True for a process that imports by itself what it needs; else it begins with torch, which is faster.
+    """
+    command = (python if fresh else forked)("-c", code, *arguments)
     return subprocess.run(
         command, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False
     )

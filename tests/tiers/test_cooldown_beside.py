@@ -36,7 +36,8 @@ from bytecheckpoint.tiers.cooldown import CoolStep, cool, plan_cooldown
 from bytecheckpoint.tiers.lease import LEASE_FILE, Lease, leased
 from bytecheckpoint.tuning import tuned
 from tests.support.coded import check_steps, files_of, load_step, save_steps
-from tests.support.processes import python, run_program, wait_until
+from tests.support.processes import run_program, wait_until
+from tests.support.programs import forked
 from tests.support.ranks import attempt
 from tests.support.system_calls import failing
 
@@ -144,7 +145,7 @@ def test_a_second_cooldown_leaves_the_step_to_the_first(root: Path, tmp_path: Pa
 def test_many_cooldowns_at_once(tmp_path: Path) -> None:
     root, cold = tmp_path / "run", tmp_path / "cold"
     save_steps(root, *range(1, 4))
-    line = python("-m", "bytecheckpoint.cli.main", "cooldown", root, cold, "--older-than", "0s", "--apply", "--json")
+    line = forked("-m", "bytecheckpoint.cli.main", "cooldown", root, cold, "--older-than", "0s", "--apply", "--json")
     movers = [subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     reports = []
     for mover in movers:

@@ -17,7 +17,8 @@ from tests.support.coded import check_steps, files_of, load_step, states
 from tests.support.damage import damage, storage_file
 from tests.support.memory import durable_folder, hot_folder
 from tests.support.mounts import small_tmpfs
-from tests.support.processes import environment, python
+from tests.support.processes import environment
+from tests.support.programs import forked
 from tests.support.variants import quick
 from tests.support.worlds import World
 from tests.tiers import machines as jobs
@@ -242,7 +243,7 @@ def test_machines_that_flush_at_the_same_time(cluster: Cluster, run: str) -> Non
     """By hand, after a job was killed: whichever is the last one commits."""
     path = f"{run}/1"
     cluster.save_and_kill(path, 1, 0, 1, 2, rows=4000)
-    line = python("-m", "bytecheckpoint.cli.main", "flush", path)
+    line = forked("-m", "bytecheckpoint.cli.main", "flush", path)
     flushes = [
         subprocess.Popen(line, env={**environment(), "BYTECHECKPOINT_TIER_HOT": cluster.memory(machine)})
         for machine in range(3)

@@ -54,6 +54,7 @@ def test_tools_are_imported_when_they_are_used() -> None:
         "assert not any(name.startswith('bytecheckpoint.tools') for name in sys.modules)\n"
         "assert callable(bytecheckpoint.tools.verify) and 'torch' not in sys.modules\n"
         "assert set(bytecheckpoint.tools.__all__) == set(dir(bytecheckpoint.tools))\n"
-        "assert all(getattr(bytecheckpoint.tools, name) for name in dir(bytecheckpoint.tools))\n"
+        "assert all(getattr(bytecheckpoint.tools, name) for name in dir(bytecheckpoint.tools))\n",
+        fresh=True,
     )
     assert done.returncode == 0, done.stderr
