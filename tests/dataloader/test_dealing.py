@@ -20,6 +20,7 @@ from bytecheckpoint.dataloader import IterableSource, SequenceSource
 from bytecheckpoint.errors import CheckpointError, IncompatibleCheckpointError, UsageError
 from tests.dataloader.old_rule import FED, FOLDER, old_loader
 from tests.dataloader.token_loaders import Long, Numbers, gather_over, loader, tokens_of
+from tests.support.variants import crossed
 
 
 def fed(batches: int, **options: Any) -> torch.Tensor:
@@ -98,8 +99,7 @@ class Even(Numbers):
         return np.full(4, self.first + index)
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("count", [1, 5, 40, 100])
+@pytest.mark.parametrize(("count", "shuffle"), crossed([1, 5, 40, 100], [True, False]))
 def test_a_source_of_few_documents_keeps_its_share(count: int, shuffle: bool) -> None:
     sources = {Even("few", count, shuffle=shuffle): 1.0, Even("many", 10_000, first=1000): 1.0}
     tokens = fed(80, sources=sources, streams=64, global_batch=64, context_length=16)
@@ -127,9 +127,9 @@ def test_a_stream_that_an_iterable_leaves_out_is_named() -> None:
 # --- documents without tokens ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
-    "sources", [SequenceSource([[]] * 50, "blank"), [Numbers(), SequenceSource([[]] * 3, "blank")]]
+    ("sources", "workers"),
+    crossed([SequenceSource([[]] * 50, "blank"), [Numbers(), SequenceSource([[]] * 3, "blank")]], [0, 1]),
 )
 def test_documents_without_tokens_end_in_an_error(sources: Any, workers: int) -> None:
     match = "of source 'blank' have no tokens in stream 0 of 6, the last of them document"

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.dataloader.oracle_runs import BATCHES, END, Batch, Data, Run, draw, feed, steps_of
+from tests.support.variants import quick
 
 #: Number of a pass over some documents, the documents, and a place in their order.
 Place = tuple[int, range, int]
@@ -238,7 +239,7 @@ def check(seed: int, folder: Path, most_workers: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # metrics are written behind a save
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", quick(range(20), every=2))
 def test_random_runs_are_as_documented(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path, 0)
 

@@ -132,8 +132,7 @@ def test_a_save_waits_for_its_copies(path: str, mode: str, staging_bytes: int) -
     assert_stored(path, wanted)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(("mode", "full"), crossed(list(MODES), [False, True]))
 @on_ranks(1)
 def test_small_tensors_are_joined_and_large_ones_are_cut(path: str, mode: str, full: bool) -> None:
     """If the device has memory for that."""
@@ -463,8 +462,7 @@ def test_the_pretend_device_shows_missing_waits(tmp_path: Path) -> None:
     assert (target == 2).all()
 
 
-@pytest.mark.parametrize("look", [1 << 30, 5000])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "look"), crossed(list(MODES), [1 << 30, 5000]))
 @on_ranks(1)
 def test_frozen_parameters_on_a_device_are_shared(path: str, mode: str, look: int) -> None:
     """And a change that the caller has only queued is seen."""

@@ -45,7 +45,7 @@ class InterruptedAt:
 
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a generator that is closed
-@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("call", ["save", "async", "load"])
 def test_ctrl_c_at_the_entry_of_every_function(tmp_path: Path, call: str, stride: int) -> None:
     states = {"model": {"w": torch.arange(100.0)}, "extra_states": {"a": 1}}

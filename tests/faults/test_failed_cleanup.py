@@ -22,6 +22,7 @@ from tests.support.faulty_storage import Faults
 from tests.support.modes import MODES
 from tests.support.ranks import check_recovery, save_all, saved
 from tests.support.saves import check_folder
+from tests.support.variants import crossed
 
 SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 
@@ -65,9 +66,7 @@ def checked(path: Path, ranks: int, mode: str, work: Callable[[], object] = lamb
     return errors
 
 
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda n: n.name)
-@pytest.mark.parametrize("mode", ["async", "background"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("number", "mode", "ranks"), crossed(SIGNALS, ["async", "background"], [2, 1]))
 def test_the_writer_process_dies_or_stops_when_a_save_that_failed_ends_it(
     path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, mode: str, ranks: int
 ) -> None:
@@ -84,8 +83,7 @@ def test_the_writer_process_dies_or_stops_when_a_save_that_failed_ends_it(
 
 
 @pytest.mark.parametrize("number", [SIGNALS[0], pytest.param(SIGNALS[1], marks=pytest.mark.slow)], ids=lambda n: n.name)
-@pytest.mark.parametrize("op", ["open", "write", "sums", "finish"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("op", "ranks"), crossed(["open", "write", "sums", "finish"], [1, 2]))
 def test_the_writer_process_dies_or_stops_at_a_request(
     path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, op: str, ranks: int
 ) -> None:
@@ -95,9 +93,7 @@ def test_the_writer_process_dies_or_stops_at_a_request(
     assert "the writer process d" in str(errors[0]), errors
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("clean_up", ["hangs", "raises"])
+@pytest.mark.parametrize(("mode", "ranks", "clean_up"), crossed(list(MODES), [2, 1], ["hangs", "raises"]))
 def test_the_storage_refuses_or_hangs_in_the_clean_up(
     path: Path, faults: Faults, mode: str, ranks: int, clean_up: str
 ) -> None:

@@ -28,7 +28,7 @@ from tests.support.coded import files_of, load_step, states
 from tests.support.faulty_storage import Faults
 from tests.support.modes import MODES
 from tests.support.ranks import check_recovery, load_all, outcomes, save_all, saved, succeeded
-from tests.support.variants import crossed
+from tests.support.variants import crossed, quick
 
 #: Call of the storage -> the stage in the error of the other ranks.
 STAGES = {"create": "write", "write": "write", "finish": "finish", "sync": "finish", "publish": "commit"}
@@ -69,8 +69,7 @@ def test_a_failure_on_one_rank_fails_the_save_on_every_rank(
     assert len(files_of(path)) == len(before)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("skip", [0, 3])
+@pytest.mark.parametrize(("mode", "skip"), crossed(list(MODES), [0, 3]))
 def test_a_write_that_stops_half_way(path: Path, faults: Faults, skip: int, mode: str) -> None:
     world = saved(path)
     faults.add("write", StorageFullError("disk full"), rank=1, skip=skip, partial=True)
@@ -124,7 +123,7 @@ def test_a_publish_that_fails_after_the_catalog_has_its_name(path: Path, faults:
     assert len([name for name in files_of(path) if "model/rank" in name]) == 2
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", quick(MODES, every=2))
 def test_a_commit_that_comes_after_the_time_limit_keeps_its_files(path: Path, faults: Faults, mode: str) -> None:
     world = saved(path)
     gate = threading.Event()
@@ -138,8 +137,10 @@ def test_a_commit_that_comes_after_the_time_limit_keeps_its_files(path: Path, fa
     assert rule.hits == 1
 
 
-@pytest.mark.parametrize("error", [StorageUnavailableError("gone"), RuntimeError("a bug"), OSError("raw")])
-@pytest.mark.parametrize("call", ["list", "delete"])
+@pytest.mark.parametrize(
+    ("error", "call"),
+    crossed([StorageUnavailableError("gone"), RuntimeError("a bug"), OSError("raw")], ["list", "delete"]),
+)
 def test_old_files_that_cannot_be_removed_do_not_fail_the_save(
     path: Path, faults: Faults, call: str, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -249,8 +250,7 @@ def test_a_rank_that_hangs_or_dies_is_named_in_time(path: Path, loss: tuple[int,
 
 
 @pytest.mark.parametrize("call", ["open", "read_into"])
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("rank", "overlap"), crossed([0, 1], [True, False]))
 def test_a_read_that_fails_on_one_rank_fails_the_load_on_every_rank(
     path: Path, faults: Faults, call: str, rank: int, overlap: bool
 ) -> None:

@@ -81,9 +81,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("cached", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["planned", "cached"])
-@pytest.mark.parametrize(("mode", "odd"), crossed(list(MODES), [1, 0]))
+@pytest.mark.parametrize(("mode", "odd", "case"), crossed(list(MODES), [1, 0], list(CASES)))
 def test_a_rank_leaves_a_save_out(tmp_path: Path, mode: str, odd: int, cached: bool, case: str, ranks: int) -> None:
     together, same_path = CASES[case]
     world = saved(tmp_path / "first", ranks, **MODES[mode]) if cached else ThreadWorld(ranks)
@@ -97,8 +96,7 @@ def test_a_rank_leaves_a_save_out(tmp_path: Path, mode: str, odd: int, cached: b
     assert load_step(tmp_path / ("s" if same_path else "s5")) == 5
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize(("mode", "odd"), crossed(list(MODES), [1, 0]))
+@pytest.mark.parametrize(("mode", "odd", "ranks"), crossed(list(MODES), [1, 0], [3, 2]))
 def test_a_rank_makes_a_save_too_many(tmp_path: Path, mode: str, odd: int, ranks: int) -> None:
     def one(collective: Collective, step: int) -> str:
         if step == 2 and collective.rank == odd:
@@ -120,8 +118,7 @@ def other(path: Path, kind: str, step: int, collective: Collective) -> str:
 
 
 @pytest.mark.parametrize("kind", ["load", "prepare"])
-@pytest.mark.parametrize(("mode", "odd"), crossed(list(MODES), [1, 0]))
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("mode", "odd", "ranks"), crossed(list(MODES), [1, 0], [2, 3]))
 def test_a_rank_makes_another_call_in_place_of_a_save(
     tmp_path: Path, mode: str, odd: int, kind: str, ranks: int
 ) -> None:
@@ -137,8 +134,7 @@ def test_a_rank_makes_another_call_in_place_of_a_save(
 
 
 @pytest.mark.parametrize("kind", ["load", "prepare"])
-@pytest.mark.parametrize("odd", [0, 1])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("odd", "ranks"), crossed([0, 1], [2, 3]))
 def test_a_rank_leaves_a_load_or_a_preparation_out(tmp_path: Path, kind: str, odd: int, ranks: int) -> None:
     world = saved(tmp_path / "s", ranks)
 

@@ -33,7 +33,7 @@ CATALOG = "metadata.parquet"
 
 @pytest.mark.timeout(400)
 def test_some_mutations(tmp_path: Path) -> None:
-    assert run_mutations(tmp_path, 1, 120) == []
+    assert run_mutations(tmp_path, 1, 60) == []
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ def check(folder: Path, jobs: int, rounds: int, seed: int, without: Collection[s
 
 @pytest.mark.timeout(200)
 def test_some_changes(tmp_path: Path) -> None:
-    check(tmp_path, 8, 5, seed=20240720)
+    check(tmp_path, 5, 4, seed=20240720)
 
 
 @pytest.mark.slow

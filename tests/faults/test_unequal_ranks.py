@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(100)
 ROWS = 6000
 
 
-@pytest.mark.parametrize(("mode", "slow"), crossed(list(MODES), [1, 0]))
+@pytest.mark.parametrize(("mode", "slow"), crossed(list(MODES), [1, 0], every=2))
 def test_a_slow_writer_is_waited_for(tmp_path: Path, faults: Faults, slow: int, mode: str) -> None:
     """Each call of its storage takes less than the time limit, all together several limits; planned anew and cached."""
     bytecheckpoint.configure(write_threads=1, chunk_bytes=1 << 20)

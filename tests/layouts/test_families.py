@@ -3,6 +3,7 @@
 tests/frameworks/megatron/test_foreign_layouts.py compares logits; torchtitan's own adapters made torchtitan.json.
 """
 
+import functools
 import json
 import re
 import zlib
@@ -29,8 +30,13 @@ def side(shapes):
     return Side(list(shapes), list(shapes.values()))
 
 
+@functools.cache
+def layouts():
+    return [*map(find, builtin_names())]
+
+
 def layout_of(family, right="megatron"):
-    (layout,) = (x for x in map(find, builtin_names()) if x.right == right and x.is_for(family.keys()))
+    (layout,) = (x for x in layouts() if x.right == right and x.is_for(family.keys()))
     return layout
 
 
@@ -79,7 +85,7 @@ def test_experts_that_transformers_stacks_in_memory(name):
     """By way of transformers 5, weights become the same in Megatron; tests/integrations/transformers has real models."""
     family, kept = Family(name), {"hf.fused_experts": True}
     keys, weights = family.keys() | {"hf5.model_type": family.model_type}, family.weights()
-    (stacked,) = (x for x in map(find, builtin_names()) if x.right == "hf5" and x.is_for(keys))
+    (stacked,) = (x for x in layouts() if x.right == "hf5" and x.is_for(keys))
     binding = bind(stacked, side(family.shapes), config=keys)
     live = move(binding.left, binding.right, weights)
     assert any("gate_up_proj" in key for key in live)

@@ -42,7 +42,7 @@ from tests.support.certificates import certificates
 from tests.support.metrics import STATES, collecting, tables, wait_for_operations
 from tests.support.processes import run_program, wait_until
 from tests.support.receivers import bad_port, receiver
-from tests.support.variants import quick
+from tests.support.variants import crossed, quick
 
 BAD = ["refuses", "hangs", "500"]
 SCHEMES = ["clickhouse", "otlp"]
@@ -201,8 +201,7 @@ def test_alerts_are_counted_and_sent() -> None:
     assert span.name == "alert slow rank" and span.start_time_unix_nano == int(5e17)
 
 
-@pytest.mark.parametrize("kind", BAD)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("scheme", "kind"), crossed(SCHEMES, BAD))
 def test_a_bad_sink_delays_nothing_and_says_so_once(
     tmp_path: Path, scheme: str, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:

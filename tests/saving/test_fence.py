@@ -20,6 +20,7 @@ from bytecheckpoint.frameworks import registry
 from bytecheckpoint.frameworks.native import NativeFramework
 from tests.support.ranks import outcomes
 from tests.support.settings import using
+from tests.support.variants import quick
 
 BACKGROUND: dict[str, Any] = {"async_checkpoint": True, "staging": "background"}
 
@@ -92,7 +93,7 @@ OPTIMIZERS: list[tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = 
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "options"), OPTIMIZERS)
+@pytest.mark.parametrize(("make", "options"), quick(OPTIMIZERS, every=2))
 def test_a_step_right_after_the_call(tmp_path: Path, make: Any, options: dict[str, Any]) -> None:
     net, optimizer = trained(make, **options)
     for number in range(3):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,9 @@ from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.saving.adoption import Adoption
 from bytecheckpoint.tuning import tuned
 from tests.support.frozen import Training, check_alone, frozen_file, load_into
+from tests.support.programs import forked
 from tests.support.settings import using
+from tests.support.variants import crossed
 
 BACKGROUND: dict[str, Any] = {"async_checkpoint": True, "staging": "background", "incremental": True}
 FROZEN = 1_000_000
@@ -159,8 +160,7 @@ def by_numpy(weight: torch.nn.Parameter) -> None:
     weight.detach().numpy()[250:] = 7
 
 
-@pytest.mark.parametrize("write", [in_place, by_data, by_numpy])
-@pytest.mark.parametrize("changed", [False, True], ids=["adopted", "written"])
+@pytest.mark.parametrize(("write", "changed"), crossed([in_place, by_data, by_numpy], [False, True]))
 def test_a_change_behind_the_step_is_named(
     write: Callable[[torch.nn.Parameter], None], changed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,7 +279,7 @@ with tuned(frozen_look_bytes=100_000):
 
 
 def test_a_program_that_ends(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", PROGRAM, tmp_path], check=True, timeout=120)
+    subprocess.run(forked("-c", PROGRAM, tmp_path), check=True, timeout=120)
     check_alone(tmp_path / "step_2", 2)
 
 

@@ -42,6 +42,7 @@ from tests.support.modes import MODES
 from tests.support.ranks import outcomes
 from tests.support.settings import using
 from tests.support.system_calls import failing
+from tests.support.variants import crossed
 from tests.support.worlds import Worlds
 
 FROZEN = 500 * 500 * 4 + 3 * 500 * 4
@@ -88,8 +89,7 @@ def by_exchange(weight: torch.nn.Parameter, index: int) -> None:
     weight.data.view(-1)[index] += 1
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("write", [by_data, by_numpy, by_storage, by_exchange])
+@pytest.mark.parametrize(("mode", "write"), crossed(list(MODES), [by_data, by_numpy, by_storage, by_exchange]))
 def test_a_changed_element_is_written(
     write: Callable[[torch.nn.Parameter, int], None], mode: str, tmp_path: Path
 ) -> None:

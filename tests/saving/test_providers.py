@@ -26,6 +26,7 @@ from tests.support.modes import MODES
 from tests.support.providers import FAULTS, MIB, Buffer, Rows
 from tests.support.ranks import outcomes
 from tests.support.settings import forget_failure, using
+from tests.support.variants import crossed
 
 EVERY_MODE = pytest.mark.parametrize("mode", list(MODES))
 
@@ -47,9 +48,7 @@ def check_ends(provider: Rows) -> None:
     assert provider.fault == "same name" or set(provider.ended.values()) <= {1}
 
 
-@EVERY_MODE
-@pytest.mark.parametrize("stable", [True, False])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("mode", "stable", "world"), crossed(list(MODES), [True, False], [2, 1]))
 def test_pieces_come_back_at_any_number_of_ranks(tmp_path: Path, mode: str, stable: bool, world: int) -> None:
     def made(rank: int) -> Buffer:
         return Buffer(5 * MIB // 2, 3, 0, 3 * MIB, stable=stable, seed=rank, cursor=rank)
@@ -119,9 +118,8 @@ def test_a_large_catalog(tmp_path: Path) -> None:
     assert loaded.rows == rows.rows
 
 
-@EVERY_MODE
-@pytest.mark.parametrize("fault", list(FAULTS))
 @pytest.mark.parametrize("stable", [True, False])
+@pytest.mark.parametrize(("mode", "fault"), crossed(list(MODES), list(FAULTS)))
 def test_a_fault_of_a_provider(tmp_path: Path, mode: str, fault: str, stable: bool) -> None:
     """The save fails on all ranks by the name of provider and piece, ends each piece once, and leaves no file."""
     providers = [Rows(MIB, 8 * MIB, seed=rank, stable=stable, fault=fault * rank) for rank in range(2)]

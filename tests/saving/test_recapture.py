@@ -22,6 +22,7 @@ from bytecheckpoint.collectives import current
 from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.world import world_of
 from tests.support.modes import MODES
+from tests.support.variants import crossed, quick
 from tests.support.worlds import Worlds
 
 
@@ -265,16 +266,16 @@ def check(tmp_path: Path, job: Job, mode: str = "sync") -> None:
     assert found == content(tmp_path / "s")
 
 
-@pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_is_seen(tmp_path: Path, edit: Callable[[Job], object]) -> None:
+@pytest.mark.parametrize(("edit", "modes"), crossed(EDITS, [("background",), ("sync",), ("background", "sync")]))
+def test_an_edit_is_seen(tmp_path: Path, edit: Callable[[Job], object], modes: tuple[str, ...]) -> None:
     job = Job()
-    for mode in ("background", "sync"):
+    for mode in modes:
         save(tmp_path / "s", job, "background")  # the next one may use all that this one has found
         edit(job)
         check(tmp_path, job, mode)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", quick(range(3), every=2))
 def test_many_edits_are_seen(tmp_path: Path, seed: int) -> None:
     random.seed(seed)
     job = Job()

@@ -25,7 +25,8 @@ from tests.support.coded import files_of, load_step, save_steps, states
 from tests.support.damage import damage, storage_file
 from tests.support.faulty_storage import Faults
 from tests.support.memory import new_memory
-from tests.support.processes import environment, python
+from tests.support.processes import environment
+from tests.support.programs import forked
 
 DAY = 86400.0
 
@@ -231,12 +232,12 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.parametrize("moments", [14, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("moments", [8, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_killed_at_any_moment(moments: int, tmp_path: Path) -> None:
     original, root, cold = tmp_path / "original", tmp_path / "run", tmp_path / "cold"
     save_steps(original, 1, 2)
     program = subprocess.Popen(
-        python("-c", _KILLED), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        forked("-c", _KILLED), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env=environment() | {"BYTECHECKPOINT_WRITE_THREADS": "1"},
     )  # fmt: skip
 
