@@ -62,7 +62,7 @@ test: venv lint types imports ## linters, types, and all tests but slow, soak an
 	$(call coverage)
 
 test-all: venv lint types imports ## the same, with the slow tests (tests/README.md lists them)
-	$(PYTEST) -m "not soak and not server"
+	HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-full} $(PYTEST) -m "not soak and not server"
 
 test-shuffled: venv ## the tests of `make test` in an order of chance; another one with SEED=
 	SHUFFLE_SEED=$(SEED) $(PYTEST) -p tests.support.shuffled

@@ -23,8 +23,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 # No deadline per example: pytest's time limit covers the test, and one slow example on a busy machine is no failure.
-settings.register_profile("default", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("default", deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", parent=settings.get_profile("default"), derandomize=True, print_blob=True)
+settings.register_profile("full", parent=settings.get_profile("default"), max_examples=50)  # of `make test-all`
 settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=2000)
 settings.register_profile("quick", parent=settings.get_profile("default"), max_examples=5, phases=[Phase.generate])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

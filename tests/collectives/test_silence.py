@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+import bytecheckpoint
 from bytecheckpoint.collectives.inbox import Inbox
 from bytecheckpoint.collectives.transport.hub import Hub
 from bytecheckpoint.collectives.transport.link import _keepalive
@@ -18,7 +19,6 @@ from bytecheckpoint.settings import Settings
 from tests.collectives.data_world import MIB, SECRET
 from tests.support.namespaces import cut_cable, inside, machines, mend_cable, two_machines
 from tests.support.processes import environment, python
-from tests.support.settings import using
 
 
 def test_a_machine_with_ipv6_only() -> None:
@@ -88,6 +88,8 @@ def test_a_machine_may_be_away_for_a_minute_by_default() -> None:
 
 
 def test_a_rank_that_reads_nothing_for_a_while_is_not_lost() -> None:
+    from tests.support.settings import using  # imports torch, which the ranks need not do
+
     hub, spoke = Hub(2, Inbox(0), SECRET, 5.0), Spoke(1, 2, Inbox(1), SECRET, 5.0)
     with using(peer_timeout=0.5):
         spoke.connect(["localhost"], hub.port, 10)
@@ -103,27 +105,27 @@ def test_a_rank_that_reads_nothing_for_a_while_is_not_lost() -> None:
 
 
 def main(unanswered: str, port: str = "") -> None:
-    with using(peer_timeout=float(unanswered)):
-        if port:
-            spoke = Spoke(1, 2, Inbox(1), SECRET, 0.5)
-            spoke.connect(["10.99.9.1"], int(port), 30)
-            length = len(spoke.inbox.take([0], "into the void", timeout=600)[0])
-            spoke.send(0, "answer", str(length).encode())
-            time.sleep(600)
-        inbox = Inbox(0)
-        hub = Hub(2, inbox, SECRET, 0.5)
-        print(hub.port, flush=True)
-        hub.wait_ready(60)
-        print("connected", flush=True)
-        sys.stdin.readline()
-        begun = time.monotonic()
-        hub.send(1, "into the void", b"x" * MIB)
-        if float(unanswered) > 10:
-            print("answered", inbox.take([1], "answer", timeout=3600)[0].decode(), flush=True)
-            return
-        with pytest.raises(PeerLostError, match="lost rank 1"):
-            inbox.take([1], "never", timeout=3600)
-        print(time.monotonic() - begun, flush=True)
+    bytecheckpoint.configure(peer_timeout=float(unanswered))
+    if port:
+        spoke = Spoke(1, 2, Inbox(1), SECRET, 0.5)
+        spoke.connect(["10.99.9.1"], int(port), 30)
+        length = len(spoke.inbox.take([0], "into the void", timeout=600)[0])
+        spoke.send(0, "answer", str(length).encode())
+        time.sleep(600)
+    inbox = Inbox(0)
+    hub = Hub(2, inbox, SECRET, 0.5)
+    print(hub.port, flush=True)
+    hub.wait_ready(60)
+    print("connected", flush=True)
+    sys.stdin.readline()
+    begun = time.monotonic()
+    hub.send(1, "into the void", b"x" * MIB)
+    if float(unanswered) > 10:
+        print("answered", inbox.take([1], "answer", timeout=3600)[0].decode(), flush=True)
+        return
+    with pytest.raises(PeerLostError, match="lost rank 1"):
+        inbox.take([1], "never", timeout=3600)
+    print(time.monotonic() - begun, flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from tests.support.comparisons import assert_same
 from tests.support.fsdp1_layouts import WORLD_SIZE, build, in_layout
 from tests.support.memory import as_on_disk
 from tests.support.tiny_model import fill_by_coordinates, source_values, target_values
+from tests.support.variants import quick
 from tests.support.worlds import Worlds, on_ranks
 
 MIB = 1 << 20
@@ -47,7 +48,7 @@ def overwrite_while_training(layout: str, path: str) -> int:
     return reports[-1].bytes_written
 
 
-@pytest.mark.parametrize("layout", ["ddp2", "fsdp3", "pp2-fsdp2", "ep2-fsdp2", "full3-flat"])
+@pytest.mark.parametrize("layout", quick(["ddp2", "fsdp3", "pp2-fsdp2", "ep2-fsdp2", "full3-flat"], every=2))
 def test_the_last_of_several_asynchronous_saves_is_there(worlds: Worlds, layout: str, path: str) -> None:
     written = worlds.run(WORLD_SIZE[layout], overwrite_while_training, layout, path)
     # No file of the three earlier saves is left.

@@ -16,6 +16,7 @@ from tests.support.coded import load_step, states
 from tests.support.faulty_storage import Faults
 from tests.support.modes import MODES
 from tests.support.ranks import load_all, outcomes, save_all, succeeded
+from tests.support.variants import crossed
 
 pytestmark = pytest.mark.timeout(100)
 ROWS = 40_000
@@ -94,8 +95,7 @@ def test_a_rank_that_has_written_nothing_removes_nothing(tmp_path: Path, faults:
     assert not [call for call in faults.calls if call[1] == "delete"]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("failing", [0, 2])
+@pytest.mark.parametrize(("failing", "overlap"), crossed([0, 2], [True, False]))
 def test_ranks_that_read_stop(
     tmp_path: Path, world: ThreadWorld, faults: Faults, failing: int, *, overlap: bool
 ) -> None:

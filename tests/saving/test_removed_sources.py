@@ -35,7 +35,7 @@ def remove_frozen(step: Path) -> None:
         file.unlink()
 
 
-@pytest.mark.parametrize("mode", ["sync", "background"])
+@pytest.mark.parametrize("mode", ["background", pytest.param("sync", marks=pytest.mark.slow)])
 def test_the_step_that_is_shared_may_go_at_any_call(mode: str, tmp_path: Path) -> None:
     for call in [("adopt", 0), *COMPARING, *WRITING, *COMMITTING, ("publish", 0)]:
         run, faults = tmp_path / "{}_{}".format(*call), Faults()

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(autouse=True)
 def short_timeouts() -> Iterator[None]:
     with (
-        tuned(hdfs_first_contact=1.0, hdfs_first_write=1.0, hdfs_first_call=1.0),
+        tuned(hdfs_first_contact=0.5, hdfs_first_write=0.5, hdfs_first_call=0.5),
         tuned(hdfs_call=8.0, hdfs_shortest_call=1.0),
     ):
         yield

@@ -45,7 +45,7 @@ def at(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
         use(monkeypatch, {name: value or endpoint for name, value in found.items()})
         return f"{request.param}://bucket-1/step"
 
-    with tuned(object_first_contact=1.0):
+    with tuned(object_first_contact=0.5):
         yield point
 
 
