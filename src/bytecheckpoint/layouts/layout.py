@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.layouts.axes import TextError, parse_axes
-from bytecheckpoint.layouts.config import Config, check_condition, check_keys, check_size, condition, keys_of
+from bytecheckpoint.layouts.config import Config, check_condition, check_keys, check_size, condition, dim_size, keys_of
 from bytecheckpoint.layouts.names import Group, Piece, Text, parse_template
 from bytecheckpoint.layouts.parsed import ParsedRule, conflicts
 from bytecheckpoint.layouts.parts import Family, FamilyError, SourcePlace, components, family_dims
@@ -113,6 +113,11 @@ class Layout(Content):
         for layout in self.included:
             result |= layout.all_dims
         return result | dict(self.dims)
+
+    def with_sizes(self, config: Config) -> Layout:
+        """Return the layout with the sizes of dims that a configuration gives, for checkpoints that lack it."""
+        found = {name: dim_size(text, config) for name, text in self.all_dims.items()}
+        return replace(self, dims={**self.dims, **{name: str(n) for name, n in found.items() if n is not None}})
 
     def is_for(self, config: Config) -> bool:
         """Return whether the configurations say that this is the right layout."""

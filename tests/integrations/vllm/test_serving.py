@@ -143,7 +143,7 @@ def test_experts_of_transformers_by_a_layout(tmp_path: Path, engines: list[Engin
     model = mixture()
     describe(model, tmp_path / "config")
     bytecheckpoint.save(tmp_path / "step", {"model": model})
-    engines.append(Engine(tmp_path / "config", {"checkpoint": str(tmp_path / "step"), "layout": "hf5_moe"}))
+    engines.append(Engine(tmp_path / "config", {"checkpoint": str(tmp_path / "step")}))
     assert engines[0].result()["tokens"] == tokens_of(model)
 
 

@@ -17,8 +17,11 @@ import bytecheckpoint
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, UsageError, listed
 from bytecheckpoint.formats.detect import as_checkpoint
 from bytecheckpoint.integrations.vllm.lazy_weights import LazyWeight, WantedWeight, WeightPart
+from bytecheckpoint.layouts.config import flattened
+from bytecheckpoint.layouts.layout import Layout, builtin_names, find, find_or_read
 from bytecheckpoint.manager.run_folder import RunFolder, step_folder
 from bytecheckpoint.opening import Checkpoint
+from bytecheckpoint.planning.part_space import stored_side
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import resolve
 
@@ -37,13 +40,23 @@ def checkpoint_at(path: str) -> str | None:
     return None if newest is None else step_folder(storage.url, newest.step)
 
 
+def leads_to(layout: Layout, side: str, names: list[str]) -> bool:
+    """Return whether a checkpoint with some names has those of a side of a layout by this layout alone."""
+    try:
+        stored = stored_side(layout, names)
+    except UsageError:  # the same names on both sides
+        return False
+    return stored is not None and layout.sides[stored] != side
+
+
 class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
     """Loads the weights of a checkpoint, or of the newest step of a run, into a model of vLLM.
 
     `--model-loader-extra-config` takes a JSON object with
 
     - `checkpoint`: folder or URL of a checkpoint, or of a run; without it the model's own folder is one.
-    - `layout`: layout by which the tensors get the names of Hugging Face, as for `open`.
+    - `layout`: layout by which the tensors get the names of Hugging Face; by default, and for "auto", the built-in one for
+      the model's configuration whose other side has the checkpoint's names, if there is one.
     - `state`: name of the state that is the model, by default "model".
 
     The ranks of the engine read each byte that any of them wants once, and send each other their parts. The model's
@@ -57,7 +70,7 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
             wrong = options if not isinstance(options, Mapping) else listed(unknown)
             raise UsageError(f"model_loader_extra_config has {wrong}: it takes {listed(_OPTIONS)}")
         self._checkpoint: str | None = options.get("checkpoint")
-        self._layout: Any = options.get("layout")
+        self._layout: str = options.get("layout", "auto")
         self._state: str = options.get("state", "model")
         # vLLM makes another loader for each reload, with the same configuration: what they share is kept there.
         self._memory: dict[str, Any] = vars(load_config).setdefault("_bytecheckpoint", {})
@@ -70,15 +83,16 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
         path = self._path(model_config)
         meta = any(parameter.is_meta for parameter in model.parameters())  # they are quantised when they are copied
         wanted: dict[str, WantedWeight] | None = None if meta else {}
-        with self._opened(path) as checkpoint:
+        layout = self._layout_of(path, model_config)
+        with self._opened(path, layout) as checkpoint:
             self._memory["tensors"] = self._shapes(checkpoint)
             loaded = model.load_weights(self._weights(checkpoint, wanted))
         if wanted:
             group = get_world_group()
             report = bytecheckpoint.load(
                 path,
-                {self._state: wanted},
-                layout=self._layout,
+                {self._state: dict(wanted)},  # to which a load adds plain values
+                layout=layout,
                 strict={self._state: False},
                 cast=True,
                 prepare_save=False,
@@ -99,7 +113,8 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
             CheckpointNotFoundError: there is none.
             IncompatibleCheckpointError: its tensors are others than those of the model.
         """
-        checkpoint = self._opened(self._path(model_config))
+        path = self._path(model_config)
+        checkpoint = self._opened(path, self._layout_of(path, model_config))
         known, found = self._memory.get("tensors"), self._shapes(checkpoint)
         if known is not None and known != found:
             names = sorted(name for name in {*known, *found} if known.get(name) != found.get(name))
@@ -118,24 +133,20 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
     def _path(self, model_config: ModelConfig) -> str:
         """Return the checkpoint to load, which rank 0 looks for.
 
-        This is the one at the model's own path, else that of the options. vLLM makes the path of a reload the model's own:
-        there must be one.
+        This is the one in the options, else the one at the model's own path, which vLLM makes the path of a reload.
         """
         first = self._memory.setdefault("model", model_config.model)
-        places = [model_config.model] if model_config.model != first else [model_config.model, self._checkpoint]
+        place = (self._checkpoint if model_config.model == first else None) or model_config.model
         group = get_world_group()
 
         def look() -> str | Exception:
             try:
-                found = next((path for one in places if one and (path := checkpoint_at(one)) is not None), None)
+                return checkpoint_at(place) or CheckpointNotFoundError(
+                    f"no checkpoint at {place}: give the address of one, or of a run, as 'checkpoint' in "
+                    "model_loader_extra_config"
+                )
             except Exception as error:  # noqa: BLE001  raised on all ranks
                 return error
-            if found is None:
-                return CheckpointNotFoundError(
-                    f"no checkpoint at {' nor at '.join(filter(None, places))}: give the address of one, or of a run, as "
-                    "'checkpoint' in model_loader_extra_config"
-                )
-            return found
 
         path = look() if group.rank_in_group == 0 else None
         if group.world_size > 1:
@@ -146,8 +157,27 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
         _log.info("weights of %s", path)
         return str(path)
 
-    def _opened(self, path: str) -> Checkpoint:
-        checkpoint = bytecheckpoint.open(path, layout=self._layout)
+    def _layout_of(self, path: str, model_config: ModelConfig) -> Layout | None:
+        """Return the layout through which a checkpoint has the names of Hugging Face, with the sizes of the model."""
+        described = model_config.hf_text_config.to_dict()
+        config = flattened("hf", described) | {"hf5.model_type": described.get("model_type")}
+        if self._layout != "auto":
+            return find_or_read(self._layout).with_sizes(config)
+        with bytecheckpoint.open(path) as checkpoint:
+            names = [key.removeprefix(f"{self._state}/") for key in checkpoint.tensors if key.startswith(self._state)]
+        found = [
+            layout
+            for layout in map(find, builtin_names())
+            if "hf" in layout.sides and layout.is_for(config) and leads_to(layout, "hf", names)
+        ]
+        if len(found) > 1:
+            raise IncompatibleCheckpointError(
+                f"{path}: {listed([layout.name for layout in found])} lead to names of Hugging Face: give one as 'layout'"
+            )
+        return found[0].with_sizes(config) if found else None
+
+    def _opened(self, path: str, layout: Layout | None) -> Checkpoint:
+        checkpoint = bytecheckpoint.open(path, layout=layout)
         if self._state not in checkpoint.states:
             held = listed(checkpoint.states)
             checkpoint.close()
