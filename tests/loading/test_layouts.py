@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import bytecheckpoint
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.layouts import Layout, Rule
+from bytecheckpoint.layouts.config import flattened
+from bytecheckpoint.layouts.layout import find
+from tests.support.layouts import Leaf
 from tests.support.worlds import on_ranks
 
 GROUPS, QUERIES, SIZE, WIDTH, INNER, LAYERS, WORDS, PADDED = 2, 3, 4, 24, 20, 2, 50, 64
@@ -119,8 +121,20 @@ def test_load_there_and_back(tmp_path: Path) -> None:
 
 def sized() -> Layout:
     """The layout of Llamas with its sizes, which this module's configuration does not say."""
-    layout = Layout.read(Path(bytecheckpoint.__file__).parent / "layouts" / "builtin" / "llama.layout")
-    return replace(layout, dims={**layout.dims, "g": str(GROUPS), "d": str(SIZE), "v": str(WORDS)})
+    return find("llama").with_sizes(flattened("hf", CONFIG))
+
+
+def test_objects_that_list_their_shards(tmp_path: Path) -> None:
+    """Engines want boxes of some tensors, and the program that saved them is another one's."""
+    bytecheckpoint.save(tmp_path / "own", {"model": module_of(fused(weights()))})
+    expected, model = weights(), dict[str, Any]()
+    for name in ("model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight", "model.norm.weight"):
+        shape, half = tuple(expected[name].shape), expected[name].shape[0] // 2
+        model[name] = Leaf(shape, [((half, *(0,) * (len(shape) - 1)), (half, *shape[1:]))])
+        model[name].fill(torch.zeros(shape), False)
+    bytecheckpoint.load(tmp_path / "own", {"model": model}, layout=sized(), strict=False)
+    for name, leaf in model.items():
+        leaf.check(expected[name])
 
 
 @on_ranks(2)
