@@ -126,7 +126,9 @@ def sized() -> Layout:
 
 def test_objects_that_list_their_shards(tmp_path: Path) -> None:
     """Engines want boxes of some tensors, and the program that saved them is another one's."""
-    bytecheckpoint.save(tmp_path / "own", {"model": module_of(fused(weights()))})
+    module = module_of(fused(weights()))
+    module.load_state_dict(fused(weights()))
+    bytecheckpoint.save(tmp_path / "own", {"model": module})
     expected, model = weights(), dict[str, Any]()
     for name in ("model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight", "model.norm.weight"):
         shape, half = tuple(expected[name].shape), expected[name].shape[0] // 2

@@ -71,7 +71,7 @@ def test_a_group_refuses_what_configure_refuses() -> None:
 
 
 def test_every_setting_has_one_flat_name() -> None:
-    assert len(flat_settings(Settings())) == 29
+    assert len(flat_settings(Settings())) == 30
     changed = Settings().with_changes(tier_hot="mem://other", staging_bytes=1 << 20)
     assert (changed.tier.hot, changed.staging.bytes) == ("mem://other", 1 << 20)
     assert Settings().with_changes(**flat_settings(changed)) == changed

@@ -152,7 +152,7 @@ def test_the_header_comes_last_and_stands_first(files_writer: Any, storage: Uplo
     writer, data = files_writer(stable)
     assert not writer.direct
     sums = writer.sums()
-    assert [len(s) for s in sums] == [20, 20]
+    assert [len(s.blocks) for s in sums] == [20, 20]
     assert storage.files == {}, "nothing can be sent before the header is known"
     writer.finish([b"A" * 4096, b"B" * 4096])
     half = len(data) // 2
