@@ -1,4 +1,4 @@
-"""Foreign folders and files on object stores are opened and loaded where they lie."""
+"""Foreign folders and files on object stores and HDFS are opened and loaded where they lie."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ import torch
 import bytecheckpoint
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.storage import resolve
-from bytecheckpoint.tools import adopt, compare, verify
+from bytecheckpoint.tools import adopt, compare, fingerprint, verify
 from tests.loading.test_layouts import assert_holds, folder_of, fused, module_of, weights
 from tests.servers.s3 import S3Server
 
 pytestmark = pytest.mark.server
 
 
-def test_a_folder_and_a_file(s3: S3Server, bucket: str, tmp_path: Path) -> None:
+def test_a_folder_and_a_file(root: str, tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "hf", weights())
     torch.save({"state_dict": weights(), "epoch": 4}, folder / "whole.pt")
-    for name in ("model.safetensors", "config.json"):
-        s3.request("PUT", f"/{bucket}/hf/{name}", body=(folder / name).read_bytes())
-    s3.request("PUT", f"/{bucket}/other/whole.pt", body=(folder / "whole.pt").read_bytes())
+    for place, names in (("hf", ("model.safetensors", "config.json")), ("other", ("whole.pt",))):
+        for name in names:
+            resolve(f"{root}/{place}").publish(name, (folder / name).read_bytes())
     module = module_of(fused(weights()))
-    bytecheckpoint.load(f"s3://{bucket}/hf", {"model": module}, layout="llama")
+    bytecheckpoint.load(f"{root}/hf", {"model": module}, layout="llama")
     assert_holds(module, fused(weights()))
     for path in ("hf", "hf/model.safetensors", "other", "other/whole.pt"):
         module = module_of(weights())
-        bytecheckpoint.load(f"s3://{bucket}/{path}", {"model": module})
+        bytecheckpoint.load(f"{root}/{path}", {"model": module})
         assert_holds(module, weights())
-    with bytecheckpoint.open(f"s3://{bucket}/other/whole.pt") as found:
+    with bytecheckpoint.open(f"{root}/other/whole.pt") as found:
         assert found["extra_states/epoch"] == 4
+    assert fingerprint(f"{root}/hf") == fingerprint(folder / "model.safetensors")
 
 
 def test_tools(s3: S3Server, bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
