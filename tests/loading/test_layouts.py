@@ -124,11 +124,22 @@ def sized() -> Layout:
     return find("llama").with_sizes(flattened("hf", CONFIG))
 
 
+def test_a_dict_of_tensors_there_and_back(tmp_path: Path) -> None:
+    """A state that is a dict has a tree, which refers to tensors under the names that the layout replaces."""
+    bytecheckpoint.save(tmp_path / "own", {"model": fused(weights())})
+    with bytecheckpoint.open(tmp_path / "own", layout=sized()) as found:
+        assert {key.removeprefix("model/") for key in found} == weights().keys()
+    module, tensors = module_of(weights()), {name: torch.zeros_like(value) for name, value in weights().items()}
+    for destination in (module, tensors):
+        report = bytecheckpoint.load(tmp_path / "own", {"model": destination}, layout=sized())
+        assert not report.missing and not report.unexpected
+    assert_holds(module, weights())
+    assert all(torch.equal(tensors[name], value) for name, value in weights().items())
+
+
 def test_objects_that_list_their_shards(tmp_path: Path) -> None:
     """Engines want boxes of some tensors, and the program that saved them is another one's."""
-    module = module_of(fused(weights()))
-    module.load_state_dict(fused(weights()))
-    bytecheckpoint.save(tmp_path / "own", {"model": module})
+    bytecheckpoint.save(tmp_path / "own", {"model": fused(weights())})
     expected, model = weights(), dict[str, Any]()
     for name in ("model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight", "model.norm.weight"):
         shape, half = tuple(expected[name].shape), expected[name].shape[0] // 2

@@ -275,8 +275,8 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
                 rows.append(scale_rows(own, stored, tensors, count))
                 count = int(rows[-1].boxes.tensor.max()) + 1
             maps |= changed
-    if catalog.is_foreign:  # the tree of such a state refers to its tensors, by the names of the checkpoint
-        alone = [n for n in alone if catalog.slot[n] != VALUES_SLOT or catalog.state[n] not in laid_states]
+    # The tree of such a state has the names of the checkpoint, and may refer to its tensors by them.
+    alone = [n for n in alone if catalog.slot[n] != VALUES_SLOT or catalog.state[n] not in laid_states]
     others = {(catalog.key(n), int(catalog.owner[n])): [n] for n in sorted(alone)}
     for number in scalars:
         state, fqn, slot = catalog.key(number)
