@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,7 +31,12 @@ class Engine:
         program += [json.dumps(options), json.dumps(PROMPT)]
         self._log = folder / "engine.log"
         self.process = subprocess.Popen(
-            program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log.open("w"), text=True
+            program,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log.open("w"),
+            text=True,
+            start_new_session=True,  # with vLLM's own processes, which outlive a killed parent
         )
 
     def result(self) -> dict[str, Any]:
@@ -61,7 +69,10 @@ def engines() -> Iterator[list[Engine]]:
     started: list[Engine] = []
     yield started
     for engine in started:
-        engine.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            engine.end()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(engine.process.pid, signal.SIGKILL)
         engine.process.wait()
 
 
@@ -136,7 +147,6 @@ def test_two_ranks_serve_a_run_and_load_newer_steps(tmp_path: Path, engines: lis
     for place, why in (("nothing", "no checkpoint at"), ("smaller", "is of another model")):
         refused = engines[0].reload(str(tmp_path / place))
         assert why in refused["failed"] and refused["tokens"] == other["tokens"], "the old weights stay"
-    engines[0].end()
 
 
 def test_experts_of_transformers_by_a_layout(tmp_path: Path, engines: list[Engine]) -> None:
