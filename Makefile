@@ -56,7 +56,7 @@ QUICK := representation layouts planning engine saving opening golden tools roun
 check: venv lint types imports ## the inner loop: linters, types, and the tests of the quick packages, in under two minutes
 	$(PYTEST) $(QUICK:%=tests/%) --ignore=tests/frameworks/test_world.py
 
-test: venv lint types imports ## linters, types, and all tests but slow, soak and server: about thirteen minutes on two cores
+test: venv lint types imports ## linters, types, and all tests but slow, soak and server: about ten minutes on two cores
 	$(if $(COVERAGE),$(PY) -m coverage erase)
 	$(PYTEST)
 	$(call coverage)

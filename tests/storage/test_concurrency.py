@@ -107,7 +107,7 @@ if child:
 else:
     os._exit(0)
 """
-    done = run_program(program)
+    done = run_program(program, fresh=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["exit", "4", "last"], done.stderr
 
