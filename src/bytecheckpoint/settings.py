@@ -205,7 +205,7 @@ class Settings(_Checked):
     Attributes:
         timeout: seconds that a rank waits for the others in one step of a save or load, or for an answer of a file
             system. The time for moving bytes comes on top.
-        fingerprint: True to put fingerprints of all tensors into the catalogs of saves, which takes some 0.15 s of a core
+        fingerprint: True to put fingerprints of all tensors into the catalogs of saves, which takes 0.3 to 0.5 s of a core
             for each GiB that a rank writes (docs/how-to/prove-equality.md). All ranks give the same.
         storage: settings of reads and writes, and of storages.
         transport: settings of the connections between ranks.
