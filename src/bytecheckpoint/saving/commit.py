@@ -125,6 +125,8 @@ def _fingerprints(plan: SavePlan, sums: Sequence[bytes]) -> NDArray[np.uint64] |
     Raises:
         UsageError: some ranks made fingerprints, and others did not.
     """
+    if not any(sums):
+        return None
     tensor, file, offset, nbytes = plan.boxes.tensor, plan.file, plan.offset, plan.nbytes
     if plan.tiles is not None:
         tilings = plan.tiles.tilings
@@ -135,8 +137,6 @@ def _fingerprints(plan: SavePlan, sums: Sequence[bytes]) -> NDArray[np.uint64] |
         tensor, file = tensor[order], file[order]
     here = np.array([len(found) // 16 for found in sums], np.int64)
     wanted = np.bincount(file, minlength=len(sums))
-    if not here.any():
-        return None
     if lacking := plan.file_rank[here != wanted].tolist():
         raise UsageError(
             f"{names_of_ranks(set(lacking))} made no fingerprints, other ranks did: give all the same setting fingerprint"

@@ -329,6 +329,8 @@ class Coordinator:
                 generation = new_generation(self._collective.world_id, self._number)
                 info = {**self._info, "layout": json.loads(facts.layout)}
                 catalog = build_catalog(plan.columns, reports, generation, info)
+                found = stored_fingerprint(catalog)
+                fingerprints = {} if found is None else {escape(name): text for name, text in found.states.items()}
             encoded = encode_catalog(catalog)
             uploads = stale_uploads(storage)
             # Listed right before the commit, so that it names no file that somebody has removed. Files that appear later
@@ -351,9 +353,7 @@ class Coordinator:
                 "element); one copy of each is stored. check_replicas='full' refuses such a save",
                 self._number, len(drift), unescape(name), drift[name],
             )  # fmt: skip
-        found = stored_fingerprint(catalog)
-        states = {} if found is None else {escape(state): digest for state, digest in found.states.items()}
-        self._reply_to_all(CommitResult(drift, states))
+        self._reply_to_all(CommitResult(drift, fingerprints))
 
 
 def _info(request: SaveRequest, world_size: int) -> dict[str, Any]:

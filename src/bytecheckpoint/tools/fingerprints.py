@@ -58,7 +58,7 @@ def fingerprint(
         layout: layout through which a checkpoint is seen, as for `open`.
         recompute: True to read the tensors of a checkpoint whose catalog has fingerprints, too.
         names: parameter -> FQN, as for `save`.
-        process_group: ranks that hold the states, all of which call this; by default this process alone.
+        process_group: ranks that hold the states, all of which call this; by default all ranks.
 
     Raises:
         IncompatibleCheckpointError: copies of a tensor differ between ranks; the message names the tensor and the ranks.
@@ -123,7 +123,10 @@ def prove_loaded(
     Raises:
         CorruptCheckpointError: tensors hold other elements than were saved; the message names them.
     """
-    requested = RequestedStates.of(states, options.framework, options.names, options.include, options.exclude)
+
+    def own() -> list[Any]:
+        given = (options.framework, options.names, options.include, options.exclude)
+        return _own_sums(RequestedStates.of(states, *given))
 
     def compare(ranks: list[list[Any]]) -> int:
         with open_checkpoint(path) as checkpoint:
@@ -144,7 +147,7 @@ def prove_loaded(
         return proven
 
     with torch.no_grad(), tool_ranks("prove", process_group, alone=False) as ranks:
-        return ranks.agree("sums", lambda: _own_sums(requested), compare)
+        return ranks.agree("sums", own, compare)
 
 
 def _of_states(
