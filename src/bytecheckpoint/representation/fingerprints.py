@@ -49,7 +49,6 @@ __all__ = [
     "Fingerprint",
     "StoredBox",
     "Sums",
-    "digest_of",
     "mixed",
     "row_dims",
     "shared_tensors",
@@ -83,16 +82,17 @@ def weights(dim: int, begin: int, end: int) -> NDArray[np.uint64]:
     """Return the weights P and Q of the coordinates `begin` to `end` of a dimension, odd, uint64 [2, end - begin]."""
     if end <= _CACHED:
         return _first_weights(dim, 1 << max(end - 1, 0).bit_length())[:, begin:end]
-    return np.stack([_odd(np.arange(begin, end, dtype=np.uint64), 2 * dim + number) for number in (0, 1)])
+    return _weights_of(dim, begin, end)
 
 
 @functools.lru_cache(maxsize=512)
 def _first_weights(dim: int, count: int) -> NDArray[np.uint64]:
-    return np.stack([_odd(np.arange(count, dtype=np.uint64), 2 * dim + number) for number in (0, 1)])
+    return _weights_of(dim, 0, count)
 
 
-def _odd(index: NDArray[np.uint64], stream: int) -> NDArray[np.uint64]:
-    return mixed(index + np.uint64((stream + 1) << 40)) | np.uint64(1)
+def _weights_of(dim: int, begin: int, end: int) -> NDArray[np.uint64]:
+    streams = (np.arange(2, dtype=np.uint64) + np.uint64(2 * dim + 1)) << np.uint64(40)
+    return mixed(np.arange(begin, end, dtype=np.uint64) + streams[:, None]) | np.uint64(1)
 
 
 def mixed(counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -102,16 +102,6 @@ def mixed(counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
         x ^= x >> np.uint64(shift)
         x *= np.uint64(factor)
     return x ^ (x >> np.uint64(31))
-
-
-def digest_of(tensors: Iterable[tuple[str, str, Sequence[int], Sequence[int]]]) -> str:
-    """Return the fingerprint of a state, as hex: the xxh3-128 of a line for each of its tensors, sorted by name.
-
-    Args:
-        tensors: name inside of the state, dtype, global shape and sums of each tensor.
-    """
-    lines = [f"{name} {dtype} {list(shape)} {sums[0]:016x}{sums[1]:016x}\n" for name, dtype, shape, sums in tensors]
-    return xxhash.xxh3_128_hexdigest("".join(sorted(lines)).encode("utf-8", "surrogatepass"))
 
 
 class BoxSums:
@@ -132,8 +122,8 @@ class BoxSums:
         self._outer, self._dims = outer, cut
         self._offsets, self._lengths = list(offsets), list(lengths)
         self._steps = steps
-        #: Bytes that lie side by side in a row, and the place of the first in its row.
-        self.run = math.prod(lengths[cut:]) * itemsize
+        # Bytes that lie side by side in a row, and the place of the first in its row.
+        self._run = math.prod(lengths[cut:]) * itemsize
         self._begin = sum(offset * step for offset, step in zip(offsets[outer:], steps[outer:], strict=True))
 
     def of(self, start: int, data: Buffer) -> Sums:
@@ -146,11 +136,11 @@ class BoxSums:
         found = np.frombuffer(data, np.uint8)
         total = np.zeros(2, np.uint64)
         while len(found):
-            run, inside = divmod(start, self.run)
-            if inside or len(found) < self.run:
-                count, rows = min(self.run - inside, len(found)), 1
+            run, inside = divmod(start, self._run)
+            if inside or len(found) < self._run:
+                count, rows = min(self._run - inside, len(found)), 1
             else:
-                count, rows = self.run, len(found) // self.run
+                count, rows = self._run, len(found) // self._run
             for first, some, weight, begin in self._runs(run, rows):
                 matrix = found[first * count : (first + some) * count].reshape(some, count)
                 total += _sums_of(matrix, weight, begin + inside)
@@ -297,14 +287,16 @@ class Fingerprint:
     @staticmethod
     def of(tensors: Iterable[tuple[TensorKey, str, tuple[int, ...], Sequence[int]]]) -> Fingerprint:
         """Return the fingerprint of tensors: key, dtype, global shape and sums of each."""
-        by_state: dict[str, list[tuple[str, str, tuple[int, ...], Sequence[int]]]] = {}
+        lines: dict[str, list[str]] = {}
         each, nbytes = {}, 0
         for key, dtype, shape, sums in tensors:
             name = str(key)
-            by_state.setdefault(key.state, []).append((name[len(key.state) + 1 :], dtype, shape, sums))
             each[name] = f"{sums[0]:016x}{sums[1]:016x}"
+            inside = name.removeprefix(f"{key.state}/")
+            lines.setdefault(key.state, []).append(f"{inside} {dtype} {list(shape)} {each[name]}\n")
             nbytes += math.prod(shape) * itemsize(dtype)
-        return Fingerprint({state: digest_of(found) for state, found in by_state.items()}, each, nbytes)
+        texts = {state: "".join(sorted(found)).encode("utf-8", "surrogatepass") for state, found in lines.items()}
+        return Fingerprint({state: xxhash.xxh3_128_hexdigest(text) for state, text in texts.items()}, each, nbytes)
 
 
 def stored_fingerprint(catalog: Catalog) -> Fingerprint | None:
