@@ -44,7 +44,7 @@ def main() -> None:
     for line in sys.stdin:  # addresses of other checkpoints
         failed = ""
         try:
-            engine.collective_rpc("reload_weights", kwargs={"weights_path": line.strip()})
+            engine.collective_rpc("reload_weights", kwargs={"weights_path": line.strip()} if line.strip() else {})
         except Exception as error:  # noqa: BLE001  printed
             failed = str(error)
         print("RESULT", json.dumps({"tokens": tokens(), "failed": failed}), flush=True)

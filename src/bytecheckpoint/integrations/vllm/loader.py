@@ -20,7 +20,7 @@ from bytecheckpoint.integrations.vllm.lazy_weights import LazyWeight, WantedWeig
 from bytecheckpoint.layouts.config import flattened
 from bytecheckpoint.layouts.layout import Layout, builtin_names, find, find_or_read
 from bytecheckpoint.manager.run_folder import RunFolder, step_folder
-from bytecheckpoint.opening import Checkpoint
+from bytecheckpoint.opening import Checkpoint, Entry
 from bytecheckpoint.planning.part_space import stored_side
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import resolve
@@ -83,8 +83,8 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
         path = self._path(model_config)
         meta = any(parameter.is_meta for parameter in model.parameters())  # they are quantised when they are copied
         wanted: dict[str, WantedWeight] | None = None if meta else {}
-        layout = self._layout_of(path, model_config)
-        with self._opened(path, layout) as checkpoint:
+        checkpoint, layout = self._opened(path, model_config)
+        with checkpoint:
             self._memory["tensors"] = self._shapes(checkpoint)
             loaded = model.load_weights(self._weights(checkpoint, wanted))
         if wanted:
@@ -113,8 +113,21 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
             CheckpointNotFoundError: there is none.
             IncompatibleCheckpointError: its tensors are others than those of the model.
         """
-        path = self._path(model_config)
-        checkpoint = self._opened(path, self._layout_of(path, model_config))
+        try:
+            checkpoint = self._other_checkpoint(model_config)
+        except Exception:
+            model_config.model = self._memory["model"]  # the next reload without a path is not of this one
+            raise
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            with checkpoint:
+                yield from self._weights(checkpoint, None)
+
+        return weights()
+
+    def _other_checkpoint(self, model_config: ModelConfig) -> Checkpoint:
+        """Open the checkpoint of a reload."""
+        checkpoint, _ = self._opened(self._path(model_config), model_config)
         known, found = self._memory.get("tensors"), self._shapes(checkpoint)
         if known is not None and known != found:
             names = sorted(name for name in {*known, *found} if known.get(name) != found.get(name))
@@ -123,12 +136,7 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
                 f"{checkpoint.path} is of another model: {len(names)} tensors differ in name or shape, such as "
                 f"{names[0]}: {known.get(names[0])} and {found.get(names[0])}"
             )
-
-        def weights() -> Iterator[tuple[str, torch.Tensor]]:
-            with checkpoint:
-                yield from self._weights(checkpoint, None)
-
-        return weights()
+        return checkpoint
 
     def _path(self, model_config: ModelConfig) -> str:
         """Return the checkpoint to load, which rank 0 looks for.
@@ -152,19 +160,33 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
         if group.world_size > 1:
             path = group.broadcast_object(path, src=0)
         if isinstance(path, Exception):
-            model_config.model = first
             raise path
         _log.info("weights of %s", path)
         return str(path)
 
-    def _layout_of(self, path: str, model_config: ModelConfig) -> Layout | None:
+    def _opened(self, path: str, model_config: ModelConfig) -> tuple[Checkpoint, Layout | None]:
+        """Open a checkpoint under the names of Hugging Face; return it with the layout that leads to them, if one does."""
+        checkpoint = bytecheckpoint.open(path)
+        try:
+            if self._state not in checkpoint.states:
+                held = listed(checkpoint.states)
+                raise IncompatibleCheckpointError(f"{path} has no state {self._state!r}: it has {held}")
+            layout = self._layout_of(checkpoint, model_config)
+        except Exception:
+            checkpoint.close()
+            raise
+        if layout is None:
+            return checkpoint, None
+        checkpoint.close()
+        return bytecheckpoint.open(path, layout=layout), layout
+
+    def _layout_of(self, checkpoint: Checkpoint, model_config: ModelConfig) -> Layout | None:
         """Return the layout through which a checkpoint has the names of Hugging Face, with the sizes of the model."""
         described = model_config.hf_text_config.to_dict()
         config = flattened("hf", described) | {"hf5.model_type": described.get("model_type")}
         if self._layout != "auto":
             return find_or_read(self._layout).with_sizes(config)
-        with bytecheckpoint.open(path) as checkpoint:
-            names = [key.removeprefix(f"{self._state}/") for key in checkpoint.tensors if key.startswith(self._state)]
+        names = list(self._tensors(checkpoint))
         found = [
             layout
             for layout in map(find, builtin_names())
@@ -172,36 +194,32 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
         ]
         if len(found) > 1:
             raise IncompatibleCheckpointError(
-                f"{path}: {listed([layout.name for layout in found])} lead to names of Hugging Face: give one as 'layout'"
+                f"{checkpoint.path}: {listed([layout.name for layout in found])} lead to names of Hugging Face: "
+                "give one as 'layout'"
             )
         return found[0].with_sizes(config) if found else None
 
-    def _opened(self, path: str, layout: Layout | None) -> Checkpoint:
-        checkpoint = bytecheckpoint.open(path, layout=layout)
-        if self._state not in checkpoint.states:
-            held = listed(checkpoint.states)
-            checkpoint.close()
-            raise IncompatibleCheckpointError(f"{path} has no state {self._state!r}: it has {held}")
-        return checkpoint
+    def _tensors(self, checkpoint: Checkpoint) -> dict[str, Entry]:
+        """Return the tensors of the model by their names."""
+        prefix = f"{self._state}/"
+        return {key.removeprefix(prefix): one for key, one in checkpoint.tensors.items() if key.startswith(prefix)}
 
     def _shapes(self, checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-        prefix = f"{self._state}/"
-        return {key: tuple(entry.shape) for key, entry in checkpoint.tensors.items() if key.startswith(prefix)}
+        return {name: tuple(entry.shape) for name, entry in self._tensors(checkpoint).items()}
 
     def _weights(
         self, checkpoint: Checkpoint, wanted: dict[str, WantedWeight] | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        prefix = f"{self._state}/"
+        tensors = self._tensors(checkpoint)
 
         def read(part: WeightPart) -> torch.Tensor:
             ranges = zip(part.begins, part.lengths, strict=True)
-            return checkpoint.tensors[prefix + part.name][tuple(slice(begin, begin + n) for begin, n in ranges)]
+            return tensors[part.name][tuple(slice(begin, begin + n) for begin, n in ranges)]
 
-        for key, entry in checkpoint.tensors.items():
-            if key.startswith(prefix):
-                name, shape = key.removeprefix(prefix), tuple(entry.shape)
-                whole = WeightPart(name, shape, (0,) * len(shape), shape, tuple(range(len(shape))))
-                yield name, LazyWeight(whole, entry.dtype, read, wanted)
+        for name, entry in tensors.items():
+            shape = tuple(entry.shape)
+            whole = WeightPart(name, shape, (0,) * len(shape), shape, tuple(range(len(shape))))
+            yield name, LazyWeight(whole, entry.dtype, read, wanted)
 
     @staticmethod
     def _check_loaded(path: str, model: nn.Module, model_config: ModelConfig, loaded: set[str] | None) -> None:
