@@ -92,8 +92,8 @@ def test_a_full_storage_that_says_so_in_a_save(
     first, *saved = found[0]
     if not asynchronous:
         saved.insert(0, first)  # tried again in the call
-    # The step after the failure, if that was known before step 20.
-    assert first == 10 and saved[-1] == 20 and len(saved) <= 2 and steps_in(tmp_path) == saved
+    # One of the two may be the repeated save: before step 20, or behind it where the ranks agreed on it while 20 began.
+    assert first == 10 and 20 in saved and len(saved) <= 2 and steps_in(tmp_path) == saved
     assert not {1, 2, 3} & {*folders(tmp_path)} and "no room" in caplog.text
 
 
