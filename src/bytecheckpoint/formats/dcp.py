@@ -7,7 +7,7 @@ of each item is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from bytecheckpoint.representation.catalog import row_order
 from bytecheckpoint.representation.values.tree import MAX_DEPTH, TensorRef, key_of_path
 from bytecheckpoint.storage import Storage
 
-__all__ = ["METADATA", "DcpContent", "metadata_files", "read_content", "read_dcp"]
+__all__ = ["METADATA", "DcpContent", "metadata_files", "place_of", "read_content", "read_dcp", "trees_of"]
 
 METADATA: Final = ".metadata"
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
@@ -40,6 +40,36 @@ def metadata_files(names: list[str]) -> list[str]:
     """Return the files of metadata among the names of a folder: one, or one of each rank that saved by itself."""
     ranks = sorted((int(found[1]), name) for name in names if (found := _OF_RANK.fullmatch(name)))
     return [METADATA] if METADATA in names else [name for _, name in ranks]
+
+
+def place_of(
+    name: str, path: tuple[Any, ...] | None, nested: Container[Any], *, is_tensor: bool
+) -> tuple[str, tuple[Any, ...]]:
+    """Return the state of a name of DCP, and its path inside of the state.
+
+    Args:
+        name: name.
+        path: path in the saved dict, if it is known.
+        nested: first steps of the paths with several steps: the states of the saved dict.
+        is_tensor: True for a tensor, False for a plain value.
+    """
+    if path is not None and len(path) > 1 and type(path[0]) is str:
+        return path[0], path[1:]
+    if path is None and (first := name.partition("."))[2] and first[0] in _WHOLE_STATES:
+        return first[0], (first[2],)
+    return (_TOP if is_tensor and _TOP not in nested else _REST), (name,)
+
+
+def trees_of(items: Iterable[tuple[str, tuple[Any, ...], object]]) -> dict[str, Any]:
+    """Return the nested value of each state, of (state, path, value). Dicts with the keys 0 to n - 1 are lists.
+
+    Raises:
+        ValueError: two values have one path.
+    """
+    trees: dict[str, Any] = {}
+    for state, path, value in items:
+        _set(trees.setdefault(state, {}), path, value)
+    return {state: _with_lists(found) for state, found in trees.items()}
 
 
 @dataclass
@@ -109,12 +139,7 @@ class _JoinedMetadata:
 
     def place(self, name: str) -> tuple[str, tuple[Any, ...]]:
         """Return the state of a name, and its path inside of the state."""
-        path = self.paths.get(name)
-        if path is not None and len(path) > 1 and type(path[0]) is str:
-            return path[0], path[1:]
-        if path is None and (first := name.partition("."))[2] and first[0] in _WHOLE_STATES:
-            return first[0], (first[2],)
-        return (_TOP if name in self.tensors and _TOP not in self._nested else _REST), (name,)
+        return place_of(name, self.paths.get(name), self._nested, is_tensor=name in self.tensors)
 
 
 @dataclass
@@ -204,12 +229,8 @@ def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metad
 def _values(content: DcpContent, tree: Tree) -> dict[str, bytes]:
     """Return the encoded tree of each state, with references to its tensors."""
     columns, place = content.columns, content.metadata.place
-    trees: dict[str, Any] = {}
     found = {**dict(zip(content.names, (TensorRef(key.fqn) for key in columns.keys), strict=True)), **content.values}
-    for name, value in found.items():
-        state, path = place(name)
-        _set(trees.setdefault(state, {}), path, value)
-    return columns.add_states({state: _with_lists(found) for state, found in trees.items()}, tree)
+    return columns.add_states(trees_of((*place(name), value) for name, value in found.items()), tree)
 
 
 def _set(tree: dict[Any, Any], path: tuple[Any, ...], value: object) -> None:

@@ -10,7 +10,7 @@ from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.values.tree import TensorRef
 
-__all__ = ["VALUES_NAME", "with_values"]
+__all__ = ["VALUES_NAME", "names_of_parameters", "with_values"]
 
 VALUES_NAME: Final = ".bytecheckpoint-values"
 """Beginning of the names of files that hold plain values, in memory."""
@@ -33,7 +33,7 @@ def with_values(checkpoint: ForeignCheckpoint) -> tuple[Catalog, dict[str, bytes
     for number, (state, blob) in enumerate(checkpoint.values.items()):
         content = blob
         tree: Any = decode(blob, on_tensor=TensorRef, on_unregistered=lambda name, value: value, restore=False)
-        if (names := _names_of_parameters(tree)) is not None:
+        if (names := names_of_parameters(tree)) is not None:
             content = _by_parameters(columns, state, tree, names)
             if any(name.startswith("#") for name in names.values()):
                 facts["numbered"] = [*facts.get("numbered", ()), state]
@@ -69,7 +69,7 @@ def _by_parameters(columns: ForeignColumns, state: str, tree: Any, names: Mappin
     return encode(found, on_tensor=_refuse)
 
 
-def _names_of_parameters(tree: Any) -> dict[Any, str] | None:
+def names_of_parameters(tree: Any) -> dict[Any, str] | None:
     """Return the name of each parameter in an optimizer's state_dict; None if the tree is none."""
     if not (isinstance(tree, dict) and {"state", "param_groups"} <= tree.keys() and isinstance(tree["state"], dict)):
         return None
