@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from bytecheckpoint.representation.values.codec import register
     from bytecheckpoint.saving import prepare, save
     from bytecheckpoint.step_fence import fence
+    from bytecheckpoint.tools.huggingface_view import HuggingFaceView
     from bytecheckpoint.world import release_memory
 
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "CorruptCheckpointError",
     "Entry",
     "FileProvider",
+    "HuggingFaceView",
     "IncompatibleCheckpointError",
     "LoadOptions",
     "LoadReport",
@@ -118,6 +120,7 @@ _HOME = {
     **dict.fromkeys(("LoadOptions", "SaveOptions"), "options"),
     **dict.fromkeys(("Piece", "PieceReader", "StateProvider"), "frameworks.providers.base"),
     "FileProvider": "frameworks.providers.files",
+    "HuggingFaceView": "tools.huggingface_view",
     "ReplayBuffer": "frameworks.providers.replay",
     "register": "representation.values.registry",
     "CheckpointManager": "manager",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from bytecheckpoint.calls import refuse_calls
 from bytecheckpoint.errors import CheckpointTimeoutError
@@ -92,6 +92,8 @@ class SaveReport:
             the tensors that drifted apart by rounding. One copy of each is stored. The first save of a layout compares
             some elements of the copies.
         fingerprint: fingerprint of each state, with the setting `fingerprint` (docs/how-to/prove-equality.md).
+        view: form of the view that `view=` asks for: "index" where it names the step's own files, "files" where ranks
+            write files for it behind the commit; "" for none.
         retries: attempts after the first, of all requests to storages and of connections to other ranks, as far as their
             clients report them (docs/how-to/when-things-fail.md).
         retry_seconds: seconds waited before these attempts, summed over threads.
@@ -111,6 +113,7 @@ class SaveReport:
     retry_seconds: float = 0.0
     bytes_adopted: int = 0
     fingerprint: Mapping[str, str] = field(default_factory=dict)
+    view: Literal["", "index", "files"] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +160,15 @@ class SaveHandle:
             for all others it is done together with `committed`.
         committed: future of the `SaveReport`, done when the checkpoint is durable and visible: for `tier+...` paths, in
             the durable storage.
+        viewed: future, done when the view that `view=` asks for is there too: together with `committed`, or later if ranks
+            write files for it. A failure is logged, and leaves the checkpoint as it is.
     """
 
     path: str
     staged: SaveFuture[None] = field(default_factory=SaveFuture)
     restorable: SaveFuture[None] = field(default_factory=SaveFuture)
     committed: SaveFuture[SaveReport] = field(default_factory=SaveFuture)
+    viewed: SaveFuture[None] = field(default_factory=SaveFuture)
 
     @property
     def failure_retrieved(self) -> bool:

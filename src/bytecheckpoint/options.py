@@ -29,6 +29,7 @@ class SaveOptions:
         incremental: use of earlier steps' files with unchanged parameters, as for `save`.
         full_every: number n: of incremental saves, each n-th of a manager shares no file with earlier steps, so that a file
             that is damaged later does not damage all of them; None for none.
+        view: files by which another program reads each step as it is, as for `save`.
         on_error: "raise" the failure of a save, once, at the next call; or "warn": log it and continue.
         on_commit: function that rank 0 calls with the `StepInfo` of each step that a manager has committed, or a list of
             functions, such as `LatestLink()`. They run one after the other on a thread of their own, the step stays
@@ -45,6 +46,7 @@ class SaveOptions:
     metadata: Mapping[str, Any] | None = None
     incremental: bool = False
     full_every: int | None = 20
+    view: Any = None
     on_error: Literal["raise", "warn"] = "raise"
     on_commit: Callable[[Any], object] | Sequence[Callable[[Any], object]] = ()
 

@@ -38,7 +38,9 @@ class SaveQueue:
         self._call_lock = threading.RLock()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-save")
         self._coordination = ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-coordinate")
+        self._behind = ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-view")
         self._last: Future[None] | None = None
+        self._last_behind: Future[None] | None = None
         self._failures: list[tuple[SaveHandle, CheckpointError]] = []
 
     @contextlib.contextmanager
@@ -81,6 +83,19 @@ class SaveQueue:
             _log.warning("an asynchronous save is written by its caller: %s", error)
             work()
 
+    def submit_behind(self, work: Callable[[], None]) -> None:
+        """Run work behind a commit, for which no later save waits.
+
+        Raises:
+            CheckpointError: no thread can be started, or the interpreter ends.
+        """
+        self._last_behind = _submit(self._behind, work)
+
+    def drain_behind(self) -> None:
+        """Wait for all work behind commits."""
+        if self._last_behind is not None:
+            wait_for_any([self._last_behind])
+
     def drain(self) -> None:
         """Wait until no earlier save is in flight. Raise no failure."""
         last = self._last
@@ -102,6 +117,7 @@ class SaveQueue:
         """End the threads, after the saves in flight."""
         self._background.shutdown()
         self._coordination.shutdown()
+        self._behind.shutdown()
 
 
 class World:
@@ -144,9 +160,10 @@ class World:
         return self._prepared == _identity(states)
 
     def drain(self) -> None:
-        """Wait for the saves in flight and for their flushes."""
+        """Wait for the saves in flight, for their flushes, and for the work behind their commits."""
         self.saves.drain()
         self.flusher.drain()
+        self.saves.drain_behind()
 
     def release_memory(self) -> None:
         """Give the staging memory back and end the helper process, after the saves in flight."""

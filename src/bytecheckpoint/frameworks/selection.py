@@ -106,6 +106,14 @@ class NameSelection:
         literals = (_WILDCARD.split(pattern, 1)[0] for pattern in self._include or ("",))
         return any(start.startswith(literal) or literal.startswith(start) for literal in literals)
 
+    def takes_all_of(self, state_name: str) -> bool:
+        """Return whether the patterns select a whole state for sure."""
+        start = f"{state_name}/"
+        literals = (_WILDCARD.split(pattern, 1)[0] for pattern in self._exclude)
+        if any(start.startswith(literal) or literal.startswith(start) for literal in literals):
+            return False
+        return self._include is None or bool({state_name, f"{start}*", "*"} & {*self._include})
+
     @property
     def unmatched(self) -> list[str]:
         """The patterns that have matched no name yet."""

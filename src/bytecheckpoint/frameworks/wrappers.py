@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from bytecheckpoint.frameworks.detection import loaded_class
 
-__all__ = ["bare_name", "children", "known_wrappers", "unwrap_states", "walk_modules"]
+__all__ = ["bare_name", "children", "known_wrappers", "unwrap_states", "unwrapped", "walk_modules"]
 
 # (module, class, attribute of the wrapped module, whether state_dict hides the attribute already)
 _WRAPPERS = (
@@ -99,6 +99,16 @@ def known_wrappers() -> list[tuple[type, str, bool]]:
         if (cls := loaded_class(place, name)) is not None:
             wrappers.append((cls, attribute, hidden))
     return wrappers
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return a module without the wrappers around it, or without its engine."""
+    wrappers = known_wrappers()
+    if (engine := loaded_class("deepspeed.runtime.engine", "DeepSpeedEngine")) is not None:
+        wrappers.append((engine, "module", False))
+    while (name := next((name for cls, name, _ in wrappers if isinstance(module, cls)), "")) != "":
+        module = getattr(module, name)
+    return module
 
 
 def _walk(

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from bytecheckpoint.manager.run_folder import RunFolder
 from bytecheckpoint.saving.steps import check_step
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.posix.storage import PosixStorage
+from bytecheckpoint.threads import wait_for_any
 from bytecheckpoint.tiers.storage import TierStorage
 
 __all__ = ["CommitActions", "LatestLink", "wait_for_new_step"]
@@ -43,24 +45,39 @@ class CommitActions:
         with self._lock:
             return {*self._waiting}
 
-    def begin(self, step: int, find: Callable[[], StepInfo | None], done: Callable[[], object]) -> None:
+    def begin(
+        self,
+        step: int,
+        find: Callable[[], StepInfo | None],
+        done: Callable[[], object],
+        viewed: Future[None] | None = None,
+    ) -> None:
         """Call the functions with a committed step, behind those of earlier steps. Return at once.
 
         Args:
             step: step number.
             find: function that describes the step.
             done: function to call behind the others.
+            viewed: future to wait for first, during which the step must stay.
         """
-        if not self._functions:
+        if not self._functions and (viewed is None or viewed.done()):
             return
         self._workers = self._workers or Workers(1, "bytecheckpoint-on-commit")
         with self._lock:
             self._waiting.append(step)
-        self._workers.submit(self._call, step, find, done)
+        self._workers.submit(self._call, step, find, done, viewed)
 
-    def _call(self, step: int, find: Callable[[], StepInfo | None], done: Callable[[], object]) -> None:
+    def _call(
+        self,
+        step: int,
+        find: Callable[[], StepInfo | None],
+        done: Callable[[], object],
+        viewed: Future[None] | None,
+    ) -> None:
         try:
-            if (info := find()) is not None:
+            if viewed is not None:
+                wait_for_any([viewed])
+            if self._functions and (info := find()) is not None:
                 for function in self._functions:
                     _call_with(function, info)
         except Exception as error:  # noqa: BLE001  the training continues

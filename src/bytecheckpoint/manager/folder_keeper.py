@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from bytecheckpoint.errors import CheckpointError, StorageConflictError, StorageError
@@ -142,15 +143,17 @@ class FolderKeeper:
     def _collect_leftovers(self) -> None:
         self.folder.collect_leftovers(self._leftover_age, but=lambda: self._saving)
 
-    def follow_commit(self, step: int) -> None:
-        """Call the program's functions with a committed step, and delete old steps, in the background."""
+    def follow_commit(self, step: int, viewed: Future[None]) -> None:
+        """Call the program's functions with a committed step and its view, and delete old steps, in the background."""
         if self._writes:
-            self.call_functions(step, self.clean_up)
+            self.call_functions(step, self.clean_up, viewed)
         self.clean_up()
 
-    def call_functions(self, step: int, done: Callable[[], object] = lambda: None) -> None:
+    def call_functions(
+        self, step: int, done: Callable[[], object] = lambda: None, viewed: Future[None] | None = None
+    ) -> None:
         """Call the program's functions with a committed step in the background, and `done` behind them."""
-        self._actions.begin(step, lambda: self.folder.find(step), done)
+        self._actions.begin(step, lambda: self.folder.find(step), done, viewed)
 
     def clean_up(self) -> None:
         """Delete in the background the steps that no rule keeps. Return at once."""

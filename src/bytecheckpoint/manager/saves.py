@@ -252,7 +252,7 @@ class RunSaves:
             for rule in self.cadence.rules:
                 if isinstance(rule, Interval):
                     rule.learn(made.stall + Future.result(done).fence_seconds, seconds)
-            self.keeper.follow_commit(made.step)
+            self.keeper.follow_commit(made.step, made.handle.viewed)
         finally:
             made.ended.set()
 

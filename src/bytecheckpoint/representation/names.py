@@ -27,6 +27,8 @@ __all__ = [
     "unescape",
     "unique_name",
     "values_file_name",
+    "view_file_name",
+    "view_generation_of",
 ]
 
 CATALOG_NAME: Final = "metadata.parquet"
@@ -46,6 +48,7 @@ _OWN_FILE = re.compile(
     r"(?:rank|values)-(?:[0-9]{5}|[1-9][0-9]{5,})(?:-p(?:[0-9]{3}|[1-9][0-9]{3,}))?"
     r"\.(?P<generation>[0-9a-f]{24})\.safetensors"
 )
+_VIEW_FILE = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}\.(?P<generation>[0-9a-f]{24})\.safetensors")
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://.+", re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _SURROGATE = re.compile("[\ud800-\udfff\ufdd0]")
@@ -100,6 +103,17 @@ def file_stem(name: str) -> str:
 def generation_of(name: str) -> str | None:
     """Return the generation in a storage file's name, or None when the name is not of this package's form."""
     match = _OWN_FILE.fullmatch(name)
+    return match["generation"] if match else None
+
+
+def view_file_name(number: int, count: int, generation: str) -> str:
+    """Return the name of a file of a step's view: number `number`, from 1, of `count`."""
+    return f"model-{number:05d}-of-{count:05d}.{generation}.safetensors"
+
+
+def view_generation_of(name: str) -> str | None:
+    """Return the generation in the name of a view's file, or None when the name is not of this form."""
+    match = _VIEW_FILE.fullmatch(name)
     return match["generation"] if match else None
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,7 +26,9 @@ from bytecheckpoint.saving.request import (
     check_target,
 )
 from bytecheckpoint.saving.runner import run_prepare, run_save
+from bytecheckpoint.saving.step_view import StepView
 from bytecheckpoint.saving.steps import check_step, steps_of_objects
+from bytecheckpoint.saving.view_writing import follow_with_view
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.tracing.operation import Operation
 from bytecheckpoint.world import world_of
@@ -53,6 +56,7 @@ def save(
     metadata: Mapping[str, Any] | None = None,
     step: int | None = None,
     incremental: bool | Literal["full"] = False,
+    view: StepView | None = None,
     process_group: ProcessGroup | None = None,
     timeout: float | None = None,
 ) -> SaveHandle:
@@ -89,6 +93,8 @@ def save(
             save, or of the loaded checkpoint, gets a second name (a hard link) in this one if the parameters still have
             its bytes. Otherwise it is written. A checkpoint never needs another one. "full" writes all these files, for
             later saves to share, and shares nothing with earlier ones. All ranks give the same.
+        view: files by which another program reads the step as it is: `HuggingFaceView()` for `from_pretrained`. All ranks
+            give the same.
         process_group: ranks that save together; by default all.
         timeout: seconds that one step may wait for the other ranks; default `settings().timeout`.
 
@@ -118,7 +124,7 @@ def save(
         value_of(wrong)
         check_metadata(metadata)
         check_flags(incremental=incremental == "full" or incremental)
-        requested = RequestedStates.of(states, framework, names, include, exclude)
+        requested = RequestedStates.of(states, framework, names, include, exclude, view)
         mode, extent = check_mode(async_checkpoint, staging), check_extent(check_replicas)
         reason = requested.reason_to_block() if mode is SaveMode.BACKGROUND else ""
         if reason:
@@ -138,6 +144,7 @@ def save(
         world = world_of(current(process_group, timeout=settings.timeout))
         world.collector.begin(operation)
         handle.committed.add_done_callback(world.collector.observer(operation))
+        handle.committed.add_done_callback(partial(follow_with_view, world, request, operation, handle))
         run_save(world, request, settings, operation, handle)
     return handle
 

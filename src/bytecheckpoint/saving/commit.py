@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.collectives.base import names_of_ranks
 from bytecheckpoint.concurrency import parallel_map
+from bytecheckpoint.engine.view_files import VIEW_INDEX, committed_view
 from bytecheckpoint.errors import StorageConflictError, StorageError, StorageUnavailableError, UsageError
 from bytecheckpoint.planning.planned_rows import SavePlan
 from bytecheckpoint.representation.boxes import BoxTable
@@ -146,13 +147,14 @@ def _fingerprints(plan: SavePlan, sums: Sequence[bytes]) -> NDArray[np.uint64] |
     return found
 
 
-def stale_files(storage: Storage, named: Mapping[str, int], replaces: str) -> list[str]:
+def stale_files(storage: Storage, named: Mapping[str, int], replaces: str, view: Collection[str] = ()) -> list[str]:
     """Check that the new files are there, and return the storage files that the new catalog does not name.
 
     Args:
         storage: storage of the checkpoint, on rank 0.
         named: new files and their sizes.
         replaces: version of the catalog that the new one replaces.
+        view: names of the small files of the new view, which replace those of the old one.
 
     Returns:
         Files of the replaced checkpoint and of killed saves; none if the storage cannot be listed.
@@ -179,7 +181,9 @@ def stale_files(storage: Storage, named: Mapping[str, int], replaces: str) -> li
             storage.capabilities.parallel_reads,
             "bytecheckpoint-stat",
         )
-    return [name for name in present if generation_of(name) is not None and name not in named]
+    stale = [name for name in present if generation_of(name) is not None and name not in named]
+    old_view = committed_view(storage, present)
+    return [*(name for name in old_view if name == VIEW_INDEX or name not in view), *stale]
 
 
 def stale_uploads(storage: Storage) -> Sequence[UnfinishedUpload]:

@@ -12,7 +12,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.base import names_of_ranks
 from bytecheckpoint.collectives.stop import StopSignal
 from bytecheckpoint.engine.save_resources import PlanCache
+from bytecheckpoint.engine.view_files import VIEW_INDEX, publish_view, view_info
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.failures import Failure
 from bytecheckpoint.planning.local_table import LocalTable
@@ -67,6 +69,7 @@ from bytecheckpoint.saving.plans import (
     unwritten_values,
 )
 from bytecheckpoint.saving.request import SaveRequest
+from bytecheckpoint.storage import Storage
 from bytecheckpoint.tracing.operation import span
 
 __all__ = ["Coordinator", "refuse_save"]
@@ -329,13 +332,20 @@ class Coordinator:
                 generation = new_generation(self._collective.world_id, self._number)
                 info = {**self._info, "layout": json.loads(facts.layout)}
                 catalog = build_catalog(plan.columns, reports, generation, info)
+                view: dict[str, bytes] = {}
+                if (wanted := self._request.states.view) is not None:
+                    view, catalog = wanted.describe(catalog)
+                    catalog = replace(catalog, info={**catalog.info, **view_info(view, generation)})
                 found = stored_fingerprint(catalog)
                 fingerprints = {} if found is None else {escape(name): text for name, text in found.states.items()}
             encoded = encode_catalog(catalog)
             uploads = stale_uploads(storage)
             # Listed right before the commit, so that it names no file that somebody has removed. Files that appear later
             # belong to a save that begins later.
-            stale = stale_files(storage, {f.name: f.size for f in catalog.files}, replaces)
+            stale = stale_files(storage, {f.name: f.size for f in catalog.files}, replaces, view)
+            if VIEW_INDEX in stale:  # behind the commit it would show the weights of the replaced checkpoint
+                storage.delete([VIEW_INDEX])
+                stale.remove(VIEW_INDEX)
             data = encoded  # from here on the commit may have happened
             with span("publish", len(data), CATALOG_NAME):
                 storage.publish(CATALOG_NAME, data, expected=replaces)
@@ -344,6 +354,9 @@ class Coordinator:
             failure = Failure.of(error, rank=0, stage="commit" if data else "coordination")
             self._fail(SaveFailed(failure, commit_unknown=unknown))
             return
+        form: Literal["", "index", "files"] = "index" if VIEW_INDEX in view else "files" if view else ""
+        with span("publish view"):
+            _publish_view(storage, view)
         with span("remove replaced"):
             remove_stale_files(storage, stale, uploads)
         if drift:
@@ -353,7 +366,15 @@ class Coordinator:
                 "element); one copy of each is stored. check_replicas='full' refuses such a save",
                 self._number, len(drift), unescape(name), drift[name],
             )  # fmt: skip
-        self._reply_to_all(CommitResult(drift, fingerprints))
+        self._reply_to_all(CommitResult(drift, fingerprints, form))
+
+
+def _publish_view(storage: Storage, view: Mapping[str, bytes]) -> None:
+    """Publish a view after the commit. Never raises: nothing may report a committed save as failed."""
+    try:
+        publish_view(storage, view)
+    except Exception as error:  # noqa: BLE001  the save is committed
+        _log.warning("%s is committed without its view for other programs: %s", storage.url, error)
 
 
 def _info(request: SaveRequest, world_size: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ A rank sends a message to the coordinator and gets one reply. The type of the re
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -296,10 +296,12 @@ class CommitResult(msgspec.Struct, frozen=True, tag="commit-result"):
     Attributes:
         drift: largest relative difference between the copies of a replicated tensor by its escaped name.
         fingerprints: fingerprint of each state by its escaped name, if they are wanted.
+        view: `SaveReport.view`.
     """
 
     drift: dict[str, float] = {}
     fingerprints: dict[str, str] = {}
+    view: Literal["", "index", "files"] = ""
 
 
 class SaveFailed(msgspec.Struct, frozen=True, tag="save-failed"):

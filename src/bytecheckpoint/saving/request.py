@@ -17,6 +17,7 @@ from bytecheckpoint.frameworks.base import Framework
 from bytecheckpoint.frameworks.registry import resolve as resolve_framework
 from bytecheckpoint.frameworks.selection import NameSelection
 from bytecheckpoint.frameworks.wrappers import unwrap_states
+from bytecheckpoint.saving.step_view import StepView, ViewOfSave
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage import resolve as resolve_storage
@@ -48,12 +49,14 @@ class RequestedStates:
         objects: live objects by the name of their state.
         names: explicit parameter names.
         selection: selected part of the states.
+        view: view for another program to make of them; None for none.
     """
 
     framework: Framework
     objects: Mapping[str, object]
     names: Mapping[Any, Any] | None
     selection: NameSelection
+    view: ViewOfSave | None = None
 
     @classmethod
     def of(
@@ -63,6 +66,7 @@ class RequestedStates:
         names: Mapping[Any, Any] | None,
         include: Sequence[str] | None,
         exclude: Sequence[str] | None,
+        view: StepView | None = None,
     ) -> RequestedStates:
         """Check the arguments of `save` that say what to save.
 
@@ -72,7 +76,10 @@ class RequestedStates:
         check_states(states, names)
         selection = check_selection(include, exclude)
         objects = unwrap_states(states)
-        return cls(resolve_framework(framework, objects), dict(objects), names, selection)
+        if not isinstance(view, StepView | None):
+            raise UsageError(f"view={view!r}: give a HuggingFaceView, or None")
+        of_save = None if view is None else view.of(objects, selection)
+        return cls(resolve_framework(framework, objects), dict(objects), names, selection, of_save)
 
     def identity(self) -> tuple[object, ...] | None:
         """Return the identity of the states for the cache of captures; None if they are captured anew each time."""

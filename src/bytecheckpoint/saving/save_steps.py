@@ -264,6 +264,7 @@ class Save:
             replica_drift={unescape(name): part for name, part in reply.drift.items()},
             generation=self._origin.generation,
             staging=self._request.staging,
+            view=reply.view,
             fingerprint={unescape(state): digest for state, digest in reply.fingerprints.items()},
             **retries_so_far(),
         )

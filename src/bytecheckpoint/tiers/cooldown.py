@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 from bytecheckpoint.engine.catalogs import read_catalog
+from bytecheckpoint.engine.view_files import view_names
 from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -245,7 +246,9 @@ def _move(hot: Storage, cold: Storage, progress: Callable[[int], None]) -> None:
         _copy_and_verify(hot, cold, catalog, data, version, lease, progress)
         _publish_catalogs(hot, cold, catalog, data, version, lease)
     try:
-        hot.delete([catalog.files[number].name for number in own])
+        view = view_names(catalog.info, dict(hot.list()))
+        hot.delete(view[:1])  # the index
+        hot.delete([*view[1:], *(catalog.files[number].name for number in own)])
     except StorageError as error:  # the step is moved; the next run removes the files
         _log.warning("%s: moved files could not be removed: %s", hot.url, error)
 
@@ -288,7 +291,7 @@ def _copy_and_verify(
 def _publish_catalogs(hot: Storage, cold: Storage, catalog: Catalog, data: bytes, version: str, lease: Lease) -> None:
     """Commit the cold checkpoint, and publish a catalog at the step's path that names the cold files."""
     lease.check()
-    commit(cold, catalog, data, "")
+    commit(hot, cold, catalog, data, "")
     note_folder(hot, cold.url.rpartition("/")[0])
     files = [file if is_uri(file.name) else replace(file, name=file_uri(cold, file.name)) for file in catalog.files]
     moved = encode(catalog.with_files(files, catalog.file_sums, {**catalog.info, "moved_to": cold.url}))
@@ -307,6 +310,7 @@ def _remove_moved(hot: Storage) -> None:
     for folder, name, size in _moved_files(catalog):
         if name in present and generation_of(name) is not None:
             moved.setdefault(folder, {})[name] = size
+    hot.delete(view_names(catalog.info, present))
     for folder, sizes in moved.items():
         cold = resolve(folder)
         with contextlib.suppress(FileNotFoundError):

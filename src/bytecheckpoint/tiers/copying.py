@@ -11,6 +11,7 @@ import numpy as np
 
 from bytecheckpoint.concurrency import call_with_timeout, parallel_map
 from bytecheckpoint.engine.earlier_files import read_header
+from bytecheckpoint.engine.view_files import committed_view, copy_view
 from bytecheckpoint.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -308,10 +309,11 @@ def copy_files(
         raise CorruptCheckpointError(f"{source.url} lacks {error.filename}, so it cannot be copied") from error
 
 
-def commit(target: Storage, catalog: Catalog, data: bytes, expected: str) -> None:
+def commit(source: Storage, target: Storage, catalog: Catalog, data: bytes, expected: str) -> None:
     """Publish a catalog whose files are all in the folder, and remove the files of the checkpoint that it replaces.
 
     Args:
+        source: folder whose view for other programs, if it has one, is copied behind the commit.
         target: the folder.
         catalog: to publish.
         data: its bytes.
@@ -326,7 +328,11 @@ def commit(target: Storage, catalog: Catalog, data: bytes, expected: str) -> Non
     for name, size in named.items():
         if present.get(name) != size and file_size(target, name) != size:
             raise StorageError(f"{target.url}: {name} is not there with its {size} bytes, so nothing is committed")
+    stale = [name for name in present if generation_of(name) is not None and name not in named]
     if not _has_catalog(target, data):
+        view = committed_view(target, present)
+        target.delete(view[:1])  # the index, which would show the weights of the replaced checkpoint
+        stale = [*view[1:], *stale]
         try:
             target.publish(CATALOG_NAME, data, expected=expected)
         except (StorageConflictError, StorageUnavailableError):
@@ -334,9 +340,13 @@ def commit(target: Storage, catalog: Catalog, data: bytes, expected: str) -> Non
             if not _has_catalog(target, data):
                 raise
     try:
-        target.delete([name for name in present if generation_of(name) is not None and name not in named])
+        target.delete(stale)
     except StorageError as error:  # the checkpoint is committed, so this is no failure
         _log.warning("%s: old files could not be removed: %s", target.url, error)
+    try:
+        copy_view(source, target, catalog.info)
+    except (StorageError, FileNotFoundError, CorruptCheckpointError) as error:  # nor is this
+        _log.warning("%s is committed without its view for other programs: %s", target.url, error)
 
 
 def _has_catalog(storage: Storage, data: bytes) -> bool:

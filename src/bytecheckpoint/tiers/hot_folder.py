@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from bytecheckpoint.engine.view_files import view_names
 from bytecheckpoint.errors import StorageError, StorageUnavailableError
 from bytecheckpoint.representation.catalog_file import decode_outline
 from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
@@ -123,7 +124,7 @@ class HotFolder:
             catalog = self._files.read(CATALOG_NAME)
         except FileNotFoundError:
             return set()
-        return {CATALOG_NAME, LOCK, record_name(catalog), *(file.name for file in decode_outline(catalog)[0])}
+        return {CATALOG_NAME, LOCK, record_name(catalog), *self._names_in(catalog)}
 
     # --- records ---
 
@@ -166,7 +167,12 @@ class HotFolder:
         """Remove the step with this catalog. Files that a save may be writing in its place stay."""
         if self.catalog() == catalog:
             self._files.delete([CATALOG_NAME])  # first, so that a kill leaves no damaged checkpoint
-        self.remove([record_name(catalog), *(f.name for f in decode_outline(catalog)[0] if not is_uri(f.name))])
+        self.remove([record_name(catalog), *self._names_in(catalog)])
+
+    def _names_in(self, catalog: bytes) -> list[str]:
+        """Return the names of the storage files and of the view of the step with this catalog."""
+        files, info = decode_outline(catalog)
+        return [*view_names(info, self.files()), *(file.name for file in files if not is_uri(file.name))]
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files, and then the folder if only internal files are left in it."""

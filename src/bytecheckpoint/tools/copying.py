@@ -80,7 +80,7 @@ def copy(checkpoint: Subject, target: str, progress: Progress | None = None) -> 
         counted = Counted(sum(nbytes), progress)
         copied = copy_files(source, destination, catalog, check=lease.check, progress=counted.add)
         lease.check()
-        commit(destination, catalog, data, "")
+        commit(source, destination, catalog, data, "")
     return CopyReport(path, destination.url, "copied", len(catalog.files), copied)
 
 

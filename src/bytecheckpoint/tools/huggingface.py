@@ -16,9 +16,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import xxhash
 
 from bytecheckpoint.concurrency import call_with_timeout
 from bytecheckpoint.engine.tensor_bytes import flat_bytes
+from bytecheckpoint.engine.view_files import VIEW_INDEX as _INDEX
 from bytecheckpoint.errors import CheckpointError, UsageError
 from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.storage import NewFile, Storage, resolve
@@ -51,10 +53,9 @@ from bytecheckpoint.tools.subject import Subject, opened
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["export_huggingface"]
+__all__ = ["WeightFiles", "export_huggingface"]
 
 _CHUNK_BYTES = 16 << 20
-_INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(
     r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors(\.index\.json)?|adapter_(model\.safetensors|config\.json)"
 )
@@ -106,12 +107,13 @@ def export_huggingface(
         copied = without_quantization(copied, {tensor.dtype for tensor in tensors})
         others = copied | contents_of((described or description).files, wanted)
         others = {name: data for name, data in others.items() if name not in present or _WEIGHTS.fullmatch(name)}
-        running = _Export(view, files, others, progress, ranks)
+        weights = WeightFiles(view, files, ranks, progress)
+        running = _Export(weights, [file.name for file in files], others)
         report = ExportReport(
             storage.url,
             tuple(running.names),
             len(tensors),
-            running.nbytes,
+            weights.nbytes,
             sum(tensor.cast for tensor in tensors),
             (),
             tuple(skipped),
@@ -125,13 +127,13 @@ def export_huggingface(
         running, report = ranks.all_succeed("prepare", lambda: prepare(ranks, stack, present))
         with translated(f"export to {storage.url}"):
             if isinstance(storage, LocalStorage):
-                _export_to_folder(running, storage.url)
+                overflowed = _export_to_folder(running, storage.url)
             else:
-                _export_to_storage(running, storage, filter(_WEIGHTS.fullmatch, present))
-    return replace(report, overflowed=tuple(running.overflowed))
+                overflowed = _export_to_storage(running, storage, filter(_WEIGHTS.fullmatch, present))
+    return replace(report, overflowed=tuple(overflowed))
 
 
-def _export_to_folder(export: _Export, folder: str) -> None:
+def _export_to_folder(export: _Export, folder: str) -> list[str]:
     """Write all files to a temporary folder beside the target, then move them into place."""
     token = export.ranks.agree("token", lambda: None, lambda _: secrets.token_hex(6))
     temporary = os.path.join(os.path.dirname(folder), f".{os.path.basename(folder)}.exporting-{token}")
@@ -141,77 +143,75 @@ def _export_to_folder(export: _Export, folder: str) -> None:
         storage.around(Call("install"), lambda: _install(temporary, folder, [*export.others, *export.names]))
 
     try:
-        export.write_all(storage, install)
+        return export.write_all(storage, install)
     finally:
         if export.ranks.rank == 0:
             storage.around_close(lambda: shutil.rmtree(temporary, ignore_errors=True))
 
 
-def _export_to_storage(export: _Export, storage: Storage, old: Iterable[str]) -> None:
+def _export_to_storage(export: _Export, storage: Storage, old: Iterable[str]) -> list[str]:
     """Remove old weights, write the files one by one, and publish the index last."""
     export.ranks.agree("old", lambda: None, lambda _: storage.delete(old))
     try:
-        export.write_all(with_time_limits(storage), lambda: None)
+        return export.write_all(with_time_limits(storage), lambda: None)
     except BaseException:
         with contextlib.suppress(CheckpointError):
             storage.delete([*export.names, *export.others, _INDEX])
         raise
 
 
-class _Export:
-    """One export: its files, the tensors that overflowed, and the progress."""
+class WeightFiles:
+    """The files of weights that ranks write together, each its share.
+
+    Args:
+        source: open checkpoint.
+        files: all files.
+        ranks: the ranks.
+        progress: function of (bytes read, bytes in all).
+
+    Attributes:
+        ranks: the ranks.
+        own: files of this rank.
+        overflowed: names of tensors of this rank in which the conversion made finite elements infinite.
+    """
 
     def __init__(
         self,
         source: CheckpointView,
         files: Sequence[OutputFile],
-        others: Mapping[str, bytes],
-        progress: Progress | None,
         ranks: ToolRanks,
+        progress: Progress | None = None,
     ) -> None:
         self.ranks = ranks
-        self.others = others
-        self.names = [file.name for file in files] + ([_INDEX] if len(files) > 1 else [])
+        self.own = [files[position] for position in ranks.share([file.nbytes for file in files])]
         self.overflowed: dict[str, None] = {}
         self._source = source
         self._files = files
         self._progress = progress
         self._done = 0
-        self._total = sum(tensor.stored_bytes for file in self._own for tensor in file.tensors)
+        self._total = sum(tensor.stored_bytes for file in self.own for tensor in file.tensors)
 
     @property
     def nbytes(self) -> int:
         """Bytes of tensors in all files."""
         return sum(file.nbytes for file in self._files)
 
-    @property
-    def _own(self) -> list[OutputFile]:
-        return [self._files[position] for position in self.ranks.share([file.nbytes for file in self._files])]
+    def index(self, sums: Mapping[str, object] | None = None) -> bytes:
+        """Return the index of the files, with their sums if these are known."""
+        weights = {tensor.name: file.name for file in self._files for tensor in file.tensors}
+        metadata = {"total_size": self.nbytes} | ({} if sums is None else {"files": sums})
+        return (
+            json.dumps({"metadata": metadata, "weight_map": dict(sorted(weights.items()))}, indent=2).encode() + b"\n"
+        )
 
-    def write_all(self, storage: Storage, install: Callable[[], None]) -> None:
-        """Write the files, each rank its share, and on rank 0 an index if there are several; then install all."""
+    def write(self, storage: Storage) -> dict[str, tuple[int, str]]:
+        """Write the files of this rank; return the size and xxh3_64 of each."""
+        return {file.name: self._write(storage, file) for file in self.own}
 
-        def write() -> list[str]:
-            for file in self._own:
-                self._write(storage, file)
-            return list(self.overflowed)
-
-        def finish(overflowed: list[list[str]]) -> list[str]:
-            for name, data in self.others.items():
-                storage.publish(name, data)
-            if _INDEX in self.names:
-                weights = {tensor.name: file.name for file in self._files for tensor in file.tensors}
-                index = {"metadata": {"total_size": self.nbytes}, "weight_map": dict(sorted(weights.items()))}
-                storage.publish(_INDEX, json.dumps(index, indent=2).encode() + b"\n")
-            storage.sync([*self.others, *self.names])
-            install()
-            return [name for names in overflowed for name in names]
-
-        self.overflowed = dict.fromkeys(self.ranks.agree("write", write, finish))
-
-    def _write(self, storage: Storage, file: OutputFile) -> None:
+    def _write(self, storage: Storage, file: OutputFile) -> tuple[int, str]:
         """Write one file. The next batch is read while one is written. The header goes last, as storages want it."""
         header = header_bytes(file)
+        digest = xxhash.xxh3_64(header)
         writer = storage.create(NewFile(file.name, len(header) + file.nbytes))
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-export") as pool:
@@ -220,12 +220,16 @@ class _Export:
                 for batch in self._batches(file):
                     if last is not None:
                         last.result()
-                    last = pool.submit(writer.write_at, position, [memoryview(flat_bytes(d).numpy()) for d in batch])
+                    buffers = [memoryview(flat_bytes(d).numpy()) for d in batch]
+                    last = pool.submit(writer.write_at, position, buffers)
+                    for buffer in buffers:
+                        digest.update(buffer)
                     position += sum(d.numel() * d.element_size() for d in batch)
                 if last is not None:
                     last.result()
             writer.write_at(0, [memoryview(header)])
             writer.finish(len(header) + file.nbytes)
+            return len(header) + file.nbytes, digest.hexdigest()
         except BaseException:
             writer.abort()
             raise
@@ -254,6 +258,38 @@ class _Export:
                 self._progress(self._done, self._total)
         if batch:
             yield batch
+
+
+class _Export:
+    """One export: files of weights, and others beside them."""
+
+    def __init__(self, weights: WeightFiles, names: Sequence[str], others: Mapping[str, bytes]) -> None:
+        self.ranks = weights.ranks
+        self.others = others
+        self.names = [*names, *([_INDEX] if len(names) > 1 else [])]
+        self._weights = weights
+
+    def write_all(self, storage: Storage, install: Callable[[], None]) -> list[str]:
+        """Write the files, each rank its share, and on rank 0 an index if there are several; then install all.
+
+        Returns:
+            Names of tensors in which the conversion made finite elements infinite.
+        """
+
+        def write() -> list[str]:
+            self._weights.write(storage)
+            return list(self._weights.overflowed)
+
+        def finish(overflowed: list[list[str]]) -> list[str]:
+            for name, data in self.others.items():
+                storage.publish(name, data)
+            if _INDEX in self.names:
+                storage.publish(_INDEX, self._weights.index())
+            storage.sync([*self.others, *self.names])
+            install()
+            return [name for names in overflowed for name in names]
+
+        return self.ranks.agree("write", write, finish)
 
 
 def _finite(data: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -12,7 +14,10 @@ import torch
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.opening.view import CheckpointView
 
-__all__ = ["AdapterDescription", "ModelDescription", "contents_of", "files_beside", "without_quantization"]
+__all__ = [
+    "AdapterDescription", "ModelDescription", "configuration_files", "contents_of", "files_beside", "texts_written_by",
+    "without_quantization",
+]  # fmt: skip
 
 _STATE = "huggingface"
 _KEY = f"{_STATE}/description"
@@ -84,6 +89,34 @@ class ModelDescription(msgspec.Struct, omit_defaults=True):
         if self.adapters and name not in self.adapters:
             raise UsageError(f"there is no adapter {name!r}: the checkpoint has {', '.join(sorted(self.adapters))}")
         return name, (self.adapters.get(name, AdapterDescription()) if name else None)
+
+
+def configuration_files(model: Any) -> dict[str, str]:
+    """Return the texts of the configuration files of a model of transformers by name, of other models none."""
+    config: Any = copy.deepcopy(getattr(model, "config", None))
+    generation = getattr(model, "generation_config", None)
+    if not hasattr(config, "save_pretrained"):
+        return {}
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard prepends that to the class's name
+
+    def save(folder: str) -> None:
+        config.save_pretrained(folder)
+        if generation is not None and model.can_generate():
+            generation.save_pretrained(folder)
+
+    return texts_written_by(save)
+
+
+def texts_written_by(save: Callable[[str], object]) -> dict[str, str]:
+    """Return the texts that a function writes into a folder, by the names of the files."""
+    with tempfile.TemporaryDirectory() as folder:
+        save(folder)
+        texts = {}
+        for name in sorted(os.listdir(folder)):
+            with open(os.path.join(folder, name), encoding="utf-8") as file:
+                texts[name] = file.read()
+    return texts
 
 
 def contents_of(files: Mapping[str, str], dtype: torch.dtype | None) -> dict[str, bytes]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from bytecheckpoint.engine.catalogs import is_sealed, read_outline
 from bytecheckpoint.engine.file_set import other_folders
+from bytecheckpoint.engine.view_files import committed_view
 from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -19,7 +20,14 @@ from bytecheckpoint.errors import (
     StorageError,
     UsageError,
 )
-from bytecheckpoint.representation.names import CATALOG_NAME, METRICS_FOLDER, STEP_FOLDER, generation_of, natural_order
+from bytecheckpoint.representation.names import (
+    CATALOG_NAME,
+    METRICS_FOLDER,
+    STEP_FOLDER,
+    generation_of,
+    natural_order,
+    view_generation_of,
+)
 from bytecheckpoint.saving.commit import stale_uploads
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.optional import abort_uploads, unfinished_uploads
@@ -145,11 +153,14 @@ def _has_foreign_catalog(storage: Storage) -> bool:
 
 def _own_names(storage: Storage, *, hot: bool) -> dict[str, int]:
     """Return the files of a folder that belong to checkpoints, with their sizes; `hot` for a folder of the hot tier."""
+    present = dict(storage.list())
+    view = committed_view(storage, present)
     return {
         name: size
-        for name, size in storage.list()
+        for name, size in present.items()
         if name in (CATALOG_NAME, LEASE_FILE)
         or generation_of(name) is not None
+        or name in view
         or name.startswith(f"{METRICS_FOLDER}/")
         or _TEMPORARY.fullmatch(name) is not None
         or TOMBSTONE.fullmatch(name) is not None
@@ -247,11 +258,13 @@ def _collect(storage: Storage, before: Callable[[], float], dry_run: bool) -> It
             present = {name: size for name, size in present.items() if name not in gone}
     saves: dict[str, dict[str, int]] = {}
     for name, size in present.items():
-        if (generation := generation_of(name)) is not None:
+        if (generation := generation_of(name) or view_generation_of(name)) is not None:
             saves.setdefault(generation, {})[name] = size
     whole: set[str] = set()
     try:
-        needed = {file.name for file in read_outline(storage).files} if saves else set()
+        named = read_outline(storage).files if saves else ()
+        needed, made = {file.name for file in named}, {file.generation for file in named}
+        needed |= {name for name in present if view_generation_of(name) in made}
     except CheckpointNotFoundError:
         needed = set()
         whole = generations_of_whole_saves(storage)

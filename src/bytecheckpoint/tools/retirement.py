@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 from bytecheckpoint.concurrency import call_with_timeout, parallel_map
 from bytecheckpoint.engine.catalogs import read_outline
 from bytecheckpoint.engine.file_set import other_folders
+from bytecheckpoint.engine.view_files import VIEW_INDEX, VIEW_KEY, view_names
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
 from bytecheckpoint.representation.names import CATALOG_NAME, METRICS_FOLDER, is_uri
 from bytecheckpoint.storage import Storage, resolve
@@ -51,13 +52,14 @@ def retire(storage: Storage, created: float) -> str:
     if elsewhere := other_folders(catalog, own=True):
         return f"it names files in {', '.join(sorted(elsewhere))}"
     stone = f".bytecheckpoint-retired-{secrets.token_hex(8)}.json"
-    storage.publish(
-        stone, json.dumps({"files": [file.name for file in catalog.files if not is_uri(file.name)]}).encode()
-    )
+    files = [file.name for file in catalog.files if not is_uri(file.name)]
+    view = {key: value for key, value in catalog.info.items() if key == VIEW_KEY}
+    storage.publish(stone, json.dumps({"files": files, "info": view}).encode())
     if float(catalog.info.get("created", 0.0)) != created or storage.version(CATALOG_NAME) != version:
         storage.delete([stone])
         return "it was saved anew meanwhile"
     storage.delete([CATALOG_NAME])
+    storage.delete([VIEW_INDEX] if view else ())
     return ""
 
 
@@ -121,16 +123,19 @@ def finish_retirement(storage: Storage, stone: str, *, dry_run: bool = False) ->
         StorageError: the storage fails.
     """
     try:
-        named = {*json.loads(storage.read(stone))["files"]}
+        found = json.loads(storage.read(stone))
+        named, present = {*found["files"]}, dict(storage.list())
+        named |= {*view_names(found.get("info", {}), present)}
     except FileNotFoundError:  # somebody else was quicker
         return {}
     try:
-        named -= {file.name for file in read_outline(storage).files}
+        catalog = read_outline(storage)
+        named -= {*view_names(catalog.info, present), *(file.name for file in catalog.files)}
     except CheckpointNotFoundError:
-        named |= {name for name, _ in storage.list() if name.startswith(f"{METRICS_FOLDER}/")}  # its own
+        named |= {name for name in present if name.startswith(f"{METRICS_FOLDER}/")}  # its own
     except CheckpointError:  # damaged, or of a newer version: nobody knows what it names
         return {}
-    gone = {name: size for name, size in storage.list() if name in named}
+    gone = {name: size for name, size in present.items() if name in named}
     if not dry_run:
         storage.delete([*gone])
         storage.delete([stone])

@@ -12,6 +12,7 @@ import xxhash
 
 from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.engine.file_set import parallel_reads
+from bytecheckpoint.engine.view_files import VIEW_INDEX, VIEW_KEY, sum_of, view_names, view_sums
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, StorageError
 from bytecheckpoint.planning.coverage import overlapping
 from bytecheckpoint.representation.catalog import FOREIGN, VALUES_SLOT, Catalog
@@ -97,8 +98,10 @@ def verify_catalog(
     counted = Counted(sum(file.size for file in catalog.files), progress)
     count = threads or settings().storage.read_threads or parallel_reads(storage, catalog)
     findings = (*_FileCheck(storage, catalog, counted).run(count), *coverage_findings(catalog))
-    notes = _notes(storage, catalog)
-    return VerifyReport(storage.url, len(catalog.files), counted.done, catalog.count, findings, notes, not findings)
+    notes, of_view = _notes(storage, catalog), _view_findings(storage, catalog)
+    return VerifyReport(
+        storage.url, len(catalog.files), counted.done, catalog.count, (*findings, *of_view), notes, not findings
+    )
 
 
 class _FileCheck:
@@ -290,17 +293,44 @@ def coverage_findings(catalog: Catalog) -> Iterator[VerifyFinding]:
         )
 
 
+def _view_findings(storage: Storage, catalog: Catalog) -> list[VerifyFinding]:
+    """Check the files of the view for other programs; a checkpoint is restorable without it."""
+    findings: list[VerifyFinding] = []
+
+    def report(kind: str, name: str, text: str) -> None:
+        findings.append(VerifyFinding(kind, name, -1, 0, (), 0, f"{text}: other programs read it, no load does"))
+
+    try:
+        sums = view_sums(storage, catalog.info) or {}
+    except CheckpointError as error:
+        report("unreadable", VIEW_INDEX, str(error))
+        return findings
+    for name, known in sums.items():
+        try:
+            if sum_of(storage, name) != known:
+                report("sum", name, f"{name} of the view does not have its bytes")
+        except FileNotFoundError:
+            report("missing", name, f"{name} of the view is missing")
+        except CheckpointError as error:
+            report("unreadable", name, str(error))
+    return findings
+
+
 def _notes(storage: Storage, catalog: Catalog) -> tuple[str, ...]:
     named = {file.name for file in catalog.files} | {CATALOG_NAME}
     try:
-        stray = [(name, size) for name, size in storage.list() if name not in named]
+        present = dict(storage.list())
+        stray = [(name, size) for name, size in present.items() if name not in named]
     except StorageError as error:
         return (f"the folder cannot be listed: {error}",)
     notes = [
         f"{file.name} has no checksums: only its size was checked" for file in catalog.files if not file.block_bytes
     ]
+    view = view_names(catalog.info, present)
+    if VIEW_KEY in catalog.info and VIEW_INDEX not in view and "moved_to" not in catalog.info:
+        notes.append("its view for other programs is not there, or not yet: `export` writes one elsewhere")
     for name, size in stray:
-        if name.startswith(f"{METRICS_FOLDER}/"):
+        if name.startswith(f"{METRICS_FOLDER}/") or name in view:
             continue
         whose = (
             "left by a save that did not commit; the next save here removes it" if generation_of(name) else "not ours"

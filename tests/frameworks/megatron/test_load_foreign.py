@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import bytecheckpoint
+from bytecheckpoint import HuggingFaceView
+from bytecheckpoint.engine.view_files import VIEW_INDEX
 from bytecheckpoint.layouts.binding import bind
 from bytecheckpoint.layouts.layout import builtin_names, find
 from bytecheckpoint.layouts.matching import Side
@@ -68,12 +70,19 @@ def chunks_of(name: str, layout: Layout) -> list[Any]:
     return [chunk.float() for chunk in gpt_chunks(layout, config, of_chunk)]
 
 
+def built_in(name: str) -> Any:
+    layouts = (found for found in map(find, builtin_names()) if "megatron" in found.sides)
+    (found,) = (found for found in layouts if found.is_for(Family(name).keys()))
+    return found
+
+
 def load_and_save(name: str, layout: Layout, source: str, target: str) -> int:
     initialize_parallel(layout)
     chunks = chunks_of(name, layout)
     report = bytecheckpoint.load(source, {"model": chunks}, layout="auto")
     assert not report.missing and not report.unexpected
-    bytecheckpoint.save(target, {"model": chunks})
+    view = HuggingFaceView(layout=built_in(name), files_from=source, max_shard_bytes=1 << 16)
+    bytecheckpoint.save(target, {"model": chunks}, view=view).viewed.result()
     dist.barrier()
     return report.bytes_read
 
@@ -91,13 +100,16 @@ def test_each_rank_gets_its_part(worlds: Worlds, name: str, layout: Layout, tmp_
     (tmp_path / "hf" / "config.json").write_text(json.dumps(family.config))
     worlds.close()
     worlds.run(layout.world, load_and_save, name, layout, str(tmp_path / "hf"), str(tmp_path / "own"), timeout=200)
-    layouts = (found for found in map(find, builtin_names()) if "megatron" in found.sides)
-    (built_in,) = (found for found in layouts if found.is_for(family.keys()))
     with bytecheckpoint.open(tmp_path / "own") as found:
         names = found._catalog.fqns("model")  # without further names, those of Transformer Engine
         tensors = {name: found[f"model/{name}"][...] for name in names}
     right = Side(list(tensors), [tuple(t.shape) for t in tensors.values()])
-    bound = bind(built_in, Side(list(weights), [a.shape for a in weights.values()]), right, family.keys())
+    bound = bind(built_in(name), Side(list(weights), [a.shape for a in weights.values()]), right, family.keys())
     assert not len(bound.right.unbound)
     for key, array in move(bound.left, bound.right, weights).items():
         assert torch.equal(tensors[key], torch.from_numpy(np.nan_to_num(array, nan=1e9))), key
+    index = json.loads((tmp_path / "own" / VIEW_INDEX).read_text())["weight_map"]
+    back = {key: value for file in set(index.values()) for key, value in load_file(tmp_path / "own" / file).items()}
+    assert back.keys() == index.keys() == weights.keys()
+    assert all(np.array_equal(back[key], weights[key]) for key in weights)
+    assert json.loads((tmp_path / "own" / "config.json").read_text()) == family.config

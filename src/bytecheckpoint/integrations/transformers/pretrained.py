@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
-import tempfile
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from bytecheckpoint.tools.huggingface_description import AdapterDescription, ModelDescription
+from bytecheckpoint.tools.huggingface_description import (
+    AdapterDescription,
+    ModelDescription,
+    configuration_files,
+    texts_written_by,
+)
 
 __all__ = ["adapter_names", "describe_pretrained"]
 
@@ -39,19 +41,7 @@ def _describe(model: Any) -> ModelDescription:
         adapters = {name: one for name, one in found.items() if one is not None}
         active = next((name for name in model.active_adapters if name in adapters), "")
         return ModelDescription(adapters=adapters if active else {}, active=active)
-    return ModelDescription(files=_written(lambda folder: _save_configuration(model, folder)))
-
-
-def _save_configuration(model: Any, folder: str) -> None:
-    config: Any = copy.deepcopy(getattr(model, "config", None))
-    generation = getattr(model, "generation_config", None)
-    if not hasattr(config, "save_pretrained"):
-        return
-    config.dtype = str(model.dtype).removeprefix("torch.")
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard prepends that to the class's name
-    config.save_pretrained(folder)
-    if generation is not None and model.can_generate():
-        generation.save_pretrained(folder)
+    return ModelDescription(files=configuration_files(model))
 
 
 def _adapter(model: Any, name: str) -> AdapterDescription | None:
@@ -69,22 +59,11 @@ def _adapter(model: Any, name: str) -> AdapterDescription | None:
     mapping = (
         {"base_model_class": base.__name__, "parent_library": base.__module__} if config.task_type is None else None
     )
-    description = AdapterDescription(_written(partial(config.save_pretrained, auto_mapping_dict=mapping)))
+    description = AdapterDescription(texts_written_by(partial(config.save_pretrained, auto_mapping_dict=mapping)))
     for key in model.state_dict():
         if description.name(name, key) != names.get(key):
             description.exceptions[key] = names.get(key)
     return description
-
-
-def _written(save: Callable[[str], object]) -> dict[str, str]:
-    """Return the texts that a function writes into a folder, by the names of the files."""
-    with tempfile.TemporaryDirectory() as folder:
-        save(folder)
-        texts = {}
-        for name in sorted(os.listdir(folder)):
-            with open(os.path.join(folder, name), encoding="utf-8") as file:
-                texts[name] = file.read()
-    return texts
 
 
 def adapter_names(model: Any, adapter: str) -> dict[str, str] | None:

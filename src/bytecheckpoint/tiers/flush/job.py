@@ -63,7 +63,7 @@ def flush_together(agreement: Agreement, machines: Machines, storage: TierStorag
     def assign_again_or_commit(damaged: list[list[int]]) -> _Orders | None:
         orders = plan.assign_again(damaged)
         if orders is None:
-            commit(storage.durable, catalog, step.catalog, expected_version(step.record))
+            commit(storage.hot, storage.durable, catalog, step.catalog, expected_version(step.record))
         return orders
 
     with flush_lock(storage, exclusive=False, timeout=agreement.timeout):

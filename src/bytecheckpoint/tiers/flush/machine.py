@@ -113,7 +113,7 @@ def flush(storage: TierStorage, *, replicas: bool = False) -> FlushReport:
         # Only after the copies: if several machines flush at once, the last one must see all files and commit.
         if lacking := _not_sound(durable, catalog, others):
             return FlushReport(durable.url, "incomplete", files, nbytes, lacking)
-        commit(durable, catalog, data, expected_version(record))
+        commit(hot, durable, catalog, data, expected_version(record))
         storage.hot_folder.update_record(step, record.ranks, flushed=True)
     return FlushReport(durable.url, "committed", files, nbytes)
 

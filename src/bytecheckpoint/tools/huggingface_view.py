@@ -1,0 +1,212 @@
+"""The view for Hugging Face: `from_pretrained` reads a step's folder as it was committed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from bytecheckpoint.arguments import check_layout
+from bytecheckpoint.collectives.agreement import Agreement
+from bytecheckpoint.engine.catalogs import read_outline
+from bytecheckpoint.engine.view_files import VIEW_INDEX, VIEW_KEY
+from bytecheckpoint.errors import CheckpointError, StorageConflictError, UsageError, listed
+from bytecheckpoint.frameworks.modules import as_modules
+from bytecheckpoint.frameworks.selection import NameSelection
+from bytecheckpoint.frameworks.wrappers import unwrapped, walk_modules
+from bytecheckpoint.layouts import Layout
+from bytecheckpoint.layouts.config import flattened
+from bytecheckpoint.opening import open as open_checkpoint
+from bytecheckpoint.opening.view import CheckpointView
+from bytecheckpoint.planning.part_space import lay_out, layout_of_model, stored_side
+from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
+from bytecheckpoint.representation.dtypes import safetensors_code
+from bytecheckpoint.representation.names import escape, is_uri, view_file_name
+from bytecheckpoint.saving.step_view import StepView, ViewOfSave
+from bytecheckpoint.storage import Storage
+from bytecheckpoint.storage.time_limits import with_time_limits
+from bytecheckpoint.tiers.flush.job import transfer_limit
+from bytecheckpoint.tiers.storage import tier_of
+from bytecheckpoint.tools.huggingface import WeightFiles
+from bytecheckpoint.tools.huggingface_description import (
+    configuration_files,
+    contents_of,
+    files_beside,
+    without_quantization,
+)
+from bytecheckpoint.tools.huggingface_layout import distribute, export_dtype, tensors_to_export
+from bytecheckpoint.tools.ranks import ToolRanks
+
+__all__ = ["HuggingFaceView"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceView(StepView):
+    """Let `from_pretrained` read each step as it is: `save(..., view=HuggingFaceView())`.
+
+    Tensors that lie whole in the storage files get an index, and no byte is written twice. Otherwise (parallel layouts, a
+    layout of names, another dtype) all ranks write files for Hugging Face behind the commit, which takes the bytes of the
+    model once more; `SaveHandle.viewed` is done when they are there.
+
+    Attributes:
+        state: name of the state that holds the model.
+        layout: layout that leads to the names of Hugging Face, as for `open`; None for a model of transformers.
+        dtype: dtype to which the view converts floating tensors; None leaves all as they are.
+        files_from: local folder of a model on the machine of rank 0, from which each step gets all files but the weights,
+            such as those of the tokenizer; the configuration of a live model of transformers goes before its own.
+        max_shard_bytes: bytes of tensors per file that is written; a larger tensor has a file of its own.
+    """
+
+    state: str = "model"
+    layout: Layout | str | os.PathLike[str] | None = None
+    dtype: torch.dtype | str | None = None
+    files_from: str | os.PathLike[str] | None = None
+    max_shard_bytes: int = 5_000_000_000
+
+    def of(self, states: Mapping[str, object], selection: NameSelection) -> ViewOfSave:
+        """Return the view for one save of live objects."""
+        export_dtype(self.dtype)
+        if self.max_shard_bytes < 1:
+            raise UsageError(f"max_shard_bytes is {self.max_shard_bytes}: give a positive number of bytes")
+        if self.state not in states:
+            raise UsageError(f"HuggingFaceView: there is no state {self.state!r} to save, only {', '.join(states)}")
+        value = states[self.state]
+        if (modules := as_modules(self.state, value)) is None:
+            raise UsageError(f"HuggingFaceView: {self.state!r} is a {type(value).__name__}: give a module")
+        if not selection.takes_all_of(self.state):
+            raise UsageError(
+                f"HuggingFaceView: include= and exclude= may leave out a part of {self.state!r}, which from_pretrained "
+                f"would fill at random: take '{self.state}/*' whole"
+            )
+        models = list(map(unwrapped, modules))
+        for model in models:
+            if getattr(model, "peft_config", None):
+                raise UsageError(
+                    f"HuggingFaceView: {self.state!r} has adapters of PEFT: export those with tools.export"
+                )
+            if self.layout is None and not hasattr(getattr(model, "config", None), "save_pretrained"):
+                raise UsageError(
+                    f"HuggingFaceView: {self.state!r} is a {type(model).__name__} and no model of transformers, so its "
+                    "names are not Hugging Face's: give layout= (docs/layouts.md)"
+                )
+        parts = (part for model in models for part in walk_modules(model))
+        found = [
+            (bare, name) for _, bare, part in parts for name, value in part._parameters.items() if value is not None
+        ]
+        # FSDP1 has parameters in one flat one, and takes them out of their modules while it computes.
+        return _ModelView(self, models, [f"{bare}{name}" for bare, name in found if name != "_flat_param"])
+
+
+class _ModelView(ViewOfSave):
+    """The view of one save.
+
+    Args:
+        wanted: the user's choice.
+        models: live modules, without their wrappers.
+        names: names of their parameters.
+    """
+
+    def __init__(self, wanted: HuggingFaceView, models: Sequence[Any], names: Sequence[str]) -> None:
+        self._wanted, self._models, self._names = wanted, models, names
+
+    def describe(self, catalog: Catalog) -> tuple[dict[str, bytes], Catalog]:
+        """Return the configuration, the files beside it, and the index if all tensors lie whole."""
+        wanted, state, dtype = self._wanted, self._wanted.state, export_dtype(self._wanted.dtype)
+        files = {} if wanted.files_from is None else without_quantization(dict(files_beside(wanted.files_from)), set())
+        files |= contents_of(configuration_files(self._models[0]) if self._models else {}, dtype)
+        if "config.json" not in files:
+            raise UsageError(
+                "HuggingFaceView: rank 0 has no configuration: give files_from=, a folder with config.json"
+            )
+        if (layout := check_layout(wanted.layout)) is not None:
+            catalog = _with_configuration(catalog, json.loads(files["config.json"]))
+            layout = layout_of_model(catalog) if layout == "auto" else layout
+            side = stored_side(layout, catalog.fqns(state))
+            if side is None or not layout.sides[1 - side].startswith("hf"):
+                raise UsageError(
+                    f"HuggingFaceView: layout {layout.label} does not lead {state!r} to names of Hugging Face"
+                )
+            lay_out(catalog.expanded(), layout)  # which refuses what does not fit
+            return files, catalog
+        if lacking := {*self._names}.difference(catalog.fqns(state), catalog.aliases.get(state, ())):
+            # from_pretrained would take new weights for them.
+            raise UsageError(f"HuggingFaceView: {state!r} holds no {listed(sorted(lacking), 3)}, names of the model")
+        weights = _whole_tensors(catalog, state)
+        if weights is None or dtype is not None:
+            return files, catalog
+        size = int(catalog.byte_length[np.isin(catalog.boxes.tensor, catalog.of_state(state))].sum())
+        index = {"metadata": {"total_size": size}, "weight_map": weights}
+        return {**files, VIEW_INDEX: json.dumps(index, indent=1).encode() + b"\n"}, catalog
+
+    def write(self, agreement: Agreement, storage: Storage, generation: str) -> None:
+        """Write the files of the view, each rank its share, and the index last."""
+        wanted, ranks, tier = self._wanted, ToolRanks(agreement), tier_of(storage)
+        target = with_time_limits(storage if tier is None else tier.durable)
+
+        def prepare(stack: contextlib.ExitStack) -> tuple[WeightFiles, list[str]]:
+            source = CheckpointView.of(stack.enter_context(open_checkpoint(tier or storage, layout=wanted.layout)))
+            _check_current(source.catalog, generation)
+            agreement.timeout += transfer_limit(source.catalog)
+            tensors, _, _ = tensors_to_export(source, wanted.state, export_dtype(wanted.dtype))
+            files = distribute(tensors, wanted.max_shard_bytes, ranks.count)
+            for number, file in enumerate(files, 1):
+                file.name = view_file_name(number, len(files), generation)
+            return WeightFiles(source, files, ranks), [file.name for file in files]
+
+        with contextlib.ExitStack() as stack:
+            weights, names = ranks.all_succeed("prepare", lambda: prepare(stack))
+
+            def publish(sums: list[dict[str, Any]]) -> None:
+                target.sync(names)
+                _check_current(read_outline(target), generation)  # else a replaced step would get this view
+                target.publish(VIEW_INDEX, weights.index({name: one for part in sums for name, one in part.items()}))
+
+            try:
+                ranks.agree("write", lambda: weights.write(target), publish)
+            except BaseException:
+                with contextlib.suppress(CheckpointError):
+                    target.delete([file.name for file in weights.own])
+                raise
+
+
+def _whole_tensors(catalog: Catalog, state: str) -> dict[str, str] | None:
+    """Return the file of each tensor of a state by its name; None if some do not lie whole in a file of the folder.
+
+    Raises:
+        UsageError: safetensors does not hold a tensor.
+    """
+    numbers = catalog.of_state(state)
+    numbers = numbers[(catalog.slot.codes != catalog.slot.code_of(VALUES_SLOT))[numbers]]
+    first = np.searchsorted(catalog.boxes.tensor, np.arange(catalog.count + 1)).tolist()
+    found: dict[str, str] = {}
+    whole = True
+    for number in numbers.tolist():
+        name, row = catalog.fqn[number], first[number]
+        file = catalog.files[catalog.file[row]].name if first[number + 1] - row == 1 else ""
+        if "/values-" in file:
+            continue  # in an extra state
+        if safetensors_code(catalog.dtype[number]) is None or name != escape(name):
+            raise UsageError(f"HuggingFaceView: {name} of {catalog.dtype[number]} does not fit into safetensors")
+        whole &= bool(file) and not is_uri(file) and bool((catalog.boxes.lengths[row] == catalog.shapes[number]).all())
+        found[name] = file
+    return found if whole else None
+
+
+def _with_configuration(catalog: Catalog, config: Mapping[str, Any]) -> Catalog:
+    """Return the catalog with the plain values of a model's configuration, which say the sizes of a layout."""
+    layout = catalog.info["layout"]
+    found = {
+        key: value for key, value in flattened("hf", config).items() if isinstance(value, bool | int | float | str)
+    }
+    return replace(catalog, info={**catalog.info, "layout": {**layout, "config": {**layout["config"], **found}}})
+
+
+def _check_current(catalog: Catalog, generation: str) -> None:
+    if catalog.info.get(VIEW_KEY, {}).get("generation") != generation:
+        raise StorageConflictError("another save has replaced the checkpoint before its view was written")

@@ -1,0 +1,125 @@
+"""Views of cut tensors: all ranks write files for Hugging Face behind the commit, and the index comes last."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import bytecheckpoint
+from bytecheckpoint import CheckpointManager, HuggingFaceView, SaveOptions, StorageError, tools
+from bytecheckpoint.engine.view_files import VIEW_INDEX
+from bytecheckpoint.manager import Retention
+from bytecheckpoint.tools.huggingface import WeightFiles
+from tests.support.pretrained import Net, check, trained
+from tests.support.worlds import on_ranks
+
+VIEW = HuggingFaceView()
+
+
+def sharded(value: float = 1.0) -> dict[str, Any]:
+    """Return a model in FSDP2 with its optimizer."""
+    model = Net(value)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if name.startswith("model-"))
+
+
+@on_ranks(2)
+def test_all_ranks_write_a_view(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        handle = bytecheckpoint.save(tmp_path / "step", sharded(value), view=VIEW, async_checkpoint=True)
+        assert handle.result().view == "files"
+        handle.viewed.result()
+        check(tmp_path / "step", value)
+        dist.barrier()
+    assert len(files_in(tmp_path / "step")) == 2  # one of each rank; those of the first save are gone
+    if dist.get_rank() == 0:
+        report = tools.verify(tmp_path / "step")
+        assert report.ok and not report.notes
+        tools.copy(tmp_path / "step", str(tmp_path / "copy"))
+        check(tmp_path / "copy", 2.0)
+        with (tmp_path / "copy" / files_in(tmp_path / "copy")[0]).open("r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"\xff")
+        (finding,) = tools.verify(tmp_path / "copy").findings
+        assert finding.kind == "sum" and finding.file.startswith("model-")
+        tools.collect_garbage(tmp_path / "step", older_than=-9.0)
+        check(tmp_path / "step", 2.0)
+        tools.remove(tmp_path / "step")
+        assert not files_in(tmp_path / "step") and not (tmp_path / "step" / "config.json").exists()
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_a_manager_keeps_steps_until_their_views_are_there(tmp_path: Path) -> None:
+    found: list[int] = []
+    write = WeightFiles.write
+
+    def slow(self: WeightFiles, storage: Any) -> Any:
+        time.sleep(0.3)
+        return write(self, storage)
+
+    def on_commit(info: Any) -> None:
+        check(info.path, 1.0)
+        found.append(info.step)
+
+    options = SaveOptions(view=VIEW, on_commit=on_commit)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightFiles, "write", slow)
+        with CheckpointManager(tmp_path, sharded(), keep=Retention(1, grace=0.0), save_options=options) as manager:
+            for step in (1, 2, 3):
+                begun = time.monotonic()
+                manager.save(step)
+                manager.wait()
+                assert time.monotonic() - begun < 0.3, "no save waits for a view"
+    if dist.get_rank() == 0:
+        assert found == [1, 2, 3]
+        assert [name for name in sorted(os.listdir(tmp_path)) if name.startswith("step")] == ["step_00000003"]
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_a_failed_view_has_no_index(tmp_path: Path) -> None:
+    def fail(self: WeightFiles, storage: Any) -> Any:
+        files = write(self, storage)
+        if self.ranks.rank == 1:
+            raise StorageError("no room")
+        return files
+
+    write = WeightFiles.write
+    bytecheckpoint.save(tmp_path, sharded(), view=VIEW).viewed.result()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightFiles, "write", fail)
+        handle = bytecheckpoint.save(tmp_path, sharded(2.0), view=VIEW)
+        with pytest.raises(StorageError, match="no room"):
+            handle.viewed.result()
+    dist.barrier()
+    assert not files_in(tmp_path) and not (tmp_path / VIEW_INDEX).exists()
+    fresh = sharded(0.0)
+    bytecheckpoint.load(tmp_path, fresh)
+    assert torch.equal(fresh["model"].embed.weight.full_tensor(), Net(2.0).embed.weight)
+
+
+@on_ranks(2)
+def test_parts_of_a_pipeline_need_an_index_only(tmp_path: Path) -> None:
+    states = trained()
+    stages = ["embed", "layer"] if dist.get_rank() == 0 else ["head", "layer"]
+    states["model"].head.weight = torch.nn.Parameter(states["model"].head.weight.detach() + 1)
+    for name in {"embed", "layer", "head"} - {*stages}:
+        delattr(states["model"], name)
+    handle = bytecheckpoint.save(tmp_path, {"model": states["model"]}, view=VIEW)
+    assert handle.result().view == "index"
+    weights = json.loads((tmp_path / VIEW_INDEX).read_text())["weight_map"]
+    assert weights.keys() == {"embed.weight", "layer.weight", "head.weight"} and len({*weights.values()}) == 2

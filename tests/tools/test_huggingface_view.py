@@ -1,0 +1,218 @@
+"""The view for Hugging Face: the folder of a step is one that `from_pretrained` reads, or one without an index."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bytecheckpoint
+from bytecheckpoint import (
+    CheckpointManager,
+    HuggingFaceView,
+    IncompatibleCheckpointError,
+    SaveOptions,
+    UsageError,
+    tools,
+)
+from bytecheckpoint.engine.view_files import VIEW_INDEX
+from bytecheckpoint.layouts import Layout, Rule
+from bytecheckpoint.manager import Retention
+from bytecheckpoint.saving import coordinator
+from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
+from tests.support.damage import flip_bit
+from tests.support.memory import folder_in_memory, hot_tier
+from tests.support.pretrained import Config, Net, check, read, trained
+from tests.support.processes import environment
+from tests.support.programs import forked
+
+VIEW = HuggingFaceView()
+AS_FILES = HuggingFaceView(dtype="float32")
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_whole_tensors_are_named_where_they_lie(tmp_path: Path, incremental: bool) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/tokenizer.model").write_bytes(b"\xff\x00")
+    (tmp_path / "base/model.safetensors").write_bytes(b"no")
+    states, view = trained(), HuggingFaceView(files_from=tmp_path / "base")
+    states["model"].layer.requires_grad_(False)
+    for name in "ab":
+        bytecheckpoint.save(tmp_path / name, states, view=view, incremental=incremental)
+        check(tmp_path / name)
+        assert (tmp_path / name / "tokenizer.model").read_bytes() == b"\xff\x00"
+        report = tools.verify(tmp_path / name)
+        assert report.ok and not report.notes
+    fresh = trained(0.0)
+    bytecheckpoint.load(tmp_path / "b", fresh)
+    assert torch.equal(fresh["model"].head.weight, Net().embed.weight)
+
+
+def test_a_save_replaces_the_view_too(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        bytecheckpoint.save(tmp_path, trained(value), view=VIEW)
+        check(tmp_path, value)
+    bytecheckpoint.save(tmp_path, trained(3.0))
+    assert not (tmp_path / VIEW_INDEX).exists() and not (tmp_path / "config.json").exists()
+
+
+def test_a_step_whose_view_was_not_written_has_no_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bytecheckpoint.save(tmp_path, trained(), view=VIEW)
+    monkeypatch.setattr(coordinator, "publish_view", lambda *_: 1 / 0)
+    with caplog.at_level(logging.WARNING, "bytecheckpoint"):
+        bytecheckpoint.save(tmp_path, trained(2.0), view=VIEW)
+    assert "committed without its view" in caplog.text
+    with pytest.raises(FileNotFoundError):  # an old index may stay, and names files that are gone
+        read(tmp_path)
+
+
+def test_what_cannot_be_viewed_is_refused_by_name(tmp_path: Path) -> None:
+    states = trained()
+    wrapped = {"model": nn.Sequential(states["model"])}
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (states, {"view": "model"}, "give a HuggingFaceView"),
+        (states, {"view": HuggingFaceView(state="net")}, "no state 'net' to save, only model, optimizer"),
+        (states, {"view": HuggingFaceView(state="optimizer")}, "'optimizer' is a AdamW: give a module"),
+        (states, {"exclude": ["*embed*"]}, "may leave out a part of 'model'"),
+        (states, {"include": ["model/layer*"]}, "may leave out a part of 'model'"),
+        (wrapped, {}, "'model' is a Sequential and no model of transformers"),
+        (states, {"view": HuggingFaceView(files_from=tmp_path / "no")}, "holds no files to copy"),
+    ]
+    for saved, options, text in cases:
+        with pytest.raises(UsageError, match=text.replace("*", ".")):
+            bytecheckpoint.save(tmp_path / "step", saved, **{"view": VIEW, **options})
+    bytecheckpoint.save(tmp_path / "step", states, view=VIEW, include=["model/*"], exclude=["optimizer/*"])
+    states["model"].odd = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(UsageError, match="odd of complex64 does not fit into safetensors"):
+        bytecheckpoint.save(tmp_path / "step", states, view=VIEW)
+    check(tmp_path / "step")
+
+
+def test_a_copy_has_the_view_and_a_damaged_one_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bytecheckpoint.save(tmp_path / "step", trained(), view=VIEW)
+    tools.copy(tmp_path / "step", str(tmp_path / "copy"))
+    check(tmp_path / "copy")
+    flip_bit(tmp_path / "copy/config.json", 8)
+    (finding,) = tools.verify(tmp_path / "copy").findings
+    assert (finding.kind, finding.file) == ("sum", "config.json") and tools.verify(tmp_path / "copy").restorable
+    (tmp_path / "copy" / VIEW_INDEX).unlink()
+    assert any("view for other programs is not there" in note for note in tools.verify(tmp_path / "copy").notes)
+    tools.remove(tmp_path / "copy")
+    assert not os.listdir(tmp_path / "copy")
+
+
+def test_retired_steps_lose_their_views(tmp_path: Path) -> None:
+    keep = Retention(1, grace=0.0)
+    with CheckpointManager(tmp_path, trained(), keep=keep, save_options=SaveOptions(view=VIEW)) as manager:
+        for step in (1, 2, 3):
+            manager.save(step)
+    check(tmp_path / "step_00000003")
+    assert [name for name in sorted(os.listdir(tmp_path)) if name.startswith("step")] == ["step_00000003"]
+
+
+def test_the_view_follows_a_flush_and_a_cooldown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hot_tier(monkeypatch) as url:
+        hot = folder_in_memory(url)
+        path = f"tier+file://{tmp_path}/run/step_1"
+        bytecheckpoint.save(path, trained(), view=VIEW).result()
+        check(tmp_path / "run/step_1")
+        assert any(name == VIEW_INDEX for _, _, names in os.walk(hot) for name in names)
+        tools.remove(path)
+        assert not [names for _, _, names in os.walk(hot) for name in names if name == VIEW_INDEX]
+    for step in (1, 2):
+        bytecheckpoint.save(tmp_path / f"run/step_{step}", trained(step), view=VIEW)
+    for step in plan_cooldown(str(tmp_path / "run"), str(tmp_path / "cold"), older_than=0, now=time.time() + 9):
+        assert not cool(step).error
+    check(tmp_path / "cold/step_1")
+    assert not {VIEW_INDEX, "config.json"} & {*os.listdir(tmp_path / "run/step_1")}
+
+
+class Own(nn.Module):
+    """The same weights under names of its own, one of them transposed."""
+
+    def __init__(self, value: float = 1.0) -> None:
+        super().__init__()
+        net = Net(value)
+        self.tokens = nn.Parameter(net.embed.weight.detach())
+        self.block = nn.Parameter(net.layer.weight.detach().T.contiguous())
+
+
+def test_a_layout_leads_to_the_names(tmp_path: Path) -> None:
+    rules = [
+        Rule({"embed.weight": "v d"}, {"tokens": "v d"}),
+        Rule({"layer.weight": "f h"}, {"block": "h f"}),
+    ]
+    (tmp_path / "base").mkdir()
+    Config().save_pretrained(str(tmp_path / "base"))
+    base = tmp_path / "base"
+    for left, right in (("hf", "own"), ("mine", "own")):
+        view = HuggingFaceView(layout=Layout("names", left, right, rules=rules), files_from=base)
+        with (
+            contextlib.nullcontext() if left == "hf" else pytest.raises(UsageError, match="names does not lead 'model'")
+        ):
+            bytecheckpoint.save(tmp_path / "step", {"model": Own()}, view=view).viewed.result()
+        check(tmp_path / "step", architecture=None)
+    model = Own()
+    model.extra = nn.Parameter(torch.zeros(1))
+    view = HuggingFaceView(layout=Layout("names", "hf", "own", rules=rules), files_from=base)
+    with pytest.raises(IncompatibleCheckpointError, match="extra"):
+        bytecheckpoint.save(tmp_path / "step", {"model": model}, view=view)
+
+
+def test_the_files_of_a_view_follow_a_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hot_tier(monkeypatch):
+        for value in (1.0, 2.0):
+            handle = bytecheckpoint.save(f"tier+file://{tmp_path}/step", trained(value), view=AS_FILES)
+            assert handle.result().view == "files"
+            handle.viewed.result()
+            check(tmp_path / "step", value)
+    assert tools.verify(tmp_path / "step").ok and len(list(tmp_path.glob("step/model-*"))) == 1
+
+
+_KILLED = """
+import os, signal, sys
+import bytecheckpoint
+from tests.support.faulty_storage import Faults
+from tests.support.pretrained import trained
+from tests.tools.test_huggingface_view import AS_FILES, VIEW
+path, form, number = sys.argv[1:]
+bytecheckpoint.configure(writer="thread")
+view = {"files": AS_FILES, "index": VIEW}[form]
+bytecheckpoint.save(path, trained(1.0), view=view).viewed.result()
+faults = Faults()
+faults.add(lambda _: True, skip=int(number), before=lambda: os.kill(os.getpid(), signal.SIGKILL))
+bytecheckpoint.save(faults.at(path), trained(2.0), view=view).viewed.result()
+"""
+
+
+@pytest.mark.parametrize("form", ["index", "files"])
+def test_a_kill_leaves_a_whole_view_or_none(tmp_path: Path, form: str) -> None:
+    code, number, views = -signal.SIGKILL, 0, set()
+    while code == -signal.SIGKILL:
+        path = tmp_path / str(number)
+        code = subprocess.run(forked("-c", _KILLED, path, form, number), env=environment(), check=False).returncode
+        fresh = trained(0.0)
+        bytecheckpoint.load(path, fresh)
+        value = fresh["model"].embed.weight[0, 0].item()
+        try:
+            check(path, value)  # that of the checkpoint
+        except FileNotFoundError:
+            views.add("none")
+        else:
+            views.add(value)
+        bytecheckpoint.save(path, trained(3.0), view=VIEW)
+        check(path, 3.0)
+        assert not list(path.glob("model-*")), "files of killed views go"
+        number += 1
+    assert code == 0 and number > 20 and views >= {1.0, 2.0}
