@@ -35,13 +35,17 @@ def start_with_own_shards(layout: Layout, lr: float, **options: Any) -> Trainer:
     return trainer
 
 
-def save_torch_dist(trainer: Trainer, path: str, kind: str) -> None:
+def save_torch_dist(trainer: Trainer, path: str, kind: str, **options: Any) -> Any:
     """Save a checkpoint of Megatron.
 
     Args:
         trainer: the run.
         path: new folder.
         kind: form of the optimizer: "fully_reshardable" or "dp_reshardable".
+        **options: further arguments of `dist_checkpointing.save`.
+
+    Returns:
+        The result of `dist_checkpointing.save`: the request of an asynchronous save.
     """
     from megatron.core import dist_checkpointing
 
@@ -53,10 +57,10 @@ def save_torch_dist(trainer: Trainer, path: str, kind: str) -> None:
     state["opt_param_scheduler"] = trainer.scheduler.state_dict()
     state["args"] = Namespace(tensor_model_parallel_size=trainer.layout.tp, hidden_size=16)
     state |= {"iteration": trainer.step, "checkpoint_version": 3.0}
-    dist_checkpointing.save(state, path, content_metadata=metadata)
+    return dist_checkpointing.save(state, path, content_metadata=metadata, **options)
 
 
-def load_torch_dist(trainer: Trainer, path: str, optimizer: bool = True) -> dict[str, Any]:
+def load_torch_dist(trainer: Trainer, path: str, optimizer: bool = True, strategy: Any = None) -> dict[str, Any]:
     """Load a checkpoint of Megatron, with its optimizer and scheduler or the model alone; return its common values."""
     from megatron.core import dist_checkpointing
 
@@ -67,7 +71,7 @@ def load_torch_dist(trainer: Trainer, path: str, optimizer: bool = True) -> dict
     if optimizer:
         arguments = {"is_loading": True, "metadata": metadata}
         state["optimizer"] = trainer.optimizer.sharded_state_dict(_of_optimizer(state), **arguments)
-    loaded: dict[str, Any] = dist_checkpointing.load(state, path)
+    loaded: dict[str, Any] = dist_checkpointing.load(state, path, strategy)
     for name, chunk in zip(names, trainer.bare, strict=True):
         chunk.load_state_dict(loaded.pop(name))
     if optimizer:
