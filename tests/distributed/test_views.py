@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint
-from bytecheckpoint import CheckpointManager, HuggingFaceView, SaveOptions, StorageError, tools
+from bytecheckpoint import CheckpointManager, HuggingFaceView, SaveOptions, StorageError, UsageError, tools
 from bytecheckpoint.engine.view_files import VIEW_INDEX
 from bytecheckpoint.manager import Retention
 from bytecheckpoint.tools.huggingface import WeightFiles
@@ -65,10 +65,10 @@ def test_all_ranks_write_a_view(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_a_manager_keeps_steps_until_their_views_are_there(tmp_path: Path) -> None:
     found: list[int] = []
-    write = WeightFiles.write
+    write, committed = WeightFiles.write, threading.Event()
 
-    def slow(self: WeightFiles, storage: Any) -> Any:
-        time.sleep(0.3)
+    def wait(self: WeightFiles, storage: Any) -> Any:
+        assert committed.wait(60)
         return write(self, storage)
 
     def on_commit(info: Any) -> None:
@@ -77,13 +77,13 @@ def test_a_manager_keeps_steps_until_their_views_are_there(tmp_path: Path) -> No
 
     options = SaveOptions(view=VIEW, on_commit=on_commit)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WeightFiles, "write", slow)
+        patch.setattr(WeightFiles, "write", wait)
         with CheckpointManager(tmp_path, sharded(), keep=Retention(1, grace=0.0), save_options=options) as manager:
             for step in (1, 2, 3):
-                begun = time.monotonic()
                 manager.save(step)
-                manager.wait()
-                assert time.monotonic() - begun < 0.3, "no save waits for a view"
+                manager.wait()  # does not wait for a view
+            assert not found and [info.step for info in manager.steps()] == [1, 2, 3]
+            committed.set()
     if dist.get_rank() == 0:
         assert found == [1, 2, 3]
         assert [name for name in sorted(os.listdir(tmp_path)) if name.startswith("step")] == ["step_00000003"]
@@ -123,3 +123,11 @@ def test_parts_of_a_pipeline_need_an_index_only(tmp_path: Path) -> None:
     assert handle.result().view == "index"
     weights = json.loads((tmp_path / VIEW_INDEX).read_text())["weight_map"]
     assert weights.keys() == {"embed.weight", "layer.weight", "head.weight"} and len({*weights.values()}) == 2
+
+
+@on_ranks(2)
+def test_a_rank_without_a_view_ends_that_of_all(tmp_path: Path) -> None:
+    handle = bytecheckpoint.save(tmp_path, sharded(), view=VIEW if dist.get_rank() == 0 else None)
+    with pytest.raises(UsageError, match="this rank gave no view="):
+        handle.viewed.result(60)
+    assert not (tmp_path / VIEW_INDEX).exists()

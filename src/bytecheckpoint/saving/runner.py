@@ -10,9 +10,10 @@ from dataclasses import replace
 from functools import partial
 
 from bytecheckpoint.arguments import value_of
+from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.collectives.current import thread_scope
 from bytecheckpoint.engine.pieces import SharedCopy
-from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.errors import CheckpointError, UsageError
 from bytecheckpoint.failures import Failure
 from bytecheckpoint.handles import SaveFuture, SaveHandle, SaveReport, fail_handle, failing_handle
 from bytecheckpoint.saving.capture import CapturedState
@@ -20,13 +21,14 @@ from bytecheckpoint.saving.channel import FOREGROUND_CALL, CoordinatorChannel
 from bytecheckpoint.saving.coordinator import Coordinator, refuse_save
 from bytecheckpoint.saving.request import SaveMode, SaveRequest
 from bytecheckpoint.saving.save_steps import Save, StagedSave
+from bytecheckpoint.saving.step_view import VIEW_STEP
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.step_fence import PendingCopy, arm
 from bytecheckpoint.tiers.storage import tier_of
 from bytecheckpoint.tracing.operation import Operation
 from bytecheckpoint.world import World
 
-__all__ = ["run_prepare", "run_save"]
+__all__ = ["follow_with_view", "run_prepare", "run_save"]
 
 _log = logging.getLogger("bytecheckpoint")
 
@@ -286,6 +288,54 @@ class _SaveRun:
             _log.exception(
                 "%s: files of a failed save may stay; the next save there removes them", self._operation.path
             )
+
+
+def follow_with_view(
+    world: World,
+    request: SaveRequest | Exception,
+    operation: Operation,
+    handle: SaveHandle,
+    committed: Future[SaveReport],
+) -> None:
+    """Begin the files of a view behind a commit, if there are any. Set the future `viewed` when they are there.
+
+    Args:
+        world: world of the ranks, which all call this.
+        request: arguments of the save.
+        operation: measurements of the save.
+        handle: handle of the save.
+        committed: its future `committed`, which is done.
+    """
+    failure = Future.exception(committed)  # `SaveFuture.exception` would note a retrieved failure
+    if failure is not None or isinstance(request, Exception):
+        handle.viewed.set_exception(failure)
+        return
+    report, view, storage = Future.result(committed), request.states.view, request.storage
+    if report.view != "files":
+        handle.viewed.set_result(None)
+        return
+    agreement = Agreement(world.collective, f"view/{operation.number}", request.settings.timeout)
+
+    def write() -> None:
+        try:
+            if view is None:
+                agreement.agree(VIEW_STEP, _refuse_no_view, lambda _: None)
+            else:
+                view.write(agreement, storage, report.generation)
+        except BaseException as error:  # noqa: BLE001  kept for the owner of the future
+            _log.warning("%s is committed without its view, which `export` writes elsewhere: %s", storage.url, error)
+            handle.viewed.set_exception(error)
+        else:
+            handle.viewed.set_result(None)
+
+    try:
+        world.saves.submit_behind(write)
+    except Exception as error:  # noqa: BLE001  kept for the owner of the future
+        handle.viewed.set_exception(error)
+
+
+def _refuse_no_view() -> None:
+    raise UsageError("this rank gave no view=, others did: give all ranks the same")
 
 
 def _forget_plans(world: World) -> None:

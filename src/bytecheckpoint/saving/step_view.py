@@ -10,7 +10,10 @@ from bytecheckpoint.frameworks.selection import NameSelection
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.storage import Storage
 
-__all__ = ["StepView", "ViewOfSave"]
+__all__ = ["VIEW_STEP", "StepView", "ViewOfSave"]
+
+#: Name of the first agreement of `ViewOfSave.write`.
+VIEW_STEP = "view"
 
 
 class StepView(ABC):

@@ -13,6 +13,7 @@ import torch
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.opening.view import CheckpointView
+from bytecheckpoint.representation.names import CATALOG_NAME
 
 __all__ = [
     "AdapterDescription", "ModelDescription", "configuration_files", "contents_of", "files_beside", "texts_written_by",
@@ -136,7 +137,8 @@ def files_beside(folder: str | os.PathLike[str]) -> Iterator[tuple[str, bytes]]:
         UsageError: there is no such folder, or no such file in it.
     """
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    names = [one for one in names if os.path.isfile(os.path.join(folder, one)) and not one.endswith(_WEIGHTS)]
+    names = [one for one in names if not one.endswith(_WEIGHTS) and not one.startswith((CATALOG_NAME, "."))]
+    names = [one for one in names if os.path.isfile(os.path.join(folder, one))]
     if not names:
         raise UsageError(f"{os.fspath(folder)} holds no files to copy: give the local folder of a Hugging Face model")
     for name in names:

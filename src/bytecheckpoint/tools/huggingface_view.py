@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from bytecheckpoint.planning.part_space import lay_out, layout_of_model, stored_
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
 from bytecheckpoint.representation.dtypes import safetensors_code
 from bytecheckpoint.representation.names import escape, is_uri, view_file_name
-from bytecheckpoint.saving.step_view import StepView, ViewOfSave
+from bytecheckpoint.saving.step_view import VIEW_STEP, StepView, ViewOfSave
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tiers.flush.job import transfer_limit
@@ -44,6 +45,8 @@ from bytecheckpoint.tools.huggingface_layout import distribute, export_dtype, te
 from bytecheckpoint.tools.ranks import ToolRanks
 
 __all__ = ["HuggingFaceView"]
+
+_log = logging.getLogger("bytecheckpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +163,7 @@ class _ModelView(ViewOfSave):
             return WeightFiles(source, files, ranks), [file.name for file in files]
 
         with contextlib.ExitStack() as stack:
-            weights, names = ranks.all_succeed("prepare", lambda: prepare(stack))
+            weights, names = ranks.all_succeed(VIEW_STEP, lambda: prepare(stack))
 
             def publish(sums: list[dict[str, Any]]) -> None:
                 target.sync(names)
@@ -173,6 +176,10 @@ class _ModelView(ViewOfSave):
                 with contextlib.suppress(CheckpointError):
                     target.delete([file.name for file in weights.own])
                 raise
+            if weights.overflowed:
+                _log.warning(
+                    "%s: finite values are infinite in the view: %s", target.url, listed([*weights.overflowed], 5)
+                )
 
 
 def _whole_tensors(catalog: Catalog, state: str) -> dict[str, str] | None:
