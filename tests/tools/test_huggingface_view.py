@@ -19,6 +19,7 @@ from torch import nn
 import bytecheckpoint
 from bytecheckpoint import (
     CheckpointManager,
+    CheckpointNotFoundError,
     HuggingFaceView,
     IncompatibleCheckpointError,
     SaveOptions,
@@ -31,6 +32,7 @@ from bytecheckpoint.manager import Retention
 from bytecheckpoint.saving import coordinator
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
+from bytecheckpoint.tools.retirement import finish_retirement, retire, tombstones
 from tests.support.damage import flip_bit
 from tests.support.memory import folder_in_memory, hot_tier
 from tests.support.pretrained import Config, Net, check, read, trained
@@ -181,6 +183,21 @@ def test_the_files_of_a_view_follow_a_flush(tmp_path: Path, monkeypatch: pytest.
             handle.viewed.result()
             check(tmp_path / "step", value)
     assert tools.verify(tmp_path / "step").ok and len(list(tmp_path.glob("step/model-*"))) == 1
+
+
+@pytest.mark.parametrize("view", [VIEW, AS_FILES])
+def test_what_is_left_of_a_step_is_no_checkpoint(tmp_path: Path, view: HuggingFaceView) -> None:
+    created = 0.0
+    bytecheckpoint.save(tmp_path / "step", trained(), view=view).viewed.result()
+    with bytecheckpoint.open(tmp_path / "step") as checkpoint:
+        created = checkpoint.info["created"]
+    assert retire(resolve(tmp_path / "step"), created) == ""
+    assert not (tmp_path / "step" / VIEW_INDEX).exists()
+    with pytest.raises(CheckpointNotFoundError):
+        bytecheckpoint.open(tmp_path / "step")
+    (stone,) = tombstones(resolve(tmp_path / "step"))
+    finish_retirement(resolve(tmp_path / "step"), stone)
+    assert not (tmp_path / "step").exists()
 
 
 @pytest.mark.parametrize("view", [VIEW, AS_FILES])

@@ -22,6 +22,7 @@ from bytecheckpoint.formats.sharded import ShardedValue
 from bytecheckpoint.formats.torch_save import TorchFiles
 from bytecheckpoint.representation.boxes import row_major_of
 from bytecheckpoint.representation.header_reader import StorageHeader, header_bytes_needed, parse_header
+from bytecheckpoint.representation.names import view_generation_of
 from bytecheckpoint.storage import Storage
 
 __all__ = ["SAFETENSORS", "read_huggingface", "weight_files"]
@@ -63,6 +64,8 @@ def weight_files(names: Sequence[str]) -> tuple[str | None, list[str]]:
         if index in names:
             return index, []
     found = [name for name in names if name.endswith(SAFETENSORS) and "/" not in name]
+    # Without an index, files of a step's view are what a kill or a removal has left.
+    found = [name for name in found if view_generation_of(name) is None]
     indexes = [name for name in names if _INDEX.fullmatch(name)]
     if len(indexes) > 1:
         raise IncompatibleCheckpointError(f"it has several indexes ({', '.join(indexes[:5])}): keep one of them")

@@ -180,6 +180,7 @@ class JustInTime:
                     try:
                         handle = save(step_folder(folder.url, step), states, step=step, **options.arguments())
                         handle.result()  # of a tier: also in the durable storage
+                        handle.viewed.exception()  # its ranks do not meet again
                         break
                     except StorageFullError:  # on all of these ranks
                         if again:

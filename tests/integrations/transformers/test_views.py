@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ from bytecheckpoint import CheckpointManager, HuggingFaceView, SaveOptions
 from bytecheckpoint.engine.view_files import VIEW_INDEX
 from bytecheckpoint.integrations.transformers import attach
 from bytecheckpoint.manager import Retention
+from bytecheckpoint.tools.huggingface import WeightFiles
 from tests.integrations.transformers.jobs import make
-from tests.support.worlds import on_ranks
+from tests.support.worlds import Worlds, on_ranks
 
 
 def llama(*, tied: bool) -> Any:
@@ -64,19 +67,36 @@ def test_one_process(tmp_path: Path, tied: bool) -> None:
         check(tmp_path / "half", model.state_dict())
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@on_ranks(2)
-def test_fsdp2(tmp_path: Path, tied: bool) -> None:
-    from torch.distributed.fsdp import fully_shard
+def distributed(model: Any, layout: str) -> Any:
+    """Distribute a model over two ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    model = llama(tied=tied)
-    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    if layout == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(model)
+    if layout == "fsdp1":
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    if layout == "tp":
+        layers = {"self_attn.q_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+        plan = {f"model.layers.*.{name}": style for name, style in layers.items()}
+        return parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
     for layer in model.model.layers:
         fully_shard(layer)
-    fully_shard(model)
+    return fully_shard(model)
+
+
+@pytest.mark.parametrize(
+    ("layout", "tied"), [("fsdp2", False), ("fsdp2", True), ("fsdp1", False), ("ddp", True), ("tp", False)]
+)
+@on_ranks(2)
+def test_two_ranks(tmp_path: Path, layout: str, tied: bool) -> None:
+    model = llama(tied=tied)
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    model = distributed(model, layout)
     states = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
     handle = bytecheckpoint.save(tmp_path / "step", states, view=HuggingFaceView(), async_checkpoint=True)
-    assert handle.result().view == "files"
+    assert handle.result().view == ("index" if layout == "ddp" else "files")
     handle.viewed.result()
     dist.barrier()
     check(tmp_path / "step", wanted)
@@ -99,3 +119,38 @@ def test_a_wrapped_model_is_refused(tmp_path: Path) -> None:
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     with pytest.raises(bytecheckpoint.UsageError, match="adapters of PEFT"):
         bytecheckpoint.save(tmp_path, {"model": adapted}, view=HuggingFaceView())
+
+
+def train(root: Path, die_at: int | None, last: int) -> None:
+    """Continue a run of FSDP2, and die on all ranks when the files of a view are written, but not its index."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = llama(tied=True)
+    fully_shard(model)
+    states = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    write = WeightFiles.write
+    options = SaveOptions(view=HuggingFaceView(max_shard_bytes=2000))
+    with CheckpointManager(root, states, keep=Retention(2, grace=0.0), save_options=options) as manager:
+        begun = manager.restore_latest()
+        for step in range(0 if begun is None else begun.step, last):
+            with torch.no_grad():
+                model.model.norm.weight.add_(1)
+            if step + 1 == die_at:
+                WeightFiles.write = lambda *args: (write(*args), os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[method-assign]
+            manager.save(step + 1).viewed.result()
+        found = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    if dist.get_rank() == 0:
+        check(root / f"step_{last:08d}", found)
+    dist.barrier()
+
+
+def test_a_kill_in_a_view(worlds: Worlds, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    worlds.fresh(2).start(train, tmp_path, 2, 3).outcomes(grace=2)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "step_00000001")
+    assert len(list(tmp_path.glob("step_00000002/model-*"))) > 1
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "step_00000002")
+    worlds.run(2, train, tmp_path, None, 4)
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000003", "step_00000004"]
