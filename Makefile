@@ -25,7 +25,7 @@ TESTED := cli,s3-profiles,fsspec,hdfs,prometheus,otlp,monitor,dev
 SEED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types imports format check test test-all test-shuffled servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-ray test-metrics-sinks test-extras test-integrations-all test-elastic soak demo demo-short demo-trainer bench bench-guard bench-short bench-storage bench-storage-short bench-frameworks docs lock vendor clean
+.PHONY: help venv lint types imports format check test test-all test-shuffled servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-verl test-ray test-metrics-sinks test-extras test-integrations-all test-elastic soak demo demo-short demo-trainer bench bench-guard bench-short bench-storage bench-storage-short bench-frameworks docs lock vendor clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-21s %s\n", $$1, $$2}'
@@ -174,6 +174,14 @@ test-vllm: ## real vLLM on the CPU (environment: .venv-vllm)
 	UV_PYTHON_DOWNLOADS=never $(UV) pip install -q --python .venv-vllm/bin/python -r constraints-vllm.txt \
 		--override constraints-vllm-torch.txt
 	BYTECHECKPOINT_REQUIRE_INTEGRATIONS=1 .venv-vllm/bin/python -m pytest tests/integrations/vllm $(WITH_SLOW)
+
+# verl's wheel has a package `tests`, which would hide the tests here.
+test-verl: ## real verl and VeOmni on the CPU (environment: .venv-verl)
+	VENV=.venv-verl PYTHON=3.12 EXTRAS=cli,dev ./scripts/bootstrap.sh
+	UV_PYTHON_DOWNLOADS=never $(UV) pip install -q --python .venv-verl/bin/python -r constraints-verl.txt \
+		--override constraints-vllm-torch.txt
+	rm -rf .venv-verl/lib/python3.12/site-packages/tests
+	BYTECHECKPOINT_REQUIRE_INTEGRATIONS=1 .venv-verl/bin/python -m pytest tests/integrations/verl tests/integrations/veomni
 
 # W&B, MLflow and ClickHouse's engine are large, and nothing else needs them.
 test-metrics-sinks: ## metrics in real TensorBoard, W&B, MLflow and today's ClickHouse (environment: .venv-metrics)

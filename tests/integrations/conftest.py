@@ -19,10 +19,14 @@ NEEDED = {
     "ray": ("ray",),
     "torchtitan": ("torchtitan",),
     "transformers": ("transformers", "accelerate", "trl", "peft"),
+    "veomni": ("veomni",),
+    "verl": ("verl",),
     "vllm": ("vllm", "transformers"),
 }
 #: Folders with an environment of their own.
-OWN_TARGETS = {"torchtitan": "test-torchtitan", "ray": "test-ray", "vllm": "test-vllm"}
+OWN_TARGETS = {
+    "torchtitan": "test-torchtitan", "ray": "test-ray", "veomni": "test-verl", "verl": "test-verl", "vllm": "test-vllm"
+}  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
