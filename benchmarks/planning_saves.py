@@ -244,7 +244,7 @@ class Ranks:
                     header.data_offset,
                     rank,
                     header.block_bytes,
-                    random.bytes(8 * header.blocks),
+                    (random.bytes(8 * header.blocks), b""),
                 )
             )
         self.written |= {record.name: record.size for record in records}

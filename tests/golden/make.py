@@ -15,8 +15,9 @@ import torch
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.engine.catalogs import read_catalog
+from bytecheckpoint.publishing import Publisher
 from bytecheckpoint.representation.catalog_file import encode
-from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
+from bytecheckpoint.representation.names import CATALOG_NAME, METRICS_FOLDER, is_uri
 from bytecheckpoint.storage import COLD_FOLDERS, resolve
 from bytecheckpoint.tools import adopt
 from bytecheckpoint.tuning import tuned
@@ -29,6 +30,7 @@ STREAMS = Path(__file__).parent / "v1-streams"  # added later to the format, bes
 GROUPS = Path(__file__).parent / "v2-groups"  # the same as v1, with a catalog in groups, as large ones are
 TILES = Path(__file__).parent / "v3-tiles"  # a world of eight ranks, whose boxes a catalog of version 3 lists together
 FOREIGN = Path(__file__).parent / "v4-foreign"  # files of other programs, which lie beside a catalog of version 4
+VERSIONS = Path(__file__).parent / "v5-differences"  # a run of two versions, the second of which is kept as differences
 FINGERPRINTS = Path(__file__).parent / "v1-fingerprints"  # the same as v1, with fingerprints in the catalog
 ARRAYS = Path(__file__).parent / "v1-arrays"  # plain values in version 2: large numpy arrays are tensors
 WORLD = 3
@@ -53,6 +55,24 @@ def full(name: str) -> torch.Tensor:
     """The whole tensor behind a name."""
     shape, dtype = SHAPES[name]
     return coded(shape, dtype, sorted(SHAPES).index(name))
+
+
+def published(step: int) -> dict[str, torch.Tensor]:
+    """Return the whole tensors of a version: some elements change, most, or none."""
+    found = {name: full(name).clone() for name in SHAPES}
+    if step > 1:
+        found["cut"][::3, 1] += 1
+        found["cut3d"] *= 3
+    return found
+
+
+def version(rank: int, step: int) -> dict[str, Any]:
+    """Return the part of a version that one of three ranks holds."""
+    model: dict[str, Any] = {"whole": published(step)["whole"]}
+    for name, cuts in (("cut", [[2, 5], [3]]), ("cut3d", [[1], [2], []])):
+        boxes = [b for i, b in enumerate(grid_boxes(SHAPES[name][0], cuts)) if i % WORLD == rank]
+        model[name] = Leaf(SHAPES[name][0], boxes).fill(published(step)[name], False)
+    return model
 
 
 def odd(dtype: torch.dtype) -> torch.Tensor:
@@ -165,6 +185,9 @@ def main() -> None:
     def save_fingerprints(collective: Collective) -> None:
         bytecheckpoint.save(FINGERPRINTS, states(collective.rank), metadata={"golden": 1})
 
+    write_anew(VERSIONS, publish_versions)
+    (VERSIONS / ".bytecheckpoint-manager").unlink()
+    shutil.rmtree(VERSIONS / METRICS_FOLDER)
     with using(fingerprint=True):
         write_anew(FINGERPRINTS, save_fingerprints)
     with tuned(tiled_rows=0, tile_ranks=2, catalog_group_bytes=1):
@@ -176,6 +199,13 @@ def main() -> None:
     write_anew(STREAMS, save_streams)
     with tuned(array_tensor_bytes=16):
         write_anew(ARRAYS, save_arrays)
+
+
+def publish_versions(collective: Collective) -> None:
+    """Publish two versions."""
+    with Publisher(VERSIONS) as publisher:
+        for step in (1, 2):
+            publisher.publish({"model": version(collective.rank, step)}, step, metadata={"golden": 5}).result()
 
 
 def write_anew(folder: Path, save: Callable[[Collective], None], world: int = WORLD) -> None:

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import bytecheckpoint
+from bytecheckpoint.cli.main import run
 from bytecheckpoint.collectives import Collective, ThreadWorld
+from bytecheckpoint.publishing import Follower
 from bytecheckpoint.representation.values.codec import equal
 from bytecheckpoint.tools import fingerprint
 from tests.golden.make import (
@@ -24,11 +26,13 @@ from tests.golden.make import (
     TILED,
     TILES,
     VALUES,
+    VERSIONS,
     WORLD,
     arrays,
     foreign_state,
     full,
     odd,
+    published,
     states,
     tiled_shape,
     tiled_states,
@@ -81,6 +85,19 @@ def test_fingerprints_stay_what_they_are() -> None:
         "tied": "50abc2947307b1ef5314eacb707e4fe2",
         "optimizer": "33cde9231d17da24d1b991d99f95d4af",
     }
+
+
+def test_version_5_is_kept_as_differences() -> None:
+    path = VERSIONS / "step_00000002"
+    found = {name: torch.zeros_like(full(name)) for name in SHAPES}
+    follower = Follower(VERSIONS)
+    for step, versions in ((1, 0), (2, 1)):
+        report = follower.update({"model": found}, step=step)
+        assert report is not None and report.versions == versions
+        assert equal(found, published(step))
+    assert fingerprint(path) == fingerprint(path, recompute=True)
+    assert run(["verify", str(path)]) == 0
+    assert (path / "metadata.parquet").read_bytes().count(b"bytecheckpoint05") == 1
 
 
 def test_version_1_hands_out_streams() -> None:

@@ -45,7 +45,8 @@ def test_all_ranks_act_at_the_same_boundary(size: int, stride: int, together: bo
     found = ThreadWorld(size).run(act_of, requests, stride, together, timeout=60)
     assert all(acts == found[0] for acts in found)
     kinds = {type(act) for acts in found[0].values() for act in acts}
-    assert kinds == {SaveDue, Committed}
+    # Ranks that do not wait for each other may have passed all steps before the second request of a busy machine is agreed.
+    assert kinds == {SaveDue, Committed} or (kinds == {SaveDue} and not together)
 
 
 class Recorded:

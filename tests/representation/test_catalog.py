@@ -161,11 +161,11 @@ def test_other_parquet_files_are_not_catalogs(tmp_path: Path) -> None:
 def test_newer_formats_are_refused_with_both_versions() -> None:
     data = encode(small())
     assert resealed(data) == data
-    with pytest.raises(IncompatibleCheckpointError, match="version 05, this package reads up to 4"):
-        decode(resealed(data, b"bytecheckpoint05"))
+    with pytest.raises(IncompatibleCheckpointError, match="version 07, this package reads up to 6"):
+        decode(resealed(data, b"bytecheckpoint07"))
     assert_same(decode(with_footer(data, lambda footer: None)), small())
-    with pytest.raises(IncompatibleCheckpointError, match="version 5, this package reads up to 4"):
-        decode(with_footer(data, lambda footer: footer.update(version=5)))
+    with pytest.raises(IncompatibleCheckpointError, match="version 7, this package reads up to 6"):
+        decode(with_footer(data, lambda footer: footer.update(version=7)))
 
 
 def broken(**changes: Any) -> Catalog:

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -28,13 +28,16 @@ from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import FOREIGN, Catalog
 from bytecheckpoint.representation.names import is_uri
-from bytecheckpoint.storage import FileReader, Storage, open_stored, resolve
+from bytecheckpoint.storage import FileReader, Storage, open_differences, open_stored, resolve
 from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.storage.optional import is_cached
 from bytecheckpoint.tracing.operation import count_retries, span
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["FileSet", "other_folders", "parallel_reads"]
+if TYPE_CHECKING:
+    from bytecheckpoint.storage.deltas.reading import DeltaReader
+
+__all__ = ["FileSet", "other_folders", "own_bytes_of", "parallel_reads"]
 
 #: Number of ranges that `is_cached` looks up in the page cache.
 _CACHE_SAMPLES = 64
@@ -54,6 +57,14 @@ def parallel_reads(storage: Storage, catalog: Catalog) -> int:
     with contextlib.suppress(CheckpointError):  # opening the file raises it
         storages += [resolve(folder) for folder in other_folders(catalog)]
     return max(storage.capabilities.parallel_reads for storage in storages)
+
+
+def own_bytes_of(storage: Storage, catalog: Catalog) -> int:
+    """Return the bytes that a checkpoint's own files take in its folder."""
+    own = {file.name: file.size for file in catalog.files if not is_uri(file.name)}
+    if catalog.has_differences:
+        own |= {name: size for name, size in storage.list() if name in own}
+    return sum(own.values())
 
 
 class FileSet:
@@ -184,10 +195,7 @@ class FileSet:
             with span("open", subject=entry.name):
                 reader = open_stored(self._storage, entry)
         except FileNotFoundError:
-            raise CorruptCheckpointError(
-                f"{self._storage.url}: the storage file {entry.name} is missing; use another checkpoint",
-                file=entry.name,
-            ) from None
+            raise self._missing(entry.name) from None
         if not entry.block_bytes and entry.size > entry.data_offset and entry.format != FOREIGN:
             reader.close()
             raise IncompatibleCheckpointError(
@@ -201,6 +209,29 @@ class FileSet:
                 file=entry.name,
             )
         return reader
+
+    @property
+    def storage(self) -> Storage:
+        """The storage of the checkpoint."""
+        return self._storage
+
+    @property
+    def catalog(self) -> Catalog:
+        """The catalog of the files, with the rows that have been read so far."""
+        return self._catalog
+
+    def differences(self, file: int) -> DeltaReader:
+        """Open a file that is kept as differences; the caller closes it. Raises as `fetch`."""
+        entry = self._catalog.files[file]
+        try:
+            return open_differences(self._storage, entry)
+        except FileNotFoundError:
+            raise self._missing(entry.name) from None
+
+    def _missing(self, name: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f"{self._storage.url}: the storage file {name} is missing; use another checkpoint", file=name
+        )
 
     def fetch(self, file: int, start: int, stop: int, buffers: Sequence[memoryview]) -> None:
         """Read bytes [start, stop) of a file's data section into `buffers`, and verify them.

@@ -30,6 +30,7 @@ from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.layouts import Layout
 from bytecheckpoint.loading.request import LoadRequest, Matching
 from bytecheckpoint.loading.steps import FilledStates, Load
+from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.saving import prepare_next
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.step_fence import wait_for_copies
@@ -43,7 +44,7 @@ from bytecheckpoint.world import world_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["load"]
+__all__ = ["load", "load_by"]
 
 _log = logging.getLogger("bytecheckpoint")
 #: Seconds to wait after each attempt: where ranks see different checkpoints, caches of a network file system may need a
@@ -124,6 +125,23 @@ def load(
         >>> torch.equal(model.weight, other.weight)
         True
     """
+    options = LoadOptions(
+        framework=framework, overlap_loading=overlap_loading, strict=strict, cast=cast, include=include, exclude=exclude,
+        rename=rename, names=names, prepare_save=prepare_save,
+    )  # fmt: skip
+    return load_by(Load, path, states, options, layout, process_group, timeout)
+
+
+def load_by(
+    kind: Callable[..., Load],
+    path: str | os.PathLike[str] | Storage,
+    states: MutableMapping[str, Any],
+    options: LoadOptions,
+    layout: Layout | str | os.PathLike[str] | None,
+    process_group: ProcessGroup | None,
+    timeout: float | None,
+) -> LoadReport:
+    """Load as `load` does, by a kind of `Load`, with the arguments of `Load`."""
     wait_for_copies("load")
     settings, wrong = settings_with_timeout(timeout)
     operation = Operation("load", "")  # until it is known where `path` leads
@@ -141,20 +159,22 @@ def load(
 
         def check() -> LoadRequest:
             value_of(wrong)
-            check_flags(overlap_loading=overlap_loading, cast=cast)
-            if prepare_save is not None:
-                check_flags(prepare_save=prepare_save)
-            check_states(states, names, mutable=True)
+            check_flags(overlap_loading=options.overlap_loading, cast=options.cast)
+            if options.prepare_save is not None:
+                check_flags(prepare_save=options.prepare_save)
+            check_states(states, options.names, mutable=True)
             bare = unwrap_states(states)
             world.note_layout(bare)
-            selection, new_names = check_selection(include, exclude), check_rename(rename)
-            matching = Matching(check_strict(strict), cast, selection, new_names, names, check_layout(layout))
-            wants_prepare = bool("optimizer" in states if prepare_save is None else prepare_save)
+            selection, new_names = check_selection(options.include, options.exclude), check_rename(options.rename)
+            strict, seen = check_strict(options.strict), check_layout(layout)
+            matching = Matching(strict, options.cast, selection, new_names, options.names, seen)
+            wants_prepare = bool("optimizer" in states if options.prepare_save is None else options.prepare_save)
             wants_prepare = wants_prepare and not world.is_prepared(bare)
-            return LoadRequest(resolve_framework(framework, bare), bare, matching, overlap_loading, wants_prepare)
+            adapter = resolve_framework(options.framework, bare)
+            return LoadRequest(adapter, bare, matching, options.overlap_loading, wants_prepare)
 
         try:
-            filled = _fill_states(collective, number, storage, checked(check), settings, operation)
+            filled = _fill_states(kind, collective, number, storage, checked(check), settings, operation)
             world.resources.earlier.pieces = {}  # providers go on from other pieces, and may count their tokens anew
             try:
                 report = filled.install(operation)
@@ -162,7 +182,7 @@ def load(
             finally:
                 # Also if objects of this rank refuse their values: a preparation takes the number of a save on every rank.
                 if filled.prepare_save:
-                    _prepare_save(states, framework, names, process_group, timeout)
+                    _prepare_save(states, options.framework, options.names, process_group, timeout)
         except BaseException as error:
             world.calls.note_failure("load", number, address, error)
             world.collector.report(operation, error)
@@ -174,6 +194,7 @@ def load(
 
 
 def _fill_states(
+    kind: Callable[..., Load],
     collective: Collective,
     number: int,
     storage: Storage | Exception,
@@ -184,6 +205,7 @@ def _fill_states(
     """Open a checkpoint, fit it to the live objects and read it. Start again if another save replaces it meanwhile.
 
     Args:
+        kind: kind of the load.
         collective: ranks of the load; all of them call this.
         number: number of the load, equal on all ranks.
         storage: storage of the checkpoint, or the error of its path.
@@ -197,7 +219,7 @@ def _fill_states(
         try:
             with contextlib.ExitStack() as stack:  # open until all ranks are done, since they read this rank's memory
                 copy_to_read = _choose_copy(storage, collective, tag, settings, stack)
-                load = Load(collective, tag, settings, operation, stack)
+                load = kind(collective, tag, settings, operation, stack)
                 opened = load.open(copy_to_read, request, last=attempt + 1 == len(_PAUSES))
                 return load.read(*load.fit(opened))
         except CheckpointReplacedError:

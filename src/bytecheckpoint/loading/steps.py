@@ -64,7 +64,7 @@ from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.tracing.operation import Operation, retries_so_far, span
 
-__all__ = ["FilledStates", "Load"]
+__all__ = ["FilledStates", "FittedLoad", "Load"]
 
 _log = logging.getLogger("bytecheckpoint")
 _Own = TypeVar("_Own")
@@ -94,7 +94,7 @@ class _OpenedLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class _FittedLoad:
+class FittedLoad:
     """The result of `fit` on one rank, before the ranks agree.
 
     Attributes:
@@ -132,7 +132,7 @@ class FilledStates:
         rank: this rank.
     """
 
-    fitted: _FittedLoad
+    fitted: FittedLoad
     bytes_read: int
     bytes_received: int
     unexpected: list[str]
@@ -267,7 +267,7 @@ class Load:
 
     # --- fit ------------------------------------------------------------------------------------------------------
 
-    def fit(self, opened: _OpenedLoad) -> tuple[_FittedLoad, FitDecision]:
+    def fit(self, opened: _OpenedLoad) -> tuple[FittedLoad, FitDecision]:
         """Match the checkpoint with the live objects, and plan the reads of this rank.
 
         Raises:
@@ -278,7 +278,7 @@ class Load:
         self._operation.mark("agree")
         return fitted, decision
 
-    def _fit(self, opened: _OpenedLoad) -> tuple[_FittedLoad, FitReport]:
+    def _fit(self, opened: _OpenedLoad) -> tuple[FittedLoad, FitReport]:
         request, matching, world_size = opened.request, opened.request.matching, self._collective.world_size
         checkpoint = opened.exchange.complete(opened.own, opened.decision)
         catalog, groups, url = checkpoint.reader.catalog, checkpoint.reader.groups, checkpoint.files.url
@@ -338,7 +338,7 @@ class Load:
                 self._operation.mark("plan")
         ranges = ranges_of(fit.plan)
         exchanges = request.overlap and self._exchanges(checkpoint.files, ranges)
-        fitted = _FittedLoad(request, opened.exchange, checkpoint, catalog, view, destination, fit, exchanges)
+        fitted = FittedLoad(request, opened.exchange, checkpoint, catalog, view, destination, fit, exchanges)
         return fitted, FitReport(
             recognized=recognized_bitmap(catalog.count, view.numbers(list(destination.recognized)) + view.skipped()),
             ranges=ranges.tobytes() if exchanges else b"",
@@ -358,7 +358,7 @@ class Load:
         self._operation.count("from memory", int(cached))
         return not cached
 
-    def _decide_fit(self, fitted: _FittedLoad, reports: list[FitReport]) -> FitDecision:
+    def _decide_fit(self, fitted: FittedLoad, reports: list[FitReport]) -> FitDecision:
         """Join the reports of all ranks, on rank 0."""
         # Half of the readers take a round's chunks while the other half reads the next.
         threads = fitted.checkpoint.files.threads(self._settings.storage.read_threads)
@@ -366,7 +366,7 @@ class Load:
 
     # --- read -----------------------------------------------------------------------------------------------------
 
-    def read(self, fitted: _FittedLoad, decision: FitDecision) -> FilledStates:
+    def read(self, fitted: FittedLoad, decision: FitDecision) -> FilledStates:
         """Read the planned ranges into the live objects.
 
         Raises:
@@ -380,7 +380,7 @@ class Load:
         )
         return FilledStates(fitted, nbytes, received, unexpected, any(decision.recognized), prepare_save, rank)
 
-    def _read(self, fitted: _FittedLoad, decision: FitDecision) -> tuple[tuple[int, int, list[str]], bool]:
+    def _read(self, fitted: FittedLoad, decision: FitDecision) -> tuple[tuple[int, int, list[str]], bool]:
         """Fill the destinations; return bytes read and received with unwanted names, and whether to prepare a save."""
         request, destination, files = fitted.request, fitted.destination, fitted.checkpoint.files
         states = {*request.states, *destination.states}
@@ -409,7 +409,7 @@ class Load:
         return (nbytes, received, unexpected), request.prepare_save
 
     def _plan_exchange(
-        self, fitted: _FittedLoad, scatter: ScatterPlan, decision: FitDecision
+        self, fitted: FittedLoad, scatter: ScatterPlan, decision: FitDecision
     ) -> tuple[ChunkExchange | None, Sequence[int]]:
         """Plan the exchange of shared chunks; return it with the ranges that this rank reads for itself."""
         shared = SharedChunks.from_columns(decision.shared)

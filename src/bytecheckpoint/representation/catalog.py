@@ -22,6 +22,7 @@ from bytecheckpoint.representation.string_column import StringColumn
 from bytecheckpoint.representation.tilings import Tilings
 
 __all__ = [
+    "DELTA",
     "FOREIGN",
     "MAX_DIMS",
     "SHARED",
@@ -42,6 +43,9 @@ SHARED: Final = -1
 FOREIGN: Final = "foreign"
 """The format of files that other programs wrote, of which only the rows are known."""
 
+DELTA: Final = "delta"
+"""The format of files that are kept as differences from an earlier file."""
+
 MAX_DIMS: Final = 64
 """Largest number of dimensions of a tensor, as in torch."""
 
@@ -59,7 +63,7 @@ class StorageFile:
         header_sum: xxh3_64 of the bytes before `data_offset`.
         block_bytes: size of a checksum block of the data section; 0 when there are no sums.
         generation: generation of the save that wrote the file; "" for a foreign file.
-        format: format of the file.
+        format: format of the file. All else is of the decoded file if it is kept as differences.
     """
 
     name: str
@@ -232,6 +236,11 @@ class Catalog(TensorTable):
     def is_foreign(self) -> bool:
         """True if other programs wrote some files: rows may overlap there in bytes, and leave bytes out."""
         return any(file.format == FOREIGN for file in self.files)
+
+    @lazy
+    def has_differences(self) -> bool:
+        """True if files are kept as differences from those of an earlier checkpoint."""
+        return any(file.format == DELTA for file in self.files)
 
     @lazy
     def runs(self) -> tuple[NDArray[np.int32], Int64s, Int64s]:

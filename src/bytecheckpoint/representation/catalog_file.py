@@ -17,6 +17,7 @@ from bytecheckpoint.representation.catalog_footer import (
     CATALOG_FORMAT_VERSION,
     FOOTER_KEY,
     SEAL_BYTES,
+    TILED,
     check_seal,
     decode_footer,
     encode_footer,
@@ -51,9 +52,11 @@ def encode(catalog: Catalog, *, check: bool = True) -> bytes:
     version = 3 if catalog.tilings is not None else 1 if len(groups) == 1 else 2
     if catalog.is_foreign:
         version = 4
+    elif catalog.has_differences:
+        version = 6 if version == 3 else 5
     sums = sums_column(catalog)
     tables: Iterator[Any] = (table_of(catalog, group, sums) for group in groups)
-    if version == 3:
+    if version in TILED:
         tables = itertools.chain([tilings_table(catalog)], tables)
     places = []
     sink = pa.BufferOutputStream()

@@ -21,6 +21,7 @@ __all__ = [
     "FOOTER_KEY",
     "LOCATOR_BYTES",
     "SEAL_BYTES",
+    "TILED",
     "Footer",
     "check_parquet_claims",
     "check_seal",
@@ -34,7 +35,9 @@ __all__ = [
     "tail_start",
 ]
 
-CATALOG_FORMAT_VERSION: Final = 4
+CATALOG_FORMAT_VERSION: Final = 6
+#: Versions whose first group lists tilings.
+TILED: Final = (3, 6)
 SEAL_BYTES: Final = 32
 FOOTER_KEY: Final = b"bytecheckpoint"
 
@@ -165,7 +168,7 @@ def read_locator(tail: memoryview) -> tuple[int, int, bytes] | None:
         CorruptCheckpointError: a byte of the tail was changed.
     """
     name = tail[LOCATOR_BYTES : LOCATOR_BYTES + _NAME_BYTES]
-    if bytes(name) not in {_SEAL_MAGIC + _VERSIONS[version] for version in (2, 3, 4)}:
+    if bytes(name) not in {_SEAL_MAGIC + _VERSIONS[version] for version in range(2, CATALOG_FORMAT_VERSION + 1)}:
         return None
     locator, own = tail[: LOCATOR_BYTES - 16], tail[LOCATOR_BYTES - 16 : LOCATOR_BYTES]
     if _hash(locator, name, tail[LOCATOR_BYTES + SEAL_BYTES :]) != own:

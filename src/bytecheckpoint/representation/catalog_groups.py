@@ -25,6 +25,7 @@ from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import MAX_DIMS, VALUES_SLOT, Catalog, row_order
 from bytecheckpoint.representation.catalog_footer import (
     FOOTER_KEY,
+    TILED,
     Footer,
     damaged,
     decode_footer,
@@ -119,7 +120,7 @@ class CatalogGroups:
             sound = len(places.offsets) == len(places.lengths) == len(places.hashes) == count
             for column, limit in ((self.group, count), (self.file, footer.files.count)):
                 sound &= bool((column >= 0).all() and (column < limit).all())
-            tiled = footer.version == 3
+            tiled = footer.version in TILED
             sound &= bool((self._rows >= (0 if tiled else 1)).all() and (self._rows <= sizes.sum()).all())
             listed = np.bincount(self.group, self._rows, count) if sound else sizes - 1
             # Tiles are listed by no tensor. The first group lists tilings, and has none.

@@ -49,6 +49,7 @@ __all__ = [
     "Fingerprint",
     "StoredBox",
     "Sums",
+    "change_sums",
     "mixed",
     "row_dims",
     "shared_tensors",
@@ -214,6 +215,49 @@ def _weighted(rows: NDArray[np.uint64], weight: NDArray[np.uint64], low: NDArray
         shifted = np.right_shift(piece, np.uint64(32), out=upper[: len(piece)])
         sums[1] += np.einsum("r,rc->c", weight[1, at : at + step], shifted)
     return np.asarray((sums * low).sum(axis=1), np.uint64)
+
+
+def change_sums(
+    shape: Sequence[int],
+    itemsize: int,
+    places: Int64s,
+    old: NDArray[np.unsignedinteger],
+    new: NDArray[np.unsignedinteger],
+) -> Sums:
+    """Return by how much some changes change the sums of a tensor.
+
+    Args:
+        shape: global shape of the tensor.
+        itemsize: bytes of an element.
+        places: first byte of each change in the tensor, whose bytes are in row-major order, int64 [n].
+        old: elements before, or halves of elements of 8 bytes, unsigned integers of at most 4 bytes, [n].
+        new: elements now.
+    """
+    outer = row_dims(shape, itemsize)
+    row_bytes = itemsize * math.prod(shape[outer:])
+    row = places // row_bytes
+    inside = places - row * row_bytes
+    first, second = _word_weights(-(-row_bytes // _WORD))
+    word = inside >> 3
+    bits = ((inside & 7) << 3).astype(np.uint64)
+    change = new.astype(np.uint64) - old.astype(np.uint64)
+    in_upper = bits >= 32
+    upper = (change * in_upper) << (bits - (in_upper.astype(np.uint64) << np.uint64(5)))
+    sums = np.stack([first[word] * (change << bits), second[word] * upper])
+    begins = np.flatnonzero(np.diff(row, prepend=-1))
+    sums, row = np.add.reduceat(sums, begins, axis=1), row[begins]
+    for k in range(outer - 1, -1, -1):
+        row, at = np.divmod(row, shape[k]) if k else (row, row)
+        low = int(at.min(initial=0))
+        sums *= weights(k, low, int(at.max(initial=0)) + 1)[:, at - low]
+    return np.asarray(sums.sum(axis=1), np.uint64)
+
+
+@functools.lru_cache(maxsize=64)
+def _word_weights(count: int) -> NDArray[np.uint64]:
+    """Return the weights of the first words of a row, uint64 [2, count]."""
+    high = weights(_HIGH, 0, -(-count // _BLOCK_WORDS))
+    return (high[:, :, None] * weights(_LOW, 0, _BLOCK_WORDS)[:, None, :]).reshape(2, -1)[:, :count].copy()
 
 
 class StoredBox(msgspec.Struct, frozen=True, array_like=True):

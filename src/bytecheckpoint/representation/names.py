@@ -46,7 +46,7 @@ _DEVICE_NAME = re.compile(r"con|prn|aux|nul|com[0-9]|lpt[0-9]")  # reserved on W
 _OWN_FILE = re.compile(
     r"[a-z0-9][a-z0-9_-]{0,63}/"
     r"(?:rank|values)-(?:[0-9]{5}|[1-9][0-9]{5,})(?:-p(?:[0-9]{3}|[1-9][0-9]{3,}))?"
-    r"\.(?P<generation>[0-9a-f]{24})\.safetensors"
+    r"\.(?P<generation>[0-9a-f]{24})\.(?:safetensors|delta)"
 )
 _VIEW_FILE = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}\.(?P<generation>[0-9a-f]{24})\.safetensors")
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://.+", re.DOTALL)
@@ -76,7 +76,7 @@ def state_folder(state: str) -> str:
     return "kind-" + xxhash.xxh3_64_hexdigest(state.encode("utf-8", "surrogatepass"))
 
 
-def storage_file_name(state: str, rank: int, generation: str, part: int = 0) -> str:
+def storage_file_name(state: str, rank: int, generation: str, part: int = 0, suffix: str = "safetensors") -> str:
     """Return the name of the file of tensors, e.g. "model/rank-00003.<generation>.safetensors".
 
     Args:
@@ -84,15 +84,16 @@ def storage_file_name(state: str, rank: int, generation: str, part: int = 0) -> 
         rank: the rank that writes the file.
         generation: generation of the save, from `new_generation`.
         part: 0 for the first file of this rank and state, 1, 2, ... for further files.
+        suffix: "safetensors", or "delta" for a file that is kept as differences.
     """
-    suffix = f"-p{part:03d}" if part else ""
-    return f"{state_folder(state)}/rank-{rank:05d}{suffix}.{generation}.safetensors"
+    number = f"-p{part:03d}" if part else ""
+    return f"{state_folder(state)}/rank-{rank:05d}{number}.{generation}.{suffix}"
 
 
-def values_file_name(state: str, rank: int, generation: str, part: int = 0) -> str:
+def values_file_name(state: str, rank: int, generation: str, part: int = 0, suffix: str = "safetensors") -> str:
     """Return the name of the file of plain values, e.g. "optimizer/values-00003.<generation>.safetensors"."""
-    suffix = f"-p{part:03d}" if part else ""
-    return f"{state_folder(state)}/values-{rank:05d}{suffix}.{generation}.safetensors"
+    number = f"-p{part:03d}" if part else ""
+    return f"{state_folder(state)}/values-{rank:05d}{number}.{generation}.{suffix}"
 
 
 def file_stem(name: str) -> str:

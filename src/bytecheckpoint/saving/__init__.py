@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +30,7 @@ from bytecheckpoint.saving.runner import follow_with_view, run_prepare, run_save
 from bytecheckpoint.saving.step_view import StepView
 from bytecheckpoint.saving.steps import check_step, steps_of_objects
 from bytecheckpoint.storage import Storage
+from bytecheckpoint.storage.deltas.writing import is_published
 from bytecheckpoint.tracing.operation import Operation
 from bytecheckpoint.world import world_of
 
@@ -117,6 +119,8 @@ def save(
     """
     settings, wrong = settings_with_timeout(timeout)
     target = checked(lambda: check_target(path, settings))
+    if isinstance(target, Storage) and is_published(target):
+        settings = replace(settings, fingerprint=True)  # by which followers prove what they changed
 
     def check() -> SaveRequest:
         storage = value_of(target)

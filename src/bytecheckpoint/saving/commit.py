@@ -16,7 +16,7 @@ from bytecheckpoint.engine.view_files import VIEW_INDEX, committed_view
 from bytecheckpoint.errors import StorageConflictError, StorageError, StorageUnavailableError, UsageError
 from bytecheckpoint.planning.planned_rows import SavePlan
 from bytecheckpoint.representation.boxes import BoxTable
-from bytecheckpoint.representation.catalog import SHARED, Catalog, StorageFile, TensorTable
+from bytecheckpoint.representation.catalog import DELTA, SHARED, Catalog, StorageFile, TensorTable
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, unescape
 from bytecheckpoint.saving.messages import FileRecord, WriteReport
 from bytecheckpoint.saving.plans import owners_of_values
@@ -25,7 +25,7 @@ from bytecheckpoint.storage.optional import UnfinishedUpload, abort_uploads, unf
 from bytecheckpoint.tracing.operation import pause
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["build_catalog", "may_have_committed", "remove_stale_files", "stale_files", "stale_uploads"]
+__all__ = ["build_catalog", "may_have_committed", "remove_stale_files", "stale_files", "stale_uploads", "stored_sizes"]
 
 _log = logging.getLogger("bytecheckpoint")
 
@@ -56,6 +56,7 @@ def build_catalog(
                 header_sum=record.header_sum,
                 block_bytes=record.block_bytes,
                 generation=generation_of(record.name) or generation,
+                format=DELTA if record.name.endswith(f".{DELTA}") else "safetensors",
             )
         )
         sums.append(np.frombuffer(record.sums[0], np.uint64))
@@ -145,6 +146,12 @@ def _fingerprints(plan: SavePlan, sums: Sequence[bytes]) -> NDArray[np.uint64] |
     found = np.zeros((len(plan.tensors), 2), np.uint64)
     np.add.at(found, tensor, np.frombuffer(b"".join(sums), np.uint64).reshape(-1, 2))
     return found
+
+
+def stored_sizes(catalog: Catalog, reports: Mapping[int, WriteReport]) -> dict[str, int]:
+    """Return the bytes that the files of a catalog take in the storage, by name."""
+    encoded = {name: nbytes for report in reports.values() for name, nbytes in report.encoded.items()}
+    return {file.name: encoded.get(file.name, file.size) for file in catalog.files}
 
 
 def stale_files(storage: Storage, named: Mapping[str, int], replaces: str, view: Collection[str] = ()) -> list[str]:

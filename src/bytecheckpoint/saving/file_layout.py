@@ -45,16 +45,18 @@ class FileOrigin:
         rank: the rank that writes them.
         world_size: number of ranks.
         generation: generation of the save, which no other save has.
+        suffix: suffix of their names.
     """
 
     rank: int
     world_size: int
     generation: str
+    suffix: str = "safetensors"
 
     def file_name(self, state: str, part: int, *, values: bool) -> str:
         """Name a file of planned shards or of values."""
         name = values_file_name if values else storage_file_name
-        return name(state, self.rank, self.generation, part)
+        return name(state, self.rank, self.generation, part, self.suffix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,6 +208,7 @@ class WriteReport(msgspec.Struct, frozen=True, tag="write-report"):
         selection: selected part of the rank's states.
         checks: facts that all ranks compare.
         commit: facts for the commit, from rank 0.
+        encoded: stored bytes of the files that are kept as differences, by name.
     """
 
     url: str
@@ -217,6 +218,7 @@ class WriteReport(msgspec.Struct, frozen=True, tag="write-report"):
     selection: SelectionReport = SelectionReport()
     checks: RankChecks = RankChecks()
     commit: CommitFacts | None = None
+    encoded: dict[str, int] = {}
 
 
 class RankSamples(msgspec.Struct, frozen=True, tag="rank-samples"):

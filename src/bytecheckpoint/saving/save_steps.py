@@ -111,7 +111,7 @@ class Save:
         self._request = request
         self._channel = channel
         self._operation = operation
-        self._origin = FileOrigin(collective.rank, collective.world_size, generation)
+        self._origin = FileOrigin(collective.rank, collective.world_size, generation, request.storage.file_suffix)
         self._pieces = PieceWriter(self._origin, request, resources.earlier, channel.stop.cancel, operation)
         self._writer = RankWriter(self._origin, request, resources, channel.stop.cancel, operation)
 
@@ -253,9 +253,11 @@ class Save:
         self._writer.remember(written.files)
         self._pieces.remember()
         total = self._operation.seconds()
+        encoded = self._encoded(written.files)
+        spared = sum(record.size - encoded[record.name] for record in written.files.records if record.name in encoded)
         return SaveReport(
             path=self._request.storage.url,
-            bytes_written=written.files.nbytes + self._pieces.nbytes,
+            bytes_written=written.files.nbytes - spared + self._pieces.nbytes,
             bytes_adopted=written.files.nbytes_adopted + self._pieces.nbytes_adopted,
             blocking_seconds=total,
             total_seconds=total,
@@ -352,8 +354,14 @@ class Save:
                 agreed.captured.selection,
                 written.checks,
                 facts,
+                self._encoded(files),
             )
         )
+
+    def _encoded(self, files: WrittenFiles) -> dict[str, int]:
+        """Return the stored bytes of the files that are kept as differences, by name."""
+        found = {record.name: self._request.storage.encoded_bytes(record.name) for record in files.records}
+        return {name: nbytes for name, nbytes in found.items() if nbytes}
 
     def _correct(self, written: WrittenSave, request: Reply) -> WrittenSave:
         """Write again, or write more, as the coordinator requests.

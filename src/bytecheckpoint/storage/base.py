@@ -175,6 +175,8 @@ class Storage(ABC):
     capabilities: Capabilities = Capabilities()
     #: Seconds after which a call that has not returned is an error; None: `settings().timeout`.
     timeout: float | None = None
+    #: Suffix of the storage files that a save writes here: "delta" if they become differences from earlier ones.
+    file_suffix: str = "safetensors"
 
     def __str__(self) -> str:
         return self.url
@@ -245,6 +247,10 @@ class Storage(ABC):
             file, or this one has one already.
         """
         return False
+
+    def encoded_bytes(self, name: str) -> int:
+        """Return the stored bytes of a file that this object has written as differences; 0 for any other file."""
+        return 0
 
     def check_publish(self, name: str, expected: str) -> None:
         """Raise the error that a later `publish` with the same arguments would raise, as far as it can be foreseen.

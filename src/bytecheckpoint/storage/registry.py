@@ -20,7 +20,7 @@ import xxhash
 
 from bytecheckpoint._distribution import install_command
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, StorageError, UsageError
-from bytecheckpoint.representation.catalog import FOREIGN, StorageFile
+from bytecheckpoint.representation.catalog import DELTA, FOREIGN, StorageFile
 from bytecheckpoint.representation.names import generation_of, is_uri
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.base import FileReader, Storage
@@ -30,9 +30,19 @@ from bytecheckpoint.storage.wrappers import WrappedStorage, unwrapped, wrapped_l
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+    from bytecheckpoint.storage.deltas.reading import DeltaReader
+
 __all__ = [
-    "COLD_FOLDERS", "GROUP", "adopted_version", "known_schemes", "open_named", "open_stored", "other_folder", "resolve"
-]  # fmt: skip
+    "COLD_FOLDERS",
+    "GROUP",
+    "adopted_version",
+    "known_schemes",
+    "open_differences",
+    "open_named",
+    "open_stored",
+    "other_folder",
+    "resolve",
+]
 
 GROUP = "bytecheckpoint.storages"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -60,6 +70,9 @@ _BUILTIN_FSSPEC = _Builtin("bytecheckpoint.storage.fsspec", "FsspecStorage", "fs
 COLD_FOLDERS = "cooldown.folders"
 _cold_folders: dict[str, set[str]] = {}  # by run, those that were read
 _TIER = "tier+"
+#: Folder of an earlier checkpoint, beside that of the files that build on it; never "." or "..".
+_FOLDER = re.compile(r"(?!\.{1,2}$)[^/\\:\x00-\x1f\x7f]{1,255}")
+_LONGEST_CHAIN = 1000
 _BUILTIN_TIER = _Builtin("bytecheckpoint.tiers.storage", "TierStorage")
 
 
@@ -120,8 +133,11 @@ def open_named(storage: Storage, name: str) -> FileReader:
 def open_stored(storage: Storage, file: StorageFile) -> FileReader:
     """Open a file of the checkpoint in `storage`: one of this package, or an adopted one of another program.
 
-    Raises as `open_named`; CorruptCheckpointError too for an adopted file without checksums that was replaced.
+    Raises as `open_named`; CorruptCheckpointError too for an adopted file without checksums that was replaced, and for a
+    file of differences that was cut, or whose base is gone.
     """
+    if file.format == DELTA:
+        return open_differences(storage, file)
     if file.format != FOREIGN or not is_uri(file.name):
         return open_named(storage, file.name)
     folder, _, name = file.name.rpartition("/")
@@ -132,6 +148,37 @@ def open_stored(storage: Storage, file: StorageFile) -> FileReader:
             file=file.name,
         )
     return place.open(name)
+
+
+def open_differences(storage: Storage, file: StorageFile) -> DeltaReader:
+    """Open a file that is kept as differences from one of an earlier checkpoint, in a folder beside this one.
+
+    Raises as `open_stored`.
+    """
+    stored = open_named(storage, file.name)
+    return _decoded(storage, file.name, stored)
+
+
+def _decoded(storage: Storage, name: str, stored: FileReader, depth: int = 0) -> DeltaReader:
+    from bytecheckpoint.storage.deltas.reading import DeltaReader  # pyarrow, which the helper process does without
+
+    label = f"{storage.url}/{name}" if depth else name
+
+    def open_base(base: str) -> FileReader:
+        folder, _, inside = base.partition("/")
+        if not _FOLDER.fullmatch(folder) or generation_of(inside) is None or depth > _LONGEST_CHAIN:
+            raise CorruptCheckpointError(f"{label} builds on {base[:200]!r}, which is no storage file", file=name)
+        place = wrapped_like(storage, resolve(f"{storage.url.rpartition('/')[0]}/{folder}"))
+        try:
+            found = open_named(place, inside)
+        except FileNotFoundError:
+            raise CorruptCheckpointError(
+                f"{label} builds on {base}, which is missing: its checkpoint was removed or moved; use another one",
+                file=name,
+            ) from None
+        return found if not inside.endswith(f".{DELTA}") else _decoded(place, inside, found, depth + 1)
+
+    return DeltaReader(label, stored, open_base)
 
 
 def adopted_version(storage: Storage, name: str) -> int:

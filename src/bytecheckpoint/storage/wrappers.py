@@ -95,6 +95,14 @@ class WrappedStorage(Storage, FolderProbe, RoomCheck, UploadCleanup):
     def timeout(self, seconds: float | None) -> None:
         self.inner.timeout = seconds
 
+    @property
+    def file_suffix(self) -> str:  # type: ignore[override]
+        """Suffix of the inner storage's files."""
+        return self.inner.file_suffix
+
+    def encoded_bytes(self, name: str) -> int:
+        return self.inner.encoded_bytes(name)
+
     def wrap(self, inner: Storage) -> Storage:
         """Return the same wrapper around another storage."""
         new = copy.copy(self)

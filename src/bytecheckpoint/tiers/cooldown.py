@@ -283,6 +283,8 @@ def _copy_and_verify(
             raise StorageConflictError(f"{cold.url} holds another checkpoint: choose another cold folder, or remove it")
     except FileNotFoundError:
         pass
+    if catalog.has_differences:
+        raise UsageError(f"{hot.url} is kept as differences from the versions beside it, and cannot be moved alone")
     hot.check_publish(CATALOG_NAME, version)
     # The hot files are removed later, so their copies must be proved to be readable.
     copy_files(hot, cold, catalog, check=lease.check, progress=progress, read_back=True)

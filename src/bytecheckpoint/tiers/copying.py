@@ -19,12 +19,14 @@ from bytecheckpoint.errors import (
     StorageError,
     StorageUnavailableError,
 )
-from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.catalog import DELTA, Catalog
 from bytecheckpoint.representation.checksums import block_sum, block_sums
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, is_uri, natural_order
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import FileReader, NewFile, Storage, resolve
 from bytecheckpoint.storage.base import call_timeout, file_size
+from bytecheckpoint.storage.deltas.coding import PREFIX_BYTES
+from bytecheckpoint.storage.deltas.reading import stored_differences
 from bytecheckpoint.storage.optional import copy_on_server
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.storage.uploading import UploadingStorage
@@ -108,6 +110,21 @@ class _VerifiedPieces:
         return memoryview(data)
 
 
+def _pieces_of(
+    reader: FileReader, label: str, catalog: Catalog, number: int, progress: Progress = _ignore
+) -> Callable[..., Iterator[memoryview]]:
+    """Return the proven pieces of a file as it is stored, as `_VerifiedPieces` yields them."""
+    if catalog.files[number].format != DELTA:
+        return _VerifiedPieces(reader, label, catalog, number, progress)
+
+    def pieces(start: int = 0, stop: int = _EVERYTHING) -> Iterator[memoryview]:
+        data = stored_differences(label, reader)
+        progress(len(data))
+        yield from (part for part in (data[:PREFIX_BYTES][start:stop], data[max(start, PREFIX_BYTES) : stop]) if part)
+
+    return pieces
+
+
 def copy_file(source: Storage, target: Storage, catalog: Catalog, number: int, progress: Progress = _ignore) -> None:
     """Copy one file to a storage that has none of that name. The copy is durable when this returns.
 
@@ -133,14 +150,15 @@ def _copy_file(source: Storage, target: Storage, catalog: Catalog, number: int, 
     label = f"{source.url}/{file.name}"
     reader = with_time_limits(source).open(file.name)
     try:
-        if not reader.match_size(file.size):
+        size = reader.size if file.format == DELTA else file.size
+        if not reader.match_size(size):
             raise CorruptCheckpointError(f"{label} has {reader.size} bytes instead of {file.size}", file=file.name)
-        pieces = _VerifiedPieces(reader, label, catalog, number, progress)
+        pieces = _pieces_of(reader, label, catalog, number, progress)
         if isinstance(target, UploadingStorage):
-            upload = functools.partial(target.upload, file.name, file.size, pieces)
-            call_with_timeout(call_timeout(target, file.size), upload, f"cannot upload {target.url}/{file.name}")
+            upload = functools.partial(target.upload, file.name, size, pieces)
+            call_with_timeout(call_timeout(target, size), upload, f"cannot upload {target.url}/{file.name}")
             return
-        writer = with_time_limits(target).create(NewFile(file.name, file.size))
+        writer = with_time_limits(target).create(NewFile(file.name, size))
         try:
             position, header = 0, memoryview(b"")
             for piece in pieces():
@@ -150,7 +168,7 @@ def _copy_file(source: Storage, target: Storage, catalog: Catalog, number: int, 
                     writer.write_at(position, [piece])
                 position += len(piece)
             writer.write_at(0, [header])
-            writer.finish(file.size)
+            writer.finish(size)
         except BaseException:
             writer.abort()
             raise
@@ -167,9 +185,9 @@ def is_sound(storage: Storage, catalog: Catalog, number: int) -> bool:
     except FileNotFoundError:
         return False
     try:
-        if reader.size != file.size:
+        if reader.size != file.size and file.format != DELTA:
             return False
-        for _ in _VerifiedPieces(reader, f"{storage.url}/{file.name}", catalog, number)():
+        for _ in _pieces_of(reader, f"{storage.url}/{file.name}", catalog, number)():
             pass
     except CorruptCheckpointError:
         return False
@@ -241,6 +259,8 @@ def copy_if_missing(
         Bytes that were copied.
     """
     size = catalog.files[number].size
+    if present is not None and catalog.files[number].format == DELTA:
+        size = present  # its own checksums decide
     if present == size and is_sound(target, catalog, number):
         return 0
     check()

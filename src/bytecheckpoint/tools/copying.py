@@ -69,6 +69,11 @@ def copy(checkpoint: Subject, target: str, progress: Progress | None = None) -> 
             )
         source = other_folder(source, others.pop())
         catalog, data = read_catalog(source)
+    if catalog.has_differences:
+        raise UsageError(
+            f"{path} is kept as differences from the versions beside it: copy the folder of all versions with the tools of "
+            "its storage, or load this one and save it"
+        )
     report = CopyReport(path, destination.url, "already there", len(catalog.files), 0)
     if _is_there(destination, catalog, data):
         return report

@@ -13,7 +13,7 @@ ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_ALLO
 def report_of(worker: Any) -> list[int]:
     """Return what a rank of the engine read, and what it got from others."""
     report = worker.get_model().bytecheckpoint_report
-    return [report.bytes_read, report.bytes_received]
+    return [report.bytes_read, getattr(report, "bytes_received", 0)]
 
 
 def main() -> None:
@@ -47,7 +47,12 @@ def main() -> None:
             engine.collective_rpc("reload_weights", kwargs={"weights_path": line.strip()} if line.strip() else {})
         except Exception as error:  # noqa: BLE001  printed
             failed = str(error)
-        print("RESULT", json.dumps({"tokens": tokens(), "failed": failed}), flush=True)
+        found = {
+            "tokens": tokens(),
+            "failed": failed,
+            "reports": engine.collective_rpc(report_of) if not failed else [],
+        }
+        print("RESULT", json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

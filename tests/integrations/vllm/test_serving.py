@@ -17,6 +17,8 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
+from bytecheckpoint.publishing import Publisher
+from tests.support.damage import damage
 from tests.support.layouts import Leaf
 
 pytestmark = pytest.mark.timeout(500)
@@ -150,6 +152,42 @@ def test_two_ranks_serve_a_run_and_load_newer_steps(tmp_path: Path, engines: lis
     save_sharded(run / "step_00000003", first, 2)
     # vLLM reads one rank's reply to a call that failed: the other's, still of a call before, may come back here.
     assert engines[0].reload("")["tokens"] == tokens_of(first), "without a path, the newest step of the run"
+
+
+def test_two_ranks_follow_a_publisher(tmp_path: Path, engines: list[Engine]) -> None:
+    model, root = llama(0), tmp_path / "versions"
+    describe(model, tmp_path / "config")
+    size = sum(tensor.nbytes for tensor in model.state_dict().values())
+    with Publisher(root) as publisher:
+        publisher.publish(model, 1).result()
+        engines.append(Engine(tmp_path / "config", {"checkpoint": str(root), "ranks": 2, "follow": True}))
+        result = engines[0].result()
+        assert result["tokens"] == tokens_of(model)
+        assert max(read for read, _ in result["reports"]) < 0.8 * size
+        seen = {tuple(result["tokens"])}
+        for step in (2, 3, 4, 5):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    changed = torch.rand(parameter.shape) < 0.05
+                    parameter[changed] = 0.2 * torch.randn(int(changed.sum()))
+            publisher.publish(model, step).result()
+            if step == 3:
+                continue  # the next one brings both
+            if step == 5:
+                file = next((root / "step_00000005" / "model").glob("rank-*.delta"))
+                whole = file.read_bytes()
+                damage(file)
+                refused = engines[0].reload("")
+                assert refused["failed"] and refused["tokens"] == result["tokens"], "the old weights stay"
+                file.write_bytes(whole)
+                # vLLM may reply with the error of the other rank to the next call.
+                assert engines[0].reload("")["tokens"] == tokens_of(model)
+                break
+            result = engines[0].reload("")
+            assert not result["failed"] and result["tokens"] == tokens_of(model)
+            assert all(read < 0.25 * size for read, _ in result["reports"])
+            seen.add(tuple(result["tokens"]))
+    assert len(seen) > 1
 
 
 def test_experts_of_transformers_by_a_layout(tmp_path: Path, engines: list[Engine]) -> None:

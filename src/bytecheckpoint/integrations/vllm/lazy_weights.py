@@ -96,6 +96,19 @@ class WantedWeight:
             self.copies.append((stored, first))
         return True
 
+    def kept(self, dtype: torch.dtype) -> WantedWeight:
+        """Return the same boxes with memory of their own, in the dtype of the checkpoint."""
+        boxes = {box: torch.empty(box[1], dtype=dtype) for box in self.boxes}
+        return WantedWeight(self.shape, boxes)
+
+    def part(self, begins: tuple[int, ...], lengths: tuple[int, ...]) -> torch.Tensor | None:
+        """Return the elements of a box from the memory of one that holds it; None if none does."""
+        for (first, extent), memory in self.boxes.items():
+            inside = [(b - f, b - f + n) for b, f, n in zip(begins, first, lengths, strict=True)]
+            if all(low >= 0 and high <= size for (low, high), size in zip(inside, extent, strict=True)):
+                return memory[tuple(slice(*one) for one in inside)]
+        return None
+
     def __bytecheckpoint_shards__(self) -> list[tuple[Sequence[int], Sequence[int], torch.Tensor]]:
         return [(self.shape, begins, memory) for (begins, _), memory in self.boxes.items()]
 

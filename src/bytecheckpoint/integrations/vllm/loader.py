@@ -21,14 +21,16 @@ from bytecheckpoint.layouts.config import flattened
 from bytecheckpoint.layouts.layout import Layout, builtin_names, find, find_or_read
 from bytecheckpoint.manager.run_folder import RunFolder, step_folder
 from bytecheckpoint.opening import Checkpoint, Entry
+from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.planning.part_space import stored_side
+from bytecheckpoint.publishing import Follower, FollowReport
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import resolve
 
 __all__ = ["CheckpointLoader"]
 
 _log = logging.getLogger("bytecheckpoint")
-_OPTIONS = ("checkpoint", "layout", "state")
+_OPTIONS = ("checkpoint", "layout", "state", "follow")
 
 
 def checkpoint_at(path: str) -> str | None:
@@ -49,6 +51,12 @@ def leads_to(layout: Layout, side: str, names: list[str]) -> bool:
     return stored is not None and layout.sides[stored] != side
 
 
+def _group_of_ranks() -> Any:
+    """Return the process group of the engine's ranks; None for one rank."""
+    group = get_world_group()
+    return group.cpu_group if group.world_size > 1 else None
+
+
 class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
     """Loads the weights of a checkpoint, or of the newest step of a run, into a model of vLLM.
 
@@ -58,6 +66,8 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
     - `layout`: layout by which the tensors get the names of Hugging Face; by default, and for "auto", the built-in one for
       the model's configuration whose other side has the checkpoint's names, if there is one.
     - `state`: name of the state that is the model, by default "model".
+    - `follow`: true to follow the versions in the folder `checkpoint`: each rank keeps its part of the weights in host
+      memory too, and a reload reads only what changed.
 
     The ranks of the engine read each byte that any of them wants once, and send each other their parts. The model's
     attribute `bytecheckpoint_report` is the `LoadReport`.
@@ -72,6 +82,7 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
         self._checkpoint: str | None = options.get("checkpoint")
         self._layout: str = options.get("layout", "auto")
         self._state: str = options.get("state", "model")
+        self._follow: bool = options.get("follow", False)
         # vLLM makes another loader for each reload, with the same configuration: what they share is kept there.
         self._memory: dict[str, Any] = vars(load_config).setdefault("_bytecheckpoint", {})
 
@@ -87,27 +98,50 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
         with checkpoint:
             self._memory["tensors"] = self._shapes(checkpoint)
             loaded = model.load_weights(self._weights(checkpoint, wanted))
-        if wanted:
-            group = get_world_group()
-            report = bytecheckpoint.load(
+            dtypes = {name: entry.dtype for name, entry in self._tensors(checkpoint).items()}
+        if self._follow:
+            if wanted is None:
+                raise UsageError("follow=true is for models whose layers do not quantise while they are loaded")
+            model.bytecheckpoint_report = self._begin_to_follow(wanted, dtypes, layout, model_config)
+        elif wanted:
+            model.bytecheckpoint_report = bytecheckpoint.load(
                 path,
                 {self._state: dict(wanted)},  # to which a load adds plain values
                 layout=layout,
                 strict={self._state: False},
                 cast=True,
                 prepare_save=False,
-                process_group=group.cpu_group if group.world_size > 1 else None,
+                process_group=_group_of_ranks(),
             )
-            model.bytecheckpoint_report = report
-            for part in wanted.values():
-                for memory, first in part.copies:
-                    memory.copy_(first)
+        for part in (wanted or {}).values():
+            for memory, first in part.copies:
+                memory.copy_(first)
         self._check_loaded(path, model, model_config, loaded)
+
+    def _begin_to_follow(
+        self,
+        wanted: Mapping[str, WantedWeight],
+        dtypes: Mapping[str, torch.dtype],
+        layout: Layout | None,
+        config: ModelConfig,
+    ) -> FollowReport | None:
+        """Load the newest version into memory that stays as it is, and copy it into the model, which may change its own."""
+        kept = {name: weight.kept(dtypes[name]) for name, weight in wanted.items()}
+        options = LoadOptions(strict={self._state: False})
+        root = self._place(config)
+        follower = Follower(root, layout=layout, options=options, process_group=_group_of_ranks())
+        report = follower.update({self._state: dict(kept)})
+        for name, weight in wanted.items():
+            for box, memory in weight.boxes.items():
+                memory.copy_(kept[name].boxes[box])
+        self._memory["followed"] = follower, kept
+        return report
 
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Return an iterator over the weights of another checkpoint, for vLLM's `reload_weights`.
 
-        Each part is read when vLLM copies it. vLLM keeps the old weights if this raises.
+        Each part is read when vLLM copies it, or has been brought to the newest version before. vLLM keeps the old weights
+        if this raises.
 
         Raises:
             CheckpointNotFoundError: there is none.
@@ -115,6 +149,9 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
         """
         try:
             checkpoint = self._other_checkpoint(model_config)
+            if followed := self._memory.get("followed"):
+                follower, kept = followed
+                model.bytecheckpoint_report = follower.update({self._state: dict(kept)})
         except Exception:
             model_config.model = self._memory["model"]  # the next reload without a path is not of this one
             raise
@@ -144,7 +181,9 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
         This is the one in the options, else the one at the model's own path, which vLLM makes the path of a reload.
         """
         first = self._memory.setdefault("model", model_config.model)
-        place = (self._checkpoint if model_config.model == first else None) or model_config.model
+        place = self._place(model_config)
+        if self._follow and model_config.model != first:
+            raise UsageError(f"this engine follows the versions in {place}: reload its weights without a path")
         group = get_world_group()
 
         def look() -> str | Exception:
@@ -163,6 +202,11 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
             raise path
         _log.info("weights of %s", path)
         return str(path)
+
+    def _place(self, model_config: ModelConfig) -> str:
+        """Return the folder of the checkpoint, or of the run."""
+        first = self._memory.setdefault("model", model_config.model)
+        return (self._checkpoint if model_config.model == first else None) or str(model_config.model)
 
     def _opened(self, path: str, model_config: ModelConfig) -> tuple[Checkpoint, Layout | None]:
         """Open a checkpoint under the names of Hugging Face; return it with the layout that leads to them, if one does."""
@@ -211,8 +255,11 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
         self, checkpoint: Checkpoint, wanted: dict[str, WantedWeight] | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         tensors = self._tensors(checkpoint)
+        kept: Mapping[str, WantedWeight] = self._memory["followed"][1] if "followed" in self._memory else {}
 
         def read(part: WeightPart) -> torch.Tensor:
+            if part.name in kept and (held := kept[part.name].part(part.begins, part.lengths)) is not None:
+                return held
             ranges = zip(part.begins, part.lengths, strict=True)
             return tensors[part.name][tuple(slice(begin, begin + n) for begin, n in ranges)]
 

@@ -1,0 +1,72 @@
+"""The versions in a folder, and which of them build on which."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bytecheckpoint.manager.rules import StepInfo
+
+__all__ = ["FACTS", "LastChains", "PublishedVersion", "path_to"]
+
+#: Name of the publisher's facts in the metadata of a version.
+FACTS = "published"
+
+
+@dataclass(frozen=True)
+class PublishedVersion:
+    """A version that was published.
+
+    Attributes:
+        step: training step.
+        path: address of its checkpoint.
+        id: id that no other version has; "" for a checkpoint that no publisher wrote.
+        base: id of the version on which it builds, "" for one that is whole.
+    """
+
+    step: int
+    path: str
+    id: str
+    base: str
+
+    @staticmethod
+    def of(info: StepInfo) -> PublishedVersion:
+        """Return the version in a step's folder."""
+        facts: Mapping[str, Any] = info.metadata.get(FACTS, {})
+        return PublishedVersion(info.step, info.path, facts.get("id", ""), facts.get("base", ""))
+
+
+def path_to(versions: Sequence[PublishedVersion], held: str) -> list[PublishedVersion]:
+    """Return the versions to apply one after the other to reach the last one; none if that has to be loaded whole.
+
+    Args:
+        versions: all versions, by step.
+        held: id of the version that is held.
+    """
+    by_id = {version.id: version for version in versions if version.id}
+    found: list[PublishedVersion] = []
+    at: PublishedVersion | None = versions[-1]
+    while at is not None and at.base and at not in found:
+        found.insert(0, at)
+        if at.base == held:
+            return found
+        at = by_id.get(at.base)
+    return []
+
+
+@dataclass(frozen=True)
+class LastChains:
+    """Keep the newest whole versions, with all that builds on them and what lies between.
+
+    Attributes:
+        count: number of whole versions.
+    """
+
+    count: int
+
+    def keep(self, steps: Sequence[StepInfo]) -> Collection[int]:
+        """See `KeepRule`."""
+        whole = [position for position, info in enumerate(steps) if not PublishedVersion.of(info).base]
+        first = whole[-self.count] if len(whole) >= self.count else 0
+        return [info.step for info in steps[first:]]

@@ -1,0 +1,362 @@
+"""Versions published at any layout, and followed at any other: equal bits, proven, with old weights kept on any error."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bytecheckpoint
+from bytecheckpoint import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    HuggingFaceView,
+    IncompatibleCheckpointError,
+    LoadOptions,
+    SaveOptions,
+    StorageFullError,
+    UsageError,
+)
+from bytecheckpoint.cli.main import run
+from bytecheckpoint.collectives import Collective, ThreadWorld
+from bytecheckpoint.publishing import Follower, FollowReport, Publisher
+from bytecheckpoint.storage.deltas.coding import PREFIX_BYTES
+from bytecheckpoint.tools import fingerprint
+from tests.support.damage import damage, storage_file
+from tests.support.faulty_storage import Faults
+from tests.support.layouts import Leaf, bits, grid_boxes
+from tests.support.memory import new_memory
+from tests.support.ranks import outcomes
+from tests.support.variants import crossed
+
+SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "w": ((90, 70), torch.bfloat16),
+    "v": ((33, 5, 7), torch.float32),
+    "q": ((64, 300), torch.float8_e4m3fn),
+    "n": ((41,), torch.float64),
+    "mask": ((50, 3), torch.bool),
+    "scale": ((), torch.float32),
+}
+
+
+class Model:
+    """Whole tensors that change by seeds, and the parts of them that ranks hold."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.whole = {name: _random(shape, dtype) for name, (shape, dtype) in SHAPES.items()}
+
+    def change(self, share: float) -> None:
+        """Change about this share of the elements of each tensor."""
+        for name, tensor in self.whole.items():
+            shape, dtype = SHAPES[name]
+            changed = torch.rand(shape) < share
+            self.whole[name] = torch.where(changed, _random(shape, dtype).float(), tensor.float()).to(dtype)
+            if dtype in (torch.float64, torch.float32):
+                self.whole[name] = torch.where(changed, _random(shape, dtype), tensor)
+
+    def held(self, cut: Callable[[str], list[list[Any]]], rank: int, *, blank: bool = False) -> dict[str, Any]:
+        """Return the states of a rank, whose boxes of each tensor `cut` lists."""
+        found = {}
+        for name, tensor in self.whole.items():
+            leaf = Leaf(tuple(tensor.shape), cut(name)[rank])
+            found[name] = leaf.fill(torch.zeros_like(tensor) if blank else tensor, strided=blank)
+        return {"model": found}
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    if dtype is torch.bool:
+        return torch.rand(shape) < 0.5
+    return torch.randn(shape, dtype=torch.float64).to(dtype)
+
+
+def cut_by(ranks: int, dim: int, copies: int = 1) -> Callable[[str], list[list[Any]]]:
+    """Return how `ranks` ranks hold the tensors: cut along `dim` where they have it, each part on `copies` ranks."""
+
+    def cut(name: str) -> list[list[Any]]:
+        shape, parts = SHAPES[name][0], ranks // copies
+        if not shape:
+            return [[((), ())]] * ranks
+        along = min(dim, len(shape) - 1)
+        cuts = [[shape[k] * p // parts for p in range(1, parts)] if k == along else [] for k in range(len(shape))]
+        boxes = grid_boxes(shape, cuts)
+        return [[boxes[rank % parts]] for rank in range(ranks)]
+
+    return cut
+
+
+def check(states: dict[str, Any], model: Model) -> None:
+    """Fail unless a rank holds the model's elements."""
+    for name, leaf in states["model"].items():
+        for (offsets, lengths), tensor in zip(leaf.boxes, leaf.tensors, strict=True):
+            piece = model.whole[name][tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+            assert torch.equal(bits(piece), bits(tensor)), name
+
+
+class Trainer:
+    """A publisher on some ranks, which are threads."""
+
+    def __init__(self, root: str | Path, ranks: int = 2, dim: int = 0, copies: int = 1, **options: Any) -> None:
+        self.model, self.root, self.step = Model(), root, 0
+        self._cut, self._options, self.world = cut_by(ranks, dim, copies), options, ThreadWorld(ranks)
+        self._publishers: dict[int, Publisher] = {}
+
+    def publish(self, share: float = 0.02, place: str | Path | None = None) -> list[Any]:
+        """Change a share of the elements, and publish; return each rank's report or error."""
+        self.model.change(share)
+        self.step += 1
+
+        def one(collective: Collective) -> Any:
+            rank = collective.rank
+            if rank not in self._publishers:
+                self._publishers[rank] = Publisher(place or self.root, **self._options)
+            states = self.model.held(self._cut, rank)
+            return self._publishers[rank].publish(states, self.step).result(60)
+
+        return outcomes(self.world, one)
+
+    def end(self) -> None:
+        outcomes(self.world, lambda collective: self._publishers.pop(collective.rank).close())
+
+
+class Engine:
+    """A follower on some ranks, which are threads."""
+
+    def __init__(self, model: Model, root: str | Path, ranks: int, dim: int, copies: int = 1) -> None:
+        self._model, self.world, cut = model, ThreadWorld(ranks), cut_by(ranks, dim, copies)
+        self.followers = [Follower(root) for _ in range(ranks)]
+        self.states = [model.held(cut, rank, blank=True) for rank in range(ranks)]
+
+    def update(self, **options: Any) -> list[Any]:
+        def one(collective: Collective) -> Any:
+            return self.followers[collective.rank].update(self.states[collective.rank], **options)
+
+        return outcomes(self.world, one)
+
+    def check(self) -> None:
+        for states in self.states:
+            check(states, self._model)
+
+    def snapshot(self) -> list[torch.Tensor]:
+        return [bits(t).clone() for states in self.states for leaf in states["model"].values() for t in leaf.tensors]
+
+
+def fine(found: list[Any]) -> list[FollowReport]:
+    """Return reports; raise the first error."""
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return found
+
+
+@pytest.mark.parametrize(
+    ("published", "followed"),
+    crossed([(1, 0, 1), (3, 0, 1), (2, 1, 1), (4, 1, 2)], [(2, 0, 1), (4, 0, 2), (3, 1, 1), (1, 0, 1)]),
+)
+def test_any_layout_follows_any_other(tmp_path: Path, published: Any, followed: Any) -> None:
+    trainer = Trainer(tmp_path, *published)
+    trainer.publish()
+    engine = Engine(trainer.model, tmp_path, *followed)
+    for report in fine(engine.update()):
+        assert (report.step, report.versions, report.changed) == (1, 0, 0)
+    engine.check()
+    for share in (0.02, 0.0, 0.2, 0.01):
+        assert all(report.bytes_written for report in trainer.publish(share))
+        for report in fine(engine.update()):
+            assert (report.step, report.versions, report.unproven) == (trainer.step, 1, ())
+        engine.check()
+    assert fine(engine.update()) == [None] * followed[0]
+    for share in (0.01, 0.01, 0.01):
+        trainer.publish(share)
+    assert {report.versions for report in fine(engine.update())} == {3}
+    engine.check()
+    trainer.end()
+
+
+def test_a_version_is_an_ordinary_checkpoint(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, 3)
+    for share in (1.0, 0.02, 0.02):
+        trainer.publish(share)
+    trainer.end()
+    path, cut = tmp_path / "step_00000003", cut_by(2, 1)
+    assert sum(f.stat().st_size for f in path.rglob("*.delta")) < 0.2 * sum(
+        f.stat().st_size for f in (tmp_path / "step_00000001").rglob("*.safetensors")
+    )
+    for rank in range(2):
+        loaded = trainer.model.held(cut, rank, blank=True)
+        bytecheckpoint.load(path, loaded)
+        check(loaded, trainer.model)
+    with bytecheckpoint.open(path) as checkpoint:
+        assert torch.equal(checkpoint["model/w"][10:20, 3:], trainer.model.whole["w"][10:20, 3:])
+    assert run(["verify", str(path)]) == 0
+    assert run(["inspect", str(path)]) == 0
+    assert run(["ls", str(tmp_path)]) == 0
+    assert run(["diff", str(path), str(tmp_path / "step_00000002")]) == 1
+    assert fingerprint(path) == fingerprint(path, recompute=True)
+    with pytest.raises(UsageError, match="differences"):
+        bytecheckpoint.tools.copy(path, tmp_path / "copy")
+    shutil.move(tmp_path, f"{tmp_path}-moved")  # the folder of the versions may move as a whole
+    assert run(["verify", f"{tmp_path}-moved/step_00000003"]) == 0
+
+
+@given(share=st.floats(0, 1), rows=st.integers(1, 3000), seed=st.integers(0, 99), data=st.data())
+def test_any_share_of_changes(share: float, rows: int, seed: int, data: st.DataObject) -> None:
+    """Sparse, dense and whole segments, over several of them, read in any pieces through a chain of versions."""
+    torch.manual_seed(seed)
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.int8, torch.float64]))
+    weight = torch.randint(-100, 100, (rows, 97)).to(dtype)
+    with new_memory() as root, Publisher(root) as publisher:
+        followed = {"model": {"w": torch.zeros_like(weight)}}
+        follower = Follower(root)
+        for step in range(1, 4):
+            weight = torch.where(torch.rand(weight.shape) < share, weight + torch.tensor(step, dtype=dtype), weight)
+            publisher.publish({"model": {"w": weight}}, step).result()
+            follower.update(followed)
+            assert torch.equal(followed["model"]["w"], weight)
+        with bytecheckpoint.open(f"{root}/step_00000003") as found:
+            low = data.draw(st.integers(0, rows))
+            assert torch.equal(found["model/w"][low:], weight[low:])
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Trainer, Engine]:
+    """Two ranks that publish, and three that follow and have version 1."""
+    trainer = Trainer(tmp_path, 2)
+    trainer.publish()
+    engine = Engine(trainer.model, tmp_path, 3, 1)
+    fine(engine.update())
+    return trainer, engine
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "extend", "remove", "index", "prefix"])
+@pytest.mark.parametrize("rank", ["00000", "00001"])
+def test_a_damaged_version_is_never_applied(pair: tuple[Trainer, Engine], how: str, rank: str) -> None:
+    trainer, engine = pair
+    trainer.publish()
+    file = storage_file(Path(trainer.root) / "step_00000002", rank=rank)
+    whole, before = file.read_bytes(), engine.snapshot()
+    places = {"flip": PREFIX_BYTES + 20, "index": -20, "prefix": 12}
+    damage(file, how if how in ("cut", "extend", "remove") else "flip", places.get(how, 0))
+    found = engine.update()
+    assert any(isinstance(error, CorruptCheckpointError) for error in found), found
+    assert all(isinstance(error, CorruptCheckpointError) for error in found), found
+    assert rank in str(found[0])
+    assert all(torch.equal(a, b) for a, b in zip(before, engine.snapshot(), strict=True))
+    with pytest.raises(CorruptCheckpointError):
+        bytecheckpoint.load(Path(trainer.root) / "step_00000002", trainer.model.held(cut_by(1, 0), 0, blank=True))
+    file.write_bytes(whole)
+    assert {report.versions for report in fine(engine.update())} == {1}
+    engine.check()
+
+
+def test_a_follower_that_was_changed_is_refused(pair: tuple[Trainer, Engine]) -> None:
+    trainer, engine = pair
+    trainer.publish()
+    changed = engine.states[1]["model"]["w"].tensors[0]
+    changed += 1
+    before = engine.snapshot()
+    found = engine.update()
+    assert all(isinstance(error, CorruptCheckpointError) and "model/w" in str(error) for error in found), found
+    assert all(torch.equal(a, b) for a, b in zip(before, engine.snapshot(), strict=True))
+
+
+def test_versions_that_are_gone_or_of_another_publisher_are_loaded_whole(pair: tuple[Trainer, Engine]) -> None:
+    trainer, engine = pair
+    trainer.publish()
+    trainer.publish()
+    shutil.rmtree(Path(trainer.root) / "step_00000002")
+    found = engine.update()  # version 3 builds on it
+    assert all(isinstance(error, CorruptCheckpointError) and "missing" in str(error) for error in found), found
+    trainer.end()  # the next publisher builds on nothing
+    trainer.publish()
+    assert {report.versions for report in fine(engine.update())} == {0}
+    engine.check()
+    trainer.publish()
+    assert {report.versions for report in fine(engine.update())} == {1}
+    engine.check()
+
+
+def test_a_publisher_that_went_back(pair: tuple[Trainer, Engine]) -> None:
+    trainer, engine = pair
+    trainer.publish()
+    fine(engine.update())
+    trainer.step = 0
+    assert all(isinstance(error, UsageError) and "ascend" in str(error) for error in trainer.publish())
+    trainer.end()
+    trainer.step = 1
+    assert all(isinstance(error, UsageError) and "up to step 2" in str(error) for error in trainer.publish())
+    shutil.rmtree(Path(trainer.root) / "step_00000002")
+    found = engine.update()
+    assert all(isinstance(error, IncompatibleCheckpointError) and "went back" in str(error) for error in found), found
+    assert {report.step for report in fine(engine.update(step=1))} == {1}
+    assert all(isinstance(error, CheckpointNotFoundError) for error in engine.update(step=7))
+
+
+@pytest.mark.parametrize("call", ["write", "finish", "publish"])
+def test_a_version_that_fails_is_followed_by_a_whole_one(
+    pair: tuple[Trainer, Engine], call: str, monkeypatch: Any
+) -> None:
+    trainer, engine = pair
+    faults = Faults().install(monkeypatch)
+    faults.add(call, StorageFullError("no room"), rank=0)
+    found = trainer.publish()
+    assert any(isinstance(error, StorageFullError) for error in found)
+    assert fine(engine.update()) == [None] * 3
+    fine(trainer.publish())
+    assert {report.versions for report in fine(engine.update())} == {0}
+    engine.check()
+    fine(trainer.publish())
+    assert {report.versions for report in fine(engine.update())} == {1}
+    engine.check()
+
+
+def test_old_chains_go(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, 2, full_every=3, keep=2, grace=0)
+    engine = Engine(trainer.model, tmp_path, 2, 1)
+    for _ in range(11):
+        fine(trainer.publish())
+        fine(engine.update())
+        engine.check()
+    trainer.end()
+    committed = {int(p.parent.name[5:]) for p in tmp_path.glob("*/metadata.parquet")}
+    assert {10, 11, 7, 8, 9} <= committed <= {4, 5, 6, 7, 8, 9, 10, 11}
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    for wrong in ({"full_every": 0}, {"keep": 0}, {"keep": None}, {"full_every": True}):
+        with pytest.raises(UsageError):
+            Publisher(tmp_path, **wrong)
+    with pytest.raises(UsageError, match="incremental"):
+        Publisher(tmp_path, options=SaveOptions(incremental=True))
+    with pytest.raises(UsageError, match="view"):
+        Publisher(tmp_path, options=SaveOptions(view=HuggingFaceView()))
+    with pytest.raises(UsageError):
+        Follower(tmp_path).update(3)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointNotFoundError, match="no version"):
+        Follower(tmp_path).update(torch.nn.Linear(2, 2))
+
+
+def test_other_names_and_dtypes(tmp_path: Path) -> None:
+    """A follower that sees other names follows by changes; one in another dtype loads each version whole."""
+    model, cast = torch.nn.Linear(40, 30), torch.nn.Linear(40, 30, dtype=torch.bfloat16)
+    named = torch.nn.ModuleDict({"inner": torch.nn.Linear(40, 30)})
+    first = Follower(tmp_path, options=LoadOptions(cast=True))
+    second = Follower(tmp_path, options=LoadOptions(rename={"model/inner.": "model/"}))
+    with Publisher(tmp_path) as publisher:
+        for step in (1, 2):
+            with torch.no_grad():
+                model.weight[step] += 1
+            publisher.publish(model, step).result()
+            reports = first.update(cast), second.update(named)
+            assert [report.versions for report in reports if report] == [0, step - 1]
+            assert torch.equal(cast.weight, model.weight.to(torch.bfloat16))
+            assert torch.equal(named["inner"].weight, model.weight)
