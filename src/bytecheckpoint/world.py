@@ -83,6 +83,10 @@ class SaveQueue:
             _log.warning("an asynchronous save is written by its caller: %s", error)
             work()
 
+    def expect_behind(self) -> None:
+        """Start the thread for work behind commits: none can start when the interpreter ends."""
+        self._last_behind = self._last_behind or _submit(self._behind, lambda: None)
+
     def submit_behind(self, work: Callable[[], None]) -> None:
         """Run work behind a commit, for which no later save waits.
 

@@ -15,9 +15,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint
-from bytecheckpoint import CheckpointManager, HuggingFaceView, SaveOptions, StorageError, UsageError, tools
+from bytecheckpoint import (
+    CheckpointManager,
+    HuggingFaceView,
+    SaveOptions,
+    StorageConflictError,
+    StorageError,
+    UsageError,
+    tools,
+)
 from bytecheckpoint.engine.view_files import VIEW_INDEX
 from bytecheckpoint.manager import Retention
+from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.tools.huggingface import WeightFiles
 from tests.support.pretrained import Net, check, trained
 from tests.support.worlds import on_ranks
@@ -131,3 +140,27 @@ def test_a_rank_without_a_view_ends_that_of_all(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="this rank gave no view="):
         handle.viewed.result(60)
     assert not (tmp_path / VIEW_INDEX).exists()
+
+
+@on_ranks(2)
+def test_a_save_meanwhile_gets_no_older_weights(tmp_path: Path) -> None:
+    """Another save commits when the index of the first one's view is about to be published."""
+    real, stopped, replaced = PosixStorage.publish, threading.Event(), threading.Event()
+
+    def publish(storage: Any, name: str, data: bytes, **options: Any) -> None:
+        if name == VIEW_INDEX and not stopped.is_set():
+            stopped.set()
+            assert replaced.wait(60)
+        real(storage, name, data, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PosixStorage, "publish", publish)
+        first = bytecheckpoint.save(tmp_path, sharded(), view=VIEW)
+        assert dist.get_rank() or stopped.wait(60)
+        bytecheckpoint.save(tmp_path, sharded(2.0))
+        dist.barrier()
+        replaced.set()
+        with pytest.raises(StorageConflictError, match="another save has replaced"):
+            first.viewed.result(60)
+    dist.barrier()
+    assert not (tmp_path / VIEW_INDEX).exists() and not files_in(tmp_path)

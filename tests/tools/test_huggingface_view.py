@@ -255,3 +255,14 @@ def test_a_kill_leaves_a_whole_view_or_none(tmp_path: Path, form: str) -> None:
         assert not list(path.glob("model-*")), "files of killed views go"
         number += 3
     assert code == 0 and number > 20 and views >= {1.0, 2.0}
+
+
+def test_the_end_of_a_program_waits_for_the_view(tmp_path: Path) -> None:
+    code = f"""
+import bytecheckpoint
+from tests.support.pretrained import trained
+from tests.tools.test_huggingface_view import AS_FILES
+bytecheckpoint.save({str(tmp_path)!r}, trained(), view=AS_FILES, async_checkpoint=True)
+"""
+    subprocess.run(forked("-c", code), env=environment(), check=True)
+    check(tmp_path)

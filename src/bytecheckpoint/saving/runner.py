@@ -48,6 +48,8 @@ def run_save(
     try:
         if isinstance(request, SaveRequest) and (tier := tier_of(request.storage)) is not None:
             world.flusher.expect(handle, tier.url, settings)
+        if isinstance(request, SaveRequest) and request.states.view is not None:
+            world.saves.expect_behind()
         with _begin(world, request, settings, operation) as run:
             run.start(handle)
     except BaseException as error:
@@ -331,6 +333,7 @@ def follow_with_view(
     try:
         world.saves.submit_behind(write)
     except Exception as error:  # noqa: BLE001  kept for the owner of the future
+        _log.warning("%s is committed without its view: %s", storage.url, error)
         handle.viewed.set_exception(error)
 
 

@@ -10,7 +10,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
-from bytecheckpoint.concurrency import call_with_timeout
+from bytecheckpoint.concurrency import Workers, call_with_timeout
 from bytecheckpoint.engine.tensor_bytes import flat_bytes
 from bytecheckpoint.engine.view_files import VIEW_INDEX as _INDEX
 from bytecheckpoint.errors import CheckpointError, UsageError
@@ -214,7 +214,9 @@ class WeightFiles:
         digest = xxhash.xxh3_64(header)
         writer = storage.create(NewFile(file.name, len(header) + file.nbytes))
         try:
-            with ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-export") as pool:
+            with contextlib.ExitStack() as stack:
+                pool = Workers(1, "bytecheckpoint-export")
+                stack.callback(pool.shutdown)
                 last: Future[None] | None = None
                 position = len(header)
                 for batch in self._batches(file):

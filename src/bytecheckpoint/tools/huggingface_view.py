@@ -167,8 +167,13 @@ class _ModelView(ViewOfSave):
 
             def publish(sums: list[dict[str, Any]]) -> None:
                 target.sync(names)
-                _check_current(read_outline(target), generation)  # else a replaced step would get this view
+                _check_current(read_outline(target), generation)
                 target.publish(VIEW_INDEX, weights.index({name: one for part in sums for name, one in part.items()}))
+                try:
+                    _check_current(read_outline(target), generation)
+                except CheckpointError:  # another save has committed meanwhile, and must not have these weights
+                    target.delete([VIEW_INDEX])
+                    raise
 
             try:
                 ranks.agree("write", lambda: weights.write(target), publish)
