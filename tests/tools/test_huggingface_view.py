@@ -182,6 +182,7 @@ def test_the_files_of_a_view_follow_a_flush(tmp_path: Path, monkeypatch: pytest.
             assert handle.result().view == "files"
             handle.viewed.result()
             check(tmp_path / "step", value)
+        assert not tools.verify(f"tier+file://{tmp_path}/step").notes
     assert tools.verify(tmp_path / "step").ok and len(list(tmp_path.glob("step/model-*"))) == 1
 
 

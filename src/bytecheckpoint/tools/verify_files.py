@@ -327,7 +327,8 @@ def _notes(storage: Storage, catalog: Catalog) -> tuple[str, ...]:
         f"{file.name} has no checksums: only its size was checked" for file in catalog.files if not file.block_bytes
     ]
     view = view_names(catalog.info, present)
-    if VIEW_KEY in catalog.info and VIEW_INDEX not in view and "moved_to" not in catalog.info:
+    elsewhere = storage.capabilities.machine_only or "moved_to" in catalog.info
+    if VIEW_KEY in catalog.info and VIEW_INDEX not in view and not elsewhere:
         notes.append("its view for other programs is not there, or not yet: `export` writes one elsewhere")
     for name, size in stray:
         if name.startswith(f"{METRICS_FOLDER}/") or name in view:
