@@ -24,11 +24,13 @@ from bytecheckpoint.storage import FileReader, Storage, open_stored
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tools.progress import Counted, Progress
 
-__all__ = ["VerifyFinding", "VerifyReport", "coverage_findings", "finding_in", "verify_catalog"]
+__all__ = ["NO_VIEW", "VerifyFinding", "VerifyReport", "coverage_findings", "finding_in", "verify_catalog"]
 
 #: Bytes of one read, and of the reads for which a thread opens a file once.
 _CHUNK, _SECTION = 8 << 20, 64 << 20
 _MAX_NAMED_TENSORS = 20
+#: Note on a checkpoint without the view that it should have.
+NO_VIEW = "its view for other programs is not there, or not yet: `export` writes one elsewhere"
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,9 +329,8 @@ def _notes(storage: Storage, catalog: Catalog) -> tuple[str, ...]:
         f"{file.name} has no checksums: only its size was checked" for file in catalog.files if not file.block_bytes
     ]
     view = view_names(catalog.info, present)
-    elsewhere = storage.capabilities.machine_only or "moved_to" in catalog.info
-    if VIEW_KEY in catalog.info and VIEW_INDEX not in view and not elsewhere:
-        notes.append("its view for other programs is not there, or not yet: `export` writes one elsewhere")
+    if VIEW_KEY in catalog.info and VIEW_INDEX not in view and "moved_to" not in catalog.info:
+        notes.append(NO_VIEW)
     for name, size in stray:
         if name.startswith(f"{METRICS_FOLDER}/") or name in view:
             continue

@@ -14,7 +14,7 @@ from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
 from bytecheckpoint.tiers.names import INTERNAL_FILES
 from bytecheckpoint.tiers.storage import TierStorage
 from bytecheckpoint.tools.progress import Progress
-from bytecheckpoint.tools.verify_files import VerifyFinding, VerifyReport, verify_catalog
+from bytecheckpoint.tools.verify_files import NO_VIEW, VerifyFinding, VerifyReport, verify_catalog
 
 __all__ = ["verify_tier"]
 
@@ -61,7 +61,7 @@ def verify_tier(storage: TierStorage, progress: Progress | None = None, *, threa
             if finding.file and (flushed or (finding.kind != "missing" and finding.file in wanting)):
                 findings.append(_with_copy(finding, "durable", storage.durable.url))
         notes += durable_report.notes if flushed else ()
-    notes += [note for note in hot_report.notes if not INTERNAL_FILES.match(note)]
+    notes += [note for note in hot_report.notes if not INTERNAL_FILES.match(note) and (note != NO_VIEW or not flushed)]
     bad_blocks = [_bad_blocks(report.findings) for report in reports]
     lost = [file.name for file in catalog.files if not is_uri(file.name) and _is_lost(file.name, bad_blocks)]
     restorable = not lost and all(finding.file for finding in hot_report.findings)
