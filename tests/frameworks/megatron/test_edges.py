@@ -324,6 +324,7 @@ def unsupported_states(layout: Layout, what: str) -> dict[str, Any]:
         kind = type("LayerWise", (LayerWiseDistributedOptimizer,), {"__init__": lambda self: None})
         wrapper: Any = kind()
         wrapper.chained_optimizers = list(trained.optimizer.chained_optimizers)
+        wrapper.overlap_param_gather = True
         return trained.states() | {"optimizer": wrapper}
     for optimizer in trained.optimizer.chained_optimizers:
         optimizer.config.use_precision_aware_optimizer = True
@@ -333,7 +334,7 @@ def unsupported_states(layout: Layout, what: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("layer-wise", "optimizer: LayerWiseDistributedOptimizer is not supported"),
+        ("layer-wise", "optimizer: LayerWiseDistributedOptimizer with overlap_param_gather is not supported"),
         ("offload", "optimizer: DistributedOptimizer with optimizer_cpu_offload is not supported"),
         ("precision-aware", "optimizer: DistributedOptimizer with use_precision_aware_optimizer"),
     ],

@@ -13,6 +13,7 @@ import threading
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -34,11 +35,21 @@ class OnCpu(TorchFunctionMode):
             return str(func(*args)).replace("torch.", "torch.cuda.", 1)
         if func is torch.Tensor.record_stream:
             return None
+        if func is dist.all_gather and len({part.numel() for part in args[0]}) > 1:
+            return _gather_uneven(*args, **kwargs)
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], CPU, *args[2:])
         return func(*args, **kwargs)
+
+
+def _gather_uneven(parts: list[torch.Tensor], own: torch.Tensor, group: Any = None, async_op: bool = False) -> None:
+    """Gather parts of different sizes, as NCCL does and gloo does not."""
+    for rank, part in enumerate(parts):
+        if rank == dist.get_rank(group):
+            part.copy_(own)
+        dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
 
 
 class _NoOp:

@@ -31,6 +31,7 @@ class Trainer(MegatronModel):
         seed: number from which its values are made.
         lr: largest learning rate.
         build: function that returns the bare chunks of this rank's stage.
+        **options: further settings of the optimizer.
 
     Attributes:
         scheduler: Megatron's, of learning rate and weight decay.
@@ -44,6 +45,7 @@ class Trainer(MegatronModel):
         *,
         lr: float = RATE,
         build: Callable[[Layout], list[Any]] = build_chunks,
+        **options: Any,
     ) -> None:
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -51,7 +53,7 @@ class Trainer(MegatronModel):
         bare = build(layout)
         for chunk in bare:
             fill(chunk, seed)
-        super().__init__(layout, bare, lr=lr)
+        super().__init__(layout, bare, lr=lr, **options)
         for group in self.optimizer.param_groups:
             # Two groups that differ in both: norms and biases, and the rest.
             group["max_lr"] = group["lr"] = lr / 2 if group["wd_mult"] == 0 else lr

@@ -28,6 +28,7 @@ from bytecheckpoint.frameworks.megatron.layouts import ParameterLayout
 from bytecheckpoint.frameworks.megatron.main_params import (
     as_megatron_optimizers,
     flatten_chain,
+    is_layer_wise,
     main_params,
     params_with_masters,
 )
@@ -86,7 +87,10 @@ class MegatronFramework(NativeFramework):
         for state_name, value in states.items():
             for module in nested_objects(value, nn.Module):
                 owners += unwrap(module)[1]
-            owners += flatten_chain(state_name, as_megatron_optimizers(state_name, value) or ())
+            optimizers = as_megatron_optimizers(state_name, value) or ()
+            if any(map(is_layer_wise, optimizers)):
+                return "ranks of LayerWiseDistributedOptimizer get parameters that they do not step"
+            owners += flatten_chain(state_name, optimizers)
         for owner in owners:
             if reason := reason_parameters_change(owner):
                 return reason

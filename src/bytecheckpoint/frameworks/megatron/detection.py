@@ -24,6 +24,7 @@ __all__ = [
     "is_megatron_module",
     "is_megatron_optimizer",
     "is_model_parallel",
+    "is_older_than",
     "megatron_class",
     "reason_parameters_change",
     "require",
@@ -75,6 +76,11 @@ def check_version() -> None:
             f"Megatron-Core {version} is not supported: versions from {low} up to, not including, {high} are (tested: "
             f"{_TESTED}); install one of these"
         )
+
+
+def is_older_than(*numbers: int) -> bool:
+    """Return whether the imported Megatron-Core is older than a version."""
+    return loaded_version(_PACKAGE)[1] < numbers
 
 
 def require(state_name: str, owner: object, *attributes: str) -> None:

@@ -2,7 +2,8 @@
 
 The distributed optimizer joins the parameters of a model in buffers, cuts each bucket of a buffer into equal ranges, one
 per data-parallel rank, and steps 1-D tensors that hold this rank's range of one parameter. Its `gbuf_ranges` say which.
-The float16 optimizer steps fp32 copies of whole parameters, the FP32 optimizer steps the parameters themselves.
+The float16 optimizer steps fp32 copies of whole parameters, the FP32 optimizer steps the parameters themselves. Those of a
+layer-wise optimizer have the parameters that this rank steps.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from torch.optim import Optimizer
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.megatron.detection import (
     is_megatron_optimizer,
+    is_older_than,
     megatron_class,
     require,
     unknown_structure,
 )
 
-__all__ = ["MainParam", "as_megatron_optimizers", "flatten_chain", "main_params", "params_with_masters"]
+__all__ = [
+    "MainParam", "as_megatron_optimizers", "flatten_chain", "is_layer_wise", "main_params", "params_with_masters"
+]  # fmt: skip
 
 _STEP_IN_GROUP = ("apex", "transformer_engine")  # packages whose optimizers keep one step per param group
 
@@ -81,16 +85,26 @@ def flatten_chain(state_name: str, optimizers: Iterable[Any]) -> Iterator[Any]:
         UsageError: a chain is of a kind that is not supported.
     """
     for optimizer in optimizers:
-        layer_wise = megatron_class("optimizer.layer_wise_optimizer", "LayerWiseDistributedOptimizer")
-        if layer_wise is not None and isinstance(optimizer, layer_wise):
+        if is_layer_wise(optimizer) and is_older_than(0, 19):
+            raise UsageError(f"{state_name}: LayerWiseDistributedOptimizer is supported from Megatron-Core 0.19 on")
+        if is_layer_wise(optimizer) and getattr(optimizer, "overlap_param_gather", False):
             raise UsageError(
-                f"{state_name}: LayerWiseDistributedOptimizer is not supported: use the distributed optimizer"
+                f"{state_name}: LayerWiseDistributedOptimizer with overlap_param_gather is not supported, because ranks "
+                "hold old parameters until the next forward pass: train without the overlap"
             )
         chain = getattr(optimizer, "chained_optimizers", None)
         if chain is not None:
             yield from flatten_chain(state_name, chain)
         elif not getattr(optimizer, "is_stub_optimizer", False):
             yield optimizer
+
+
+def is_layer_wise(optimizer: object) -> bool:
+    """Return whether, here or in a chain, each data-parallel rank steps whole parameters, which all ranks then gather."""
+    layer_wise = megatron_class("optimizer.layer_wise_optimizer", "LayerWiseDistributedOptimizer")
+    if layer_wise is None or isinstance(optimizer, layer_wise):
+        return layer_wise is not None
+    return any(map(is_layer_wise, getattr(optimizer, "chained_optimizers", ())))
 
 
 def main_params(state_name: str, optimizers: Iterable[Any]) -> list[list[MainParam]]:
