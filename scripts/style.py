@@ -72,6 +72,7 @@ MANY_FIELDS: dict[str, str] = {
     "bytecheckpoint.representation.shards.LiveState": "the parts of a state that adapters capture, each with a default",
     "bytecheckpoint.frameworks.base.Destination": "the parts of a load plan that adapters add to, each with a default",
     "bytecheckpoint.planning.planned_rows.SavePlan": "the columns of one table",
+    "bytecheckpoint.representation.catalog.StorageFile": "the columns of one table",
     "bytecheckpoint.representation.catalog.Catalog": "the columns of one table, and what describes its file",
     "bytecheckpoint.representation.tilings.Tilings": "the columns of two tables",
     "bytecheckpoint.representation.catalog_footer._FileColumns": "a record of the format",

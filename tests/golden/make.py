@@ -187,7 +187,7 @@ def main() -> None:
 
     write_anew(VERSIONS, publish_versions)
     (VERSIONS / ".bytecheckpoint-manager").unlink()
-    shutil.rmtree(VERSIONS / METRICS_FOLDER)
+    shutil.rmtree(VERSIONS / METRICS_FOLDER, ignore_errors=True)
     with using(fingerprint=True):
         write_anew(FINGERPRINTS, save_fingerprints)
     with tuned(tiled_rows=0, tile_ranks=2, catalog_group_bytes=1):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,134 +24,18 @@ from bytecheckpoint import (
 )
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.collectives import Collective, ThreadWorld
-from bytecheckpoint.publishing import Follower, FollowReport, Publisher
+from bytecheckpoint.publishing import Follower, Publisher
 from bytecheckpoint.storage.deltas.coding import PREFIX_BYTES
 from bytecheckpoint.tools import fingerprint
+from bytecheckpoint.tuning import tuned
+from tests.saving.test_tiles import FSDP, TP, states
+from tests.saving.test_tiles import check as check_tiles
 from tests.support.damage import damage, storage_file
 from tests.support.faulty_storage import Faults
-from tests.support.layouts import Leaf, bits, grid_boxes
-from tests.support.memory import new_memory
+from tests.support.memory import hot_tier, new_memory
 from tests.support.ranks import outcomes
 from tests.support.variants import crossed
-
-SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-    "w": ((90, 70), torch.bfloat16),
-    "v": ((33, 5, 7), torch.float32),
-    "q": ((64, 300), torch.float8_e4m3fn),
-    "n": ((41,), torch.float64),
-    "mask": ((50, 3), torch.bool),
-    "scale": ((), torch.float32),
-}
-
-
-class Model:
-    """Whole tensors that change by seeds, and the parts of them that ranks hold."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.whole = {name: _random(shape, dtype) for name, (shape, dtype) in SHAPES.items()}
-
-    def change(self, share: float) -> None:
-        """Change about this share of the elements of each tensor."""
-        for name, tensor in self.whole.items():
-            shape, dtype = SHAPES[name]
-            changed = torch.rand(shape) < share
-            self.whole[name] = torch.where(changed, _random(shape, dtype).float(), tensor.float()).to(dtype)
-            if dtype in (torch.float64, torch.float32):
-                self.whole[name] = torch.where(changed, _random(shape, dtype), tensor)
-
-    def held(self, cut: Callable[[str], list[list[Any]]], rank: int, *, blank: bool = False) -> dict[str, Any]:
-        """Return the states of a rank, whose boxes of each tensor `cut` lists."""
-        found = {}
-        for name, tensor in self.whole.items():
-            leaf = Leaf(tuple(tensor.shape), cut(name)[rank])
-            found[name] = leaf.fill(torch.zeros_like(tensor) if blank else tensor, strided=blank)
-        return {"model": found}
-
-
-def _random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    if dtype is torch.bool:
-        return torch.rand(shape) < 0.5
-    return torch.randn(shape, dtype=torch.float64).to(dtype)
-
-
-def cut_by(ranks: int, dim: int, copies: int = 1) -> Callable[[str], list[list[Any]]]:
-    """Return how `ranks` ranks hold the tensors: cut along `dim` where they have it, each part on `copies` ranks."""
-
-    def cut(name: str) -> list[list[Any]]:
-        shape, parts = SHAPES[name][0], ranks // copies
-        if not shape:
-            return [[((), ())]] * ranks
-        along = min(dim, len(shape) - 1)
-        cuts = [[shape[k] * p // parts for p in range(1, parts)] if k == along else [] for k in range(len(shape))]
-        boxes = grid_boxes(shape, cuts)
-        return [[boxes[rank % parts]] for rank in range(ranks)]
-
-    return cut
-
-
-def check(states: dict[str, Any], model: Model) -> None:
-    """Fail unless a rank holds the model's elements."""
-    for name, leaf in states["model"].items():
-        for (offsets, lengths), tensor in zip(leaf.boxes, leaf.tensors, strict=True):
-            piece = model.whole[name][tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
-            assert torch.equal(bits(piece), bits(tensor)), name
-
-
-class Trainer:
-    """A publisher on some ranks, which are threads."""
-
-    def __init__(self, root: str | Path, ranks: int = 2, dim: int = 0, copies: int = 1, **options: Any) -> None:
-        self.model, self.root, self.step = Model(), root, 0
-        self._cut, self._options, self.world = cut_by(ranks, dim, copies), options, ThreadWorld(ranks)
-        self._publishers: dict[int, Publisher] = {}
-
-    def publish(self, share: float = 0.02, place: str | Path | None = None) -> list[Any]:
-        """Change a share of the elements, and publish; return each rank's report or error."""
-        self.model.change(share)
-        self.step += 1
-
-        def one(collective: Collective) -> Any:
-            rank = collective.rank
-            if rank not in self._publishers:
-                self._publishers[rank] = Publisher(place or self.root, **self._options)
-            states = self.model.held(self._cut, rank)
-            return self._publishers[rank].publish(states, self.step).result(60)
-
-        return outcomes(self.world, one)
-
-    def end(self) -> None:
-        outcomes(self.world, lambda collective: self._publishers.pop(collective.rank).close())
-
-
-class Engine:
-    """A follower on some ranks, which are threads."""
-
-    def __init__(self, model: Model, root: str | Path, ranks: int, dim: int, copies: int = 1) -> None:
-        self._model, self.world, cut = model, ThreadWorld(ranks), cut_by(ranks, dim, copies)
-        self.followers = [Follower(root) for _ in range(ranks)]
-        self.states = [model.held(cut, rank, blank=True) for rank in range(ranks)]
-
-    def update(self, **options: Any) -> list[Any]:
-        def one(collective: Collective) -> Any:
-            return self.followers[collective.rank].update(self.states[collective.rank], **options)
-
-        return outcomes(self.world, one)
-
-    def check(self) -> None:
-        for states in self.states:
-            check(states, self._model)
-
-    def snapshot(self) -> list[torch.Tensor]:
-        return [bits(t).clone() for states in self.states for leaf in states["model"].values() for t in leaf.tensors]
-
-
-def fine(found: list[Any]) -> list[FollowReport]:
-    """Return reports; raise the first error."""
-    for one in found:
-        if isinstance(one, BaseException):
-            raise one
-    return found
+from tests.support.versions import Engine, Trainer, check, cut_by, fine
 
 
 @pytest.mark.parametrize(
@@ -360,3 +243,53 @@ def test_other_names_and_dtypes(tmp_path: Path) -> None:
             assert [report.versions for report in reports if report] == [0, step - 1]
             assert torch.equal(cast.weight, model.weight.to(torch.bfloat16))
             assert torch.equal(named["inner"].weight, model.weight)
+
+
+# --- catalogs and storages --------------------------------------------------------------------------------------------
+
+
+def test_large_catalogs(tmp_path: Path) -> None:
+    """Catalogs in groups, of which each rank reads what it needs."""
+    with tuned(catalog_group_bytes=1, all_tables_bytes=0):
+        trainer = Trainer(tmp_path, 4)
+        fine(trainer.publish())
+        engine = Engine(trainer.model, tmp_path, 3, 1)
+        fine(engine.update())
+        for _ in range(2):
+            fine(trainer.publish())
+            assert {(report.versions, report.unproven) for report in fine(engine.update())} == {(1, ())}
+            engine.check()
+
+
+def test_catalogs_with_tilings(tmp_path: Path) -> None:
+    """Those of many ranks, which are of version 6."""
+    publishers = [Publisher(tmp_path) for _ in range(FSDP * TP)]
+
+    def publish(collective: Collective) -> list[Any]:
+        rank = collective.rank
+        both = (states(rank, FSDP, TP, salt=salt) for salt in (1, 2))
+        return [publishers[rank].publish(one, one["extra_states"]["salt"]).result(60) for one in both]
+
+    with tuned(tiled_rows=0, all_tables_bytes=0, catalog_group_bytes=1):
+        fine(outcomes(ThreadWorld(FSDP * TP), publish))
+        path = tmp_path / "step_00000002"
+        assert b"bytecheckpoint06" in (path / "metadata.parquet").read_bytes()
+        check_tiles(path, 2, 2, 1)
+        assert fingerprint(path) == fingerprint(path, recompute=True)
+
+
+def test_a_tier_keeps_versions_in_memory_and_flushes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = f"tier+file://{tmp_path}/run"
+    with hot_tier(monkeypatch):
+        trainer = Trainer(root, 1)
+        engine = Engine(trainer.model, root, 1, 0)
+        for _ in range(3):
+            fine(trainer.publish())
+            fine(engine.update())
+            engine.check()
+        trainer.end()
+    durable = Follower(tmp_path / "run")
+    states = trainer.model.held(cut_by(1, 0), 0, blank=True)
+    assert durable.update(states).step == 3  # type: ignore[union-attr]
+    check(states, trainer.model)
+    assert run(["verify", str(tmp_path / "run" / "step_00000003")]) == 0

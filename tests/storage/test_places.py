@@ -34,6 +34,7 @@ from tests.support.names import ODD_NAMES
 from tests.support.ranks import attempt, succeeded
 from tests.support.saves import load, save
 from tests.support.variants import crossed
+from tests.support.versions import Engine, Trainer, fine
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
@@ -53,6 +54,17 @@ def test_paths_of_odd_characters(anywhere: str, folder: str) -> None:
     assert run(["verify", path]) == 0
     assert resolve(f"{anywhere}/{folder}").folders() == ["step"]
     assert load_step(resolve(path).url) == 2
+
+
+def test_versions_are_published_and_followed(anywhere: str) -> None:
+    trainer = Trainer(f"{anywhere}/versions", 2)
+    engine = Engine(trainer.model, f"{anywhere}/versions", 3, 1)
+    for number in range(3):
+        fine(trainer.publish())
+        assert {report.versions for report in fine(engine.update())} == {int(number > 0)}
+        engine.check()
+    trainer.end()
+    assert run(["verify", f"{anywhere}/versions/step_00000003"]) == 0
 
 
 def test_slashes(anywhere: str) -> None:

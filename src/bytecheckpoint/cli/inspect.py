@@ -202,7 +202,7 @@ def _writers(catalog: Catalog) -> list[dict[str, Any]]:
             continue
         entry = total.setdefault(file.rank, [0, 0])
         entry[0] += 1
-        entry[1] += file.size
+        entry[1] += file.stored_bytes
     return [{"rank": rank, "files": files, "bytes": nbytes} for rank, (files, nbytes) in sorted(total.items())]
 
 

@@ -131,7 +131,7 @@ def summary(found: CatalogSummary) -> dict[str, Any]:
     return {
         "created": format_time(found.info.get("created")),
         "format": found.info.get("format"),
-        "bytes": sum(file.size for file in files),
+        "bytes": sum(file.stored_bytes for file in files),
         "files": len(files),
         "tensors": found.tensors,
         "state_names": found.states,

@@ -59,12 +59,9 @@ def parallel_reads(storage: Storage, catalog: Catalog) -> int:
     return max(storage.capabilities.parallel_reads for storage in storages)
 
 
-def own_bytes_of(storage: Storage, catalog: Catalog) -> int:
+def own_bytes_of(catalog: Catalog) -> int:
     """Return the bytes that a checkpoint's own files take in its folder."""
-    own = {file.name: file.size for file in catalog.files if not is_uri(file.name)}
-    if catalog.has_differences:
-        own |= {name: size for name, size in storage.list() if name in own}
-    return sum(own.values())
+    return sum(file.stored_bytes for file in catalog.files if not is_uri(file.name))
 
 
 class FileSet:

@@ -177,7 +177,7 @@ class RunFolder:
                 since_full=own.get("since_full", 0),
                 metadata={name: value for name, value in metadata.items() if name != _METADATA},
             )
-            known = self._known[name] = version, info, other_folders(catalog), own_bytes_of(step, catalog)
+            known = self._known[name] = version, info, other_folders(catalog), own_bytes_of(catalog)
         return copy.deepcopy(known[1])  # functions and rules of the program may change its dicts
 
     # --- a run that goes back ---------------------------------------------------------------------------------------

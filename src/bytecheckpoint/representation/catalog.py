@@ -63,7 +63,9 @@ class StorageFile:
         header_sum: xxh3_64 of the bytes before `data_offset`.
         block_bytes: size of a checksum block of the data section; 0 when there are no sums.
         generation: generation of the save that wrote the file; "" for a foreign file.
-        format: format of the file. All else is of the decoded file if it is kept as differences.
+        format: format of the file.
+        stored: bytes that the file takes in the storage, if it is kept as differences; `size` and all else is of the
+            decoded file then. 0 for a file that is stored as it is.
     """
 
     name: str
@@ -75,6 +77,12 @@ class StorageFile:
     block_bytes: int
     generation: str
     format: str = "safetensors"
+    stored: int = 0
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that the file takes in the storage."""
+        return self.stored or self.size
 
     @property
     def blocks(self) -> int:

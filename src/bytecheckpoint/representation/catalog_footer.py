@@ -66,6 +66,7 @@ class _FileColumns(msgspec.Struct):
     block_bytes: _Natural | list[_Natural]
     generation: str | list[str]
     format: str | list[str]
+    stored: _Natural | list[_Natural] = 0
 
 
 #: Names of the columns in `StorageFile` and in the footer.
@@ -190,6 +191,8 @@ def encode_footer(catalog: Catalog, version: int) -> bytes:
     columns: dict[str, Any] = {stored: [getattr(file, name) for file in files] for name, stored in _FILE_COLUMNS}
     columns["header_sum"] = [f"{value:016x}" for value in columns["header_sum"]]
     packed = {name: values[0] if len(set(values)) == 1 else values for name, values in columns.items()}
+    if not packed["stored"]:
+        del packed["stored"]  # no file is kept as differences
     untiled = np.flatnonzero(catalog.untiled).tolist()
     content = {
         "version": version,

@@ -25,7 +25,7 @@ from bytecheckpoint.storage.optional import UnfinishedUpload, abort_uploads, unf
 from bytecheckpoint.tracing.operation import pause
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["build_catalog", "may_have_committed", "remove_stale_files", "stale_files", "stale_uploads", "stored_sizes"]
+__all__ = ["build_catalog", "may_have_committed", "remove_stale_files", "stale_files", "stale_uploads"]
 
 _log = logging.getLogger("bytecheckpoint")
 
@@ -41,6 +41,7 @@ def build_catalog(
         generation: generation of the files that this save wrote.
         info: facts about the save as a whole.
     """
+    encoded = {name: nbytes for report in reports.values() for name, nbytes in report.encoded.items()}
     files: list[StorageFile] = []
     sums = []
     sums_of_boxes: list[bytes] = []
@@ -56,7 +57,8 @@ def build_catalog(
                 header_sum=record.header_sum,
                 block_bytes=record.block_bytes,
                 generation=generation_of(record.name) or generation,
-                format=DELTA if record.name.endswith(f".{DELTA}") else "safetensors",
+                format=DELTA if record.name in encoded else "safetensors",
+                stored=encoded.get(record.name, 0),
             )
         )
         sums.append(np.frombuffer(record.sums[0], np.uint64))
@@ -146,12 +148,6 @@ def _fingerprints(plan: SavePlan, sums: Sequence[bytes]) -> NDArray[np.uint64] |
     found = np.zeros((len(plan.tensors), 2), np.uint64)
     np.add.at(found, tensor, np.frombuffer(b"".join(sums), np.uint64).reshape(-1, 2))
     return found
-
-
-def stored_sizes(catalog: Catalog, reports: Mapping[int, WriteReport]) -> dict[str, int]:
-    """Return the bytes that the files of a catalog take in the storage, by name."""
-    encoded = {name: nbytes for report in reports.values() for name, nbytes in report.encoded.items()}
-    return {file.name: encoded.get(file.name, file.size) for file in catalog.files}
 
 
 def stale_files(storage: Storage, named: Mapping[str, int], replaces: str, view: Collection[str] = ()) -> list[str]:

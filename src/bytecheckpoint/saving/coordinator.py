@@ -38,7 +38,6 @@ from bytecheckpoint.saving.commit import (
     remove_stale_files,
     stale_files,
     stale_uploads,
-    stored_sizes,
 )
 from bytecheckpoint.saving.copies import CopyComparison, DifferingCopies, Samples
 from bytecheckpoint.saving.messages import (
@@ -343,7 +342,7 @@ class Coordinator:
             uploads = stale_uploads(storage)
             # Listed right before the commit, so that it names no file that somebody has removed. Files that appear later
             # belong to a save that begins later.
-            stale = stale_files(storage, stored_sizes(catalog, reports), replaces, view)
+            stale = stale_files(storage, {f.name: f.stored_bytes for f in catalog.files}, replaces, view)
             if VIEW_INDEX in stale:  # behind the commit it would show the weights of the replaced checkpoint
                 storage.delete([VIEW_INDEX])
                 stale.remove(VIEW_INDEX)

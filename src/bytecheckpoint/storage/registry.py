@@ -156,6 +156,13 @@ def open_differences(storage: Storage, file: StorageFile) -> DeltaReader:
     Raises as `open_stored`.
     """
     stored = open_named(storage, file.name)
+    if not stored.match_size(file.stored):
+        stored.close()
+        raise CorruptCheckpointError(
+            f"{storage.url}: {file.name} has {stored.size} bytes, the catalog says {file.stored}; the file was cut, "
+            "extended or replaced; use another checkpoint",
+            file=file.name,
+        )
     return _decoded(storage, file.name, stored)
 
 

@@ -186,7 +186,7 @@ def _plan_step(step: _ReadStep, kept: Mapping[str, str], users: Mapping[str, str
             return step.planned("skip", f"{user} uses its files")
     if not all(file.block_bytes for file in own):
         return step.planned("skip", "a file has no checksums, so a copy cannot be proved")
-    return step.planned("move", "older than the threshold", [file.size for file in own])
+    return step.planned("move", "older than the threshold", [file.stored_bytes for file in own])
 
 
 def _moved_files(catalog: Catalog) -> list[tuple[str, str, int]]:
@@ -195,7 +195,7 @@ def _moved_files(catalog: Catalog) -> list[tuple[str, str, int]]:
     for file in catalog.files:
         if is_uri(file.name):
             folder, kind, base = file.name.rsplit("/", 2)
-            moved.append((folder, f"{kind}/{base}", file.size))
+            moved.append((folder, f"{kind}/{base}", file.stored_bytes))
     return moved
 
 

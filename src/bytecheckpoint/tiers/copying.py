@@ -141,7 +141,7 @@ def copy_file(source: Storage, target: Storage, catalog: Catalog, number: int, p
         StorageError: either storage fails.
     """
     file = catalog.files[number]
-    with span("transfer", nbytes=file.size, subject=file.name):
+    with span("transfer", nbytes=file.stored_bytes, subject=file.name):
         _copy_file(source, target, catalog, number, progress)
 
 
@@ -150,9 +150,9 @@ def _copy_file(source: Storage, target: Storage, catalog: Catalog, number: int, 
     label = f"{source.url}/{file.name}"
     reader = with_time_limits(source).open(file.name)
     try:
-        size = reader.size if file.format == DELTA else file.size
+        size = file.stored_bytes
         if not reader.match_size(size):
-            raise CorruptCheckpointError(f"{label} has {reader.size} bytes instead of {file.size}", file=file.name)
+            raise CorruptCheckpointError(f"{label} has {reader.size} bytes instead of {size}", file=file.name)
         pieces = _pieces_of(reader, label, catalog, number, progress)
         if isinstance(target, UploadingStorage):
             upload = functools.partial(target.upload, file.name, size, pieces)
@@ -185,7 +185,7 @@ def is_sound(storage: Storage, catalog: Catalog, number: int) -> bool:
     except FileNotFoundError:
         return False
     try:
-        if reader.size != file.size and file.format != DELTA:
+        if reader.size != file.stored_bytes:
             return False
         for _ in _pieces_of(reader, f"{storage.url}/{file.name}", catalog, number)():
             pass
@@ -258,9 +258,7 @@ def copy_if_missing(
     Returns:
         Bytes that were copied.
     """
-    size = catalog.files[number].size
-    if present is not None and catalog.files[number].format == DELTA:
-        size = present  # its own checksums decide
+    size = catalog.files[number].stored_bytes
     if present == size and is_sound(target, catalog, number):
         return 0
     check()
@@ -309,11 +307,11 @@ def copy_files(
         file = catalog.files[number]
         try:
             there = present.get(file.name)
-            if there is None and copy_on_server(source, target, file.name, file.size):
-                there = file.size  # and verified next
+            if there is None and copy_on_server(source, target, file.name, file.stored_bytes):
+                there = file.stored_bytes  # and verified next
             copied = copy_if_missing(source, target, catalog, number, there, check, moved)
             if not copied:
-                moved(file.size)
+                moved(file.stored_bytes)
             elif read_back and not is_sound(target, catalog, number):
                 raise CorruptCheckpointError(
                     f"{target.url}/{file.name} does not read back as it was written; check that storage", file=file.name
@@ -344,7 +342,7 @@ def commit(source: Storage, target: Storage, catalog: Catalog, data: bytes, expe
         StorageError: a file is not there, or the storage fails.
     """
     present = dict(target.list())
-    named = {catalog.files[number].name: catalog.files[number].size for number in own_files(catalog)}
+    named = {catalog.files[number].name: catalog.files[number].stored_bytes for number in own_files(catalog)}
     for name, size in named.items():
         if present.get(name) != size and file_size(target, name) != size:
             raise StorageError(f"{target.url}: {name} is not there with its {size} bytes, so nothing is committed")

@@ -12,7 +12,6 @@ from typing import TypeVar
 
 from bytecheckpoint.concurrency import call_with_timeout
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError, StorageUnavailableError
-from bytecheckpoint.representation.catalog import DELTA, StorageFile
 from bytecheckpoint.representation.catalog_file import decode_outline
 from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
 from bytecheckpoint.storage.base import FileReader, Storage
@@ -88,19 +87,14 @@ def hot_copy_counts(url: str, durable: Storage, catalog: bytes, record: StepReco
 def missing_files(catalog: bytes, places: Sequence[Storage]) -> list[str]:
     """Return the files of a catalog that no place lists with the right size."""
     try:
-        missing = {file.name: file for file in decode_outline(catalog)[0] if not is_uri(file.name)}
+        missing = {file.name: file.stored_bytes for file in decode_outline(catalog)[0] if not is_uri(file.name)}
     except CheckpointError:
         return [CATALOG_NAME]
     for place in places:
         if missing:
             present = dict(list_own_files(place))
-            missing = {name: file for name, file in missing.items() if not _is_present(file, present.get(name))}
+            missing = {name: size for name, size in missing.items() if present.get(name) != size}
     return sorted(missing)
-
-
-def _is_present(file: StorageFile, size: int | None) -> bool:
-    """Return whether a file of some size, None for no file, may be that of a catalog."""
-    return size is not None and (size == file.size or file.format == DELTA)
 
 
 def open_durable_catalog(url: str, durable: Storage, missing: Sequence[str], where: str) -> FileReader:

@@ -116,8 +116,8 @@ def _lacking(hot: Storage, catalog: Catalog, numbers: Sequence[int]) -> NDArray[
 def _pieces_of(catalog: Catalog, numbers: Sequence[int], lacking: NDArray[np.uint8]) -> Iterator[_Piece]:
     """Yield the pieces of those files that a receiver lacks, in order. Both sides derive the same pieces."""
     for number, lacks in zip(numbers, lacking.tolist(), strict=True):
-        for start in range(0, catalog.files[number].size if lacks else 0, _PIECE):
-            yield number, start, min(start + _PIECE, catalog.files[number].size)
+        for start in range(0, catalog.files[number].stored_bytes if lacks else 0, _PIECE):
+            yield number, start, min(start + _PIECE, catalog.files[number].stored_bytes)
 
 
 class _ReplicaReader:
@@ -170,13 +170,13 @@ class _ReplicaWriter:
         file = self._catalog.files[number]
         try:
             if number not in self._files[-1:]:
-                self._writer = self._hot.create(NewFile(file.name, file.size))
+                self._writer = self._hot.create(NewFile(file.name, file.stored_bytes))
                 self._files.append(number)
             assert self._writer is not None
             self._writer.write_at(start, [memoryview(data)])
-            if stop == file.size:
+            if stop == file.stored_bytes:
                 writer, self._writer = self._writer, None
-                writer.finish(file.size)
+                writer.finish(file.stored_bytes)
         except (CheckpointError, OSError) as error:
             self.error = error
 

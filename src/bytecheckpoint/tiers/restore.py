@@ -200,10 +200,13 @@ class _Referee:
             _log.warning("%s: a hot catalog cannot be read: %s", storage.url, error)
             return _Choice(missing=[CATALOG_NAME])
         holders = {
-            file.name: (file.size, [rank for rank, each in enumerate(found) if each.files.get(file.name) == file.size])
+            file.name: (
+                file.stored_bytes,
+                [rank for rank, each in enumerate(found) if each.files.get(file.name) == file.stored_bytes],
+            )
             for file in files
         }
-        missing = {file.name: file.size for file in files if not holders[file.name][1]}
+        missing = {file.name: file.stored_bytes for file in files if not holders[file.name][1]}
         if missing:
             present: dict[str, int] = {}
             try:

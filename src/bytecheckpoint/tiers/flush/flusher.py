@@ -177,7 +177,11 @@ class Flusher:
         """Check that this rank's files are where it reads them: rank 0 cannot see those of other machines."""
         files = [flush.catalog.files[number] for number in own_files(flush.catalog)]
         present = dict(flush.storage.hot.list())
-        lacking = {f.name: f.size for f in files if f.rank == self._collective.rank and present.get(f.name) != f.size}
+        lacking = {
+            f.name: f.stored_bytes
+            for f in files
+            if f.rank == self._collective.rank and present.get(f.name) != f.stored_bytes
+        }
         if lacking:  # the hot tier had no room for them
             present = dict(flush.storage.durable.list())
         for name, size in lacking.items():

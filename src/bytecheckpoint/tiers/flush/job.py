@@ -29,7 +29,7 @@ _SLOWEST = 4 << 20  # bytes per second: a slower flush counts as hung
 
 def transfer_limit(catalog: Catalog) -> float:
     """Return the seconds that copying the files of a step may take, on top of the timeout of one agreement."""
-    return sum(file.size for file in catalog.files) / _SLOWEST
+    return sum(file.stored_bytes for file in catalog.files) / _SLOWEST
 
 
 def flush_together(agreement: Agreement, machines: Machines, storage: TierStorage, step: HotStep, threads: int) -> None:
@@ -55,7 +55,7 @@ def flush_together(agreement: Agreement, machines: Machines, storage: TierStorag
         if not machines.leads(rank):
             return []
         present = dict(storage.hot.list())
-        return [n for n in own_files(catalog) if present.get(catalog.files[n].name) == catalog.files[n].size]
+        return [n for n in own_files(catalog) if present.get(catalog.files[n].name) == catalog.files[n].stored_bytes]
 
     def copy(orders: _Orders) -> list[int]:
         return _copy_files(storage, catalog, orders.files[rank], orders.present, threads)
@@ -134,7 +134,7 @@ class _FlushPlan:
         for number in numbers:
             file, holders = self._catalog.files[number], self._holders.get(number)
             if not holders:
-                if self._present.get(file.name) != file.size:
+                if self._present.get(file.name) != file.stored_bytes:
                     raise CorruptCheckpointError(
                         f"{self._storage.url}: no machine has a sound copy of {file.name}; use another step",
                         file=file.name,

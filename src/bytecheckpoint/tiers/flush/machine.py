@@ -105,7 +105,7 @@ def flush(storage: TierStorage, *, replicas: bool = False) -> FlushReport:
         for number in own_files(catalog):
             file = catalog.files[number]
             wanted = replicas or not record.ranks or file.rank in record.ranks
-            if wanted and hot_sizes.get(file.name) == file.size:
+            if wanted and hot_sizes.get(file.name) == file.stored_bytes:
                 copied.append(copy_if_missing(hot, durable, catalog, number, durable_sizes.get(file.name)))
             else:
                 others.append(number)
@@ -125,5 +125,5 @@ def _not_sound(durable: Storage, catalog: Catalog, numbers: Sequence[int]) -> tu
     return tuple(
         file.name
         for number, file in files
-        if sizes.get(file.name) != file.size or not is_sound(durable, catalog, number)
+        if sizes.get(file.name) != file.stored_bytes or not is_sound(durable, catalog, number)
     )
