@@ -184,6 +184,14 @@ def test_every_kind_of_value(path: str) -> None:
 
 
 @on_ranks(2)
+def test_buffers_that_differ_are_those_of_rank_0(path: str) -> None:
+    buffers = {f"mean{number}": torch.full((4,), float(dist.get_rank())) for number in range(6)}
+    dcp.save({"model": {"w": halves(1), **buffers}}, storage_writer=Writer(path))
+    with bytecheckpoint.open(path) as checkpoint:
+        assert all(checkpoint[f"model/{name}"][...].sum() == 0 for name in buffers)
+
+
+@on_ranks(2)
 def test_a_dict_of_tensors_without_states(path: str) -> None:
     dcp.save({"weight": halves(1), "bias": torch.ones(5), "step": 3}, storage_writer=Writer(path))
     module = nn.Linear(3, 5)
