@@ -208,8 +208,8 @@ def test_a_dict_of_tensors_without_states(path: str) -> None:
 def test_asynchronous_saves_are_of_their_moment(path: str) -> None:
     group = dist.new_group(backend="gloo")  # DCP's own messages must not mix with those of the training
     weight = halves(1)
+    writer = Writer(process_group=group)
     for number in range(2):
-        writer = Writer(process_group=group)
         saving = dcp.async_save(
             {"model": {"w": weight}}, checkpoint_id=f"{path}/{number}", storage_writer=writer, process_group=group
         )
