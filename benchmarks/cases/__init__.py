@@ -22,7 +22,7 @@ from benchmarks.cases.loader_upload import loader_upload
 from benchmarks.cases.megatron import megatron
 from benchmarks.cases.pieces import pieces
 from benchmarks.cases.planning_scale import planning
-from benchmarks.cases.publishing import publishing
+from benchmarks.cases.publishing import publishing, rollouts
 from benchmarks.cases.reshard import reshard
 from benchmarks.cases.roundtrip import roundtrip
 from benchmarks.cases.slices import slices
@@ -60,6 +60,7 @@ CASES: dict[str, Case] = {
     "reshard": Case(reshard, (1, 2, 4)),
     "fingerprints": Case(fingerprints),
     "publishing": Case(publishing),
+    "rollouts": Case(rollouts),
     "cuts": Case(cuts, (1, 2, 4), ("tmpfs", "disk")),
     "adopted": Case(adopted, (1, 2, 4)),
     "ddp": Case(ddp_load, (2, 4)),

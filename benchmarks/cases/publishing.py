@@ -1,7 +1,13 @@
-"""Versions of weights that change a little: publish and follow beside a save and a load of all bytes."""
+"""Versions of weights that change a little: publish and follow beside a save and a load of all bytes.
+
+`rollouts` trains a small transformer for real, with master weights in float32 and AdamW, at the learning rates of
+reinforcement learning and of fine-tuning, and publishes its weights in bfloat16 after each step.
+"""
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -12,10 +18,13 @@ from benchmarks.measure import Arm
 from benchmarks.state import Tensors, dense, size_of
 from bytecheckpoint.publishing import Follower, Publisher
 
-__all__ = ["publishing"]
+__all__ = ["publishing", "rollouts"]
 
 #: Share of the elements that change between two versions, as PULSE reports of reinforcement learning in bfloat16.
 _CHANGED = 0.01
+#: Learning rates of reinforcement learning (1e-6) and of fine-tuning.
+_RATES = (1e-6, 1e-5, 1e-4)
+_STEPS = 20
 
 
 def publishing(bench: Bench) -> None:
@@ -44,6 +53,57 @@ def publishing(bench: Bench) -> None:
         ]
         bench.measure("publishing", size_of(state), arms)
     bench.clear_all()
+
+
+def rollouts(bench: Bench) -> None:
+    """Measure the bytes of a version, and a follower's, after real training steps at several learning rates."""
+    number = itertools.count()
+    arms = [Arm(f"lr {rate:.0e}", lambda rate=rate: _train(f"{bench.folder}/{next(number)}", rate)) for rate in _RATES]
+    bench.measure("rollouts", size_of({"all": torch.empty(_parameters(_transformer()), dtype=torch.bfloat16)}), arms)
+    bench.clear_all()
+
+
+def _transformer() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(256, 8, 1024, dropout=0.0, batch_first=True)
+    parts = torch.nn.Embedding(2048, 256), torch.nn.TransformerEncoder(layer, 4), torch.nn.Linear(256, 2048, bias=False)
+    model = torch.nn.Sequential(*parts)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.02)  # as language models are
+    return model
+
+
+def _parameters(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _train(root: str, rate: float) -> dict[str, float]:
+    """Train, publish and follow; return shares of the weights' bytes and elements in versions after the first ones."""
+    master = _transformer()
+    weights = copy.deepcopy(master).to(torch.bfloat16)
+    engine = copy.deepcopy(weights)
+    optimizer = torch.optim.AdamW(master.parameters(), lr=rate, betas=(0.9, 0.95))
+    follower, written, changed = Follower(root), [], []
+    count, seed = _parameters(master), torch.Generator().manual_seed(1)
+    with Publisher(root, full_every=None) as publisher:
+        for step in range(1, _STEPS + 1):
+            tokens = torch.randint(0, 2048, (4, 64), generator=seed) ** 2 // 2048  # small numbers are more frequent
+            logits = master(tokens)
+            torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for mine, trained in zip(weights.parameters(), master.parameters(), strict=True):
+                    mine.copy_(trained)
+            report = publisher.publish(weights, step).result()
+            followed = follower.update(engine)
+            assert followed is not None
+            assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), weights.parameters(), strict=True))
+            if step > _STEPS // 2:
+                written.append(report.bytes_written / (2 * count))
+                changed.append(followed.changed / count)
+    return {"bytes_share": sum(written) / len(written), "changed_share": sum(changed) / len(changed)}
 
 
 def _change(state: Tensors) -> None:

@@ -32,8 +32,9 @@ from bytecheckpoint.storage.deltas.reading import DeltaReader
 
 __all__ = ["ChangesReport", "NeedsWholeLoad", "ProvenLoad", "VersionLoad"]
 
-#: Share of changed elements beyond which a load is quicker.
+#: Share of changed elements of a large file beyond which a load takes less time and memory.
 _MOST_CHANGED = 0.25
+_LARGE_FILE = 256 << 20
 #: Segments that are decoded once for copies that follow each other.
 _KEPT_SEGMENTS = 64
 _MEMORY = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -265,7 +266,8 @@ class _Finder:
             if not reader.head.base:
                 raise NeedsWholeLoad(f"{entry.name} builds on no file")
             segments = reader.segments
-            if int((segments["count"] * segments["unit"]).sum()) > _MOST_CHANGED * entry.size:
+            changed = int((segments["count"].astype(np.int64) * segments["unit"]).sum())
+            if entry.size > _LARGE_FILE and changed > _MOST_CHANGED * entry.size:
                 raise NeedsWholeLoad(f"most elements in {entry.name} have changed")
             self._found.counts[file] = np.zeros(len(segments), np.int64)
             self._found.held[file] = np.zeros(len(segments), np.uint64)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from bytecheckpoint.errors import CheckpointError, UsageError
@@ -44,6 +45,7 @@ class Publisher:
     Args:
         root: folder or URL of the versions.
         full_every: number n: each n-th version is whole, so that a version builds on n - 1 others at most; None for never.
+            A version is also whole once those since the last whole one are as long together.
         keep: number of whole versions to keep, with all that builds on them. Older ones go once nobody has read them for
             `grace` seconds.
         grace: seconds for which readers may still read a version that is not kept.
@@ -90,6 +92,7 @@ class Publisher:
         self._step, self._since_full = -1, 0
         self._id = ""  # of the version before, on rank 0; "" if there is none to build on
         self._builds = False  # True if there is one, on all ranks
+        self._written = [0, 0]  # bytes of this rank: of the last whole version, and of those since
         self._cleaning: threading.Thread | None = None
 
     def publish(
@@ -115,7 +118,7 @@ class Publisher:
             self._begin(number)
         elif number <= self._step:
             raise UsageError(f"step {number} comes after step {self._step}: the versions of a publisher ascend")
-        whole = not self._builds or self._since_full + 1 == self._every
+        whole = not self._builds or self._since_full + 1 == self._every or self._grown()
         base, self._id = "" if whole else self._id, secrets.token_hex(12)
         facts = {**(metadata or {}), FACTS: {"id": self._id, "base": base}}
         target = DeltaStorage(resolve(step_folder(self._root, number)), self._kept, whole=whole)
@@ -126,6 +129,12 @@ class Publisher:
         self._last = save(target, states, step=number, process_group=self._group, **arguments)
         self._step, self._since_full = number, 0 if whole else self._since_full + 1
         return self._last
+
+    def _grown(self) -> bool:
+        """Return whether the versions since the last whole one are as long together: reading them takes as long then."""
+        with tool_ranks("publish", self._group, self._root, alone=False) as ranks:
+            whole, since = ranks.agree("grown", lambda: self._written, lambda found: np.sum(found, axis=0).tolist())
+        return bool(since > whole)
 
     def _begin(self, step: int) -> None:
         """Take over the folder, and refuse a step that is not behind those in it."""
@@ -156,6 +165,8 @@ class Publisher:
         if error is None:
             self._kept.commit()
             self._builds = True
+            nbytes = last.result().bytes_written
+            self._written = [self._written[0], self._written[1] + nbytes] if self._since_full else [nbytes, 0]
             self._clean()
             return
         self._kept.forget()
