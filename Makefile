@@ -156,7 +156,7 @@ test-integrations: ## real Hugging Face Accelerate, Trainer, TRL, PEFT and Light
 	VENV=.venv-integrations PYTHON=3.12 EXTRAS=$(TESTED),accelerate,transformers,lightning PINNED=constraints-integrations.txt \
 		./scripts/bootstrap.sh
 	BYTECHECKPOINT_REQUIRE_INTEGRATIONS=1 .venv-integrations/bin/python -m pytest -n $(WORKERS) tests/integrations \
-		$(patsubst %,--ignore=tests/integrations/%,torchtitan ray vllm) $(WITH_SLOW)
+		$(patsubst %,--ignore=tests/integrations/%,torchtitan ray vllm verl veomni) $(WITH_SLOW)
 
 # torchtitan wants older datasets and huggingface-hub than the other tools.
 test-torchtitan: ## real torchtitan on the CPU (environment: .venv-torchtitan)
