@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,13 +21,16 @@ from bytecheckpoint import (
     IncompatibleCheckpointError,
     LoadOptions,
     SaveOptions,
+    StorageConflictError,
     StorageFullError,
     UsageError,
 )
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.publishing import Follower, Publisher
+from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.deltas.coding import PREFIX_BYTES
+from bytecheckpoint.storage.deltas.writing import DeltaStorage, KeptFiles
 from bytecheckpoint.tools import fingerprint
 from bytecheckpoint.tuning import tuned
 from tests.saving.test_tiles import FSDP, TP, states
@@ -33,7 +38,7 @@ from tests.saving.test_tiles import check as check_tiles
 from tests.support.damage import damage, storage_file
 from tests.support.faulty_storage import Faults
 from tests.support.memory import hot_tier, new_memory
-from tests.support.ranks import outcomes
+from tests.support.ranks import attempt, outcomes
 from tests.support.variants import crossed
 from tests.support.versions import Engine, Trainer, check, cut_by, fine
 
@@ -226,6 +231,76 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         Follower(tmp_path).update(3)  # type: ignore[arg-type]
     with pytest.raises(CheckpointNotFoundError, match="no version"):
         Follower(tmp_path).update(torch.nn.Linear(2, 2))
+
+
+def test_one_publisher_at_a_time(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    first, second = Publisher(tmp_path), Publisher(tmp_path)
+    first.publish(model, 1).result()
+    second.publish(model, 2).result()
+    found: Any = None
+    for step in range(3, 100):
+        if isinstance(found := attempt(first.publish, model, step), Exception):
+            break
+        found.result()
+        time.sleep(0.05)
+    assert isinstance(found, StorageConflictError) and "another job manages" in str(found)
+    second.publish(model, 100).result()
+    assert Follower(tmp_path).update(model).step == 100  # type: ignore[union-attr]
+
+
+def test_plain_values_travel_with_the_version(tmp_path: Path) -> None:
+    """Their tensors are read whole: a load gives them new memory."""
+    model, engine = torch.nn.Linear(40, 30), torch.nn.Linear(40, 30)
+    states: dict[str, Any] = {"model": engine, "extra_states": {}}
+    follower = Follower(tmp_path)
+    with Publisher(tmp_path) as publisher:
+        for step in (1, 2, 3):
+            with torch.no_grad():
+                model.weight[step] += 1
+            extra = {"step": step, "noise": torch.arange(5000.0) * step, "table": np.arange(3000) + step}
+            publisher.publish({"model": model, "extra_states": extra}, step).result()
+            report = follower.update(states)
+            assert report is not None and report.versions == int(step > 1)
+            assert torch.equal(engine.weight, model.weight)
+            found = states["extra_states"]
+            assert found["step"] == step and torch.equal(found["noise"], extra["noise"])
+            assert np.array_equal(found["table"], extra["table"])
+
+
+def test_a_file_that_is_written_twice_in_a_save(tmp_path: Path) -> None:
+    """As those of ranks whose plan was not that of the others."""
+    kept = KeptFiles()
+    weight = torch.arange(3000)
+    for number, whole in ((1, True), (2, False), (3, False)):
+        weight[number] += 1
+        storage = DeltaStorage(resolve(tmp_path / f"step_{number:08d}"), kept, whole=whole)
+        create = storage.create
+
+        def twice(request: Any, create: Any = create) -> Any:
+            first = create(request)
+            first.write_at(0, [memoryview(bytes(request.size))])
+            first.abort()
+            return create(request)
+
+        storage.create = twice  # type: ignore[method-assign]
+        bytecheckpoint.save(storage, {"model": {"w": weight}})
+        kept.commit()
+        found = {"model": {"w": torch.zeros_like(weight)}}
+        bytecheckpoint.load(tmp_path / f"step_{number:08d}", found)
+        assert torch.equal(found["model"]["w"], weight)
+
+
+def test_a_save_that_fails_in_the_call(pair: tuple[Trainer, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, engine = pair
+    held = trainer.model.held
+    monkeypatch.setattr(trainer.model, "held", lambda *_: {"model": {"w": object()}})
+    assert all(isinstance(error, UsageError) for error in trainer.publish())
+    monkeypatch.setattr(trainer.model, "held", held)
+    for versions in (0, 1):
+        fine(trainer.publish())
+        assert {report.versions for report in fine(engine.update())} == {versions}
+        engine.check()
 
 
 def test_other_names_and_dtypes(tmp_path: Path) -> None:

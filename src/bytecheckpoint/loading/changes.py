@@ -7,7 +7,7 @@ before all ranks have proven together, from the old and the new elements, that t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.engine.catalogs import read_catalog
-from bytecheckpoint.engine.scatter import BoxTarget
+from bytecheckpoint.engine.reading import read_all
+from bytecheckpoint.engine.scatter import BoxTarget, ScatterPlan
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, listed
 from bytecheckpoint.loading.decision import FitDecision
 from bytecheckpoint.loading.steps import FilledStates, FittedLoad, Load
@@ -26,7 +27,9 @@ from bytecheckpoint.representation.boxes import Int64s, row_major
 from bytecheckpoint.representation.catalog import DELTA, Catalog
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.fingerprints import Sums, change_sums
+from bytecheckpoint.representation.names import is_of_values
 from bytecheckpoint.representation.plans import Copies
+from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage.deltas.coding import Changes, changes_of, held_sum
 from bytecheckpoint.storage.deltas.reading import DeltaReader
 
@@ -148,10 +151,12 @@ class VersionLoad(Load):
 
     Attributes:
         base: fingerprints of that version by key of the tensor, which rank 0 has.
+        reached: fingerprints of the version that is applied, on rank 0.
         outcome: number of elements that were changed here, and keys of the tensors whose changes nothing proves.
     """
 
     base: Mapping[str, tuple[int, int]]
+    reached: Mapping[str, tuple[int, int]]
     outcome: tuple[int, list[str]] = (0, [])
 
     def read(self, fitted: FittedLoad, decision: FitDecision) -> FilledStates:
@@ -167,6 +172,7 @@ class VersionLoad(Load):
             try:
                 with torch.no_grad(), fitted.checkpoint.detect_replacement():
                     held = _Finder(fitted).run()
+                    verify(fitted, self._of_values(fitted), self._settings)
             except NeedsWholeLoad as error:
                 return _FoundChanges(), ChangesReport([], [], [], {}, 0, str(error))
             return held, held.report()
@@ -178,6 +184,9 @@ class VersionLoad(Load):
             raise NeedsWholeLoad(refusal)
 
         def change() -> tuple[None, bool]:
+            files, scatter = fitted.checkpoint.files, ScatterPlan(fitted.fit.plan, fitted.fit.targets)
+            threads, chunk_bytes = self._settings.storage.read_threads, fitted.fit.chunk_bytes
+            read_all(files, scatter, self._of_values(fitted), threads=threads, chunk_bytes=chunk_bytes)
             with torch.no_grad():
                 for write in held.writes:
                     write.memory.put(write.places, write.new)
@@ -189,13 +198,19 @@ class VersionLoad(Load):
         self._operation.mark("read")
         return FilledStates(fitted, held.nbytes, 0, [], True, False, self._collective.rank)
 
+    @staticmethod
+    def _of_values(fitted: FittedLoad) -> list[int]:
+        """Return the ranges of tensors among plain values, which a load may read into new memory."""
+        names = [file.name for file in fitted.checkpoint.files.catalog.files]
+        return [n for n, file in enumerate(fitted.fit.plan.file.tolist()) if is_of_values(names[file])]
+
     def _prove(self, fitted: FittedLoad, reports: list[ChangesReport]) -> tuple[str, list[str]]:
         """Compare the changes of all ranks with the fingerprints, on rank 0; return a refusal and unproven tensors."""
         if refusal := next((report.refusal for report in reports if report.refusal), ""):
             return refusal, []
         files = fitted.checkpoint.files
         catalog = files.catalog if fitted.checkpoint.reader.groups is None else read_catalog(files.storage)[0]
-        new = fingerprints_by_key(catalog)
+        new = self.reached = fingerprints_by_key(catalog)
         if not new or not self.base:
             return "", ["all, since no fingerprints are there"]
         found = _Holders(catalog, files.differences, reports)
@@ -259,6 +274,8 @@ class _Finder:
 
     def _file(self, file: int, copies: Copies) -> None:
         entry = self._catalog.files[file]
+        if is_of_values(entry.name):
+            return
         if entry.format != DELTA:
             raise NeedsWholeLoad(f"{entry.name} is whole")
         reader = self._files.differences(file)
@@ -429,23 +446,31 @@ class _Holders:
         return [int(value) for value in self._sums.get(tensor, np.zeros(2, np.uint64))]
 
 
+def verify(fitted: FittedLoad, ranges: Sequence[int], settings: Settings) -> None:
+    """Read ranges of a load's plan, and verify them.
+
+    Raises:
+        CorruptCheckpointError: bytes do not match their checksums.
+    """
+    plan, files = fitted.fit.plan, fitted.checkpoint.files
+
+    def fetch(index: int) -> None:
+        start, stop = int(plan.start[index]), int(plan.stop[index])
+        files.fetch(int(plan.file[index]), start, stop, [memoryview(bytearray(stop - start))])
+
+    parallel_map(fetch, ranges, files.threads(settings.storage.read_threads), "bytecheckpoint-verify")
+
+
 class ProvenLoad(Load):
     """A load that reads and verifies all that it wants before it changes anything, so all is read twice."""
 
     def read(self, fitted: FittedLoad, decision: FitDecision) -> FilledStates:
         """Verify, and read the planned ranges into the live objects. Raises as `Load.read`, before anything is changed."""
 
-        def verify() -> tuple[None, bool]:
-            plan, files = fitted.fit.plan, fitted.checkpoint.files
-
-            def fetch(index: int) -> None:
-                start, stop = int(plan.start[index]), int(plan.stop[index])
-                files.fetch(int(plan.file[index]), start, stop, [memoryview(bytearray(stop - start))])
-
-            threads = files.threads(self._settings.storage.read_threads)
+        def check() -> tuple[None, bool]:
             with fitted.checkpoint.detect_replacement():
-                parallel_map(fetch, range(len(plan.file)), threads, "bytecheckpoint-verify")
+                verify(fitted, range(len(fitted.fit.plan.file)), self._settings)
             return None, False
 
-        self._agree("verify", verify, lambda _, __: None, bool, type(None))
+        self._agree("verify", check, lambda _, __: None, bool, type(None))
         return super().read(fitted, decision)

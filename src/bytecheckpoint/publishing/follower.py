@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bytecheckpoint.engine.catalogs import read_catalog
-from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.layouts import Layout
 from bytecheckpoint.loading import load_by
@@ -83,7 +84,8 @@ class Follower:
         self._root, self._layout, self._group = resolve(root).url, layout, process_group
         self._options = replace(options or LoadOptions(), prepare_save=False)
         self._folder = RunFolder(self._root)
-        self._fingerprints: dict[str, tuple[int, int]] = {}  # of the version, on rank 0
+        self._fingerprints: Mapping[str, tuple[int, int]] = {}  # of the version, on rank 0
+        self._rank = 0
         self.version: PublishedVersion | None = None
 
     def update(
@@ -124,8 +126,8 @@ class Follower:
         if not path:
             kind = Load if self.version is None else ProvenLoad
             reports.append((self._load(kind, target, states), 0, []))
+            self._remember(target)
         self.version = target
-        self._remember(target)
         return FollowReport(
             target.step,
             target.path,
@@ -157,6 +159,7 @@ class Follower:
             return [[*vars(version).values()] for version in (newest, *path)]
 
         with tool_ranks("follow", self._group, self._root, alone=False) as ranks:
+            self._rank = ranks.rank
             found = ranks.agree("choose", lambda: None, choose)
         target, *path = (PublishedVersion(*fields) for fields in found)
         return target, path
@@ -171,13 +174,16 @@ class Follower:
 
         def make(*args: Any) -> VersionLoad:
             made.append(VersionLoad(*args))
-            made[-1].base = self._fingerprints
+            made[-1].base, made[-1].reached = self._fingerprints, {}
             return made[-1]
 
         report = self._load(make, version, states)
-        self._remember(version)
+        self._fingerprints = made[-1].reached
         return report, *made[-1].outcome
 
     def _remember(self, version: PublishedVersion) -> None:
-        """Remember the fingerprints of the version that the model has now, from which the next one's changes are proven."""
-        self._fingerprints = fingerprints_by_key(read_catalog(resolve(version.path))[0])
+        """Remember the fingerprints of the version that was loaded, by which rank 0 proves the next one's changes."""
+        self._fingerprints = {}
+        if self._rank == 0:
+            with contextlib.suppress(CheckpointError):  # the next report says that nothing is proven
+                self._fingerprints = fingerprints_by_key(read_catalog(resolve(version.path))[0])

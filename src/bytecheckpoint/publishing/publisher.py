@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from bytecheckpoint.errors import CheckpointError, UsageError
+from bytecheckpoint.errors import CheckpointError, StorageConflictError, UsageError
 from bytecheckpoint.handles import SaveHandle
 from bytecheckpoint.manager.run_folder import RunFolder, step_folder, step_metadata
 from bytecheckpoint.options import SaveOptions
@@ -33,6 +32,45 @@ __all__ = ["Publisher"]
 #: Versions whose removal may wait for their readers: `grace` decides, not their number.
 _MOST_WAITING = 1 << 20
 _log = logging.getLogger("bytecheckpoint")
+
+
+class _Cleaner:
+    """Deletes versions that are not kept, in the background, on rank 0.
+
+    Args:
+        folder: folder of the versions.
+        rule: rule of those to keep.
+        grace: seconds for which readers may still read the others.
+
+    Attributes:
+        deletes: True on rank 0.
+        usurped: error that says so, once another publisher has taken over the folder.
+    """
+
+    def __init__(self, folder: RunFolder, rule: LastChains, grace: float) -> None:
+        self._folder, self._rule, self._grace = folder, rule, grace
+        self._thread: threading.Thread | None = None
+        self.deletes = False
+        self.usurped: StorageConflictError | None = None
+
+    def begin(self) -> None:
+        """Begin, unless it is still at it."""
+        if self.deletes and (self._thread is None or not self._thread.is_alive()):
+            self._thread = threading.Thread(target=self._run, name="bytecheckpoint-versions", daemon=True)
+            try_start(self._thread)
+
+    def _run(self) -> None:
+        try:
+            self._folder.clean([self._rule], self._grace, _MOST_WAITING)
+        except StorageConflictError as error:
+            self.usurped = error
+        except CheckpointError as error:
+            _log.warning("old versions in %s stay for now: %s", self._folder.url, error)
+
+    def end(self) -> None:
+        """Wait for it."""
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join()
 
 
 class Publisher:
@@ -85,15 +123,14 @@ class Publisher:
         if self._options.view is not None:
             raise UsageError("view= is for checkpoints: no other program reads files that are kept as differences")
         self._root, self._every, self._group = resolve(root).url, full_every, process_group
-        self._rule, self._grace = LastChains(keep), grace
         self._folder = RunFolder(self._root)
+        self._cleaner = _Cleaner(self._folder, LastChains(keep), grace)
         self._kept = KeptFiles()
         self._last: SaveHandle | None = None
         self._step, self._since_full = -1, 0
         self._id = ""  # of the version before, on rank 0; "" if there is none to build on
         self._builds = False  # True if there is one, on all ranks
         self._written = [0, 0]  # bytes of this rank: of the last whole version, and of those since
-        self._cleaning: threading.Thread | None = None
 
     def publish(
         self, states: torch.nn.Module | Mapping[str, object], step: int, *, metadata: Mapping[str, Any] | None = None
@@ -110,15 +147,11 @@ class Publisher:
 
         Raises:
             UsageError: the step is not behind those in the folder.
+            StorageConflictError: another publisher has taken over the folder.
             CheckpointError: as `save`; or the version before failed, and nobody was told. The next version is then whole.
         """
         number = check_step(step)
-        self.wait()
-        if self._step < 0:
-            self._begin(number)
-        elif number <= self._step:
-            raise UsageError(f"step {number} comes after step {self._step}: the versions of a publisher ascend")
-        whole = not self._builds or self._since_full + 1 == self._every or self._grown()
+        whole = self._plan(number)
         base, self._id = "" if whole else self._id, secrets.token_hex(12)
         facts = {**(metadata or {}), FACTS: {"id": self._id, "base": base}}
         target = DeltaStorage(resolve(step_folder(self._root, number)), self._kept, whole=whole)
@@ -126,31 +159,48 @@ class Publisher:
         self._builds = False
         if isinstance(states, torch.nn.Module):
             states = {"model": states}
-        self._last = save(target, states, step=number, process_group=self._group, **arguments)
+        try:
+            self._last = save(target, states, step=number, process_group=self._group, **arguments)
+        except BaseException:
+            self._kept.forget()
+            raise
         self._step, self._since_full = number, 0 if whole else self._since_full + 1
         return self._last
 
-    def _grown(self) -> bool:
-        """Return whether the versions since the last whole one are as long together: reading them takes as long then."""
-        with tool_ranks("publish", self._group, self._root, alone=False) as ranks:
-            whole, since = ranks.agree("grown", lambda: self._written, lambda found: np.sum(found, axis=0).tolist())
-        return bool(since > whole)
+    def _plan(self, step: int) -> bool:
+        """Agree with the other ranks on whether the version is whole, when the one before has ended on all of them.
 
-    def _begin(self, step: int) -> None:
-        """Take over the folder, and refuse a step that is not behind those in it."""
+        Raises:
+            CheckpointError: as `publish`.
+        """
+        first = self._step < 0
 
-        def newest() -> int:
-            return max((number for _, number in self._folder.committed()), default=-1) if ranks.rank == 0 else -1
+        def report() -> list[int]:
+            self.wait()
+            if self._cleaner.usurped is not None:
+                raise self._cleaner.usurped
+            if step <= self._step:
+                raise UsageError(f"step {step} comes after step {self._step}: the versions of a publisher ascend")
+            self._cleaner.deletes = ranks.rank == 0
+            newest = -1
+            if first and ranks.rank == 0:
+                newest = max((number for _, number in self._folder.committed()), default=-1)
+            wanted = not self._builds or self._since_full + 1 == self._every
+            return [newest, int(wanted), *self._written]
 
-        with tool_ranks("publish", self._group, self._root, alone=False) as ranks:
-            found = ranks.agree("newest", newest, max)
-            if found >= step:
+        def decide(found: list[list[int]]) -> bool:
+            if (newest := max(each[0] for each in found)) >= step:
                 raise UsageError(
-                    f"{self._root} has versions up to step {found}, and step {step} is not behind them: a publisher that "
+                    f"{self._root} has versions up to step {newest}, and step {step} is not behind them: a publisher that "
                     "went back needs a folder of its own, or those versions removed"
                 )
-            ranks.all_succeed("take over", lambda: None if ranks.rank else self._folder.take_over())
-        self._writes = ranks.rank == 0
+            if first:
+                self._folder.take_over()
+            # Reading the versions since the last whole one takes as long as that one, once they are as long together.
+            return any(each[1] for each in found) or sum(each[3] for each in found) > sum(each[2] for each in found)
+
+        with tool_ranks("publish", self._group, self._root, alone=False) as ranks:
+            return ranks.agree("plan", report, decide)
 
     def wait(self) -> None:
         """Wait for the version in flight.
@@ -167,25 +217,11 @@ class Publisher:
             self._builds = True
             nbytes = last.result().bytes_written
             self._written = [self._written[0], self._written[1] + nbytes] if self._since_full else [nbytes, 0]
-            self._clean()
+            self._cleaner.begin()
             return
         self._kept.forget()
         if not last.failure_retrieved:
             last.result()
-
-    def _clean(self) -> None:
-        """Delete versions that are not kept, in the background."""
-        if not self._writes or (self._cleaning is not None and self._cleaning.is_alive()):
-            return
-
-        def clean() -> None:
-            try:
-                self._folder.clean([self._rule], self._grace, _MOST_WAITING)
-            except CheckpointError as error:
-                _log.warning("old versions in %s stay for now: %s", self._root, error)
-
-        self._cleaning = threading.Thread(target=clean, name="bytecheckpoint-versions", daemon=True)
-        try_start(self._cleaning)
 
     def close(self) -> None:
         """Wait for the version in flight, and free the memory. Raises as `wait`."""
@@ -194,8 +230,7 @@ class Publisher:
         finally:
             self._kept.forget()
             self._builds = False
-            if self._cleaning is not None and self._cleaning.ident is not None:
-                self._cleaning.join()
+            self._cleaner.end()
 
     def __enter__(self) -> Publisher:
         return self

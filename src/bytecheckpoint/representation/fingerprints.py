@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
 from bytecheckpoint.representation.dtypes import itemsize
-from bytecheckpoint.representation.names import generation_of
+from bytecheckpoint.representation.names import is_of_values
 from bytecheckpoint.representation.shards import TensorKey
 
 if TYPE_CHECKING:
@@ -357,7 +357,7 @@ def shared_tensors(catalog: Catalog) -> list[int]:
     """Return the numbers of the tensors that have fingerprints: those of modules, of optimizers and of other programs."""
     if catalog.fingerprints is not None:
         return list(range(len(catalog.fingerprints)))
-    in_values = np.array([generation_of(f.name) is not None and "/values-" in f.name for f in catalog.files], bool)
+    in_values = np.array([is_of_values(f.name) for f in catalog.files], bool)
     chosen = (catalog.owner == SHARED) & (catalog.slot.codes != catalog.slot.code_of(VALUES_SLOT))
     chosen[catalog.boxes.tensor[in_values[catalog.file]]] = False
     return np.flatnonzero(chosen).tolist()

@@ -19,6 +19,7 @@ __all__ = [
     "escape",
     "file_stem",
     "generation_of",
+    "is_of_values",
     "is_uri",
     "natural_order",
     "new_generation",
@@ -116,6 +117,11 @@ def view_generation_of(name: str) -> str | None:
     """Return the generation in the name of a view's file, or None when the name is not of this form."""
     match = _VIEW_FILE.fullmatch(name)
     return match["generation"] if match else None
+
+
+def is_of_values(name: str) -> bool:
+    """Return whether a storage file holds plain values, not the tensors of modules and optimizers."""
+    return generation_of(name) is not None and "/values-" in name
 
 
 def new_generation(world_id: str, sequence: int) -> str:

@@ -26,8 +26,8 @@ from bytecheckpoint.storage.deltas.coding import (
 
 __all__ = ["DeltaReader", "stored_differences"]
 
-#: Longest file that is read in one piece: differences are short, and many reads of few bytes are slow.
-_READ_AT_ONCE = 64 << 20
+#: Bytes that are read at once, since many reads of few bytes are slow. Each file of a chain keeps so many.
+_WINDOW = 1 << 20
 
 _decode_head = msgspec.msgpack.Decoder(DeltaHead).decode
 
@@ -55,7 +55,7 @@ class DeltaReader(FileReader):
         self._name, self._stored, self._open_base = name, stored, open_base
         self._lock = threading.Lock()
         self._base: FileReader | None = None
-        self._content = b""
+        self._window: tuple[int, bytes] = (0, b"")  # its first byte, and its content
         try:
             self.head = self._read_head()
         except CorruptCheckpointError as error:
@@ -111,12 +111,10 @@ class DeltaReader(FileReader):
         """
         segment = self.segments[number]
         at, length = int(segment["at"]), int(segment["length"])
-        if self._stored.size > _READ_AT_ONCE:
-            found = memoryview(self._read(at, length))
-        else:
-            with self._lock:
-                self._content = self._content or self._read(0, self._stored.size)
-            found = memoryview(self._content)[at : at + length]
+        first, window = self._window
+        if not first <= at <= at + length <= first + len(window):
+            first, window = self._window = at, self._read(at, max(length, _WINDOW))
+        found = memoryview(window)[at - first : at - first + length]
         check_payload(segment, found, self._name)
         return found
 

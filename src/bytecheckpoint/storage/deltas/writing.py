@@ -57,7 +57,8 @@ class KeptFiles:
         """Return the memory of a new file, and the name of the file whose bytes it holds, "" for none."""
         stem = file_stem(name.partition("/")[2])
         known = self._files.get(stem)
-        if known is None or len(known.content) != size:
+        # A file that is written twice in one save has overwritten the content of its base.
+        if known is None or len(known.content) != size or stem in self._next:
             known = _KeptFile("", np.empty(size, np.uint8))
         self._next[stem] = _KeptFile(name, known.content)
         return self._next[stem], known.name
