@@ -290,7 +290,7 @@ def test_a_foreign_file_as_catalog(damaged: Path, content: str) -> None:
 def test_a_catalog_of_a_newer_version(damaged: Path) -> None:
     data = (damaged / CATALOG).read_bytes()
     newer = with_footer(data, lambda footer: footer.update(version=7))
-    for content, version in ((resealed(data, b"bytecheckpoint05"), "05"), (newer, "7")):
+    for content, version in ((resealed(data, b"bytecheckpoint07"), "07"), (newer, "7")):
         (damaged / CATALOG).write_bytes(content)
         error = refused(damaged)
         assert type(error) is IncompatibleCheckpointError

@@ -173,6 +173,36 @@ def test_checkpoints_of_programs_have_states(tmp_path):
     assert_same(dict(found["model"]), dict(model.state_dict()))
 
 
+@pytest.mark.parametrize("new", [True, False])
+def test_tensors_among_hyperparameters(tmp_path, new):
+    """As compiled optimizers have them; groups may share one."""
+
+    def made(rate):
+        torch.manual_seed(0)
+        model, rate = torch.nn.Linear(4, 3), torch.tensor(rate)
+        groups = [{"params": [p], "lr": rate, "betas": (0.5, 0.9)} for p in model.parameters()]
+        return model, torch.optim.AdamW(groups, foreach=False)
+
+    def step(model, optimizer):
+        loss = model(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    model, optimizer = made(0.125)
+    step(model, optimizer)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        tmp_path / "it.pt",
+        _use_new_zipfile_serialization=new,
+    )
+    other, others = made(0.5)
+    bytecheckpoint.load(tmp_path / "it.pt", {"model": other, "optimizer": others})
+    assert [group["lr"].item() for group in others.param_groups] == [0.125] * 2
+    assert [step(other, others) for _ in range(3)] == [step(model, optimizer) for _ in range(3)]
+
+
 def test_torch_is_not_imported(tmp_path):
     torch.save(tensors(), tmp_path / "x.pt")
     program = (

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -29,7 +30,7 @@ from bytecheckpoint.cli.main import run
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.publishing import Follower, Publisher
 from bytecheckpoint.storage import resolve
-from bytecheckpoint.storage.deltas.coding import PREFIX_BYTES
+from bytecheckpoint.storage.deltas.coding import PREFIX_BYTES, DeltaHead, decode_prefix, encode_head
 from bytecheckpoint.storage.deltas.writing import DeltaStorage, KeptFiles
 from bytecheckpoint.tools import fingerprint
 from bytecheckpoint.tuning import tuned
@@ -144,6 +145,49 @@ def test_a_damaged_version_is_never_applied(pair: tuple[Trainer, Engine], how: s
     file.write_bytes(whole)
     assert {report.versions for report in fine(engine.update())} == {1}
     engine.check()
+
+
+BASES = (
+    "../secret/model",
+    "..",
+    "/etc/passwd",
+    "step_00000001/../../etc/passwd",
+    "step_00000001/metadata.parquet",
+    "own",
+)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_base_that_is_no_storage_file_is_not_opened(tmp_path: Path, base: str) -> None:
+    """Nor is a chain followed for ever that builds on itself."""
+    trainer = Trainer(tmp_path, 1)
+    trainer.publish()
+    trainer.publish()
+    trainer.end()
+    file = storage_file(tmp_path / "step_00000002")
+    data = file.read_bytes()
+    offset, length, _ = decode_prefix(data[:PREFIX_BYTES])
+    head = msgspec.msgpack.decode(data[offset : offset + length], type=DeltaHead)
+    name = f"step_00000002/model/{file.name}" if base == "own" else base
+    changed, prefix = encode_head(
+        msgspec.structs.replace(head, base=name.ljust(len(head.base))[: len(head.base)]), offset
+    )
+    file.write_bytes(prefix + data[PREFIX_BYTES:offset] + changed.ljust(length, b"\0")[:length])
+    states = trainer.model.held(cut_by(1, 0), 0, blank=True)
+    with pytest.raises(CorruptCheckpointError, match="builds on"):
+        bytecheckpoint.load(tmp_path / "step_00000002", states)
+
+
+def test_long_chains(tmp_path: Path) -> None:
+    weight = torch.zeros(400_000, dtype=torch.int8)
+    with Publisher(tmp_path, full_every=None) as publisher:
+        for step in range(1, 103):
+            weight[step] = step
+            publisher.publish({"model": {"w": weight.clone()}}, step)
+    found = {"model": {"w": torch.zeros_like(weight)}}
+    bytecheckpoint.load(tmp_path / "step_00000100", found)
+    assert torch.equal(found["model"]["w"], weight.masked_fill(torch.arange(400_000) > 100, 0))
+    assert [*(tmp_path / "step_00000101" / "model").glob("*.safetensors")], "the chain has ended"
 
 
 def test_a_follower_that_was_changed_is_refused(pair: tuple[Trainer, Engine]) -> None:

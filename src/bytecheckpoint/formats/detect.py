@@ -173,7 +173,7 @@ class ForeignStorage(WrappedStorage):
         with self._lock:
             if self._found is None:
                 found = self._read(self.inner)
-                catalog, files = with_values(found)
+                catalog, files = with_values(found, self.inner)
                 self._found = tuple(found.notes), found.sums, {CATALOG_NAME: encode(catalog), **files}
             return self._found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -162,6 +162,31 @@ class ForeignColumns:
                 self.rows.append((found[0], *rows[same][1:]))
             for number in found:
                 self.keys[number] = TensorKey(state, fqn, slot)
+
+    def take(self, state: str, names: Collection[str]) -> dict[str, tuple[str, tuple[int, ...], str, int]]:
+        """Take tensors that lie whole in one row out of a state.
+
+        Returns:
+            Dtype, shape, file and first byte of each, by name.
+        """
+        tied = self.aliases.get(state, {})
+        numbers = {key.fqn: number for number, key in enumerate(self.keys) if key.state == state}
+        chosen = {name: numbers[tied.pop(name, name)] for name in names}
+        rows = {row[0]: row for row in self.rows}
+        found = {
+            name: (self.dtypes[n], self.shapes[n], self.files[rows[n][3]].name, rows[n][4])
+            for name, n in chosen.items()
+        }
+        gone = {*chosen.values()}
+        stays = [number for number in range(len(self.keys)) if number not in gone]
+        new = {number: position for position, number in enumerate(stays)}
+        self.keys = [self.keys[number] for number in stays]
+        self.dtypes = [self.dtypes[number] for number in stays]
+        self.shapes = [self.shapes[number] for number in stays]
+        self.requires_grad = [self.requires_grad[number] for number in stays]
+        self.rows = [(new[row[0]], *row[1:]) for row in self.rows if row[0] in new]
+        self.owners = {new[number]: owner for number, owner in self.owners.items() if number in new}
+        return found
 
     def add_values(self, state: str, name: str, size: int) -> None:
         """Add the plain values of a state, which are a file."""

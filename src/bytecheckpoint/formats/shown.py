@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.formats.decoded import Decoded
+from bytecheckpoint.formats.files import open_file
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.representation.catalog import Catalog
-from bytecheckpoint.representation.values.tree import TensorRef
+from bytecheckpoint.representation.dtypes import itemsize
+from bytecheckpoint.representation.values.tree import PACKED_TENSOR, TensorRef
+from bytecheckpoint.storage.base import Storage
 
 __all__ = ["VALUES_NAME", "names_of_parameters", "with_values"]
 
 VALUES_NAME: Final = ".bytecheckpoint-values"
 """Beginning of the names of files that hold plain values, in memory."""
 
+#: Longest tensor among hyperparameters.
+_MOST_HYPERPARAMETER_BYTES: Final = 1 << 20
 #: Names of the masters of parameters in other programs, and here.
 _SLOTS: Final = {"fp32": "master"}
 
 
-def with_values(checkpoint: ForeignCheckpoint) -> tuple[Catalog, dict[str, bytes | Decoded]]:
+def with_values(checkpoint: ForeignCheckpoint, storage: Storage) -> tuple[Catalog, dict[str, bytes | Decoded]]:
     """Return the catalog with a tensor for the plain values of each state, and the files that no folder holds, by name.
 
     Tensors of optimizers get the names of parameters and slots. Where parameters have numbers and the groups do not name
     them, their names are "#0", "#1" and so on, and the catalog's info lists the state under "numbered": only the live
-    optimizer knows which parameter has which number.
+    optimizer knows which parameter has which number. Tensors among the hyperparameters, such as a rate of a compiled
+    optimizer, become plain values, as in saves of this package.
+
+    Args:
+        checkpoint: the checkpoint.
+        storage: storage of its files.
     """
     from bytecheckpoint.representation.values.codec import decode  # imports torch, which a list does without
 
@@ -34,7 +46,10 @@ def with_values(checkpoint: ForeignCheckpoint) -> tuple[Catalog, dict[str, bytes
         content = blob
         tree: Any = decode(blob, on_tensor=TensorRef, on_unregistered=lambda name, value: value, restore=False)
         if (names := names_of_parameters(tree)) is not None:
-            content = _by_parameters(columns, state, tree, names)
+            tensors = list(_tensors_in(tree["param_groups"]))
+            taken = columns.take(state, tensors) if tensors else {}
+            packed = {name: _packed(storage, made, *one) for name, one in taken.items()}
+            content = _by_parameters(columns, state, tree, names, packed)
             if any(name.startswith("#") for name in names.values()):
                 facts["numbered"] = [*facts.get("numbered", ()), state]
         made[f"{VALUES_NAME}-{number}"] = content
@@ -42,7 +57,41 @@ def with_values(checkpoint: ForeignCheckpoint) -> tuple[Catalog, dict[str, bytes
     return columns.build(facts, checkpoint.rows), made
 
 
-def _by_parameters(columns: ForeignColumns, state: str, tree: Any, names: Mapping[Any, str]) -> bytes:
+def _tensors_in(value: Any) -> Iterator[str]:
+    """Iterate over the names of the tensors in plain values."""
+    if isinstance(value, TensorRef):
+        yield value.name
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)
+
+
+def _packed(
+    storage: Storage, made: Mapping[str, bytes | Decoded], dtype: str, shape: tuple[int, ...], file: str, begin: int
+) -> dict[str, Any]:
+    """Read a tensor, and return it as plain data."""
+    nbytes = math.prod(shape) * itemsize(dtype)
+    if nbytes > _MOST_HYPERPARAMETER_BYTES:
+        raise IncompatibleCheckpointError(f"{storage.url}/{file}: a hyperparameter of an optimizer has {nbytes} bytes")
+    if (content := made.get(file)) is not None:
+        data = (content.decode() if isinstance(content, Decoded) else content)[begin : begin + nbytes]
+    else:
+        with open_file(storage, file) as opened:
+            data = opened.read(begin, nbytes)
+    return {PACKED_TENSOR: [dtype, list(shape), data]}
+
+
+def _with_packed(value: Any, packed: Mapping[str, Any]) -> Any:
+    if isinstance(value, TensorRef):
+        return packed[value.name]
+    if isinstance(value, dict):
+        return {key: _with_packed(item, packed) for key, item in value.items()}
+    return type(value)(_with_packed(item, packed) for item in value) if type(value) in (list, tuple) else value
+
+
+def _by_parameters(
+    columns: ForeignColumns, state: str, tree: Any, names: Mapping[Any, str], packed: Mapping[str, Any]
+) -> bytes:
     """Name the tensors of an optimizer by parameters and slots; return the encoded tree of its plain values.
 
     Args:
@@ -50,6 +99,7 @@ def _by_parameters(columns: ForeignColumns, state: str, tree: Any, names: Mappin
         state: name of the state.
         tree: state_dict of an optimizer: {"state": {parameter: {slot: value}}, "param_groups": [...]}.
         names: name of each parameter.
+        packed: tensors among the hyperparameters, by name.
     """
     from bytecheckpoint.representation.values.codec import encode
 
@@ -62,7 +112,9 @@ def _by_parameters(columns: ForeignColumns, state: str, tree: Any, names: Mappin
             else:
                 plain.setdefault(names[parameter], {})[slot] = value
     columns.rename(state, places)
-    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in tree["param_groups"]]
+    groups = [
+        {**_with_packed(group, packed), "params": [names[p] for p in group["params"]]} for group in tree["param_groups"]
+    ]
     found = {
         "groups": groups, "state": plain, "aliases": {}, "globals": [{}], "optimizers": [], "complete": True,
     }  # fmt: skip

@@ -20,6 +20,7 @@ from bytecheckpoint.publishing.versions import FACTS, LastChains
 from bytecheckpoint.saving import save
 from bytecheckpoint.saving.steps import check_step
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.deltas.coding import LONGEST_CHAIN
 from bytecheckpoint.storage.deltas.writing import DeltaStorage, KeptFiles
 from bytecheckpoint.threads import try_start
 from bytecheckpoint.tools.ranks import tool_ranks
@@ -82,8 +83,8 @@ class Publisher:
 
     Args:
         root: folder or URL of the versions.
-        full_every: number n: each n-th version is whole, so that a version builds on n - 1 others at most; None for never.
-            A version is also whole once those since the last whole one are as long together.
+        full_every: number n: each n-th version is whole, so that a version builds on n - 1 others at most; at most, and for
+            None, 100. A version is also whole once those since the last whole one are as long together.
         keep: number of whole versions to keep, with all that builds on them. Older ones go once nobody has read them for
             `grace` seconds.
         grace: seconds for which readers may still read a version that is not kept.
@@ -122,7 +123,8 @@ class Publisher:
             raise UsageError("incremental=True is for checkpoints: versions are differences by themselves")
         if self._options.view is not None:
             raise UsageError("view= is for checkpoints: no other program reads files that are kept as differences")
-        self._root, self._every, self._group = resolve(root).url, full_every, process_group
+        self._root, self._group = resolve(root).url, process_group
+        self._every = min(full_every or LONGEST_CHAIN, LONGEST_CHAIN)
         self._folder = RunFolder(self._root)
         self._cleaner = _Cleaner(self._folder, LastChains(keep), grace)
         self._kept = KeptFiles()

@@ -72,7 +72,6 @@ _cold_folders: dict[str, set[str]] = {}  # by run, those that were read
 _TIER = "tier+"
 #: Folder of an earlier checkpoint, beside that of the files that build on it; never "." or "..".
 _FOLDER = re.compile(r"(?!\.{1,2}$)[^/\\:\x00-\x1f\x7f]{1,255}")
-_LONGEST_CHAIN = 1000
 _BUILTIN_TIER = _Builtin("bytecheckpoint.tiers.storage", "TierStorage")
 
 
@@ -167,13 +166,14 @@ def open_differences(storage: Storage, file: StorageFile) -> DeltaReader:
 
 
 def _decoded(storage: Storage, name: str, stored: FileReader, depth: int = 0) -> DeltaReader:
-    from bytecheckpoint.storage.deltas.reading import DeltaReader  # pyarrow, which the helper process does without
+    from bytecheckpoint.storage.deltas.coding import LONGEST_CHAIN  # pyarrow, which the helper process does without
+    from bytecheckpoint.storage.deltas.reading import DeltaReader
 
     label = f"{storage.url}/{name}" if depth else name
 
     def open_base(base: str) -> FileReader:
         folder, _, inside = base.partition("/")
-        if not _FOLDER.fullmatch(folder) or generation_of(inside) is None or depth > _LONGEST_CHAIN:
+        if not _FOLDER.fullmatch(folder) or generation_of(inside) is None or depth >= LONGEST_CHAIN:
             raise CorruptCheckpointError(f"{label} builds on {base[:200]!r}, which is no storage file", file=name)
         place = wrapped_like(storage, resolve(f"{storage.url.rpartition('/')[0]}/{folder}"))
         try:

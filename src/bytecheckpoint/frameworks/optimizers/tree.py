@@ -21,6 +21,7 @@ from bytecheckpoint.errors import CorruptCheckpointError
 from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_name, dtype_named
 from bytecheckpoint.representation.values.codec import encode
+from bytecheckpoint.representation.values.tree import PACKED_TENSOR
 
 __all__ = [
     "comparable_bytes",
@@ -33,8 +34,6 @@ __all__ = [
 
 _KEYS = frozenset({"groups", "state", "aliases", "globals", "optimizers"})
 _OPTIONAL_KEYS = frozenset({"own", "complete"})
-
-_TENSOR = "__tensor__"
 
 
 def is_optimizer_tree(value: Any) -> bool:
@@ -90,7 +89,7 @@ def pack_tensors(value: Any) -> Any:
             value = value.full_tensor()
         data = value.detach().cpu().contiguous()
         flat = data.reshape(-1).view(torch.uint8) if data.numel() else data.new_empty(0, dtype=torch.uint8)
-        return {_TENSOR: [dtype_name(data.dtype), list(data.shape), flat.numpy().tobytes()]}
+        return {PACKED_TENSOR: [dtype_name(data.dtype), list(data.shape), flat.numpy().tobytes()]}
     if type(value) is dict:
         return {key: pack_tensors(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -101,8 +100,8 @@ def pack_tensors(value: Any) -> Any:
 def unpack_tensors(value: Any) -> Any:
     """Invert `pack_tensors`; the tensors are on the CPU."""
     if type(value) is dict:
-        if value.keys() == {_TENSOR}:
-            dtype, shape, data = _checked_tensor(value[_TENSOR])
+        if value.keys() == {PACKED_TENSOR}:
+            dtype, shape, data = _checked_tensor(value[PACKED_TENSOR])
             tensor = torch.empty(shape, dtype=dtype, device="cpu")
             if tensor.numel():
                 tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))

@@ -11,7 +11,16 @@ import msgspec
 
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError
 
-__all__ = ["MAX_DEPTH", "TENSOR_CLASS", "StoredTree", "TensorRef", "key_of_path", "leaves_with_paths", "naming_file"]
+__all__ = [
+    "MAX_DEPTH",
+    "PACKED_TENSOR",
+    "TENSOR_CLASS",
+    "StoredTree",
+    "TensorRef",
+    "key_of_path",
+    "leaves_with_paths",
+    "naming_file",
+]
 
 MAX_DEPTH = 100
 """Largest number of nested containers; real states have about ten."""
@@ -19,6 +28,8 @@ MAX_DEPTH = 100
 
 #: Name of the class in whose place a tensor is stored that is a parameter or requires a gradient.
 TENSOR_CLASS = "torch.Tensor"
+#: Key of a tensor among plain values of an optimizer, which is a dict with the name of its dtype, its shape and its bytes.
+PACKED_TENSOR = "__tensor__"
 
 
 class StoredTree(bytes):

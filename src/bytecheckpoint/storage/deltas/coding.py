@@ -20,6 +20,7 @@ from bytecheckpoint.representation.fingerprints import mixed
 
 __all__ = [
     "INDEX",
+    "LONGEST_CHAIN",
     "MAGIC",
     "PREFIX_BYTES",
     "SEGMENT_BYTES",
@@ -39,6 +40,8 @@ __all__ = [
 MAGIC: Final = b"bcdelta1"
 #: Bytes before the payloads: the magic, then offset, length and xxh3_64 of the head, each 8 bytes, little-endian.
 PREFIX_BYTES: Final = 64
+#: Most versions that build on each other: each is some calls deep on the stack of a reader.
+LONGEST_CHAIN: Final = 100
 #: Longest segment.
 SEGMENT_BYTES: Final = 1 << 20
 
