@@ -34,10 +34,12 @@ from bytecheckpoint.storage.deltas.coding import PREFIX_BYTES, DeltaHead, decode
 from bytecheckpoint.storage.deltas.writing import DeltaStorage, KeptFiles
 from bytecheckpoint.tools import fingerprint
 from bytecheckpoint.tuning import tuned
+from tests.loading.test_layouts import assert_holds, fused, module_of, sized, weights
 from tests.saving.test_tiles import FSDP, TP, states
 from tests.saving.test_tiles import check as check_tiles
 from tests.support.damage import damage, storage_file
 from tests.support.faulty_storage import Faults
+from tests.support.layouts import Leaf
 from tests.support.memory import hot_tier, new_memory
 from tests.support.ranks import attempt, outcomes
 from tests.support.variants import crossed
@@ -275,6 +277,44 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         Follower(tmp_path).update(3)  # type: ignore[arg-type]
     with pytest.raises(CheckpointNotFoundError, match="no version"):
         Follower(tmp_path).update(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_versions_are_followed_through_a_layout(tmp_path: Path, back: bool) -> None:
+    """Names of Megatron from those of Hugging Face, with fused heads and padding, on ranks cut along columns; and back."""
+    found = weights()
+    engine = module_of(weights() if back else fused(weights()))
+    follower = Follower(tmp_path, layout=sized())
+    ranks = [{"model": column_of(fused(weights()), rank)} for rank in range(2)]
+    followers = [Follower(tmp_path, layout=sized()) for _ in range(2)]
+
+    def follow(collective: Collective) -> Any:
+        return followers[collective.rank].update(ranks[collective.rank])
+
+    with Publisher(tmp_path) as publisher:
+        for step in (1, 2, 3):
+            for tensor in found.values():
+                tensor.view(-1)[step::17] += 1
+            publisher.publish({"model": fused(found) if back else found}, step).result()
+            report = follower.update(engine)
+            assert report is not None and (report.versions, report.unproven) == (int(step > 1), ())
+            assert_holds(engine, found if back else fused(found))
+            if not back:
+                for report in fine(outcomes(ThreadWorld(2), follow)):
+                    assert (report.versions, report.unproven) == (int(step > 1), ())
+                for rank, states in enumerate(ranks):
+                    for name, leaf in states["model"].items():
+                        assert torch.equal(leaf.tensors[0], column_of(fused(found), rank)[name].tensors[0]), name
+
+
+def column_of(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, Leaf]:
+    """Return the last half of the columns of matrices for rank 1, the first for rank 0; vectors are on both."""
+    found = {}
+    for name, tensor in tensors.items():
+        half = tensor.shape[-1] // 2
+        box = ((0, half * rank), (tensor.shape[0], half)) if tensor.ndim > 1 else ((0,), tuple(tensor.shape))
+        found[name] = Leaf(tuple(tensor.shape), [box]).fill(tensor, False)
+    return found
 
 
 def test_one_publisher_at_a_time(tmp_path: Path) -> None:
