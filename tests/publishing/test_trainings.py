@@ -11,14 +11,15 @@ import torch
 import bytecheckpoint
 from bytecheckpoint.publishing import Follower, Publisher
 from bytecheckpoint.tools import fingerprint
+from tests.support.fsdp1_layouts import WORLD_SIZE, build
 from tests.support.tiny_model import source_values
-from tests.support.torch_layouts import WORLD_SIZE, build
 from tests.support.variants import quick
 from tests.support.worlds import on_ranks
 
 PAIRS = [
-    ("fsdp4", "tp2-fsdp2"), ("tp2-fsdp2", "ep2-fsdp2"), ("hsdp2x2", "fsdp4"), ("pp2-fsdp2", "hsdp2x2"),
-    ("pp2-fsdp2", "tp2-fsdp2"), ("tp2", "fsdp2"), ("fsdp2", "ddp2"), ("ddp2", "tp2"), ("one", "one"),
+    ("fsdp4", "tp2-fsdp2"), ("tp2-fsdp2", "ep2-fsdp2"), ("full4-orig", "tp2-fsdp2"), ("hsdp2x2", "fsdp4"),
+    ("pp2-fsdp2", "tp2-fsdp2"), ("pp2-fsdp2", "hsdp2x2"), ("tp2", "full2-deep"), ("fsdp2", "grad2-flat"),
+    ("tp2", "fsdp2"), ("fsdp2", "ddp2"), ("ddp2", "tp2"), ("one", "one"),
 ]  # fmt: skip
 
 
@@ -30,12 +31,12 @@ def adam(parameters: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
 @on_ranks(lambda layout, **_: WORLD_SIZE[layout])
 def test_followers_equal_the_training_at_every_version(layout: str, followed: str, path: str) -> None:
     trainer = build(layout, source_values, dtype=torch.bfloat16, optimizer=adam)
-    engine = build(followed, source_values, dtype=torch.bfloat16, optimizer=adam).unwrapped
+    engine = build(followed, source_values, dtype=torch.bfloat16, optimizer=adam).model
     follower = Follower(path)
     with Publisher(path, full_every=5) as publisher:
         for step in range(1, 9):
             trainer.step()
-            publisher.publish(trainer.unwrapped, step).result(60)
+            publisher.publish(trainer.model, step).result(60)
             report = follower.update(engine)
             assert report is not None and (report.step, report.versions) == (step, int(step not in (1, 6)))
             found = fingerprint({"model": engine})
