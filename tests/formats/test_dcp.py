@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import bytecheckpoint
 from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.formats.dcp import read_dcp
 from bytecheckpoint.formats.files import RangedFile
@@ -215,3 +216,29 @@ def test_pickles_that_call_are_refused(tmp_path):
         with pytest.raises((CorruptCheckpointError, IncompatibleCheckpointError), match=str(tmp_path)):
             read_dcp(resolve(str(tmp_path)))
         assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("rate", [0.125, torch.tensor(0.125)])
+def test_state_dict_of_an_optimizer(tmp_path, rate):
+    """As `optimizer.state_dict()` gives it: numbers for parameters, of which a frozen one has no state."""
+
+    def made(rate):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+        model[1].requires_grad_(False)
+        return model, torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
+
+    def step(model, optimizer):
+        loss = model(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    model, optimizer = made(rate)
+    step(model, optimizer)
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(states, checkpoint_id=tmp_path, no_dist=True)
+    other, others = made(torch.tensor(0.5) if isinstance(rate, torch.Tensor) else 0.5)
+    bytecheckpoint.load(tmp_path, {"model": other, "optimizer": others})
+    assert [step(other, others) for _ in range(3)] == [step(model, optimizer) for _ in range(3)]

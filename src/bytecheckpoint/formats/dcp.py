@@ -61,7 +61,9 @@ def place_of(
 
 
 def trees_of(items: Iterable[tuple[str, tuple[Any, ...], object]]) -> dict[str, Any]:
-    """Return the nested value of each state, of (state, path, value). Dicts with the keys 0 to n - 1 are lists.
+    """Return the nested value of each state, of (state, path, value).
+
+    Dicts with the keys 0 to n - 1 are lists, but for the state of an optimizer's parameters, which may have any numbers.
 
     Raises:
         ValueError: two values have one path.
@@ -69,7 +71,7 @@ def trees_of(items: Iterable[tuple[str, tuple[Any, ...], object]]) -> dict[str, 
     trees: dict[str, Any] = {}
     for state, path, value in items:
         _set(trees.setdefault(state, {}), path, value)
-    return {state: _with_lists(found) for state, found in trees.items()}
+    return {state: _as_optimizer(found) or _with_lists(found) for state, found in trees.items()}
 
 
 @dataclass
@@ -240,6 +242,18 @@ def _set(tree: dict[Any, Any], path: tuple[Any, ...], value: object) -> None:
     if path[-1] in tree:
         raise ValueError(f"two values at {key_of_path(path)!r}")
     tree[path[-1]] = value
+
+
+def _as_optimizer(tree: Any) -> dict[str, Any] | None:
+    """Return the state_dict of an optimizer that a tree is; None if it is none."""
+    if type(tree) is not dict or not {"state", "param_groups"} <= tree.keys() or type(tree["state"]) is not dict:
+        return None
+    found = {key: _with_lists(value) for key, value in tree.items() if key != "state"}
+    params = [p for group in found["param_groups"] if isinstance(group, dict) for p in group.get("params", ())]
+    # DCP makes strings of the keys of dicts, and leaves the numbers in lists.
+    numbers = {str(p): p for p in params if type(p) is int}
+    found["state"] = {numbers.get(p, p): _with_lists(slots) for p, slots in tree["state"].items()}
+    return {key: found[key] for key in tree}
 
 
 def _with_lists(tree: Any) -> Any:

@@ -163,30 +163,44 @@ class ForeignColumns:
             for number in found:
                 self.keys[number] = TensorKey(state, fqn, slot)
 
-    def take(self, state: str, names: Collection[str]) -> dict[str, tuple[str, tuple[int, ...], str, int]]:
+    def take(
+        self, state: str, names: Collection[str], rows: RowColumns | None
+    ) -> tuple[dict[str, tuple[str, tuple[int, ...], str, int]], RowColumns | None]:
         """Take tensors that lie whole in one row out of a state.
 
+        Args:
+            state: name of the state.
+            names: names of the tensors.
+            rows: rows that are columns already.
+
         Returns:
-            Dtype, shape, file and first byte of each, by name.
+            Dtype, shape, file and first byte of each, by name; and `rows` without theirs.
         """
         tied = self.aliases.get(state, {})
         numbers = {key.fqn: number for number, key in enumerate(self.keys) if key.state == state}
         chosen = {name: numbers[tied.pop(name, name)] for name in names}
-        rows = {row[0]: row for row in self.rows}
-        found = {
-            name: (self.dtypes[n], self.shapes[n], self.files[rows[n][3]].name, rows[n][4])
-            for name, n in chosen.items()
-        }
+        places = {row[0]: (row[3], row[4]) for row in self.rows}
+        if rows is not None:
+            columns = (rows.boxes.tensor.tolist(), rows.file.tolist(), rows.begin.tolist())
+            places |= {tensor: (file, begin) for tensor, file, begin in zip(*columns, strict=True)}
+        found = {}
+        for name, number in chosen.items():
+            file, begin = places[number]
+            found[name] = (self.dtypes[number], self.shapes[number], self.files[file].name, begin)
         gone = {*chosen.values()}
         stays = [number for number in range(len(self.keys)) if number not in gone]
-        new = {number: position for position, number in enumerate(stays)}
+        new = np.full(len(self.keys), -1, np.int64)
+        new[stays] = np.arange(len(stays))
         self.keys = [self.keys[number] for number in stays]
         self.dtypes = [self.dtypes[number] for number in stays]
         self.shapes = [self.shapes[number] for number in stays]
         self.requires_grad = [self.requires_grad[number] for number in stays]
-        self.rows = [(new[row[0]], *row[1:]) for row in self.rows if row[0] in new]
-        self.owners = {new[number]: owner for number, owner in self.owners.items() if number in new}
-        return found
+        self.rows = [(int(new[row[0]]), *row[1:]) for row in self.rows if row[0] not in gone]
+        self.owners = {int(new[number]): owner for number, owner in self.owners.items() if number not in gone}
+        if rows is not None:
+            rows = rows.take(new[rows.boxes.tensor] >= 0)
+            rows = replace(rows, boxes=replace(rows.boxes, tensor=new[rows.boxes.tensor]))
+        return found, rows
 
     def add_values(self, state: str, name: str, size: int) -> None:
         """Add the plain values of a state, which are a file."""

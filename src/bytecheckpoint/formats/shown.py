@@ -40,21 +40,21 @@ def with_values(checkpoint: ForeignCheckpoint, storage: Storage) -> tuple[Catalo
     """
     from bytecheckpoint.representation.values.codec import decode  # imports torch, which a list does without
 
-    columns, made = checkpoint.columns, dict(checkpoint.made)
+    columns, rows, made = checkpoint.columns, checkpoint.rows, dict(checkpoint.made)
     facts = {"format": checkpoint.format, **checkpoint.facts}
     for number, (state, blob) in enumerate(checkpoint.values.items()):
         content = blob
         tree: Any = decode(blob, on_tensor=TensorRef, on_unregistered=lambda name, value: value, restore=False)
         if (names := names_of_parameters(tree)) is not None:
             tensors = list(_tensors_in(tree["param_groups"]))
-            taken = columns.take(state, tensors) if tensors else {}
+            taken, rows = columns.take(state, tensors, rows) if tensors else ({}, rows)
             packed = {name: _packed(storage, made, *one) for name, one in taken.items()}
             content = _by_parameters(columns, state, tree, names, packed)
             if any(name.startswith("#") for name in names.values()):
                 facts["numbered"] = [*facts.get("numbered", ()), state]
         made[f"{VALUES_NAME}-{number}"] = content
         columns.add_values(state, f"{VALUES_NAME}-{number}", len(content))
-    return columns.build(facts, checkpoint.rows), made
+    return columns.build(facts, rows), made
 
 
 def _tensors_in(value: Any) -> Iterator[str]:
