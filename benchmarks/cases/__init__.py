@@ -60,7 +60,7 @@ CASES: dict[str, Case] = {
     "reshard": Case(reshard, (1, 2, 4)),
     "fingerprints": Case(fingerprints),
     "publishing": Case(publishing),
-    "rollouts": Case(rollouts),
+    "rollouts": Case(rollouts, only_by_name=True),
     "cuts": Case(cuts, (1, 2, 4), ("tmpfs", "disk")),
     "adopted": Case(adopted, (1, 2, 4)),
     "ddp": Case(ddp_load, (2, 4)),
