@@ -18,12 +18,12 @@ from benchmarks.measure import Arm
 from benchmarks.state import Tensors, dense, size_of
 from bytecheckpoint.publishing import Follower, Publisher
 
-__all__ = ["publishing", "rollouts"]
+__all__ = ["RATES", "publish_training", "publishing", "rollouts"]
 
 #: Share of the elements that change between two versions, as PULSE reports of reinforcement learning in bfloat16.
 _CHANGED = 0.01
 #: Learning rates of reinforcement learning (1e-6) and of fine-tuning.
-_RATES = (1e-6, 1e-5, 1e-4)
+RATES = (1e-6, 1e-5, 1e-4)
 _STEPS = 20
 
 
@@ -58,7 +58,7 @@ def publishing(bench: Bench) -> None:
 def rollouts(bench: Bench) -> None:
     """Measure the bytes of a version, and a follower's, after real training steps at several learning rates."""
     number = itertools.count()
-    arms = [Arm(f"lr {rate:.0e}", lambda rate=rate: _train(f"{bench.folder}/{next(number)}", rate)) for rate in _RATES]
+    arms = [Arm(f"lr {rate:.0e}", lambda rate=rate: _train(f"{bench.folder}/{next(number)}", rate)) for rate in RATES]
     bench.measure("rollouts", size_of({"all": torch.empty(_parameters(_transformer()), dtype=torch.bfloat16)}), arms)
     bench.clear_all()
 
@@ -79,12 +79,19 @@ def _parameters(model: torch.nn.Module) -> int:
 
 
 def _train(root: str, rate: float) -> dict[str, float]:
-    """Train, publish and follow; return shares of the weights' bytes and elements in versions after the first ones."""
+    """Return averages over versions after the first ones."""
+    found = publish_training(root, rate)[_STEPS // 2 :]
+    written, changed = (sum(column) / len(found) for column in zip(*found, strict=True))
+    return {"bytes_share": written, "changed_share": changed}
+
+
+def publish_training(root: str, rate: float) -> list[tuple[float, float]]:
+    """Train, publish and follow; return the shares of the weights' bytes and elements in each version."""
     master = _transformer()
     weights = copy.deepcopy(master).to(torch.bfloat16)
     engine = copy.deepcopy(weights)
     optimizer = torch.optim.AdamW(master.parameters(), lr=rate, betas=(0.9, 0.95))
-    follower, written, changed = Follower(root), [], []
+    follower, found = Follower(root), list[tuple[float, float]]()
     count, seed = _parameters(master), torch.Generator().manual_seed(1)
     with Publisher(root, full_every=None) as publisher:
         for step in range(1, _STEPS + 1):
@@ -100,10 +107,8 @@ def _train(root: str, rate: float) -> dict[str, float]:
             followed = follower.update(engine)
             assert followed is not None
             assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), weights.parameters(), strict=True))
-            if step > _STEPS // 2:
-                written.append(report.bytes_written / (2 * count))
-                changed.append(followed.changed / count)
-    return {"bytes_share": sum(written) / len(written), "changed_share": sum(changed) / len(changed)}
+            found.append((report.bytes_written / (2 * count), followed.changed / count))
+    return found
 
 
 def _change(state: Tensors) -> None:
