@@ -33,13 +33,15 @@ from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage.deltas.coding import Changes, changes_of, held_sum
 from bytecheckpoint.storage.deltas.reading import DeltaReader
 
-__all__ = ["ChangesReport", "NeedsWholeLoad", "ProvenLoad", "VersionLoad"]
+__all__ = ["CONVERTED", "ChangesReport", "NeedsWholeLoad", "ProvenLoad", "VersionLoad"]
 
 #: Share of changed elements of a large file beyond which a load takes less time and memory.
 _MOST_CHANGED = 0.25
 _LARGE_FILE = 256 << 20
 #: Segments that are decoded once for copies that follow each other.
 _KEPT_SEGMENTS = 64
+#: Reason for which no version of a model can be applied as changes.
+CONVERTED = "elements are converted on the way, so their bits before are not known"
 _MEMORY = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _NUMBERS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
@@ -261,7 +263,7 @@ class _Finder:
         """
         fit, destination = self._fitted.fit, self._fitted.destination
         if fit.converted or destination.streamed or (fit.parts and (fit.parts.changed or fit.parts.twins)):
-            raise NeedsWholeLoad("elements are converted on the way, so their bits before are not known")
+            raise NeedsWholeLoad(CONVERTED)
         copies, plan = fit.plan.copies, fit.plan
         count = np.diff(plan.first_copy)
         file_of = np.repeat(plan.file, count)

@@ -17,7 +17,7 @@ from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, Inco
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.layouts import Layout
 from bytecheckpoint.loading import load_by
-from bytecheckpoint.loading.changes import NeedsWholeLoad, ProvenLoad, VersionLoad, fingerprints_by_key
+from bytecheckpoint.loading.changes import CONVERTED, NeedsWholeLoad, ProvenLoad, VersionLoad, fingerprints_by_key
 from bytecheckpoint.loading.steps import Load
 from bytecheckpoint.manager.run_folder import RunFolder
 from bytecheckpoint.options import LoadOptions
@@ -86,6 +86,7 @@ class Follower:
         self._folder = RunFolder(self._root)
         self._fingerprints: Mapping[str, tuple[int, int]] = {}  # of the version, on rank 0
         self._rank = 0
+        self._converts = False  # True if each version has to be loaded whole
         self.version: PublishedVersion | None = None
 
     def update(
@@ -122,6 +123,7 @@ class Follower:
                 self.version = version
         except NeedsWholeLoad as reason:
             _log.info("%s is loaded whole: %s", target.path, reason)
+            self._converts = self._converts or CONVERTED in str(reason)  # the same on all ranks
             path = []
         if not path:
             kind = Load if self.version is None else ProvenLoad
@@ -155,7 +157,7 @@ class Follower:
                     f"{self._root} holds versions up to step {newest.step}, and the model is at step {held.step}: its "
                     f"publisher went back; go there with step={newest.step}"
                 )
-            path = path_to(versions, held.id) if held is not None and held.id else []
+            path = path_to(versions, held.id) if held is not None and held.id and not self._converts else []
             return [[*vars(version).values()] for version in (newest, *path)]
 
         with tool_ranks("follow", self._group, self._root, alone=False) as ranks:
