@@ -50,7 +50,7 @@ def test_one_machine_loses_a_rank(tmp_path: Path) -> None:
 def test_a_machine_is_lost(tmp_path: Path) -> None:
     """Three agents on this machine, of which one ends with its rank: two ranks go on at once."""
     with ElasticJob(tmp_path, 60, 0.1) as job:
-        agents = [job.start("1:3", 1) for _ in range(3)]
+        agents = [job.start("2:3", 1) for _ in range(3)]
         job.wait_for(23)
         lost = next(agent for agent in agents[1:] if job.tree(agent))
         kill(job.tree(lost))
