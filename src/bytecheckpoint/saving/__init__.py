@@ -8,7 +8,6 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -147,7 +146,7 @@ def save(
         world = world_of(current(process_group, timeout=settings.timeout))
         world.collector.begin(operation)
         handle.committed.add_done_callback(world.collector.observer(operation))
-        handle.committed.add_done_callback(partial(follow_with_view, world, request, operation, handle))
+        handle.committed.add_done_callback(follow_with_view(world, request, operation, handle.viewed))
         run_save(world, request, settings, operation, handle)
     return handle
 

@@ -21,9 +21,10 @@ from bytecheckpoint.saving.channel import FOREGROUND_CALL, CoordinatorChannel
 from bytecheckpoint.saving.coordinator import Coordinator, refuse_save
 from bytecheckpoint.saving.request import SaveMode, SaveRequest
 from bytecheckpoint.saving.save_steps import Save, StagedSave
-from bytecheckpoint.saving.step_view import VIEW_STEP
+from bytecheckpoint.saving.step_view import VIEW_STEP, ViewOfSave
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.step_fence import PendingCopy, arm
+from bytecheckpoint.storage import Storage
 from bytecheckpoint.tiers.storage import tier_of
 from bytecheckpoint.tracing.operation import Operation
 from bytecheckpoint.world import World
@@ -293,30 +294,41 @@ class _SaveRun:
 
 
 def follow_with_view(
-    world: World,
-    request: SaveRequest | Exception,
-    operation: Operation,
-    handle: SaveHandle,
-    committed: Future[SaveReport],
-) -> None:
-    """Begin the files of a view behind a commit, if there are any. Set the future `viewed` when they are there.
+    world: World, request: SaveRequest | Exception, operation: Operation, viewed: SaveFuture[None]
+) -> Callable[[Future[SaveReport]], None]:
+    """Return a callback of a commit that begins the files of its view, if there are any, and sets a future behind them.
+
+    A future keeps its callbacks, so this one holds neither the states nor the handle of the save.
 
     Args:
         world: world of the ranks, which all call this.
         request: arguments of the save.
-        operation: measurements of the save.
-        handle: handle of the save.
-        committed: its future `committed`, which is done.
+        operation: measurements of the save, which get its number later.
+        viewed: future to set when the view is there.
     """
+    if isinstance(request, Exception):
+        return lambda committed: viewed.set_exception(Future.exception(committed))
+    return partial(_follow, world, request.states.view, request.storage, request.settings.timeout, operation, viewed)
+
+
+def _follow(
+    world: World,
+    view: ViewOfSave | None,
+    storage: Storage,
+    timeout: float,
+    operation: Operation,
+    viewed: SaveFuture[None],
+    committed: Future[SaveReport],
+) -> None:
     failure = Future.exception(committed)  # `SaveFuture.exception` would note a retrieved failure
-    if failure is not None or isinstance(request, Exception):
-        handle.viewed.set_exception(failure)
+    if failure is not None:
+        viewed.set_exception(failure)
         return
-    report, view, storage = Future.result(committed), request.states.view, request.storage
+    report = Future.result(committed)
     if report.view != "files":
-        handle.viewed.set_result(None)
+        viewed.set_result(None)
         return
-    agreement = Agreement(world.collective, f"view/{operation.number}", request.settings.timeout)
+    agreement = Agreement(world.collective, f"view/{operation.number}", timeout)
 
     def write() -> None:
         try:
@@ -326,15 +338,15 @@ def follow_with_view(
                 view.write(agreement, storage, report.generation)
         except BaseException as error:  # noqa: BLE001  kept for the owner of the future
             _log.warning("%s is committed without its view, which `export` writes elsewhere: %s", storage.url, error)
-            handle.viewed.set_exception(error)
+            viewed.set_exception(error)
         else:
-            handle.viewed.set_result(None)
+            viewed.set_result(None)
 
     try:
         world.saves.submit_behind(write)
     except Exception as error:  # noqa: BLE001  kept for the owner of the future
         _log.warning("%s is committed without its view: %s", storage.url, error)
-        handle.viewed.set_exception(error)
+        viewed.set_exception(error)
 
 
 def _refuse_no_view() -> None:
