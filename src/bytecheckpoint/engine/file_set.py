@@ -37,7 +37,7 @@ from bytecheckpoint.tuning import tuning
 if TYPE_CHECKING:
     from bytecheckpoint.storage.deltas.reading import DeltaReader
 
-__all__ = ["FileSet", "other_folders", "own_bytes_of", "parallel_reads"]
+__all__ = ["FileSet", "other_folders", "parallel_reads"]
 
 #: Number of ranges that `is_cached` looks up in the page cache.
 _CACHE_SAMPLES = 64
@@ -57,11 +57,6 @@ def parallel_reads(storage: Storage, catalog: Catalog) -> int:
     with contextlib.suppress(CheckpointError):  # opening the file raises it
         storages += [resolve(folder) for folder in other_folders(catalog)]
     return max(storage.capabilities.parallel_reads for storage in storages)
-
-
-def own_bytes_of(catalog: Catalog) -> int:
-    """Return the bytes that a checkpoint's own files take in its folder."""
-    return sum(file.stored_bytes for file in catalog.files if not is_uri(file.name))
 
 
 class FileSet:

@@ -58,7 +58,6 @@ class ChangesReport(msgspec.Struct, frozen=True):
         counts: numbers of changed elements that it holds of each segment of these files, int64, as bytes.
         held: `held_sum` of their places, by segment, uint64, as bytes.
         sums: change of the sums of tensors by its elements, by the tensor's number.
-        elements: number of changed elements.
         refusal: why the version has to be loaded whole; "" if it need not.
     """
 
@@ -66,7 +65,6 @@ class ChangesReport(msgspec.Struct, frozen=True):
     counts: list[bytes]
     held: list[bytes]
     sums: dict[int, tuple[int, int]]
-    elements: int
     refusal: str = ""
 
 
@@ -144,7 +142,6 @@ class _FoundChanges:
             [self.counts[file].tobytes() for file in files],
             [self.held[file].tobytes() for file in files],
             {tensor: (int(sums[0]), int(sums[1])) for tensor, sums in self.sums.items()},
-            sum(len(write.new) for write in self.writes),
         )
 
 
@@ -169,14 +166,15 @@ class VersionLoad(Load):
             CorruptCheckpointError: the changes are damaged, or the live tensors are not those of the version before.
         """
         self._operation.phase = "read"
+        values = self._of_values(fitted)
 
         def find() -> tuple[_FoundChanges, ChangesReport]:
             try:
                 with torch.no_grad(), fitted.checkpoint.detect_replacement():
                     held = _Finder(fitted).run()
-                    verify(fitted, self._of_values(fitted), self._settings)
+                    verify(fitted, values, self._settings)
             except NeedsWholeLoad as error:
-                return _FoundChanges(), ChangesReport([], [], [], {}, 0, str(error))
+                return _FoundChanges(), ChangesReport([], [], [], {}, str(error))
             return held, held.report()
 
         held, (refusal, unproven) = self._agree(
@@ -188,7 +186,7 @@ class VersionLoad(Load):
         def change() -> tuple[None, bool]:
             files, scatter = fitted.checkpoint.files, ScatterPlan(fitted.fit.plan, fitted.fit.targets)
             threads, chunk_bytes = self._settings.storage.read_threads, fitted.fit.chunk_bytes
-            read_all(files, scatter, self._of_values(fitted), threads=threads, chunk_bytes=chunk_bytes)
+            read_all(files, scatter, values, threads=threads, chunk_bytes=chunk_bytes)
             with torch.no_grad():
                 for write in held.writes:
                     write.memory.put(write.places, write.new)
@@ -242,6 +240,25 @@ def fingerprints_by_key(catalog: Catalog) -> dict[str, tuple[int, int]]:
     return {str(catalog.key(number)): (sums[0], sums[1]) for number, sums in enumerate(found)}
 
 
+class _RowsOfFiles:
+    """Rows of a catalog by the file that holds them.
+
+    Args:
+        catalog: the catalog.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._order = np.lexsort((catalog.byte_offset, catalog.file))
+        self._ends = np.searchsorted(catalog.file[self._order], np.arange(len(catalog.files)), "right")
+        self._begins = catalog.byte_offset
+
+    def holding(self, file: int, places: Int64s) -> Int64s:
+        """Return the row that holds each byte of a file, int64 [n]; -1 for bytes of the header."""
+        rows = self._order[self._ends[file - 1] if file else 0 : self._ends[file]]
+        found = np.searchsorted(self._begins[rows], places, "right") - 1
+        return np.where(found >= 0, rows[found], -1) if len(rows) else np.full(len(places), -1, np.int64)
+
+
 class _Finder:
     """Finds the changed elements in the memory of one rank.
 
@@ -252,6 +269,7 @@ class _Finder:
     def __init__(self, fitted: FittedLoad) -> None:
         self._fitted, self._files = fitted, fitted.checkpoint.files
         self._catalog = self._files.catalog
+        self._rows = _RowsOfFiles(self._catalog)
         self._found = _FoundChanges()
         self._memories: dict[tuple[int, int], _MemoryOfTensors] = {}
 
@@ -290,9 +308,8 @@ class _Finder:
                 raise NeedsWholeLoad(f"most elements in {entry.name} have changed")
             self._found.counts[file] = np.zeros(len(segments), np.int64)
             self._found.held[file] = np.zeros(len(segments), np.uint64)
-            rows = np.flatnonzero(self._catalog.file == file)
-            rows = rows[np.argsort(self._catalog.byte_offset[rows], kind="stable")]
             starts = segments["start"].astype(np.int64)
+            row_of = self._rows.holding(file, starts).tolist()
             ends = starts + segments["nbytes"]
             spans = np.where(
                 copies.flat, copies.elements, ((copies.lengths - 1) * copies.source_strides).sum(axis=1) + 1
@@ -305,8 +322,7 @@ class _Finder:
                 end = begin + span * target.dtype.itemsize
                 for n in range(int(np.searchsorted(ends, begin, "right")), int(np.searchsorted(starts, end))):
                     read.add(n)
-                    row = rows[np.searchsorted(self._catalog.byte_offset[rows], int(starts[n]), "right") - 1]
-                    self._copy(file, n, decode(n), int(starts[n]), begin, target, copies, number, int(row))
+                    self._copy(file, n, decode(n), int(starts[n]), begin, target, copies, number, row_of[n])
             self._found.nbytes += int(segments["length"][sorted(read)].sum()) + len(reader.head.index)
         finally:
             reader.close()
@@ -411,6 +427,7 @@ class _Holders:
             for tensor, sums in report.sums.items():
                 self._sums[tensor] = self._sums.get(tensor, np.zeros(2, np.uint64)) + np.array(sums, np.uint64)
         self._times: dict[int, set[int | None]] = {}
+        rows = _RowsOfFiles(catalog)
         for file, entry in enumerate(catalog.files):
             if entry.format != DELTA:
                 continue
@@ -423,19 +440,15 @@ class _Holders:
                     at = report.files.index(file)
                     counts += np.frombuffer(report.counts[at], np.int64)
                     held += np.frombuffer(report.held[at], np.uint64)
-            self._note(catalog, file, segments, counts, held)
+            row = rows.holding(file, segments["start"])
+            self._note(np.where(row >= 0, catalog.boxes.tensor[row], -1), segments, counts, held)
 
-    def _note(
-        self, catalog: Catalog, file: int, segments: NDArray[np.void], counts: Int64s, held: NDArray[np.uint64]
-    ) -> None:
-        rows = np.flatnonzero(catalog.file == file)
-        rows = rows[np.argsort(catalog.byte_offset[rows], kind="stable")]
-        row = np.searchsorted(catalog.byte_offset[rows], segments["start"], "right") - 1
+    def _note(self, tensors: Int64s, segments: NDArray[np.void], counts: Int64s, held: NDArray[np.uint64]) -> None:
+        """Note for the tensor of each segment, -1 for none, how many ranks hold its changed elements."""
         times = counts // np.maximum(segments["count"], 1)
         even = (times * segments["count"] == counts) & (times.astype(np.uint64) * segments["held"] == held)
-        for n in np.flatnonzero(row >= 0).tolist():
-            tensor = int(catalog.boxes.tensor[rows[row[n]]])
-            self._times.setdefault(tensor, set()).add(int(times[n]) if even[n] else None)
+        for n in np.flatnonzero(tensors >= 0).tolist():
+            self._times.setdefault(int(tensors[n]), set()).add(int(times[n]) if even[n] else None)
 
     def times(self, tensor: int) -> int | None:
         """Return how many ranks hold each changed element of a tensor; None if not all are held equally often."""

@@ -17,7 +17,7 @@ import msgspec
 
 from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.engine.catalogs import read_catalog, read_outline
-from bytecheckpoint.engine.file_set import other_folders, own_bytes_of
+from bytecheckpoint.engine.file_set import other_folders
 from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -26,7 +26,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.manager.rules import KeepRule, StepInfo, finite_metrics
 from bytecheckpoint.monitoring.alerts.evaluation import lacking_room
-from bytecheckpoint.representation.names import CATALOG_NAME, STEP_FOLDER
+from bytecheckpoint.representation.names import CATALOG_NAME, STEP_FOLDER, is_uri
 from bytecheckpoint.storage import Storage, open_stored, resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tiers.cooldown import file_uri
@@ -177,7 +177,8 @@ class RunFolder:
                 since_full=own.get("since_full", 0),
                 metadata={name: value for name, value in metadata.items() if name != _METADATA},
             )
-            known = self._known[name] = version, info, other_folders(catalog), own_bytes_of(catalog)
+            own_bytes = sum(file.stored_bytes for file in catalog.files if not is_uri(file.name))
+            known = self._known[name] = version, info, other_folders(catalog), own_bytes
         return copy.deepcopy(known[1])  # functions and rules of the program may change its dicts
 
     # --- a run that goes back ---------------------------------------------------------------------------------------

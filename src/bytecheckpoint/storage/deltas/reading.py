@@ -190,9 +190,9 @@ def stored_differences(name: str, stored: FileReader) -> memoryview:
     def refuse(base: str) -> FileReader:
         raise AssertionError(f"nothing is decoded, so {base} is not needed")
 
-    reader = DeltaReader(name, stored, refuse)
-    for number in range(len(reader.segments)):
-        reader.payload(number)
-    data = bytearray(stored.size)
-    stored.read_into(0, [memoryview(data)])
-    return memoryview(data)
+    segments = DeltaReader(name, stored, refuse).segments
+    data = memoryview(bytearray(stored.size))
+    stored.read_into(0, [data])
+    for segment in segments:
+        check_payload(segment, data[int(segment["at"]) :][: int(segment["length"])], name)
+    return data

@@ -48,11 +48,6 @@ class KeptFiles:
         self._files: dict[str, _KeptFile] = {}
         self._next: dict[str, _KeptFile] = {}
 
-    @property
-    def empty(self) -> bool:
-        """True if there is nothing to build on."""
-        return not self._files
-
     def begin(self, name: str, size: int) -> tuple[_KeptFile, str]:
         """Return the memory of a new file, and the name of the file whose bytes it holds, "" for none."""
         stem = file_stem(name.partition("/")[2])
