@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import bytecheckpoint
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, MissingKeyError
 from bytecheckpoint.tools import verify
-from tests.support.comparisons import assert_complete
+from tests.frameworks.megatron.test_load_torch_dist import load as load_by_ours
 from tests.support.damage import flip_bit, storage_file
 from tests.support.megatron.models import Layout
 from tests.support.megatron.torch_dist import load_torch_dist, save_torch_dist, start_with_own_shards
@@ -60,16 +59,6 @@ def load_by_megatron(layout: Layout, path: str) -> list[float]:
     strategy = LoadStrategy()
     load_torch_dist(trainer, path, strategy=strategy)
     assert strategy.report is not None and strategy.report.bytes_read
-    return trainer.train(AFTER)
-
-
-def load_by_ours(layout: Layout, path: str) -> list[float]:
-    trainer = Trainer(layout, seed=9, lr=0.1)
-    trainer.train(1)
-    states = {**trainer.states(), "opt_param_scheduler": trainer.scheduler}
-    del states["scheduler"], states["extra_states"]
-    assert_complete(bytecheckpoint.load(path, states))
-    trainer.step = BEFORE
     return trainer.train(AFTER)
 
 

@@ -24,7 +24,7 @@ from bytecheckpoint.integrations.dcp import Reader, Writer
 from bytecheckpoint.tools import verify
 from tests.support.damage import flip_bit, storage_file
 from tests.support.fsdp1_layouts import WORLD_SIZE, Trainer, build
-from tests.support.tiny_model import source_values, target_values
+from tests.support.tiny_model import source_values, target_values, train_rows
 from tests.support.torch_layouts import mesh
 from tests.support.worlds import Worlds, on_ranks
 
@@ -106,15 +106,6 @@ def test_a_training_continues(
     assert losses == pytest.approx(expected, rel=1e-9)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> float:
-    for number in range(steps):
-        optimizer.zero_grad()
-        loss = model(torch.arange(12.0).reshape(2, 6) + number).square().mean()
-        loss.backward()
-        optimizer.step()
-    return loss.item()
-
-
 @on_ranks(2)
 def test_sharded_state_dicts_of_fsdp1(path: str) -> None:
     """Their tensors are ShardedTensors."""
@@ -127,7 +118,7 @@ def test_sharded_state_dicts_of_fsdp1(path: str) -> None:
     def wrapped(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
         model = FullyShardedDataParallel(make(seed)[0], device_id=torch.device("cpu"), use_orig_params=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        train(model, optimizer, 1 + seed)
+        train_rows(model, optimizer, 1 + seed)
         FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
         slots = FullyShardedDataParallel.optim_state_dict(model, optimizer)
         return model, optimizer, {"model": model.state_dict(), "optimizer": slots}
@@ -135,17 +126,17 @@ def test_sharded_state_dicts_of_fsdp1(path: str) -> None:
     model, optimizer, states = wrapped(0)
     assert isinstance(states["model"]["0.weight"], ShardedTensor)
     dcp.save(states, storage_writer=Writer(path))
-    expected = train(model, optimizer, NEXT)
+    expected = train_rows(model, optimizer, NEXT)
     whole, its_optimizer = make(1)
     bytecheckpoint.load(path, {"model": whole, "optimizer": its_optimizer})
-    assert train(whole, its_optimizer, NEXT) == pytest.approx(expected)
+    assert train_rows(whole, its_optimizer, NEXT) == pytest.approx(expected)
     other, its_optimizer, states = wrapped(1)
     load_of(states, path)
     other.load_state_dict(states["model"])
     its_optimizer.load_state_dict(
         FullyShardedDataParallel.optim_state_dict_to_load(other, its_optimizer, states["optimizer"])
     )
-    assert train(other, its_optimizer, NEXT) == pytest.approx(expected)
+    assert train_rows(other, its_optimizer, NEXT) == pytest.approx(expected)
 
 
 def load_of(rank_states: dict[str, Any], path: str, **options: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint
+from tests.support.tiny_model import train_rows
 from tests.support.torch_layouts import mesh
 from tests.support.worlds import on_ranks
 
@@ -22,15 +23,6 @@ def make(seed: int, *, sharded: bool = True) -> tuple[nn.Module, torch.optim.Opt
     if sharded:
         fully_shard(model, mesh=mesh(dp=2))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> float:
-    for number in range(steps):
-        optimizer.zero_grad()
-        loss = model(torch.arange(12.0).reshape(2, 6) + number).square().mean()
-        loss.backward()
-        optimizer.step()
-    return loss.item()
 
 
 def prepared() -> Any:
@@ -53,20 +45,20 @@ def test_a_training_continues(path: str) -> None:
     for save_async in (False, True):
         folder = f"{path}/{save_async}"
         model, optimizer = make(0)
-        train(model, optimizer, 2)
+        train_rows(model, optimizer, 2)
         states = {"model": model, "optimizer": optimizer, "extra_state": {"global_step": 5}}
         checkpointer.save(folder, states, save_async=save_async, global_steps=5)
-        expected = train(model, optimizer, 3)
+        expected = train_rows(model, optimizer, 3)
         checkpointer.wait_for_pending_save()
         step = f"{folder}/global_step_5"
         model, optimizer = make(1)
-        train(model, optimizer, 1)
+        train_rows(model, optimizer, 1)
         states = checkpointer.load(step, {"model": model, "optimizer": optimizer, "extra_state": {}})
         assert states["extra_state"] == {"global_step": 5}
-        assert train(model, optimizer, 3) == expected
+        assert train_rows(model, optimizer, 3) == expected
         model, optimizer = make(2, sharded=False)
         bytecheckpoint.load(step, {"model": model, "optimizer": optimizer})
-        assert train(model, optimizer, 3) == pytest.approx(expected)
+        assert train_rows(model, optimizer, 3) == pytest.approx(expected)
 
 
 @on_ranks(2, timeout=250)
@@ -76,14 +68,14 @@ def test_exports_and_older_folders(path: str) -> None:
 
     checkpointer = prepared()
     model, optimizer = make(0)
-    train(model, optimizer, 2)
+    train_rows(model, optimizer, 2)
     states = {"model": model, "optimizer": optimizer, "extra_state": {}}
     checkpointer.save(path, states)
     exported = ckpt_to_state_dict(path)
     assert torch.equal(exported["0.weight"], model[0].weight.full_tensor())
     DistributedCheckpointer.save(f"{path}-own", states)
-    expected = train(model, optimizer, 3)
+    expected = train_rows(model, optimizer, 3)
     model, optimizer = make(1)
-    train(model, optimizer, 1)
+    train_rows(model, optimizer, 1)
     checkpointer.load(f"{path}-own", {"model": model, "optimizer": optimizer, "extra_state": {}})
-    assert train(model, optimizer, 3) == expected
+    assert train_rows(model, optimizer, 3) == expected
