@@ -45,9 +45,9 @@ def publishing(bench: Bench) -> None:
         publish()
         follow()
         arms = [
-            Arm("change the elements", lambda: _change(state)),
-            Arm("change and save", _save(plain, state)),
-            Arm("change and publish", publish),
+            Arm("change the elements", lambda: _change(other)),
+            Arm("change and save", _save(plain, other)),
+            Arm("change and publish", publish, after=follow),
             Arm("follow", follow, before=publish),
             Arm("load", lambda: bytecheckpoint.load(plain, {"model": other}, prepare_save=False) and None),
         ]
