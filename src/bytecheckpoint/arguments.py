@@ -17,7 +17,7 @@ import numpy as np
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Strict
 from bytecheckpoint.frameworks.selection import NameSelection
-from bytecheckpoint.layouts.layout import Layout, find_or_read
+from bytecheckpoint.layouts.layout import Layout, find_all, find_or_read
 from bytecheckpoint.settings import Settings, settings
 
 __all__ = [
@@ -148,20 +148,28 @@ def check_rename(rename: object) -> Callable[[str], str] | None:
     return renamed
 
 
-def check_layout(layout: object) -> Layout | Literal["auto"] | None:
-    """Return the layout that an argument names: one that is built in, or a file; "auto" stands for itself.
+def check_layout(layout: object) -> tuple[Layout, ...] | Literal["auto"] | None:
+    """Return the layouts that an argument names: built-in ones, or files; "auto" stands for itself.
 
     Raises:
         UsageError: there is none.
     """
-    if layout is None or isinstance(layout, Layout):
-        return layout
-    if not isinstance(layout, str | os.PathLike):
-        raise UsageError(f"layout={layout!r}: give the name of a layout, a file, or a bytecheckpoint.layouts.Layout")
-    name = os.fspath(layout)
-    if name == "auto":
+    if layout is None:
+        return None
+    if isinstance(layout, str) and layout == "auto":
         return "auto"
-    return find_or_read(name)
+    if isinstance(layout, str):
+        return find_all(layout)
+    found: list[Layout] = []
+    for item in layout if isinstance(layout, list | tuple) else (layout,):
+        if not isinstance(item, Layout | str | os.PathLike):
+            raise UsageError(
+                f"layout={layout!r}: give the name of a layout, a file, a bytecheckpoint.layouts.Layout, or several"
+            )
+        found.append(item if isinstance(item, Layout) else find_or_read(os.fspath(item)))
+    if not found:
+        raise UsageError(f"layout={layout!r} names no layout: give one, or None")
+    return tuple(found)
 
 
 def check_metadata(metadata: object) -> None:

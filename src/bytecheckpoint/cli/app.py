@@ -26,7 +26,7 @@ LayoutOption = Annotated[
     typer.Option(
         "--layout",
         metavar="LAYOUT",
-        help="Layout by which the first checkpoint is seen: a name, a *.layout file, auto.",
+        help="Layout by which the first checkpoint is seen: a name, a *.layout file, auto; or several, joined by commas.",
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")]

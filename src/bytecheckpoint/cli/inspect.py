@@ -14,8 +14,9 @@ from bytecheckpoint.cli.ls import open_catalog, origin, summary, tensor_bytes
 from bytecheckpoint.engine.catalogs import check_rank
 from bytecheckpoint.errors import UsageError, shown
 from bytecheckpoint.formats.shown import VALUES_NAME
-from bytecheckpoint.layouts.layout import find_or_read
-from bytecheckpoint.planning.part_space import lay_out, layout_of_model
+from bytecheckpoint.layouts.layout import find_all
+from bytecheckpoint.planning.chained_layouts import lay_out_through
+from bytecheckpoint.planning.part_space import layout_of_model
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
 
 __all__ = ["inspect"]
@@ -38,7 +39,8 @@ def inspect(
     check_rank(storage.url, catalog, rank)
     writers = _writers(catalog)
     if layout is not None:
-        catalog = lay_out(catalog, layout_of_model(catalog) if layout == "auto" else find_or_read(layout)).catalog
+        layouts = (layout_of_model(catalog),) if layout == "auto" else find_all(layout)
+        catalog = lay_out_through(catalog, layouts).catalog
     tensors = _tensors(catalog, patterns, boxes)
     info = catalog.info
     about = {

@@ -4,7 +4,7 @@ from bytecheckpoint.layouts import Layout, Rule
 mine = Layout("mine", "hf", "own", rules=[Rule({"h.{l}.c_proj.weight": "a h"}, {"blocks.{l}.out.weight": "h a"})])
 """
 
-from bytecheckpoint.layouts.layout import Layout
+from bytecheckpoint.layouts.layout import Layout, LayoutArgument
 from bytecheckpoint.layouts.statements import Alias, Rule, Scales, Statement
 
-__all__ = ["Alias", "Layout", "Rule", "Scales", "Statement"]
+__all__ = ["Alias", "Layout", "LayoutArgument", "Rule", "Scales", "Statement"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from bytecheckpoint.layouts.text import parse, to_text
 from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.similar_names import SimilarNames
 
-__all__ = ["KEY_IN_NAMES", "Layout", "builtin_names", "find"]
+__all__ = ["KEY_IN_NAMES", "Layout", "LayoutArgument", "builtin_names", "find", "find_all"]
 
 _BUILTIN = Path(__file__).parent / "builtin"
 
@@ -273,6 +273,10 @@ def _with_texts(families: list[Family], rule: Rule) -> list[Family]:
     return changed
 
 
+#: What functions take as `layout=`: a layout, the name of one, a file, or several, each of which leads on from the names to
+#: which the one before led.
+LayoutArgument = Layout | str | os.PathLike[str] | Sequence[Layout | str | os.PathLike[str]]
+
 #: The layouts that are being read, each of which includes the next one.
 _reading: ContextVar[tuple[Path, ...]] = ContextVar("reading", default=())
 
@@ -297,6 +301,11 @@ def find(name: str, beside: str = "") -> Layout:
 def find_or_read(text: str) -> Layout:
     """Return the layout that a user names: the file if the text has a slash or ends in ".layout", else one built in."""
     return Layout.read(text) if os.sep in text or text.endswith(".layout") else find(text)
+
+
+def find_all(text: str) -> tuple[Layout, ...]:
+    """Return the layouts of which a user gives the names or files, joined by commas."""
+    return tuple(find_or_read(name.strip()) for name in text.split(","))
 
 
 def builtin_names() -> list[str]:

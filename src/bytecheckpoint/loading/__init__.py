@@ -27,7 +27,7 @@ from bytecheckpoint.errors import CheckpointError, CheckpointReplacedError, Inco
 from bytecheckpoint.frameworks.registry import resolve as resolve_framework
 from bytecheckpoint.frameworks.wrappers import unwrap_states
 from bytecheckpoint.handles import LoadReport
-from bytecheckpoint.layouts import Layout
+from bytecheckpoint.layouts import LayoutArgument
 from bytecheckpoint.loading.request import LoadRequest, Matching
 from bytecheckpoint.loading.steps import FilledStates, Load
 from bytecheckpoint.options import LoadOptions
@@ -65,7 +65,7 @@ def load(
     exclude: Sequence[str] | None = None,
     rename: Mapping[str, str] | Callable[[str], str] | None = None,
     names: Mapping[Any, Any] | None = None,
-    layout: Layout | str | os.PathLike[str] | None = None,
+    layout: LayoutArgument | None = None,
     process_group: ProcessGroup | None = None,
     timeout: float | None = None,
     prepare_save: bool | None = None,
@@ -96,7 +96,8 @@ def load(
         names: parameter names, as for `save`.
         layout: layout by which the names of the checkpoint and those of the live objects belong together (docs/layouts.md):
             a name of one that is built in, a file, a `Layout`, or "auto" for the one that is built in for the model, if
-            the names differ. A live name that `rename` gives is what the layout sees.
+            the names differ; or several, of which each leads on from the names to which the one before led. A live name
+            that `rename` gives is what the layout sees.
         process_group: ranks that load together; by default all.
         timeout: seconds that one step may wait for the other ranks; default `settings().timeout`.
         prepare_save: prepare the next save of the same states in the background (see `prepare`), which takes memory of
@@ -137,7 +138,7 @@ def load_by(
     path: str | os.PathLike[str] | Storage,
     states: MutableMapping[str, Any],
     options: LoadOptions,
-    layout: Layout | str | os.PathLike[str] | None,
+    layout: LayoutArgument | None,
     process_group: ProcessGroup | None,
     timeout: float | None,
 ) -> LoadReport:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,8 +31,8 @@ class Matching:
         selection: selection of live names; an attempt works on a copy, which notes the patterns that match.
         rename: function from a live name to the name in the checkpoint; None if they are equal.
         names: explicit parameter names for optimizers.
-        layout: layout through which the checkpoint is seen; "auto": the one that is built in for its model; None: its names
-            are those of the live objects.
+        layout: layouts through which the checkpoint is seen, one after the other; "auto": the one that is built in for its
+            model; None: its names are those of the live objects.
     """
 
     strict: Strict
@@ -40,7 +40,7 @@ class Matching:
     selection: NameSelection
     rename: Callable[[str], str] | None
     names: Mapping[Any, Any] | None
-    layout: Layout | Literal["auto"] | None = None
+    layout: Sequence[Layout] | Literal["auto"] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,8 +54,9 @@ from bytecheckpoint.loading.fit import (
 from bytecheckpoint.loading.live_names import LiveNames
 from bytecheckpoint.loading.request import LoadRequest
 from bytecheckpoint.loading.saved import SavedView
+from bytecheckpoint.planning.chained_layouts import lay_out_through
 from bytecheckpoint.planning.exchange_plan import exchange_plan_of_rank
-from bytecheckpoint.planning.part_space import choose_layout, lay_out
+from bytecheckpoint.planning.part_space import choose_layout
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
 from bytecheckpoint.representation.plans import SharedChunks
@@ -291,9 +292,9 @@ class Load:
                     checkpoint.files.replace_catalog(catalog)
                     checkpoint.trees.replace_catalog(catalog)
                 here = opened.live.live_side()
-                layout = choose_layout(catalog, here) if matching.layout == "auto" else matching.layout
-                if layout is not None:
-                    laid = lay_out(catalog, layout, here)
+                layouts = choose_layout(catalog, here) if matching.layout == "auto" else matching.layout
+                if layouts is not None:
+                    laid = lay_out_through(catalog, layouts, here)
                     catalog = laid.catalog
                     checkpoint.trees.show(catalog, laid.stored)
             selection = copy.deepcopy(matching.selection)

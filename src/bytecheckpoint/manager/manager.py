@@ -22,6 +22,7 @@ from bytecheckpoint.errors import (
     UsageError,
 )
 from bytecheckpoint.handles import LoadReport, SaveHandle
+from bytecheckpoint.layouts import LayoutArgument
 from bytecheckpoint.manager.boundary import Boundaries, SaveDue, StopJob, Usurped
 from bytecheckpoint.manager.cadence import Cadence, When
 from bytecheckpoint.manager.folder_keeper import FolderKeeper
@@ -47,7 +48,6 @@ from bytecheckpoint.world import world_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from bytecheckpoint.layouts import Layout
     from bytecheckpoint.manager.just_in_time import JustInTime
 
 __all__ = ["CheckpointManager"]
@@ -98,7 +98,7 @@ class CheckpointManager:
         save_options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
         start_from: str | os.PathLike[str] | None = None,
-        layout: Layout | str | os.PathLike[str] | None = None,
+        layout: LayoutArgument | None = None,
         process_group: ProcessGroup | None = None,
     ) -> None:
         cadence = every if isinstance(every, Cadence) else Cadence(every)

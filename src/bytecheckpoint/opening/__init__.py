@@ -9,11 +9,12 @@ import numpy as np
 from bytecheckpoint.arguments import check_layout
 from bytecheckpoint.engine.catalogs import check_rank, open_catalog
 from bytecheckpoint.errors import OutOfRangeError, UsageError
-from bytecheckpoint.layouts import Layout
+from bytecheckpoint.layouts import LayoutArgument
 from bytecheckpoint.opening.box_reader import BoxReader
 from bytecheckpoint.opening.checkpoint import Checkpoint
 from bytecheckpoint.opening.entry import Entry
-from bytecheckpoint.planning.part_space import lay_out, layout_of_model
+from bytecheckpoint.planning.chained_layouts import lay_out_through
+from bytecheckpoint.planning.part_space import layout_of_model
 from bytecheckpoint.storage import Storage, resolve
 
 __all__ = ["Checkpoint", "Entry", "OutOfRangeError", "open"]
@@ -23,7 +24,7 @@ def open(
     path: str | os.PathLike[str] | Storage,
     *,
     rank: int | None = None,
-    layout: Layout | str | os.PathLike[str] | None = None,
+    layout: LayoutArgument | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any layout for reading.
 
@@ -37,7 +38,7 @@ def open(
             dataloaders). If this rank has no value, or with None, a key shows the shared value if there is one, else that
             of the lowest rank.
         layout: layout by which the tensors are shown under other names (docs/layouts.md): a name of one that is built in, a
-            file, a `Layout`, or "auto" for the only one that is built in for the model.
+            file, a `Layout`, or "auto" for the only one that is built in for the model; or several, as for `load`.
 
     Returns:
         The checkpoint; `close` it or use it in a `with` statement to release its files early.
@@ -65,9 +66,9 @@ def open(
         return Checkpoint(BoxReader(storage, reader.catalog, reader), rank)
     catalog = reader.catalog
     if chosen == "auto":
-        chosen = layout_of_model(catalog)
+        chosen = (layout_of_model(catalog),)
     if reader.groups is not None:
         catalog = reader.rows(np.union1d(reader.groups.group, reader.groups.head_groups))
         reader.close()
-    laid = lay_out(catalog, chosen)
+    laid = lay_out_through(catalog, chosen)
     return Checkpoint(BoxReader(storage, laid.catalog, None, laid), rank)

@@ -99,12 +99,12 @@ def plan_parts(laid: LaidOut, boxes: BoxTable, targets: Sequence[BoxTarget], chu
     twins: list[_Twin] = []
     if laid.twins:
         for number, tensor in enumerate(boxes.tensor.tolist()):
-            (_, name), *others = laid.twins.get(tensor, [(0, "")])
-            for part, twin in others:
+            joined = laid.twins.get(tensor, ())
+            for twin in joined[1:]:
                 target = targets[number]
                 parts.append(BoxTarget(torch.empty_like(target.data), target.dtype))
-                twins.append(_Twin((name, twin), (target.data, parts[-1].data)))
-                more.append((part, (), (), number))
+                twins.append(_Twin((joined[0].name, twin.name), (target.data, parts[-1].data)))
+                more.append((twin.part, (), (), number))
     beside = BoxTable.build([m[0] for m in more], [m[1] for m in more], [m[2] for m in more])
     pairs = pairs_of(laid.maps, found.boxes.tensor)
     wanted = BoxTable.concat([in_bytes(found.boxes, pairs), beside])

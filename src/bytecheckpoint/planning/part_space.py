@@ -22,13 +22,13 @@ from bytecheckpoint.layouts.matching import Side, scales_of, skeletons
 from bytecheckpoint.layouts.names import Template, parse_template
 from bytecheckpoint.planning.element_maps import ElementMap, element_maps, in_bytes, in_halves, pairs_of, scale_rows
 from bytecheckpoint.planning.read_plan import StoredRows, stored_rows
-from bytecheckpoint.planning.shown_tensors import ShownTensors
+from bytecheckpoint.planning.shown_tensors import JoinedValue, ShownTensors
 from bytecheckpoint.representation.boxes import BoxTable, Int64s, widened
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
 from bytecheckpoint.representation.catalog_rows import rows_of
 from bytecheckpoint.representation.shards import MASTER, TensorKey
 
-__all__ = ["LaidOut", "LiveSide", "choose_layout", "lay_out", "layout_of_model", "stored_side"]
+__all__ = ["LaidOut", "LiveSide", "choose_layout", "concatenated", "lay_out", "layout_of_model", "stored_side"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,17 @@ class LiveSide:
     """The tensors into which a checkpoint is loaded, of all ranks.
 
     Attributes:
-        shapes: global shape of each tensor, by state and name.
+        shapes: global shape of each tensor, by state and name; None: names and shapes follow from the checkpoint.
         config: configuration of the program, as {"megatron.num_query_groups": 8}.
     """
 
-    shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
+    shapes: Mapping[str, Mapping[str, tuple[int, ...]]] | None
     config: Mapping[str, Any]
 
-    def of(self, state: str) -> Mapping[str, tuple[int, ...]]:
+    def of(self, state: str) -> Mapping[str, tuple[int, ...]] | None:
         """Return the tensors of a state; of one without modules, such as an optimizer, those of all modules."""
+        if self.shapes is None:
+            return None
         return self.shapes.get(state) or {name: shape for own in self.shapes.values() for name, shape in own.items()}
 
 
@@ -74,8 +76,8 @@ class LaidOut:
         alone: number of the part that each other tensor of `catalog` is, -1 for none, int64 [t].
         stored: number in the checkpoint's catalog of each of these, -1 for the others, int64 [t].
         names: names under which the tensors of each of the checkpoint's names are shown.
-        twins: further parts whose value must be that of a tensor, each with its name in the checkpoint, by the tensor's
-            number: the layout joins parameters, and an optimizer has one step for the result.
+        twins: the values that each tensor joins, by its number: the layout joins parameters, and an optimizer has one step
+            for the result.
         maps: changes of the elements of some parts, by number.
         notes: facts that a user should know: requirements that no configuration decides, names that are ignored.
     """
@@ -86,7 +88,7 @@ class LaidOut:
     alone: Int64s
     stored: Int64s
     names: Mapping[str, Sequence[str]]
-    twins: Mapping[int, Sequence[tuple[int, str]]]
+    twins: Mapping[int, Sequence[JoinedValue]]
     maps: Mapping[int, ElementMap]
     notes: Sequence[str] = ()
 
@@ -147,14 +149,14 @@ def _joined(found: Sequence[PartBoxes]) -> PartBoxes:
     )
 
 
-def choose_layout(catalog: Catalog, live: LiveSide) -> Layout | None:
+def choose_layout(catalog: Catalog, live: LiveSide) -> tuple[Layout] | None:
     """Return the layout that is built in for a checkpoint's model and the program's; None if the names are the same.
 
     Raises:
         IncompatibleCheckpointError: nothing says which model the checkpoint has, or no layout or several are for it.
     """
     keys = catalog.keys()
-    own = {(state, name) for state, shapes in live.shapes.items() for name in shapes}
+    own = {(state, name) for state, shapes in (live.shapes or {}).items() for name in shapes}
     equal = own & {(state, name) for state, name, _ in keys}
     if equal and equal == own:
         return None
@@ -167,7 +169,7 @@ def choose_layout(catalog: Catalog, live: LiveSide) -> Layout | None:
         found = [a for a, side in zip(found, sides, strict=True) if side is not None and a.sides[1 - side] in here]
     if equal and len(found) != 1:
         return None
-    return _only_one(found, config, f" and a program of {' and '.join(sorted(here)) or 'unknown kind'}")
+    return (_only_one(found, config, f" and a program of {' and '.join(sorted(here)) or 'unknown kind'}"),)
 
 
 def layout_of_model(catalog: Catalog) -> Layout:
@@ -284,7 +286,7 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
             others.setdefault((TensorKey(state, name, slot), SHARED), []).append(number)
     done = shown.finish(stored, others, count)
     return LaidOut(
-        done.catalog, _concatenated([*rows, done.rows]), groups, done.alone, done.stored, names, done.twins,
+        done.catalog, concatenated([*rows, done.rows]), groups, done.alone, done.stored, names, done.twins,
         maps, list(dict.fromkeys(notes)),
     )  # fmt: skip
 
@@ -397,7 +399,8 @@ def _dtypes(catalog: Catalog, bound: Binding, side: BoundSide, tensors: Int64s) 
     return ["" if code < 0 else catalog.dtype.values[code] for code in found.tolist()]
 
 
-def _concatenated(rows: Sequence[StoredRows]) -> StoredRows:
+def concatenated(rows: Sequence[StoredRows]) -> StoredRows:
+    """Return all rows of some tables, sorted by part."""
     boxes = BoxTable.concat([r.boxes for r in rows])
     order = np.argsort(boxes.tensor, kind="stable")
     strides = [widened(r.strides, boxes.ndim, 1) for r in rows if r.strides is not None]

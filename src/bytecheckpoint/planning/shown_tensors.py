@@ -16,7 +16,22 @@ from bytecheckpoint.representation.catalog_rows import rows_of
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.shards import TensorKey
 
-__all__ = ["Shown", "ShownTensors"]
+__all__ = ["JoinedValue", "Shown", "ShownTensors"]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedValue:
+    """A stored value that has to be that of another one, because a layout joins both.
+
+    Attributes:
+        part: number of the part that it is.
+        stored: number of its tensor in the checkpoint's catalog.
+        name: its name in the checkpoint, for messages.
+    """
+
+    part: int
+    stored: int
+    name: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,15 +43,14 @@ class Shown:
         rows: stored rows of those that are parts of their own.
         alone: number of the part that each of these is, -1 for the others, int64 [t].
         stored: number in the checkpoint's catalog of each of these, -1 for the others, int64 [t].
-        twins: further parts whose value must be that of a tensor, each with its name in the checkpoint, by the tensor's
-            number.
+        twins: the values that each tensor joins, the first of which it shows, by the tensor's number.
     """
 
     catalog: Catalog
     rows: StoredRows
     alone: Int64s
     stored: Int64s
-    twins: Mapping[int, Sequence[tuple[int, str]]]
+    twins: Mapping[int, Sequence[JoinedValue]]
 
 
 class ShownTensors:
@@ -136,7 +150,7 @@ class ShownTensors:
             if len(kinds) > 1:
                 raise IncompatibleCheckpointError(f"{key} joins values that are stored as {' and '.join(kinds)}")
             if len(numbers) > 1:
-                twins[shown] = [(int(part_of[n]), str(catalog.key(n))) for n in numbers]
+                twins[shown] = [JoinedValue(int(part_of[n]), n, str(catalog.key(n))) for n in numbers]
         keys = [*self._keys, *(tuple(key) for key, _ in others)]
         shapes = [*self._shapes, *(catalog.shape(n) for n in first.tolist())]
         dtypes = [*self._dtypes, *(catalog.dtype[n] for n in first.tolist())]

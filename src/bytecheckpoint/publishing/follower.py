@@ -15,7 +15,7 @@ import torch
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.handles import LoadReport
-from bytecheckpoint.layouts import Layout
+from bytecheckpoint.layouts import LayoutArgument
 from bytecheckpoint.loading import load_by
 from bytecheckpoint.loading.changes import CONVERTED, NeedsWholeLoad, ProvenLoad, VersionLoad, fingerprints_by_key
 from bytecheckpoint.loading.steps import Load
@@ -77,7 +77,7 @@ class Follower:
         self,
         root: str | os.PathLike[str],
         *,
-        layout: Layout | str | os.PathLike[str] | None = None,
+        layout: LayoutArgument | None = None,
         options: LoadOptions | None = None,
         process_group: ProcessGroup | None = None,
     ) -> None:

@@ -13,7 +13,7 @@ from bytecheckpoint.collectives.base import names_of_ranks
 from bytecheckpoint.engine.tensor_bytes import dense_bytes, flat_bytes
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError, listed
 from bytecheckpoint.frameworks.selection import select_states
-from bytecheckpoint.layouts import Layout
+from bytecheckpoint.layouts import LayoutArgument
 from bytecheckpoint.opening import open as open_checkpoint
 from bytecheckpoint.opening.checkpoint import Checkpoint
 from bytecheckpoint.opening.view import CheckpointView
@@ -29,8 +29,6 @@ from bytecheckpoint.tools.ranks import tool_ranks
 from bytecheckpoint.tools.subject import Subject, opened
 
 if TYPE_CHECKING:
-    import os
-
     from torch.distributed import ProcessGroup
 
 __all__ = ["Fingerprint", "fingerprint", "prove_loaded"]
@@ -41,7 +39,7 @@ _PIECE = 32 << 20
 def fingerprint(
     subject: Subject | Mapping[str, object],
     *,
-    layout: Layout | str | os.PathLike[str] | None = None,
+    layout: LayoutArgument | None = None,
     recompute: bool = False,
     names: Mapping[Any, Any] | None = None,
     process_group: ProcessGroup | None = None,

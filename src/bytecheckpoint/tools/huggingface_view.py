@@ -21,11 +21,12 @@ from bytecheckpoint.errors import CheckpointError, StorageConflictError, UsageEr
 from bytecheckpoint.frameworks.modules import as_modules
 from bytecheckpoint.frameworks.selection import NameSelection
 from bytecheckpoint.frameworks.wrappers import unwrapped, walk_modules
-from bytecheckpoint.layouts import Layout
+from bytecheckpoint.layouts import LayoutArgument
 from bytecheckpoint.layouts.config import flattened
 from bytecheckpoint.opening import open as open_checkpoint
 from bytecheckpoint.opening.view import CheckpointView
-from bytecheckpoint.planning.part_space import lay_out, layout_of_model, stored_side
+from bytecheckpoint.planning.chained_layouts import lay_out_through
+from bytecheckpoint.planning.part_space import layout_of_model, stored_side
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
 from bytecheckpoint.representation.dtypes import safetensors_code
 from bytecheckpoint.representation.names import escape, is_uri, view_file_name
@@ -67,7 +68,7 @@ class HuggingFaceView(StepView):
     """
 
     state: str = "model"
-    layout: Layout | str | os.PathLike[str] | None = None
+    layout: LayoutArgument | None = None
     dtype: torch.dtype | str | None = None
     files_from: str | os.PathLike[str] | None = None
     max_shard_bytes: int = 5_000_000_000
@@ -127,15 +128,16 @@ class _ModelView(ViewOfSave):
             raise UsageError(
                 "HuggingFaceView: rank 0 has no configuration: give files_from=, a folder with config.json"
             )
-        if (layout := check_layout(wanted.layout)) is not None:
+        if (layouts := check_layout(wanted.layout)) is not None:
             catalog = _with_configuration(catalog, json.loads(files["config.json"]))
-            layout = layout_of_model(catalog) if layout == "auto" else layout
-            side = stored_side(layout, catalog.fqns(state))
-            if side is None or not layout.sides[1 - side].startswith("hf"):
+            layouts = (layout_of_model(catalog),) if layouts == "auto" else layouts
+            shown = lay_out_through(catalog.expanded(), layouts).catalog  # which refuses what does not fit
+            last = layouts[-1]
+            side = stored_side(last, shown.fqns(state))
+            if side is None or not last.sides[side].startswith("hf"):
                 raise UsageError(
-                    f"HuggingFaceView: layout {layout.label} does not lead {state!r} to names of Hugging Face"
+                    f"HuggingFaceView: layout {last.label} does not lead {state!r} to names of Hugging Face"
                 )
-            lay_out(catalog.expanded(), layout)  # which refuses what does not fit
             return files, catalog
         if lacking := {*self._names}.difference(catalog.fqns(state), catalog.aliases.get(state, ())):
             # from_pretrained would take new weights for them.

@@ -12,7 +12,7 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
-from bytecheckpoint.layouts import Layout
+from bytecheckpoint.layouts import LayoutArgument
 from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools.huggingface_description import ModelDescription
@@ -33,7 +33,7 @@ def from_checkpoint(
     distribute: Callable[[Any], object] | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    layout: Layout | str | os.PathLike[str] | None = "auto",
+    layout: LayoutArgument | None = "auto",
     state: str = "model",
     process_group: ProcessGroup | None = None,
 ) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpoin
 from bytecheckpoint.formats.detect import as_checkpoint
 from bytecheckpoint.integrations.vllm.lazy_weights import LazyWeight, WantedWeight, WeightPart
 from bytecheckpoint.layouts.config import flattened
-from bytecheckpoint.layouts.layout import Layout, builtin_names, find, find_or_read
+from bytecheckpoint.layouts.layout import Layout, builtin_names, find, find_all
 from bytecheckpoint.manager.run_folder import RunFolder, step_folder
 from bytecheckpoint.opening import Checkpoint, Entry
 from bytecheckpoint.options import LoadOptions
@@ -122,7 +122,7 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
         self,
         wanted: Mapping[str, WantedWeight],
         dtypes: Mapping[str, torch.dtype],
-        layout: Layout | None,
+        layout: Sequence[Layout] | None,
         config: ModelConfig,
     ) -> FollowReport | None:
         """Load the newest version into memory that stays as it is, and copy it into the model, which may change its own."""
@@ -208,8 +208,8 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
         first = self._memory.setdefault("model", model_config.model)
         return (self._checkpoint if model_config.model == first else None) or str(model_config.model)
 
-    def _opened(self, path: str, model_config: ModelConfig) -> tuple[Checkpoint, Layout | None]:
-        """Open a checkpoint under the names of Hugging Face; return it with the layout that leads to them, if one does."""
+    def _opened(self, path: str, model_config: ModelConfig) -> tuple[Checkpoint, Sequence[Layout] | None]:
+        """Open a checkpoint under the names of Hugging Face; return it with the layouts that lead to them, if any do."""
         checkpoint = bytecheckpoint.open(path)
         try:
             if self._state not in checkpoint.states:
@@ -224,12 +224,12 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
         checkpoint.close()
         return bytecheckpoint.open(path, layout=layout), layout
 
-    def _layout_of(self, checkpoint: Checkpoint, model_config: ModelConfig) -> Layout | None:
-        """Return the layout through which a checkpoint has the names of Hugging Face, with the sizes of the model."""
+    def _layout_of(self, checkpoint: Checkpoint, model_config: ModelConfig) -> Sequence[Layout] | None:
+        """Return the layouts through which a checkpoint has the names of Hugging Face, with the sizes of the model."""
         described = model_config.hf_text_config.to_dict()
         config = flattened("hf", described) | {"hf5.model_type": described.get("model_type")}
         if self._layout != "auto":
-            return find_or_read(self._layout).with_sizes(config)
+            return [layout.with_sizes(config) for layout in find_all(self._layout)]
         names = list(self._tensors(checkpoint))
         found = [
             layout
@@ -241,7 +241,7 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
                 f"{checkpoint.path}: {listed([layout.name for layout in found])} lead to names of Hugging Face: "
                 "give one as 'layout'"
             )
-        return found[0].with_sizes(config) if found else None
+        return [found[0].with_sizes(config)] if found else None
 
     def _tensors(self, checkpoint: Checkpoint) -> dict[str, Entry]:
         """Return the tensors of the model by their names."""
