@@ -12,6 +12,8 @@ from bytecheckpoint.planning.intersect import intersect
 from bytecheckpoint.representation.boxes import BoxTable
 
 FOLDER = Path(__file__).parent / "families"
+#: Prediction layers have copies of the embeddings and of the head.
+COPY = re.compile(r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)")
 FAMILIES = sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
@@ -42,7 +44,8 @@ def expanded(tensors):
 def weights(shapes):
     """Return arrays that follow from the names."""
     arrays = {}
-    for name, shape in shapes.items():
+    for key, shape in shapes.items():
+        name = COPY.sub(lambda found: "model.embed_tokens" if found[1] == "embed_tokens" else "lm_head", key)
         values = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
         if re.search(r"norm|ln_", name) and name.endswith("weight"):
             values = 1 + 0.3 * values
@@ -50,7 +53,7 @@ def weights(shapes):
             values *= 1.5 / shape[-1] ** 0.5
         else:
             values *= 0.7
-        arrays[name] = values.astype(np.float32)
+        arrays[key] = values.astype(np.float32)
     return arrays
 
 
@@ -60,6 +63,7 @@ class Family:
     def __init__(self, name):
         read = json.loads((FOLDER / f"{name}.json").read_text())
         self.config, self.ids, self.logits = read["config"], read["ids"], np.array(read["logits"])
+        self.predicted = np.array(read.get("predicted", []))
         self.shapes = expanded(read["tensors"])
         self.megatron = expanded(read["megatron"]) if "megatron" in read else {}
         self.model_type = self.config["model_type"]

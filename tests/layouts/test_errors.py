@@ -59,8 +59,8 @@ WRONG_TEXTS = {
     "rules\n": "t.layout:1: column 1: expected 'layout NAME LEFT <-> RIGHT [for CONDITION]' before everything else",
     "layout t a b": "t.layout:1: expected 'layout NAME LEFT <-> RIGHT [for CONDITION]'",
     "layout t a <-> a": "layout t: both sides are called 'a'",
-    "layout t a <-> b\nrule": "t.layout:2: column 1: expected 'alias', 'scales', 'ignore', 'optional', 'require', "
-    "'include', 'dims', 'rules', found 'rule'",
+    "layout t a <-> b\nrule": "t.layout:2: column 1: expected 'alias', 'prefix', 'scales', 'ignore', 'optional', "
+    "'require', 'include', 'dims', 'rules', found 'rule'",
     "layout t a <-> b\nlayout u a <-> b": "t.layout:2: a file has one layout",
     "layout t a <-> b\ndims\n d = a.x +":
         "t.layout: dim 'd': 'a.x +' is no size: write keys and numbers with + - * /, as "
@@ -68,6 +68,11 @@ WRONG_TEXTS = {
     "layout t a <-> b\ndims\n d = c.x": "t.layout: dim 'd': 'c.x' is of no side: it must begin with a. or b.",
     "layout t a <-> b\ndims\n d = a.x": "t.layout: dim 'd' stands in no rule",
     "layout t a <-> b\nignore c .*": "t.layout:2: 'c' is no side: write a or b",
+    "layout t a <-> b\nignore a x when c.d": "t.layout:2: 'c.d' is of no side: it must begin with a. or b.",
+    "layout t a <-> b\nprefix a x y": "t.layout:2: expected 'prefix SIDE PREFIX = PREFIX [for PART]'",
+    "layout t a <-> b\nprefix c x = y": "t.layout:2: 'c' is no side: write a or b",
+    "layout t a <-> b\nprefix a x = {y": "t.layout:2: column 1: '{' in a name without '}'",
+    "layout t a <-> b\nprefix a x = y for p\nrules\nx : h\n<-> x : h": "t.layout:4: part 'p' stands on the a side only",
     "layout t a <-> b\nignore a (":
         "t.layout:2: '(' is no regular expression: missing ), unterminated subpattern at position 0",
     "layout t a <-> b\nrequire a.x is 5":

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.layouts.binding import bind
 from bytecheckpoint.layouts.layout import builtin_names, find
 from bytecheckpoint.layouts.matching import Side
@@ -62,10 +63,25 @@ def test_names_of_transformer_engine(name):
     family = Family(name)
     names = list(family.megatron)
     for pattern, text in TRANSFORMER_ENGINE.items():
-        if "input_layernorm" not in pattern or name != "deepseek_v3":  # latent attention has a norm of its own
+        if "input_layernorm" not in pattern or not name.startswith(
+            "deepseek_v3"
+        ):  # latent attention has a norm of its own
             names = [re.sub(pattern, text, found) for found in names]
     right = Side(names, list(family.megatron.values()))
     assert not len(bind(layout_of(family), side(family.shapes), right, family.keys()).right.unbound)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_prediction_layers_of_one_side_only(name):
+    family, without = Family(f"{name}-mtp"), Family(name)
+    layout, keys = layout_of(family), family.keys() | {"megatron.num_layers": 2}
+    with pytest.raises(
+        CheckpointError, match=r"model.layers.2.\S+ is missing on the hf side: mtp.layers.0.\S+ .*needs it"
+    ):
+        bind(layout, side(without.shapes), side(family.megatron), keys | {"megatron.mtp_num_layers": 1})
+    one = {n: s for n, s in family.shapes.items() if not n.startswith("model.layers.3.")}
+    left = bind(layout, side(one), side(without.megatron), keys).left
+    assert {left.names[k] for k in left.ignored} == one.keys() - without.shapes.keys() != set()
 
 
 @pytest.mark.parametrize("name", TORCHTITAN)

@@ -3,7 +3,7 @@
 import pytest
 
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.layouts import Alias, Layout, Rule, Scales, Statement
+from bytecheckpoint.layouts import Alias, Layout, Prefix, Rule, Scales, Statement
 from bytecheckpoint.layouts.binding import bind
 from bytecheckpoint.layouts.layout import builtin_names, find
 from bytecheckpoint.layouts.matching import Side
@@ -19,7 +19,8 @@ EVERYTHING = Layout(
         Rule({"(m.)?z": "h"}, {"z(1|2)": "h"}, mean=()),
     ],
     fits="a.model_type in p q", require=[Statement("", "a.x != 4")], ignore=[Statement("a", "x y.*")],
-    optional=[Statement("b", "u.*")], aliases=[Alias("a", "z2", "v", "a.tied")],
+    optional=[Statement("b", "u.*", "a.x and not b.y")], aliases=[Alias("a", "z2", "v", "a.tied", "z{t}")],
+    prefixes=[Prefix("a", "y(1|2)", "y.{[p: a | q: b]}"), Prefix("b", "y", "w", "q")],
     scales=[Scales("a", "<w>_scale", "o i", "<w>", "(o a) (i b)", (("a", 2), ("b", 3)), "blocks")],
 )  # fmt: skip
 
@@ -151,6 +152,54 @@ def test_a_tensor_that_nothing_needs_has_no_sizes():
     )
     binding = bind(layout, side({"e": (3, 2)}), side({"e": (3, 2)}))
     assert len(binding.left.places) == len(binding.right.places) == 1
+
+
+PREFIXES = """layout t hf <-> own
+include base
+prefix hf layers.{l}. = layers.{[main: l | more: m]}.
+prefix own dec.{l}. = dec.{l}. for main
+prefix own dec.{l}. = more.{m}.(x.)? for more
+alias hf layers.{m}.e = e beside layers.{m}.w
+dims
+    l = hf.layers
+rules
+layers.{l}.q : q = a
+layers.{l}.k : k = a
+    <-> dec.{l}.qk : [q: a | k: a]
+"""
+
+
+def test_prefixes_stand_for_others_in_included_rules_too(tmp_path):
+    (tmp_path / "base.layout").write_text(
+        "layout base hf <-> own\nrules\ne : v h\n <-> e : v h\nlayers.{l}.w : a h\n <-> dec.{l}.w : h a\n"
+        "layers.{l}.q : a\n <-> dec.{l}.q : a\n"
+    )
+    (tmp_path / "t.layout").write_text(PREFIXES)
+    layout = Layout.read(tmp_path / "t.layout")
+    left = {"e": (4, 3)} | {
+        f"layers.{k}.{n}": s for k in range(3) for n, s in (("w", (2, 3)), ("q", (2,)), ("k", (2,)))
+    }
+    right = {"e": (4, 3)} | {f"{n}.w": (3, 2) for n in ("dec.0", "dec.1", "more.0.x")}
+    right |= {f"{n}.qk": (4,) for n in ("dec.0", "dec.1", "more.0.x")}
+    assert names(bind(layout, side(left), config={"hf.layers": 2}).right) == set(right)
+    derived = bind(layout, right=side(right), config={"hf.layers": 2}).left
+    copies = {f"layers.{k}.e" for k in range(3)}
+    assert names(derived) == {*left, *copies}
+    both = bind(layout, side(left | {"layers.2.e": (4, 3)}), side(right), config={"hf.layers": 2})
+    assert not len(both.left.unbound) and not len(both.right.unbound)
+    with pytest.raises(
+        CheckpointError, match=r"layers.2.e is a second name of e, but has shape \[4, 2\], not \[4, 3\]"
+    ):
+        bind(layout, side(left | {"layers.2.e": (4, 2)}), side(right), config={"hf.layers": 2})
+
+
+def test_conditions_of_names_that_are_ignored():
+    layout = Layout.from_text("layout t a <-> b\nignore a y.* when b.z\nrules\nx : n\n <-> x : n\n")
+    given = {"x": (2,), "y1": (3,)}
+    assert bind(layout, side(given), config={"b.z": True}).left.ignored == [1]
+    for config in ({}, {"b.z": False}):
+        with pytest.raises(CheckpointError, match="no rule fits y1"):
+            bind(layout, side(given), config=config)
 
 
 def test_what_cannot_be_loaded_yet_is_refused():

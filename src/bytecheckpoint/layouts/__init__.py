@@ -5,6 +5,6 @@ mine = Layout("mine", "hf", "own", rules=[Rule({"h.{l}.c_proj.weight": "a h"}, {
 """
 
 from bytecheckpoint.layouts.layout import Layout, LayoutArgument
-from bytecheckpoint.layouts.statements import Alias, Rule, Scales, Statement
+from bytecheckpoint.layouts.statements import Alias, Prefix, Rule, Scales, Statement
 
-__all__ = ["Alias", "Layout", "LayoutArgument", "Rule", "Scales", "Statement"]
+__all__ = ["Alias", "Layout", "LayoutArgument", "Prefix", "Rule", "Scales", "Statement"]

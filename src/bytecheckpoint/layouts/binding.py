@@ -28,6 +28,7 @@ from bytecheckpoint.layouts.matching import (
     text_error,
 )  # fmt: skip
 from bytecheckpoint.layouts.members import Expected, Members, Namer, members_of
+from bytecheckpoint.layouts.names import parse_template
 from bytecheckpoint.layouts.parsed import ParsedRule
 from bytecheckpoint.layouts.parts import Component, Part, SourcePlace, family_dims, part_text
 from bytecheckpoint.layouts.scaling import ScaleGrid, tensors_of_scales
@@ -160,7 +161,9 @@ def bind(layout: Layout, left: Side | None = None, right: Side | None = None, co
             check_left_over(layout, number, side, rules)
     starts = np.cumsum([0, *map(len, sizes)])
     table = _stacked(sizes, 1)
-    ends = [_bound_side(number, side, bound, starts, table.shape[1]) for number, side in enumerate(matched)]
+    ends = [
+        _bound_side(layout, number, side, bound, starts, table.shape[1], config) for number, side in enumerate(matched)
+    ]
     return Binding(layout, table, groups, ends[0], ends[1], undecided)
 
 
@@ -185,14 +188,24 @@ def _stacked(arrays: Sequence[Int64s], fill: int) -> Int64s:
 
 
 def _bound_side(
-    number: int, matched: MatchedSide | None, bound: Sequence[BoundComponent], starts: Int64s, width: int
+    layout: Layout,
+    number: int,
+    matched: MatchedSide | None,
+    bound: Sequence[BoundComponent],
+    starts: Int64s,
+    width: int,
+    config: Config,
 ) -> BoundSide:
     names: Sequence[str]
     if matched is not None:
-        names, shapes, ndims = matched.side.names, matched.shapes, matched.ndims
+        names, shapes, ndims, copies = matched.side.names, matched.shapes, matched.ndims, matched.copies
     else:
         names = [name for component in bound for name in component.names]
+        written = _written_twice(layout, number, names, config)
+        copies = dict(zip(range(len(names), len(names) + len(written)), written.values(), strict=True))
+        names += written
         shapes = _stacked([component.shapes for component in bound], -1)
+        shapes = shapes[[*range(len(shapes)), *copies.values()]]
         ndims = (shapes >= 0).sum(1)
     tensor, part, lowering, fixed, virtual = [], [], [], [], [np.zeros(0, bool)]
     lowerings: list[Lowering] = []
@@ -213,8 +226,8 @@ def _bound_side(
     tensors, parts, numbers = columns
     places = PartPlaces(tensors, parts, numbers, _stacked(fixed, 0), copy, np.concatenate(virtual), lowerings, width)
     places = _sorted(places, np.argsort(places.tensor, kind="stable"))
-    if matched is not None and matched.copies:
-        places = _with_copies(places, matched)
+    if copies:
+        places = _with_copies(places, copies, names, shapes)
     scales = {} if matched is None else matched.scales
     used = np.append(places.tensor, np.array(tensors_of_scales(scales), np.int64))
     unbound = np.setdiff1d(np.arange(len(names)), used)
@@ -226,19 +239,32 @@ def _sorted(p: PartPlaces, order: Int64s) -> PartPlaces:
     return PartPlaces(tensor, part, lowering, fixed, p.copy[order], p.virtual[order], p.lowerings, p.width)
 
 
-def _with_copies(places: PartPlaces, matched: MatchedSide) -> PartPlaces:
+def _written_twice(layout: Layout, number: int, names: Sequence[str], config: Config) -> dict[str, int]:
+    """Return the second names to write on a side that is derived, and the numbers of the tensors that they name."""
+    result: dict[str, int] = {}
+    for alias in layout.merged("aliases"):
+        assert isinstance(alias, Alias)
+        holds = alias.side == layout.sides[number] and (not alias.when or condition(alias.when, config))
+        if holds and alias.beside:
+            second, first, beside = map(parse_template, (alias.name, alias.of, alias.beside))
+            of = next((k for k, name in enumerate(names) if first.match(name)), None)
+            found = [beside.renamed(name, second) for name in names] if of is not None else []
+            result |= {name: of for name in found if name and of is not None}
+    return result
+
+
+def _with_copies(places: PartPlaces, copies: Mapping[int, int], names: Sequence[str], shapes: Int64s) -> PartPlaces:
     """Give second names that hold no part of their own the parts of the tensors that they name."""
     places_of: list[Int64s] = []
     tensors: list[Int64s] = []
-    for tensor, of in matched.copies.items():
+    for tensor, of in copies.items():
         at = np.flatnonzero(places.tensor == of)
         if tensor in places.tensor or not len(at):
             continue
-        shapes = [matched.side.shapes[k] for k in (tensor, of)]
-        if list(shapes[0]) != list(shapes[1]):
-            names = [matched.side.names[k] for k in (tensor, of)]
+        here, there = ([size for size in shapes[k].tolist() if size >= 0] for k in (tensor, of))
+        if here != there:
             raise IncompatibleCheckpointError(
-                f"{names[0]} is a second name of {names[1]}, but has shape {list(shapes[0])}, not {list(shapes[1])}"
+                f"{names[tensor]} is a second name of {names[of]}, but has shape {here}, not {there}"
             )
         places_of.append(at)
         tensors.append(np.full(len(at), tensor))
@@ -261,7 +287,7 @@ class ComponentBinder:
     def __init__(self, layout: Layout, matched: Sequence[MatchedSide | None], config: Config) -> None:
         self._layout, self._matched = layout, matched
         self._numbers: dict[tuple[int, str], list[tuple[Namer, Int64s, int]]] = defaultdict(list)
-        self._expected = Expected(layout, matched)
+        self._expected = Expected(layout, matched, config)
         self._aliases = {
             (layout.sides.index(alias.side), alias.name)
             for alias in layout.merged("aliases")

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from bytecheckpoint.layouts.names import Group, Piece, Text, parse_template
 from bytecheckpoint.layouts.parsed import ParsedRule, conflicts
 from bytecheckpoint.layouts.parts import Family, FamilyError, SourcePlace, components, family_dims
 from bytecheckpoint.layouts.scaling import check_scales
-from bytecheckpoint.layouts.statements import Alias, Content, Rule, Scales, Statement
+from bytecheckpoint.layouts.statements import Alias, Content, Prefix, Rule, Scales, Statement
 from bytecheckpoint.layouts.text import parse, to_text
 from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.similar_names import SimilarNames
@@ -43,7 +44,7 @@ class Layout(Content):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dims", {name: " ".join(text.split()) for name, text in self.dims.items()})
-        for name in ("rules", "include", "require", "ignore", "optional", "aliases", "scales"):
+        for name in ("rules", "include", "require", "ignore", "optional", "aliases", "scales", "prefixes"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self._check()
 
@@ -78,7 +79,8 @@ class Layout(Content):
     @lazy
     def parsed(self) -> tuple[ParsedRule, ...]:
         """The rules, parsed, with those of included layouts that no rule here replaces."""
-        own = [self._parsed(number, rule) for number, rule in enumerate(self.rules)]
+        prefixes = [prefix for prefix in self.merged("prefixes") if isinstance(prefix, Prefix)]
+        own = [self._parsed(number, self._with_prefixes(rule, prefixes)) for number, rule in enumerate(self.rules)]
         for first, second, name in conflicts(own):
             side = self.sides[first.side]
             raise UsageError(
@@ -87,6 +89,8 @@ class Layout(Content):
         result = list(own)
         for included in self.included:
             for rule in included.parsed:
+                if self.prefixes:
+                    rule = self._parsed(len(result), self._with_prefixes(rule.rule, self.prefixes))
                 if not any(True for _ in conflicts(result, [rule])):
                     result.append(rule)
         return tuple(result)
@@ -100,7 +104,7 @@ class Layout(Content):
                 raise UsageError(f"{self.label} includes {layout.name}, whose sides are {' and '.join(layout.sides)}")
         return result
 
-    def merged(self, name: str) -> Iterator[Statement | Alias | Scales]:
+    def merged(self, name: str) -> Iterator[Statement | Alias | Scales | Prefix]:
         """Yield the statements of one sort, of this layout and of those that it includes."""
         yield from getattr(self, name)
         for layout in self.included:
@@ -155,8 +159,8 @@ class Layout(Content):
         with _Placed(start):
             if self.fits:
                 check_condition(self.fits, self.sides)
-        statements: tuple[Statement | Alias | Scales, ...] = (
-            *self.require, *self.ignore, *self.optional, *self.aliases, *self.scales
+        statements: tuple[Statement | Alias | Scales | Prefix, ...] = (
+            *self.require, *self.ignore, *self.optional, *self.aliases, *self.scales, *self.prefixes
         )  # fmt: skip
         for statement in statements:
             with _Placed(statement.place if statement.place.text else start):
@@ -168,13 +172,15 @@ class Layout(Content):
             if key not in used:
                 raise UsageError(f"{start}: dim '{key}' stands in no rule")
 
-    def _check_statement(self, statement: Statement | Alias | Scales) -> None:
+    def _check_statement(self, statement: Statement | Alias | Scales | Prefix) -> None:
+        if isinstance(statement, Statement | Alias) and statement.when:
+            check_condition(statement.when, self.sides)
         match statement:
             case Alias():
-                for name in (statement.name, statement.of):
+                for name in (statement.name, statement.of, *([statement.beside] if statement.beside else [])):
                     parse_template(name)
-                if statement.when:
-                    check_condition(statement.when, self.sides)
+            case Prefix():
+                parse_template(statement.becomes)
             case Scales():
                 check_scales(statement)
             case Statement():
@@ -186,6 +192,21 @@ class Layout(Content):
                     re.compile(statement.text)
                 except re.error as error:
                     raise TextError(f"'{statement.text}' is no regular expression: {error}") from None
+
+    def _with_prefixes(self, rule: Rule, prefixes: Sequence[Prefix]) -> Rule:
+        """Return a rule with the prefixes that stand for those of its names."""
+        result, places = copy(rule), iter(rule.places)
+        result.left, result.right, result.places = {}, {}, ()
+        for side, made, given in zip(self.sides, (result.left, result.right), (rule.left, rule.right), strict=True):
+            for name, axes in given.items():
+                fits = [prefix for prefix in prefixes if prefix.side == side and name.startswith(prefix.name)]
+                names = {prefix.becomes + name.removeprefix(prefix.name): prefix.part for prefix in fits} or {name: ""}
+                made |= {
+                    name: f"{part} {axes if '=' in axes else f'= {axes}'}" if part else axes
+                    for name, part in names.items()
+                }
+                result.places += (next(places),) * len(names) if rule.places else ()
+        return result
 
     def _parsed(self, number: int, rule: Rule) -> ParsedRule:
         start = SourcePlace(f"{self.label}: rule {number + 1}")

@@ -202,6 +202,8 @@ def _ignored(layout: Layout, number: int, config: Config) -> list[re.Pattern[str
     for statement in layout.merged("ignore"):
         assert isinstance(statement, Statement)
         keys = KEY_IN_NAMES.findall(statement.text)
+        if statement.when and not condition(statement.when, config):
+            continue
         if statement.side == layout.sides[number] and all(config.get(key) is not None for key in keys):
             text = KEY_IN_NAMES.sub(lambda key: re.escape(str(config[key[1]])), statement.text)
             found.append(re.compile(text))

@@ -11,6 +11,7 @@ import numpy as np
 
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.layouts.axes import Dim, affine
+from bytecheckpoint.layouts.config import Config, condition
 from bytecheckpoint.layouts.layout import Layout
 from bytecheckpoint.layouts.matching import MatchedSide
 from bytecheckpoint.layouts.parts import Variant
@@ -83,15 +84,17 @@ class Expected:
     Args:
         layout: the layout.
         matched: the names of each side, None for a side that is derived.
+        config: configurations of both sides.
     """
 
-    def __init__(self, layout: Layout, matched: Sequence[MatchedSide | None]) -> None:
+    def __init__(self, layout: Layout, matched: Sequence[MatchedSide | None], config: Config) -> None:
         self.sides, self._matched = layout.sides, matched
         self._patterns: dict[tuple[str, str], list[re.Pattern[str]]] = defaultdict(list)
         for word in ("ignore", "optional"):
             for statement in layout.merged(word):
                 assert isinstance(statement, Statement)
-                self._patterns[word, statement.side].append(re.compile(statement.text))
+                if not statement.when or condition(statement.when, config):
+                    self._patterns[word, statement.side].append(re.compile(statement.text))
 
     def matched(self, variant: Variant) -> MatchedSide:
         """Return the names of the variant's side, which are given."""

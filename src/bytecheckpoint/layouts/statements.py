@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from bytecheckpoint.layouts.parts import SourcePlace
 
-__all__ = ["Alias", "Content", "Rule", "Scales", "Statement"]
+__all__ = ["Alias", "Content", "Prefix", "Rule", "Scales", "Statement"]
 
 
 class Rule:
@@ -71,11 +71,13 @@ class Statement:
     Attributes:
         side: side that the line is about, "" for both.
         text: regular expression of names, or condition.
+        when: condition under which the line holds.
         place: place of the line in the source.
     """
 
     side: str
     text: str
+    when: str = ""
     place: SourcePlace = field(default=SourcePlace(""), compare=False)
 
 
@@ -88,6 +90,7 @@ class Alias:
         name: template of the second name.
         of: template of the first name.
         when: condition under which the tensor has two names.
+        beside: template of a tensor beside which the second name is written too, "" if a tensor is written once.
         place: place of the line in the source.
     """
 
@@ -95,6 +98,26 @@ class Alias:
     name: str
     of: str
     when: str = ""
+    beside: str = ""
+    place: SourcePlace = field(default=SourcePlace(""), compare=False)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A prefix of names that stands in rules for another prefix, or for several.
+
+    Attributes:
+        side: side of the names.
+        name: prefix in the rules, as it is written there.
+        becomes: prefix in its place.
+        part: name of the part that the tensors with this prefix hold.
+        place: place of the line in the source.
+    """
+
+    side: str
+    name: str
+    becomes: str
+    part: str = ""
     place: SourcePlace = field(default=SourcePlace(""), compare=False)
 
 
@@ -140,6 +163,7 @@ class Content:
         optional: regular expressions of names that may be missing.
         aliases: second names of tensors.
         scales: tensors of scales.
+        prefixes: prefixes of names in the rules, also in those of included layouts.
         file: name of the file that the layout comes from.
     """
 
@@ -155,4 +179,5 @@ class Content:
     optional: Sequence[Statement] = ()
     aliases: Sequence[Alias] = ()
     scales: Sequence[Scales] = ()
+    prefixes: Sequence[Prefix] = ()
     file: str = field(default="", compare=False)

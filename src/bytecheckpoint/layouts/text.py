@@ -7,7 +7,7 @@ from typing import Any
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.layouts.parts import SourcePlace
-from bytecheckpoint.layouts.statements import Alias, Content, Rule, Scales, Statement
+from bytecheckpoint.layouts.statements import Alias, Content, Prefix, Rule, Scales, Statement
 
 __all__ = ["parse", "to_text"]
 
@@ -16,18 +16,22 @@ _ARROW = re.compile(r"(?:^|(?<=\s))<->(?=\s|$)")
 _OPTION = re.compile(r"(?:^|(?<=\s))(same|mean|add|with|names|when)(?=\s|$)")
 _HEADER = re.compile(r"layout\s+(\S+)\s+(\S+)\s+<->\s+(\S+)(?:\s+for\s+(\S.*))?")
 _DIM = re.compile(r"(\S+)\s*=\s*(\S.*)")
-_ALIAS = re.compile(r"(\S+)\s+(\S+)\s+=\s+(\S+)(?:\s+when\s+(\S.*))?")
+_ALIAS = re.compile(r"(\S+)\s+(\S+)\s+=\s+(\S+)(?:\s+beside\s+(\S+))?(?:\s+when\s+(\S.*))?")
+_PREFIX = re.compile(r"(\S+)\s+(\S.*?)\s+=\s+(\S.*?)(?:\s+for\s+(\w+))?")
+_NAMES = re.compile(r"(\S+)\s+(\S.*?)(?:\s+when\s+(\S.*))?")
 _SCALES = re.compile(r"(\S+)\s+(\S+)\s+:(.*?)\s+of\s+(\S+)\s+:\s+(.+?)(?:\s+with\s+(.+?))?\s+->\s+(\w+)")
 _SIZE = re.compile(r"\s*(\w+)\s*=\s*([0-9]+)\s*")
 _FORMS = {
     "layout": "layout NAME LEFT <-> RIGHT [for CONDITION]",
-    "alias": "alias SIDE NAME = NAME [when CONDITION]",
+    "alias": "alias SIDE NAME = NAME [beside NAME] [when CONDITION]",
+    "prefix": "prefix SIDE PREFIX = PREFIX [for PART]",
     "scales": "scales SIDE NAME : AXES of NAME : AXES with a = 128 -> OPERATION",
-    "ignore": "ignore SIDE REGEX",
-    "optional": "optional SIDE REGEX",
+    "ignore": "ignore SIDE REGEX [when CONDITION]",
+    "optional": "optional SIDE REGEX [when CONDITION]",
     "require": "require CONDITION",
     "include": "include NAME",
 }
+_ARGUMENTS = {"alias": "aliases", "prefix": "prefixes"}
 _WORDS = (*_FORMS, "dims", "rules")
 
 
@@ -45,7 +49,7 @@ class _LayoutReader:
         self.dims: dict[str, str] = {}
         self.rules: list[Rule] = []
         self.include: list[str] = []
-        self.statements: dict[str, list[Statement | Alias | Scales]] = {}
+        self.statements: dict[str, list[Statement | Alias | Scales | Prefix]] = {}
         self._section = ""
         self._pending: _Pending | None = None
         for number, line in enumerate(text.splitlines(), 1):
@@ -103,23 +107,24 @@ class _LayoutReader:
         if word == "include":
             self.include += rest.split()
             return
-        made: Statement | Alias | Scales
+        made: Statement | Alias | Scales | Prefix
         if word == "alias":
             found = self._match(_ALIAS, word, rest)
-            made = Alias(found[1], found[2], found[3], " ".join((found[4] or "").split()), place)
+            made = Alias(found[1], found[2], found[3], " ".join((found[5] or "").split()), found[4] or "", place)
+        elif word == "prefix":
+            found = self._match(_PREFIX, word, rest)
+            made = Prefix(found[1], found[2], found[3], found[4] or "", place)
         elif word == "scales":
             found = self._match(_SCALES, word, rest)
             axes, of_axes = (" ".join(found[k].split()) for k in (3, 5))
             sizes = tuple(self._sizes(found[6] or "").items())
             made = Scales(found[1], found[2], axes, found[4], of_axes, sizes, found[7], place)
         elif word == "require":
-            made = Statement("", " ".join(rest.split()), place)
+            made = Statement("", " ".join(rest.split()), place=place)
         else:
-            side, _, expression = rest.partition(" ")
-            if not expression:
-                raise self.error(f"expected '{_FORMS[word]}'")
-            made = Statement(side, expression.strip(), place)
-        self.statements.setdefault("aliases" if word == "alias" else word, []).append(made)
+            found = self._match(_NAMES, word, rest)
+            made = Statement(found[1], found[2], " ".join((found[3] or "").split()), place)
+        self.statements.setdefault(_ARGUMENTS.get(word, word), []).append(made)
 
     def _sizes(self, text: str) -> dict[str, int]:
         sizes: dict[str, int] = {}
@@ -240,9 +245,13 @@ def to_text(layout: Content) -> str:
     if layout.dims:
         lines += ["dims", *(f"    {name} = {text}" for name, text in layout.dims.items())]
     for word, statements in (("ignore", layout.ignore), ("optional", layout.optional)):
-        lines += [f"{word} {statement.side} {statement.text}" for statement in statements]
+        lines += [f"{word} {s.side} {s.text}" + (f" when {s.when}" if s.when else "") for s in statements]
+    for prefix in layout.prefixes:
+        text = f"prefix {prefix.side} {prefix.name} = {prefix.becomes}"
+        lines.append(text + (f" for {prefix.part}" if prefix.part else ""))
     for alias in layout.aliases:
-        lines.append(f"alias {alias.side} {alias.name} = {alias.of}" + (f" when {alias.when}" if alias.when else ""))
+        text = f"alias {alias.side} {alias.name} = {alias.of}" + (f" beside {alias.beside}" if alias.beside else "")
+        lines.append(text + (f" when {alias.when}" if alias.when else ""))
     for scales in layout.scales:
         sizes = ", ".join(f"{name} = {size}" for name, size in scales.sizes)
         sizes = f" with {sizes}" if sizes else ""

@@ -46,6 +46,7 @@ class CausalAttention(torch.nn.Module):
 
 def arguments(family, c):
     """Return changes of the configuration and arguments of GPTModel, from a configuration of Hugging Face's."""
+    predicts, family = "-mtp" in family, family.removesuffix("-mtp")
     rope = c.get("rope_parameters") or {}
     config = {
         "num_layers": c.get("num_hidden_layers", c.get("n_layer")),
@@ -87,6 +88,8 @@ def arguments(family, c):
             "moe_router_topk_scaling_factor": c["routed_scaling_factor"],
             "moe_shared_expert_intermediate_size": c["n_shared_experts"] * c["moe_intermediate_size"],
         }
+    if predicts:
+        config["mtp_num_layers"] = c["num_nextn_predict_layers"]
     if family == "deepseek_v3":
         config |= {
             "multi_latent_attention": True,
@@ -130,7 +133,11 @@ class Model:
 
     def __init__(self, name):
         from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+        from megatron.core.models.gpt.gpt_layer_specs import (
+            get_gpt_decoder_block_spec,
+            get_gpt_layer_local_spec,
+            get_gpt_mtp_block_spec,
+        )
 
         initialize_parallel(Layout())
         self.family = Family(name)
@@ -140,9 +147,11 @@ class Model:
             spec = get_gpt_layer_local_spec(normalization="LayerNorm")
         else:
             spec = get_gpt_decoder_block_spec(self.config, use_transformer_engine=False, normalization="RMSNorm")
-        if name == "deepseek_v3":
+        if name.startswith("deepseek_v3"):
             for layer in spec.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = CausalAttention
+        if self.config.mtp_num_layers:
+            given["mtp_block_spec"] = get_gpt_mtp_block_spec(self.config, spec, use_transformer_engine=False)
         length = self.family.config.get("n_positions", 8)
         self.model = GPTModel(self.config, spec, vocab_size=48, max_sequence_length=length, **given).float().eval()
         self.tensors = {n: t.detach() for n, t in self.model.state_dict().items() if isinstance(t, torch.Tensor)}
@@ -165,9 +174,14 @@ class Model:
             tensor.copy_(torch.from_numpy(arrays[name]))
         ids = torch.tensor(self.family.ids)[None]
         mask = torch.triu(torch.ones(ids.shape[1], ids.shape[1]), 1).bool()[None, None]
+        expected, hidden = [self.family.logits, *self.family.predicted], []
+        if self.config.mtp_num_layers:
+            self.model.mtp.register_forward_hook(lambda *call: hidden.append(call[-1]))
         with torch.no_grad():
-            logits = self.model(ids, torch.arange(ids.shape[1])[None], mask)[0, :, : self.family.logits.shape[1]]
-        return np.abs(logits.numpy() - self.family.logits).max()
+            found = [self.model(ids, torch.arange(ids.shape[1])[None], mask)[0]]
+            for further in hidden[-1].chunk(len(expected))[1:] if hidden else ():
+                found.append(self.model.output_layer(further)[0][:, 0])
+        return max(np.abs(f[:, : e.shape[1]].numpy() - e).max() for f, e in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -214,7 +228,7 @@ def mutants(text, rng):
             yield "\n".join([*lines[:k], f"{name} : {changed}", *lines[k + 1 :]])
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt2", "deepseek_v3-mtp", "glm4_moe-mtp"])
 def test_one_edit_of_a_layout_shows(name):
     model, rng = Model(name), random.Random(name)
     weights, refused, survivors = model.family.weights(), 0, []

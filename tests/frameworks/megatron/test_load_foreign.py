@@ -44,12 +44,18 @@ CASES = {
     "qwen3_moe": [Layout(tp=2, pp=2, sequence=True, moe=True, **V)],
     "glm4_moe": [Layout(tp=2, ep=2, dp=2, sequence=True, moe=True, **V)],
     "deepseek_v3": [Layout(tp=2, ep=2, dp=2, sequence=True, moe=True, **V)],
+    "glm4_moe-mtp": [Layout(tp=2, pp=2, sequence=True, moe=True, **V)],
+    "deepseek_v3-mtp": [Layout(tp=2, ep=2, dp=2, sequence=True, moe=True, **V)],
     "gpt_oss": [Layout(ep=3, dp=3, moe=True, **V)],
 }
 
 
 def chunks_of(name: str, layout: Layout) -> list[Any]:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
 
     changes, given = arguments(name, Family(name).config)
     config = transformer_config(layout, **changes)
@@ -62,9 +68,12 @@ def chunks_of(name: str, layout: Layout) -> list[Any]:
             spec = get_gpt_layer_local_spec(normalization=norm)
         else:
             spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=norm, **virtual)
-            if name == "deepseek_v3":
+            if name.startswith("deepseek_v3"):
                 for layer in spec.layer_specs:
                     layer.submodules.self_attention.submodules.core_attention = CausalAttention
+        if config.mtp_num_layers:
+            mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **virtual)
+            given["mtp_block_spec"] = mtp
         return {"transformer_layer_spec": spec, **given}
 
     return [chunk.float() for chunk in gpt_chunks(layout, config, of_chunk)]

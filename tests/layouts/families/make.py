@@ -63,6 +63,36 @@ FAMILIES = {
     | {"num_local_experts": 3, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
 }
+FAMILIES["glm4_moe-mtp"] = FAMILIES["glm4_moe"] | {"num_nextn_predict_layers": 1}
+FAMILIES["deepseek_v3-mtp"] = FAMILIES["deepseek_v3"] | {"num_nextn_predict_layers": 2}
+
+
+def predicted(model, tensors, ids, depth):
+    """Return the logits of prediction layers, which transformers ignores: its decoder has their layers as its last ones.
+
+    The layer of number k has the hidden states of the one before and the embeddings of the tokens k places further on.
+    """
+    inner, count, found = model.model, len(model.model.layers) - depth, []
+    layers, inner.layers = inner.layers, inner.layers[:count]
+    model.config.num_hidden_layers = count
+    logits, hidden = model(ids).logits[0], inner(ids).last_hidden_state
+    places = torch.arange(ids.shape[1])[None]
+    mask = torch.full((1, 1, ids.shape[1], ids.shape[1]), -torch.inf).triu(1)
+
+    def norm(name, x):
+        scale = tensors[f"model.layers.{count + k}.{name}.weight"]
+        return torch.nn.functional.rms_norm(x, scale.shape, scale, model.config.rms_norm_eps)
+
+    for k in range(depth):
+        ids = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], 1)
+        both = torch.cat([norm("enorm", inner.embed_tokens(ids)), norm("hnorm", hidden)], -1)
+        x = both @ tensors[f"model.layers.{count + k}.eh_proj.weight"].T
+        hidden = layers[count + k](
+            x, attention_mask=mask, position_ids=places, position_embeddings=inner.rotary_emb(x, places)
+        )
+        hidden = norm("shared_head.norm", hidden)
+        found.append(model.lm_head(hidden)[0])
+    return logits, found
 
 
 def main() -> None:
@@ -72,21 +102,31 @@ def main() -> None:
             if hasattr(config, name):
                 setattr(config, name, 0.0)
         config._attn_implementation = "eager"
+        depth = getattr(config, "num_nextn_predict_layers", 0) if family.endswith("-mtp") else 0
+        config.num_hidden_layers += depth
         with tempfile.TemporaryDirectory() as folder:
             AutoModelForCausalLM.from_config(config).save_pretrained(folder)
             shapes = {}
             for file in glob.glob(f"{folder}/*.safetensors"):
                 with safe_open(file, "pt") as opened:
                     shapes |= {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+            known = set(shapes)
+            for number in range(config.num_hidden_layers - depth, config.num_hidden_layers):
+                h, v = config.hidden_size, config.vocab_size
+                added = {"enorm": [h], "hnorm": [h], "eh_proj": [h, 2 * h], "embed_tokens": [v, h]}
+                added |= {"shared_head.norm": [h], "shared_head.head": [v, h]}
+                shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in added.items()}
             tensors = {name: torch.from_numpy(array) for name, array in weights(shapes).items()}
-            save_file(tensors, f"{folder}/model.safetensors", {"format": "pt"})
+            save_file({name: tensors[name] for name in known}, f"{folder}/model.safetensors", {"format": "pt"})
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, attn_implementation="eager"
             ).eval()
             written = json.loads(Path(folder, "config.json").read_text())
+            if depth:
+                written["num_hidden_layers"] -= depth
         ids = torch.arange(6)[None] * 5 % 37
         with torch.no_grad():
-            logits = model(ids).logits[0]
+            logits, further = predicted(model, tensors, ids, depth) if depth else (model(ids).logits[0], [])
         print(family, len(shapes), float(logits.abs().max()))
         made = {
             "config": written,
@@ -94,6 +134,8 @@ def main() -> None:
             "ids": ids[0].tolist(),
             "logits": [[round(x, 6) for x in row] for row in logits.tolist()],
         }
+        if depth:
+            made["predicted"] = [[[round(x, 6) for x in row] for row in found.tolist()] for found in further]
         text = json.dumps(made, indent=1)
         text = re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), text)
         (FOLDER / f"{family}.json").write_text(text + "\n")
