@@ -106,26 +106,29 @@ def test_names_stay_and_blocks_go(tmp_path: Path) -> None:
 
 
 def test_experts_of_gpt_oss_as_they_are_published(tmp_path: Path) -> None:
-    """Blocks of mxfp4 become the experts of Megatron, gate and up apart, as transformers' own order of bytes says."""
+    """Blocks of mxfp4 become the experts of Megatron, gate and up apart, and of torchtitan, as transformers' own order of
+    bytes says."""
     name, experts, inner, width = "model.layers.0.mlp.experts", 2, 6, 64
     tensors = {f"{name}.gate_up_proj_blocks": torch.randint(0, 256, (experts, 2 * inner, width // 32, 16)).byte()}
     tensors[f"{name}.down_proj_blocks"] = torch.randint(0, 256, (experts, width, 2, 16)).byte()
-    expected = {}
+    expected, titan = {}, {}
     for kind, last in (("gate_up_proj", 1), ("down_proj", 2)):
         blocks = tensors[f"{name}.{kind}_blocks"]
         scales = torch.randint(120, 130, blocks.shape[:3]).byte()
         tensors[f"{name}.{kind}_scales"] = scales
         # As _convert_moe_packed_tensors of transformers: two elements in turn, blocks one after the other.
         whole = (unpacked(blocks) * 2.0 ** (scales.float() - 127)[..., None]).flatten(2)
+        titan[f"layers.0.moe.routed_experts.inner_experts.mlp{last}_weight"] = whole.bfloat16()
         if last == 1:
             whole = torch.cat([whole[:, 0::2], whole[:, 1::2]], 1)
         for e in range(experts):
             expected[f"decoder.layers.0.mlp.experts.linear_fc{last}.weight{e}"] = whole[e].bfloat16()
     quantised = {"quant_method": "mxfp4"}
     folder = saved(tmp_path / "hf", tensors, model_type="gpt_oss", quantization_config=quantised)
-    module = module_of(expected)
-    bytecheckpoint.load(folder, {"model": module}, layout="gpt_oss")
-    assert_holds(module, expected)
+    for layout, wanted in (("gpt_oss", expected), ("torchtitan_gpt_oss", titan)):
+        module = module_of(wanted)
+        bytecheckpoint.load(folder, {"model": module}, layout=layout)
+        assert_holds(module, wanted)
 
 
 @given(st.data())
