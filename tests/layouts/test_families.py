@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.errors import CheckpointError, UsageError
 from bytecheckpoint.layouts.binding import bind
 from bytecheckpoint.layouts.layout import builtin_names, find
 from bytecheckpoint.layouts.matching import Side
 from tests.layouts.models import FAMILIES, Family, move
 
 TRANSFORMER_ENGINE = {
+    r"pre_mlp_layernorm\.(weight|bias)$": r"mlp.linear_fc1.layer_norm_\1",
     r"(?<!final_)input_layernorm\.(weight|bias)$": r"self_attention.linear_qkv.layer_norm_\1",
     r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))$": r"mlp.experts.\2\1",
     r"\.kv_layernorm\.weight$": r".linear_kv_up_proj.layer_norm_weight",
@@ -84,6 +85,39 @@ def test_prediction_layers_of_one_side_only(name):
     assert {left.names[k] for k in left.ignored} == one.keys() - without.shapes.keys() != set()
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("llama", "megatron.rotary_interleaved", True),
+        ("mistral", "megatron.layernorm_zero_centered_gamma", True),
+        ("stablelm", "megatron.rotary_interleaved", True),
+        ("stablelm", "megatron.rotary_base", 500000),
+        ("starcoder2", "megatron.layernorm_zero_centered_gamma", True),
+        ("gemma", "megatron.layernorm_zero_centered_gamma", False),
+        ("gemma", "megatron.rotary_base", 500000),
+        ("gemma2", "megatron.query_pre_attn_scalar", 8),
+        ("gemma2", "megatron.attn_logit_softcapping", 50.0),
+        ("gemma2", "megatron.final_logit_softcapping", 50.0),
+        ("gemma3_text", "megatron.layernorm_zero_centered_gamma", False),
+        ("gemma3_text", "megatron.rotary_base", 1000000),
+        ("gemma3_text", "hf.use_bidirectional_attention", True),
+        ("olmo3", "megatron.rotary_base", 10000),
+        ("exaone4", "megatron.layernorm_epsilon", 1e-6),
+        ("granite", "megatron.softmax_scale", 0.5),
+        ("granite", "megatron.mup_embedding_mult", 1.0),
+        ("granite", "megatron.residual_multiplier", 1.0),
+        ("granite", "megatron.logits_scaling", 1.0),
+        ("ernie4_5", "megatron.layernorm_zero_centered_gamma", True),
+        ("glm4", "megatron.rotary_interleaved", False),
+        ("olmoe", "hf.clip_qkv", 8.0),
+    ],
+)
+def test_equal_weights_of_another_model(name, key, value):
+    family = Family(name)
+    with pytest.raises(UsageError, match=re.escape(f"{key} is {value}")):
+        layout_of(family).check_config(family.keys() | {key: value})
+
+
 @pytest.mark.parametrize("name", TORCHTITAN)
 def test_the_adapters_of_torchtitan(name):
     family, expected = Family(name), TORCHTITAN[name]
@@ -96,7 +130,7 @@ def test_the_adapters_of_torchtitan(name):
         np.testing.assert_array_equal(array, weights[key])
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3"])
 def test_experts_that_transformers_stacks_in_memory(name):
     """By way of transformers 5, weights become the same in Megatron; tests/integrations/transformers has real models."""
     family, kept = Family(name), {"hf.fused_experts": True}

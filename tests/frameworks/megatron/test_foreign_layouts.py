@@ -23,6 +23,15 @@ pytestmark = pytest.mark.timeout(300)
 
 LAYER_NORM = {"normalization": "LayerNorm", "add_bias_linear": True, "gated_linear_unit": False}
 LAYER_NORM |= {"activation_func": lambda x: torch.nn.functional.gelu(x, approximate="tanh")}
+QK_NORMS = ("qwen3", "qwen3_moe", "glm4_moe", "gemma3_text", "olmo2", "olmo3", "olmoe", "exaone4")
+# What a model computes by modules of its own, under the names that Megatron-Bridge or transformers have.
+OF_THE_MODEL = {
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "residual_multiplier",
+    "logits_scaling",
+}
 NO_BALANCE = {
     "moe_router_load_balancing_type": "none",
     "moe_token_dispatcher_type": "allgather",
@@ -30,24 +39,11 @@ NO_BALANCE = {
 }
 
 
-class CausalAttention(torch.nn.Module):
-    """Attention whose values have fewer dimensions than its keys, which Megatron-Core has for GPUs only."""
-
-    def __init__(self, *_, softmax_scale, **__):
-        super().__init__()
-        self.scale = softmax_scale
-
-    def forward(self, query, key, value, *_, **__):
-        length, batch = query.shape[:2]
-        scores = torch.einsum("sbnd,tbnd->bnst", query, key) * self.scale
-        scores = scores.masked_fill(torch.triu(torch.ones(length, length), 1).bool(), -torch.inf)
-        return torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1), value).reshape(length, batch, -1)
-
-
 def arguments(family, c):
     """Return changes of the configuration and arguments of GPTModel, from a configuration of Hugging Face's."""
     predicts, family = "-mtp" in family, family.removesuffix("-mtp")
     rope = c.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
     config = {
         "num_layers": c.get("num_hidden_layers", c.get("n_layer")),
         "num_attention_heads": c.get("num_attention_heads", c.get("n_head")),
@@ -57,8 +53,8 @@ def arguments(family, c):
         "layernorm_epsilon": next(
             c[k] for k in c if k in ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
         ),
-        "add_qkv_bias": family in ("qwen2", "qwen2_moe", "seed_oss", "stablelm", "glm4_moe"),
-        "qk_layernorm": family in ("qwen3", "qwen3_moe", "glm4_moe"),
+        "add_qkv_bias": family in ("qwen2", "qwen2_moe", "seed_oss", "stablelm", "glm4_moe", "glm", "glm4"),
+        "qk_layernorm": family in QK_NORMS,
     }
     model = {
         "position_embedding_type": "rope",
@@ -117,6 +113,20 @@ def arguments(family, c):
         config["add_bias_linear"] = True
     if family == "smollm3":
         config["no_rope_freq"] = [int(not rope) for rope in c["no_rope_layers"]]
+    if family.startswith("gemma"):
+        config |= LAYER_NORM | {"normalization": "RMSNorm", "add_bias_linear": False, "gated_linear_unit": True}
+        config |= {
+            "layernorm_zero_centered_gamma": True,
+            "softmax_scale": c.get("query_pre_attn_scalar", c["head_dim"]) ** -0.5,
+        }
+        config |= {"use_mup": True, "mup_embedding_mult": c["hidden_size"] ** 0.5}
+    if family == "exaone4":
+        config["no_rope_freq"] = [int(kind == "full_attention") for kind in c["layer_types"]]
+    if family == "granite":
+        config |= {"use_mup": True, "mup_embedding_mult": c["embedding_multiplier"]}
+        config |= {"mup_output_mult": 1 / c["logits_scaling"], "softmax_scale": c["attention_multiplier"]}
+    if family in ("glm", "glm4", "ernie4_5"):
+        config |= {"rotary_interleaved": True, "add_bias_linear": c.get("use_bias", False)}
     if family == "gpt_oss":
         config |= {
             "add_bias_linear": True,
@@ -126,6 +136,15 @@ def arguments(family, c):
             "softmax_type": "learnable",
         }
     return {name: value for name, value in config.items() if value is not None}, model
+
+
+def configuration(name, layout):
+    """Return the configuration of a model, and arguments of GPTModel."""
+    family = Family(name)
+    changes, given = arguments(name, family.config)
+    config = transformer_config(layout, **changes)
+    vars(config).update({key: family.config[key] for key in OF_THE_MODEL & family.config.keys()})
+    return config, given
 
 
 class Model:
@@ -140,20 +159,21 @@ class Model:
         )
 
         initialize_parallel(Layout())
+        from tests.support.megatron.family_modules import change_layer, change_model
+
         self.family = Family(name)
-        changes, given = arguments(name, self.family.config)
-        self.config = transformer_config(Layout(), **changes)
-        if changes.get("normalization") == "LayerNorm":
+        self.config, given = configuration(name, Layout())
+        if self.config.normalization == "LayerNorm":
             spec = get_gpt_layer_local_spec(normalization="LayerNorm")
         else:
             spec = get_gpt_decoder_block_spec(self.config, use_transformer_engine=False, normalization="RMSNorm")
-        if name.startswith("deepseek_v3"):
             for layer in spec.layer_specs:
-                layer.submodules.self_attention.submodules.core_attention = CausalAttention
+                change_layer(layer, name, self.config)
         if self.config.mtp_num_layers:
             given["mtp_block_spec"] = get_gpt_mtp_block_spec(self.config, spec, use_transformer_engine=False)
         length = self.family.config.get("n_positions", 8)
         self.model = GPTModel(self.config, spec, vocab_size=48, max_sequence_length=length, **given).float().eval()
+        change_model(self.model)
         self.tensors = {n: t.detach() for n, t in self.model.state_dict().items() if isinstance(t, torch.Tensor)}
         plain = {n: v for n, v in vars(self.config).items() if isinstance(v, int | float | str)}
         self.keys = self.family.keys() | self.family.keys(plain | given, "megatron")
@@ -228,7 +248,10 @@ def mutants(text, rng):
             yield "\n".join([*lines[:k], f"{name} : {changed}", *lines[k + 1 :]])
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "gpt2", "deepseek_v3-mtp", "glm4_moe-mtp"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "phi3", "gpt2", "deepseek_v3-mtp", "glm4_moe-mtp", "gemma3_text", "olmo2", "ernie4_5", "glm4"],
+)
 def test_one_edit_of_a_layout_shows(name):
     model, rng = Model(name), random.Random(name)
     weights, refused, survivors = model.family.weights(), 0, []

@@ -18,9 +18,9 @@ from bytecheckpoint.engine.view_files import VIEW_INDEX
 from bytecheckpoint.layouts.binding import bind
 from bytecheckpoint.layouts.layout import builtin_names, find
 from bytecheckpoint.layouts.matching import Side
-from tests.frameworks.megatron.test_foreign_layouts import LAYER_NORM, CausalAttention, arguments
+from tests.frameworks.megatron.test_foreign_layouts import configuration
 from tests.layouts.models import Family, move
-from tests.support.megatron.models import Layout, gpt_chunks, initialize_parallel, transformer_config
+from tests.support.megatron.models import Layout, gpt_chunks, initialize_parallel
 from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.timeout(400)
@@ -39,6 +39,10 @@ CASES = {
     "starcoder2": [Layout(tp=2, pp=2, vocabulary=48)],
     "gpt2": [Layout(tp=2, pp=2, vocabulary=48)],
     "gpt_neox": [Layout(tp=2, pp=2, **V)],
+    "gemma2": [Layout(tp=2, pp=2, vocabulary=48)],
+    "glm4": [Layout(tp=2, pp=2, sequence=True, **V)],
+    "ernie4_5": [Layout(tp=2, dp=2, vocabulary=48)],
+    "exaone4": [Layout(tp=2, pp=2, **V)],
     "mixtral": [Layout(ep=3, dp=3, moe=True, **V)],
     "qwen2_moe": [Layout(tp=2, pp=2, sequence=True, moe=True, **V)],
     "qwen3_moe": [Layout(tp=2, pp=2, sequence=True, moe=True, **V)],
@@ -57,9 +61,10 @@ def chunks_of(name: str, layout: Layout) -> list[Any]:
         get_gpt_mtp_block_spec,
     )
 
-    changes, given = arguments(name, Family(name).config)
-    config = transformer_config(layout, **changes)
-    norm = "LayerNorm" if changes.get("normalization") == LAYER_NORM["normalization"] else "RMSNorm"
+    from tests.support.megatron.family_modules import change_layer
+
+    config, given = configuration(name, layout)
+    norm = config.normalization
     tied = given.pop("share_embeddings_and_output_weights")
     assert tied == layout.tied
 
@@ -68,9 +73,8 @@ def chunks_of(name: str, layout: Layout) -> list[Any]:
             spec = get_gpt_layer_local_spec(normalization=norm)
         else:
             spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=norm, **virtual)
-            if name.startswith("deepseek_v3"):
-                for layer in spec.layer_specs:
-                    layer.submodules.self_attention.submodules.core_attention = CausalAttention
+            for layer in spec.layer_specs:
+                change_layer(layer, name, config)
         if config.mtp_num_layers:
             mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **virtual)
             given["mtp_block_spec"] = mtp

@@ -28,6 +28,7 @@ GROUPED = BASE | {"num_key_value_heads": 2}
 WIDE = GROUPED | {"head_dim": 8}
 EXPERTS = {"num_experts": 3, "moe_intermediate_size": 12, "num_experts_per_tok": 2}
 LATENT = {"kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 6, "q_lora_rank": 14}
+ROPE, KINDS = {"rope_type": "default", "rope_theta": 10000.0}, ("full_attention", "sliding_attention")
 FAMILIES = {
     "llama": GROUPED,
     "llama-tied": GROUPED | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
@@ -49,6 +50,18 @@ FAMILIES = {
         "eos_token_id": 0,
     },
     "gpt_neox": BASE | {"use_parallel_residual": False},
+    "gemma": WIDE,
+    "gemma2": WIDE | {"query_pre_attn_scalar": 10, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": WIDE | {"query_pre_attn_scalar": 10, "rope_parameters": dict.fromkeys(KINDS, ROPE)},
+    "olmo2": GROUPED,
+    "olmo3": GROUPED,
+    "exaone4": WIDE | {"layer_types": ["sliding_attention", "full_attention"]},
+    "granite": GROUPED
+    | {"embedding_multiplier": 3.0, "attention_multiplier": 0.7, "residual_multiplier": 0.4, "logits_scaling": 2.0},
+    "ernie4_5": WIDE | {"use_bias": True},
+    "glm": WIDE | {"attention_bias": True},
+    "glm4": WIDE | {"attention_bias": True},
+    "olmoe": GROUPED | {"num_experts": 3, "num_experts_per_tok": 2},
     "mixtral": GROUPED | {"num_local_experts": 3},
     "qwen2_moe": GROUPED | EXPERTS | {"shared_expert_intermediate_size": 20},
     "qwen3_moe": WIDE | EXPERTS | {"mlp_only_layers": [0]},
@@ -61,7 +74,7 @@ FAMILIES = {
     | LATENT,
     "gpt_oss": WIDE
     | {"num_local_experts": 3, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}
-    | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    | {"rope_parameters": ROPE},
 }
 FAMILIES["glm4_moe-mtp"] = FAMILIES["glm4_moe"] | {"num_nextn_predict_layers": 1}
 FAMILIES["deepseek_v3-mtp"] = FAMILIES["deepseek_v3"] | {"num_nextn_predict_layers": 2}
