@@ -93,6 +93,7 @@ STILL_WIDE = {
 }
 #: Small modules with one importer that stay by themselves, with the reason.
 SMALL_MODULES: dict[str, str] = {
+    "bytecheckpoint.layouts.examples": "its importer is in another package",
     "bytecheckpoint.cli.layout": "a verb of its own",
     "bytecheckpoint.collectives.call_log": "its importer would be longer than 400 lines",
     "bytecheckpoint.collectives.transport.serving": "its importer would be longer than 400 lines",

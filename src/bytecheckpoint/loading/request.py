@@ -10,10 +10,12 @@ import torch
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Destination, Framework, Strict, SupportsShards, is_strict
+from bytecheckpoint.frameworks.conversion_tables import layout_of_tables
 from bytecheckpoint.frameworks.modules import as_modules, configuration_of
 from bytecheckpoint.frameworks.selection import NameSelection
 from bytecheckpoint.layouts import Layout
 from bytecheckpoint.loading.decision import NamesReport
+from bytecheckpoint.planning.part_space import LiveSide
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.names import escape
 from bytecheckpoint.representation.similar_names import SimilarNames
@@ -84,6 +86,15 @@ class LoadRequest:
                     name = rename(f"{state.name}/{name}").removeprefix(f"{state.name}/")
                 own[name] = [*shard.global_shape]
         return NamesReport(shapes, configuration_of(modules))
+
+    def layout_of_tables(self, catalog: Catalog, live: LiveSide) -> Layout | None:
+        """Return the layout of transformers' own tables, if a model of it has other names in the checkpoint than here."""
+        for state, value in self.states.items():
+            stored = {catalog.fqn[n]: catalog.shape(n) for n in catalog.of_state(state).tolist() if not catalog.slot[n]}
+            for module in (as_modules(state, value) or ()) if stored else ():
+                if (found := layout_of_tables(module, stored, live.of(state) or {})) is not None:
+                    return found
+        return None
 
     def state_of(self, name: str) -> str:
         """Return the state of a name in `Destination.missing`."""

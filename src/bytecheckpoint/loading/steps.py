@@ -7,6 +7,7 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from bytecheckpoint.frameworks.base import Destination
 from bytecheckpoint.frameworks.tensors.allocation import memory_for
 from bytecheckpoint.garbage_collection import gc_paused
 from bytecheckpoint.handles import LoadReport
+from bytecheckpoint.layouts import Layout
 from bytecheckpoint.loading.catalog_exchange import CatalogExchange, OpenCheckpoint
 from bytecheckpoint.loading.decision import (
     FitDecision,
@@ -292,7 +294,11 @@ class Load:
                     checkpoint.files.replace_catalog(catalog)
                     checkpoint.trees.replace_catalog(catalog)
                 here = opened.live.live_side()
-                layouts = choose_layout(catalog, here) if matching.layout == "auto" else matching.layout
+                layouts: Sequence[Layout] | None
+                if matching.layout == "auto":
+                    layouts = choose_layout(catalog, here, partial(request.layout_of_tables, catalog, here))
+                else:
+                    layouts = matching.layout
                 if layouts is not None:
                     laid = lay_out_through(catalog, layouts, here)
                     catalog = laid.catalog

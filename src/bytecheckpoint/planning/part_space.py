@@ -6,7 +6,7 @@ so do wanted boxes; they are intersected there, and copied by the strides of bot
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -149,16 +149,23 @@ def _joined(found: Sequence[PartBoxes]) -> PartBoxes:
     )
 
 
-def choose_layout(catalog: Catalog, live: LiveSide) -> tuple[Layout] | None:
-    """Return the layout that is built in for a checkpoint's model and the program's; None if the names are the same.
+def choose_layout(
+    catalog: Catalog, live: LiveSide, own: Callable[[], Layout | None] = lambda: None
+) -> tuple[Layout] | None:
+    """Return the layout for a checkpoint's model and the program's; None if the names are the same.
+
+    Args:
+        catalog: catalog of the checkpoint.
+        live: tensors to load into.
+        own: function that returns the layout that the program's model knows, asked if none that is built in fits.
 
     Raises:
         IncompatibleCheckpointError: nothing says which model the checkpoint has, or no layout or several are for it.
     """
     keys = catalog.keys()
-    own = {(state, name) for state, shapes in (live.shapes or {}).items() for name in shapes}
-    equal = own & {(state, name) for state, name, _ in keys}
-    if equal and equal == own:
+    wanted = {(state, name) for state, shapes in (live.shapes or {}).items() for name in shapes}
+    equal = wanted & {(state, name) for state, name, _ in keys}
+    if equal and equal == wanted:
         return None
     config = {**_stored_config(catalog), **live.config}
     here = {key.partition(".")[0] for key in live.config}
@@ -167,6 +174,8 @@ def choose_layout(catalog: Catalog, live: LiveSide) -> tuple[Layout] | None:
         names = [name for _, name, slot in keys if not slot]
         sides = [stored_side(layout, names) for layout in found]
         found = [a for a, side in zip(found, sides, strict=True) if side is not None and a.sides[1 - side] in here]
+    if len(found) != 1 and (known := own()) is not None:
+        return (known,)
     if equal and len(found) != 1:
         return None
     return (_only_one(found, config, f" and a program of {' and '.join(sorted(here)) or 'unknown kind'}"),)
