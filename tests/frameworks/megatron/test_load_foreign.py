@@ -49,32 +49,24 @@ CASES = {
     "glm4_moe": [Layout(tp=2, ep=2, dp=2, sequence=True, moe=True, **V)],
     "deepseek_v3": [Layout(tp=2, ep=2, dp=2, sequence=True, moe=True, **V)],
     "glm4_moe-mtp": [Layout(tp=2, pp=2, sequence=True, moe=True, **V)],
+    "qwen3_next": [Layout(tp=2, pp=3, sequence=True, moe=True, **V)],
+    "qwen3_next-mtp": [Layout(tp=2, dp=2, sequence=True, moe=True, **V)],
     "deepseek_v3-mtp": [Layout(tp=2, ep=2, dp=2, sequence=True, moe=True, **V)],
     "gpt_oss": [Layout(ep=3, dp=3, moe=True, **V)],
 }
 
 
 def chunks_of(name: str, layout: Layout) -> list[Any]:
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_decoder_block_spec,
-        get_gpt_layer_local_spec,
-        get_gpt_mtp_block_spec,
-    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
-    from tests.support.megatron.family_modules import change_layer
+    from tests.support.megatron.family_modules import block_spec
 
     config, given = configuration(name, layout)
-    norm = config.normalization
     tied = given.pop("share_embeddings_and_output_weights")
     assert tied == layout.tied
 
     def of_chunk(virtual: dict[str, int]) -> dict[str, Any]:
-        if norm == "LayerNorm":
-            spec = get_gpt_layer_local_spec(normalization=norm)
-        else:
-            spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=norm, **virtual)
-            for layer in spec.layer_specs:
-                change_layer(layer, name, config)
+        spec = block_spec(name, config, **virtual)
         if config.mtp_num_layers:
             mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **virtual)
             given["mtp_block_spec"] = mtp
@@ -119,7 +111,7 @@ def test_each_rank_gets_its_part(worlds: Worlds, name: str, layout: Layout, tmp_
     right = Side(list(tensors), [tuple(t.shape) for t in tensors.values()])
     bound = bind(built_in(name), Side(list(weights), [a.shape for a in weights.values()]), right, family.keys())
     assert not len(bound.right.unbound)
-    for key, array in move(bound.left, bound.right, weights).items():
+    for key, array in move(bound.left, bound.right, weights, bound).items():
         assert torch.equal(tensors[key], torch.from_numpy(np.nan_to_num(array, nan=1e9))), key
     index = json.loads((tmp_path / "own" / VIEW_INDEX).read_text())["weight_map"]
     back = {key: value for file in set(index.values()) for key, value in load_file(tmp_path / "own" / file).items()}

@@ -65,6 +65,11 @@ FAMILIES = {
     "mixtral": GROUPED | {"num_local_experts": 3},
     "qwen2_moe": GROUPED | EXPERTS | {"shared_expert_intermediate_size": 20},
     "qwen3_moe": WIDE | EXPERTS | {"mlp_only_layers": [0]},
+    "qwen3_next": WIDE
+    | EXPERTS
+    | {"shared_expert_intermediate_size": 20, "mlp_only_layers": [1], "num_hidden_layers": 3}
+    | {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 5, "linear_value_head_dim": 7},
     "glm4_moe": WIDE
     | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "use_qk_norm": True}
     | {"moe_intermediate_size": 12, "num_experts_per_tok": 2, "n_shared_experts": 2, "attention_bias": True},
@@ -76,8 +81,18 @@ FAMILIES = {
     | {"num_local_experts": 3, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}
     | {"rope_parameters": ROPE},
 }
+FAMILIES["qwen3_next-mtp"] = FAMILIES["qwen3_next"] | {"num_nextn_predict_layers": 1}
 FAMILIES["glm4_moe-mtp"] = FAMILIES["glm4_moe"] | {"num_nextn_predict_layers": 1}
 FAMILIES["deepseek_v3-mtp"] = FAMILIES["deepseek_v3"] | {"num_nextn_predict_layers": 2}
+
+
+NEXT = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "shared_head.norm": "norm"}
+
+
+def added(config, number, name):
+    """Return the name of a tensor that a prediction layer has beside those of a decoder layer."""
+    mine = config.model_type == "qwen3_next"
+    return f"mtp.{NEXT[name]}.weight" if mine else f"model.layers.{number}.{name}.weight"
 
 
 def predicted(model, tensors, ids, depth):
@@ -93,13 +108,13 @@ def predicted(model, tensors, ids, depth):
     mask = torch.full((1, 1, ids.shape[1], ids.shape[1]), -torch.inf).triu(1)
 
     def norm(name, x):
-        scale = tensors[f"model.layers.{count + k}.{name}.weight"]
+        scale = tensors[added(model.config, count + k, name)] + (model.config.model_type == "qwen3_next")
         return torch.nn.functional.rms_norm(x, scale.shape, scale, model.config.rms_norm_eps)
 
     for k in range(depth):
         ids = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], 1)
         both = torch.cat([norm("enorm", inner.embed_tokens(ids)), norm("hnorm", hidden)], -1)
-        x = both @ tensors[f"model.layers.{count + k}.eh_proj.weight"].T
+        x = both @ tensors[added(model.config, count + k, "eh_proj")].T
         hidden = layers[count + k](
             x, attention_mask=mask, position_ids=places, position_embeddings=inner.rotary_emb(x, places)
         )
@@ -117,26 +132,39 @@ def main() -> None:
         config._attn_implementation = "eager"
         depth = getattr(config, "num_nextn_predict_layers", 0) if family.endswith("-mtp") else 0
         config.num_hidden_layers += depth
+        if config.model_type == "qwen3_next":
+            config.layer_types = [*config.layer_types, "full_attention"][: config.num_hidden_layers]
         with tempfile.TemporaryDirectory() as folder:
             AutoModelForCausalLM.from_config(config).save_pretrained(folder)
             shapes = {}
             for file in glob.glob(f"{folder}/*.safetensors"):
                 with safe_open(file, "pt") as opened:
                     shapes |= {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-            known = set(shapes)
+            # The names in files of the layers that a decoder has in the place of prediction layers.
+            last = f"model.layers.{config.num_hidden_layers - 1}."
+            renamed = {
+                name: name.replace(last, "mtp.layers.0.") for name in shapes if depth and family.startswith("qwen3")
+            }
+            known = {renamed.get(name, name): name for name in shapes}
+            shapes = {renamed.get(name, name): shape for name, shape in shapes.items()}
             for number in range(config.num_hidden_layers - depth, config.num_hidden_layers):
                 h, v = config.hidden_size, config.vocab_size
-                added = {"enorm": [h], "hnorm": [h], "eh_proj": [h, 2 * h], "embed_tokens": [v, h]}
-                added |= {"shared_head.norm": [h], "shared_head.head": [v, h]}
-                shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in added.items()}
+                more = {"enorm": [h], "hnorm": [h], "eh_proj": [h, 2 * h], "shared_head.norm": [h]}
+                if not renamed:
+                    more |= {"embed_tokens": [v, h], "shared_head.head": [v, h]}
+                shapes |= {added(config, number, name): shape for name, shape in more.items()}
             tensors = {name: torch.from_numpy(array) for name, array in weights(shapes).items()}
-            save_file({name: tensors[name] for name in known}, f"{folder}/model.safetensors", {"format": "pt"})
+            save_file(
+                {there: tensors[name] for name, there in known.items()}, f"{folder}/model.safetensors", {"format": "pt"}
+            )
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, attn_implementation="eager"
             ).eval()
             written = json.loads(Path(folder, "config.json").read_text())
             if depth:
                 written["num_hidden_layers"] -= depth
+                if "layer_types" in written:
+                    written["layer_types"] = written["layer_types"][:-depth]
         ids = torch.arange(6)[None] * 5 % 37
         with torch.no_grad():
             logits, further = predicted(model, tensors, ids, depth) if depth else (model(ids).logits[0], [])

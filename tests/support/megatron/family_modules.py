@@ -5,13 +5,18 @@ Import this module after `use_cpu`.
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 FOUR_NORMS = ("gemma2", "gemma3_text", "glm4")
 POST_NORMS = ("olmo2", "olmo3", "exaone4")
@@ -59,6 +64,39 @@ class NormOfAllHeads(torch.nn.RMSNorm):
 def residual_sum(factor: float) -> Any:
     """Return a module that adds the scaled output of attention or MLP to the residual."""
     return lambda *_: lambda output, residual, _: residual + factor * output[0]
+
+
+def block_spec(family: str, config: Any, **virtual: int) -> Any:
+    """Return the specification of a family's decoder, of the chunk `virtual`."""
+    if config.normalization == "LayerNorm":
+        return get_gpt_layer_local_spec(normalization="LayerNorm")
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None
+    spec = get_gpt_decoder_block_spec(plain, use_transformer_engine=False, normalization="RMSNorm", **virtual)
+    for layer in spec.layer_specs:
+        change_layer(layer, family, config)
+    if linear := config.linear_attention_freq:
+        # Megatron-Core has the kernels of delta nets for CPUs as well, but asks for a package with those for GPUs.
+        common.HAVE_FLA, common.l2norm = True, lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+        parts = common.GatedDeltaNetSubmodules(ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear)
+        first = get_transformer_layer_offset(config, **virtual)
+        spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]
+        for layer, is_linear in zip(spec.layer_specs, linear[first:], strict=False):
+            if is_linear:
+                layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=parts)
+    return spec
+
+
+def tensors_of(model: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model by the names that its sharded state dict has, at any tensor parallelism."""
+    found = {n: t.detach() for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+    for name, module in model.named_modules():
+        if isinstance(module, GatedDeltaNet):
+            names, sizes = module.in_proj_split_names, module.in_proj_split_sections
+            for own, count in ((f"{name}.in_proj.weight", 6), (f"{name}.conv1d.weight", 3)):
+                parts = zip(names[:count], found.pop(own).split(sizes[:count]), strict=True)
+                found |= {f"{own}.{part}": tensor for part, tensor in parts}
+    return found
 
 
 def change_layer(layer: Any, family: str, config: Any) -> None:
