@@ -11,6 +11,7 @@ import bytecheckpoint
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools import adopt, compare, fingerprint, verify
+from tests.formats.test_orbax import GOLDEN, values
 from tests.loading.test_layouts import assert_holds, folder_of, fused, module_of, weights
 from tests.servers.s3 import S3Server
 
@@ -64,3 +65,16 @@ def test_adopt(s3: S3Server, bucket: str, tmp_path: Path) -> None:
                 "block" if name == "sums" else "header",
                 f"s3://{bucket}/{name}/whole.pt",
             )
+
+
+@pytest.mark.parametrize("kind", ["ocdbt", "files", "run/5"])
+def test_orbax(kind: str, s3: S3Server, bucket: str) -> None:
+    """Tensorstore reads the bucket itself, with the same address and credentials."""
+    pytest.importorskip("tensorstore")  # the environment of `make test` has it
+    for file in (GOLDEN / kind).rglob("*"):
+        if file.is_file():
+            s3.request("PUT", f"/{bucket}/{file.relative_to(GOLDEN)}", body=file.read_bytes())
+    live = {name: torch.zeros_like(value) for name, value in values().items()}
+    bytecheckpoint.load(f"s3://{bucket}/{kind}", {"model": live})
+    assert all(torch.equal(live[name], value) for name, value in values().items())
+    assert verify(f"s3://{bucket}/{kind}").ok

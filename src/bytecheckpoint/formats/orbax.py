@@ -1,11 +1,11 @@
-"""Read checkpoints of Orbax (JAX) on local file systems, through tensorstore: chunks are decoded when they are read."""
+"""Read checkpoints of Orbax (JAX) through tensorstore: chunks are decoded when they are read."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -24,6 +24,7 @@ from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.representation.boxes import row_major_of
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.storage import Storage
+from bytecheckpoint.storage.objects.aws import s3_access
 
 __all__ = ["METADATA", "item_folder", "read_orbax"]
 
@@ -53,6 +54,26 @@ def read_orbax(storage: Storage, folder: str = "") -> ForeignCheckpoint:
     values = columns.add_states(states, tree, reader.label)
     notes = [*tree.notes, "nothing proves the bytes of Orbax's chunks, but what their compression notices"]
     return ForeignCheckpoint("orbax", columns, values, notes, made=made)
+
+
+def _key_value_store(url: str) -> dict[str, Any]:
+    """Return tensorstore's description of a folder.
+
+    Raises:
+        IncompatibleCheckpointError: tensorstore does not read such a storage.
+    """
+    scheme, _, place = url.partition("://")
+    bucket, _, path = place.partition("/")
+    path = f"{path.strip('/')}/" if path.strip("/") else ""
+    if os.path.isdir(url):
+        return {"driver": "file", "path": f"{os.path.normpath(url)}/"}
+    if scheme in ("gs", "gcs"):
+        return {"driver": "gcs", "bucket": bucket, "path": path}
+    if scheme == "s3":
+        access = s3_access(os.environ)
+        given = {"endpoint": access.endpoint, "aws_region": access.region}
+        return {"driver": "s3", "bucket": bucket, "path": path, **{key: value for key, value in given.items() if value}}
+    raise IncompatibleCheckpointError(f"{url} is of Orbax, which is read on local file systems, S3 and GCS only")
 
 
 class _Key(msgspec.Struct):
@@ -115,12 +136,10 @@ class _Pytree:
         self._ts = tensorstore
         self._storage, self._prefix = storage, f"{folder}/" if folder else ""
         self.label = f"{storage.url}/{folder}" if folder else storage.url
-        self._path = os.path.normpath(os.path.join(storage.url, folder))
-        if not os.path.isdir(self._path):
-            raise IncompatibleCheckpointError(f"{self.label} is of Orbax, which is read on local file systems only")
+        self._base = _key_value_store(self.label)
         self.contents: dict[str, Decoded] = {}
         found = self._json(METADATA, _PytreeMetadata, None)
-        stored_so = os.path.exists(os.path.join(self._path, _MANIFEST))
+        stored_so = f"{self._prefix}{_MANIFEST}" in dict(storage.list())
         self._ocdbt = stored_so if found.use_ocdbt is None else found.use_ocdbt
         self._driver = "zarr3" if found.use_zarr3 else "zarr"
         self._all_stored = found.store_array_data_equal_to_fill_value is True
@@ -191,8 +210,8 @@ class _Pytree:
         return ShardedValue(dtype, shape, tuple(parts))
 
     def _opened(self, name: str) -> Any:
-        base = {"driver": "ocdbt", "base": f"file://{self._path}/", "path": f"{name}/"}
-        kvstore: Mapping[str, str] = base if self._ocdbt else {"driver": "file", "path": f"{self._path}/{name}/"}
+        plain = {**self._base, "path": f"{self._base['path']}{name}/"}
+        kvstore = {"driver": "ocdbt", "base": self._base, "path": f"{name}/"} if self._ocdbt else plain
         spec = {"driver": self._driver, "kvstore": kvstore}
         return self._call(name, lambda: self._ts.open(spec, open=True, read=True).result())
 
