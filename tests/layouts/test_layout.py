@@ -202,12 +202,6 @@ def test_conditions_of_names_that_are_ignored():
             bind(layout, side(given), config=config)
 
 
-def test_what_cannot_be_loaded_yet_is_refused():
-    layout = Layout.from_text("layout t a <-> b\nrules\nx : o t\n <-> y : o\n mean t\n")
-    with pytest.raises(CheckpointError, match="text:3: 'mean' is understood, but cannot be loaded yet"):
-        bind(layout, side({"x": (2, 3)}))
-
-
 def test_layouts_that_include_each_other(tmp_path):
     for name, other in (("one", "two"), ("two", "one")):
         (tmp_path / f"{name}.layout").write_text(f"layout {name} a <-> b\ninclude {other}\n")

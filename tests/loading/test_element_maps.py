@@ -207,6 +207,48 @@ w : o i
 """
 
 
+def test_means(tmp_path: Path) -> None:
+    """Norms of ranks that have drifted apart, as numbers in names and as dims of a tensor; nothing undoes a mean."""
+    torch.manual_seed(1)
+    ranks = [torch.randn(6).bfloat16() for _ in range(3)]
+    stacked, plain = torch.randn(2, 5, 3, 4), torch.randn(6)
+    found = {f"rank{k}.norm": value for k, value in enumerate(ranks)} | {"stacked": stacked, "plain": plain}
+    layout = Layout.from_text(
+        "layout t a <-> b\nrules\nrank{t}.norm : (h g)\n <-> norm : g h\n mean t\n with g = 2 t = 3\n"
+        "stacked : s h t w\n <-> w : w h\n mean s t\nplain : n\n <-> n : n\n"
+    )
+    expected = {
+        "norm": (sum(r.float() for r in ranks) / 3).bfloat16().view(3, 2).t(), "w": stacked.mean((0, 2)).t(), "n": plain,
+    }  # fmt: skip
+    with bytecheckpoint.open(saved(tmp_path / "a", found), layout=layout) as opened:
+        for name, value in expected.items():
+            torch.testing.assert_close(opened[f"model/{name}"][...], value)
+        torch.testing.assert_close(opened["model/w"][1:3, 2:4], expected["w"][1:3, 2:4])
+    module = module_of(expected)
+    bytecheckpoint.load(tmp_path / "a", {"model": module}, layout=layout)
+    for name, live in module.state_dict().items():
+        torch.testing.assert_close(live, expected[name])
+    optimizer = trained(module)
+    bytecheckpoint.save(tmp_path / "b", {"model": module, "optimizer": optimizer})
+    with pytest.raises(
+        IncompatibleCheckpointError, match="is a mean along 't' in the checkpoint, which nothing undoes"
+    ):
+        bytecheckpoint.load(tmp_path / "b", {"model": module_of(found)}, layout=layout)
+    back = module_of(found)
+    bytecheckpoint.save(tmp_path / "c", {"model": back, "optimizer": trained(back)})
+    states = {"model": module, "optimizer": optimizer}
+    with pytest.raises(IncompatibleCheckpointError, match=r"'exp_avg(_sq)?' of parameters of which t takes a mean"):
+        bytecheckpoint.load(tmp_path / "c", states, layout=layout)
+
+
+def trained(module: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(module.parameters())
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [

@@ -117,9 +117,6 @@ def active_rules(layout: Layout, config: Config) -> list[ParsedRule]:
     conditional = [parsed for parsed in active if parsed.rule.when]
     for first, second, name in conflicts(conditional, all_hold=True):
         raise UsageError(f"{second.place}: '{name}' fits {first.place} too, and the conditions of both rules hold")
-    for parsed in active:
-        if parsed.rule.mean:
-            raise UsageError(f"{parsed.families[0].place}: 'mean' is understood, but cannot be loaded yet")
     return active
 
 

@@ -1,4 +1,4 @@
-"""Change the elements of tensors in place after a load: block scales of quantised weights, and sums of norms."""
+"""Change the elements of tensors in place after a load: block scales of quantised weights, sums of norms, and means."""
 
 from __future__ import annotations
 
@@ -71,14 +71,16 @@ class ChangedBox:
         data: memory of the box.
         add: number to add to each element.
         factors: scales of the elements.
+        others: further elements, of which each is averaged with the box.
     """
 
     data: torch.Tensor
     add: float
     factors: Sequence[_Factors]
+    others: Sequence[torch.Tensor] = ()
 
     def change(self) -> None:
-        """Multiply the elements by their scales, and add the number; each result is rounded once."""
+        """Take the mean, multiply the elements by their scales, and add the number; each result is rounded once."""
         data = self.data
         if not data.numel():
             return
@@ -92,6 +94,10 @@ class ChangedBox:
             end = min(begin + step, data.shape[dim])
             slab = data.narrow(dim, begin, end - begin)
             values = slab.to(wide)
+            for other in self.others:
+                values = values + other.reshape(data.shape).narrow(dim, begin, end - begin).to(wide)
+            if self.others:
+                values = values / (1 + len(self.others))
             for of in factors:
                 values = values * of(begin, end)
             slab.copy_(values + self.add if self.add else values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -141,6 +142,13 @@ def _change(
         if memory in seen:  # another name of the same memory
             continue
         seen.add(memory)
+        for index in itertools.product(*(range(count) for _, count in change.mean)):
+            if any(index):
+                offsets = found.boxes.offsets[k].copy()
+                offsets[[dim for dim, _ in change.mean]] = index
+                parts.append(BoxTarget(torch.empty(data.shape, dtype=data.dtype, device=data.device), target.dtype))
+                more.append((part, offsets.tolist(), data.shape, origin))
+                box = replace(box, others=(*box.others, parts[-1].data))
         changed.append(box)
         for factors in box.factors:
             parts.append(factors.target)

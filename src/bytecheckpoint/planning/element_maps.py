@@ -13,7 +13,7 @@ import numpy as np
 
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.layouts.axes import affine
-from bytecheckpoint.layouts.binding import Binding, BoundSide
+from bytecheckpoint.layouts.binding import Binding, BoundSide, PartGroup
 from bytecheckpoint.layouts.lowering import Lowering
 from bytecheckpoint.layouts.scaling import ScaleGrid
 from bytecheckpoint.planning.read_plan import StoredRows
@@ -57,12 +57,14 @@ class ElementMap:
         pairs: dim of the part along which a byte holds two elements, -1 if none does.
         add: number to add to each element.
         scales: factors of each element.
+        mean: extent of the part along each dim of which an element here is the mean, by the number of the dim.
     """
 
     dtype: str
     pairs: int = -1
     add: float = 0
     scales: tuple[PartScales, ...] = ()
+    mean: tuple[tuple[int, int], ...] = ()
 
 
 def element_maps(
@@ -89,12 +91,13 @@ def element_maps(
         IncompatibleCheckpointError: scales of a tensor are missing, or are no numbers.
     """
     maps = {
-        part + first_part: ElementMap(dtypes[part], add=sign * group.rule.add)
+        part + first_part: ElementMap(dtypes[part], add=sign * group.rule.add, mean=_averaged(bound, group, part, sign))
         for group in bound.groups
-        if group.rule.add
+        if group.rule.add or group.rule.mean
         for part in range(group.start, group.stop)
     }
     places = side.places
+    averaged = {part for part, change in maps.items() if change.mean}
     number = {tensor: k for k, tensor in enumerate(side.scale_tensors)}
     read = (places.part >= 0) & ~places.copy
     quantised = np.array([dtype in _QUANTISED for dtype in dtypes], bool)
@@ -110,6 +113,10 @@ def element_maps(
     alike: dict[tuple[object, ...], ElementMap] = {}  # the same but for the numbers of parts
     for place in np.flatnonzero(read & scaled[places.tensor]).tolist():
         part, tensor, low = int(places.part[place]), int(places.tensor[place]), int(places.lowering[place])
+        if part + first_part in averaged:
+            raise IncompatibleCheckpointError(
+                f"{side.names[tensor]} is quantised: nothing takes the mean of its elements"
+            )
         grids = side.scales[tensor]
         kinds = tuple(codes[grid.tensor] for grid in grids)
         key = (low, dtypes[part], kinds, *(id(grid.statement) for grid in grids))
@@ -121,6 +128,23 @@ def element_maps(
         add = maps[part + first_part].add if part + first_part in maps else 0
         maps[part + first_part] = replace(alike[key], add=add, scales=tuple(scales))
     return maps
+
+
+def _averaged(bound: Binding, group: PartGroup, part: int, sign: int) -> tuple[tuple[int, int], ...]:
+    """Return the number and the extent of each dim of a part along which elements are averaged.
+
+    Raises:
+        IncompatibleCheckpointError: the checkpoint has the mean of elements that the program has.
+    """
+    found = []
+    for k, dim in enumerate(group.part.dims):
+        if dim in group.rule.mean:
+            if dim not in group.part.given[0 if sign > 0 else 1]:
+                raise IncompatibleCheckpointError(
+                    f"{group} is a mean along '{dim}' in the checkpoint, which nothing undoes"
+                )
+            found.append((k, int(bound.sizes[part, k])))
+    return tuple(found)
 
 
 def _map_of(

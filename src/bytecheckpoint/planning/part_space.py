@@ -271,6 +271,10 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
                     f"{state} has {slot!r} of quantised parameters, which no layout moves"
                 )
             dtypes = _dtypes(catalog, bound, own, tensors)
+            if slot not in ("", MASTER) and any(group.rule.mean for group in bound.groups):
+                raise IncompatibleCheckpointError(
+                    f"{state} has {slot!r} of parameters of which {layout.label} takes a mean: leave the optimizer out"
+                )
             changed: dict[int, ElementMap] = {}
             if slot in ("", MASTER):  # other slots are those of gradients, which sums do not change
                 changed = element_maps(bound, own, dtypes, catalog, tensors, count, 1 if own_side == 0 else -1)
