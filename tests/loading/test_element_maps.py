@@ -214,7 +214,7 @@ def test_means(tmp_path: Path) -> None:
     stacked, plain = torch.randn(2, 5, 3, 4), torch.randn(6)
     found = {f"rank{k}.norm": value for k, value in enumerate(ranks)} | {"stacked": stacked, "plain": plain}
     layout = Layout.from_text(
-        "layout t a <-> b\nrules\nrank{t}.norm : (h g)\n <-> norm : g h\n mean t\n with g = 2 t = 3\n"
+        "layout t a <-> b\nrules\nrank{t}.norm : (h g)\n <-> norm : g h\n mean t\n with g = 2, t = 3\n"
         "stacked : s h t w\n <-> w : w h\n mean s t\nplain : n\n <-> n : n\n"
     )
     expected = {
@@ -237,7 +237,7 @@ def test_means(tmp_path: Path) -> None:
     back = module_of(found)
     bytecheckpoint.save(tmp_path / "c", {"model": back, "optimizer": trained(back)})
     states = {"model": module, "optimizer": optimizer}
-    with pytest.raises(IncompatibleCheckpointError, match=r"'exp_avg(_sq)?' of parameters of which t takes a mean"):
+    with pytest.raises(IncompatibleCheckpointError, match=r"'exp_avg(_sq)?' of parameters of which text takes a mean"):
         bytecheckpoint.load(tmp_path / "c", states, layout=layout)
 
 
