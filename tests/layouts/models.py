@@ -69,6 +69,12 @@ class Family:
         self.megatron = expanded(read["megatron"]) if "megatron" in read else {}
         self.model_type = self.config["model_type"]
 
+    def derived(self):
+        """Return the names in Megatron-Core, as they follow from those in files, which do not say a norm's kind."""
+        norms = re.compile(r"(layers\.\d+)\.(input_layernorm|pre_mlp_layernorm)\.")
+        change = self.model_type == "nemotron_h"
+        return {norms.sub(r"\1.norm.", name) if change else name for name in self.megatron}
+
     def weights(self):
         return weights(self.shapes)
 

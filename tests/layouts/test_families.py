@@ -52,7 +52,7 @@ def test_real_names_and_shapes(name):
     assert not any(np.isnan(array).any() for array in arrays.values())
     for key, array in move(both.right, both.left, arrays, both).items():
         np.testing.assert_array_equal(array, weights[key])
-    assert set(bind(layout, side(family.shapes), config=keys).right.names) == set(family.megatron)
+    assert set(bind(layout, side(family.shapes), config=keys).right.names) == family.derived()
     derived = bind(layout, right=side(family.megatron), config=keys).left
     assert {
         n: tuple(s for s in shape if s >= 0) for n, shape in zip(derived.names, derived.shapes.tolist(), strict=True)

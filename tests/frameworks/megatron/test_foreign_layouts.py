@@ -145,6 +145,21 @@ def arguments(family, c):
             "activation_func_clamp_value": 7.0,
             "softmax_type": "learnable",
         }
+    if family == "nemotron_h":
+        config |= {
+            "activation_func": lambda x: torch.relu(x).square(),
+            "gated_linear_unit": False,
+            "mamba_num_heads": c["mamba_num_heads"],
+            "mamba_head_dim": c["mamba_head_dim"],
+            "mamba_num_groups": c["n_groups"],
+            "mamba_state_dim": c["ssm_state_size"],
+            "moe_latent_size": c["moe_latent_size"],
+            "moe_shared_expert_intermediate_size": c["moe_shared_expert_intermediate_size"],
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+        }
+        config["num_layers"] = len(c["layers_block_type"])
+        model = {"position_embedding_type": "none", "share_embeddings_and_output_weights": False}
     return {name: value for name, value in config.items() if value is not None}, model
 
 
@@ -166,14 +181,19 @@ class Model:
 
         initialize_parallel(Layout())
         from tests.support.megatron.family_modules import block_spec, change_model, tensors_of
+        from tests.support.megatron.hybrid import hybrid_model
 
         self.family = Family(name)
         self.config, given = configuration(name, Layout())
-        spec = block_spec(name, self.config)
-        if self.config.mtp_num_layers:
-            given["mtp_block_spec"] = get_gpt_mtp_block_spec(self.config, spec, use_transformer_engine=False)
-        length = self.family.config.get("n_positions", 8)
-        self.model = GPTModel(self.config, spec, vocab_size=48, max_sequence_length=length, **given).float().eval()
+        size = {"vocab_size": 48, "max_sequence_length": self.family.config.get("n_positions", 8)}
+        if name == "nemotron_h":
+            model = hybrid_model(self.config, "ME*-", **size, **given)
+        else:
+            spec = block_spec(name, self.config)
+            if self.config.mtp_num_layers:
+                given["mtp_block_spec"] = get_gpt_mtp_block_spec(self.config, spec, use_transformer_engine=False)
+            model = GPTModel(self.config, spec, **size, **given)
+        self.model = model.float().eval()
         change_model(self.model)
         self.tensors = tensors_of(self.model)
         plain = {n: v for n, v in vars(self.config).items() if isinstance(v, int | float | str)}
@@ -216,7 +236,7 @@ def test_logits_and_the_way_back(name):
         np.testing.assert_array_equal(array, weights[key], key)
     assert not binding.undecided
     derived = bind(model.layout, Side(list(weights), [a.shape for a in weights.values()]), config=model.keys).right
-    assert set(derived.names) == set(model.tensors)
+    assert set(derived.names) == model.family.derived()
     assert model.family.megatron == model.shapes()
 
 
@@ -262,6 +282,7 @@ def mutants(text, rng):
         "ernie4_5",
         "glm4",
         "qwen3_next-mtp",
+        "nemotron_h",
     ],
 )
 def test_one_edit_of_a_layout_shows(name):

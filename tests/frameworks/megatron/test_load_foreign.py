@@ -52,18 +52,26 @@ CASES = {
     "qwen3_next": [Layout(tp=2, pp=3, sequence=True, moe=True, **V)],
     "qwen3_next-mtp": [Layout(tp=2, dp=2, sequence=True, moe=True, **V)],
     "deepseek_v3-mtp": [Layout(tp=2, ep=2, dp=2, sequence=True, moe=True, **V)],
+    "nemotron_h": [Layout(tp=2, pp=2, moe=True, **V), Layout(tp=2, ep=2, dp=2, sequence=True, moe=True, **V)],
     "gpt_oss": [Layout(ep=3, dp=3, moe=True, **V)],
 }
 
 
 def chunks_of(name: str, layout: Layout) -> list[Any]:
+    from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     from tests.support.megatron.family_modules import block_spec
+    from tests.support.megatron.hybrid import hybrid_model
 
     config, given = configuration(name, layout)
     tied = given.pop("share_embeddings_and_output_weights")
     assert tied == layout.tied
+
+    if name == "nemotron_h":
+        ends = {"pre_process": parallel_state.is_pipeline_first_stage()}
+        ends |= {"post_process": parallel_state.is_pipeline_last_stage(), "vocab_size": 48, "max_sequence_length": 8}
+        return [hybrid_model(config, "ME|*-" if layout.pp > 1 else "ME*-", **ends, **given).float()]
 
     def of_chunk(virtual: dict[str, int]) -> dict[str, Any]:
         spec = block_spec(name, config, **virtual)

@@ -77,6 +77,10 @@ FAMILIES = {
     | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4}
     | {"moe_intermediate_size": 12, "num_experts_per_tok": 2, "n_shared_experts": 2}
     | LATENT,
+    "nemotron_h": WIDE
+    | {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "n_routed_experts": 4}
+    | {"moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 20, "moe_latent_size": 8}
+    | {"ssm_state_size": 7, "mamba_num_heads": 6, "mamba_head_dim": 5, "n_groups": 2, "time_step_min": 1e-9},
     "gpt_oss": WIDE
     | {"num_local_experts": 3, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}
     | {"rope_parameters": ROPE},

@@ -92,10 +92,16 @@ def tensors_of(model: Any) -> dict[str, torch.Tensor]:
     found = {n: t.detach() for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
     for name, module in model.named_modules():
         if isinstance(module, GatedDeltaNet):
-            names, sizes = module.in_proj_split_names, module.in_proj_split_sections
-            for own, count in ((f"{name}.in_proj.weight", 6), (f"{name}.conv1d.weight", 3)):
-                parts = zip(names[:count], found.pop(own).split(sizes[:count]), strict=True)
-                found |= {f"{own}.{part}": tensor for part, tensor in parts}
+            parts = dict(zip(module.in_proj_split_names, module.in_proj_split_sections, strict=True))
+            fused = {"in_proj.weight": [*parts], "conv1d.weight": ["query", "key", "value"]}
+        elif type(module).__name__ == "MambaMixer":
+            parts = dict(zip(("z", "x", "B", "C", "dt"), module.in_proj.weight.partition_sizes, strict=True))
+            fused = {"in_proj.weight": [*parts], "conv1d_weight": ["x", "B", "C"], "conv1d_bias": ["x", "B", "C"]}
+        else:
+            continue
+        for own, kinds in fused.items():
+            cut = found.pop(f"{name}.{own}").split([parts[kind] for kind in kinds])
+            found |= {f"{name}.{own}.{kind}": tensor for kind, tensor in zip(kinds, cut, strict=True)}
     return found
 
 
