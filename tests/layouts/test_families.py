@@ -77,10 +77,10 @@ def test_names_of_transformer_engine(name):
     assert not len(bind(layout_of(family), side(family.shapes), right, family.keys()).right.unbound)
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "qwen3_next", "nemotron_h"])
 def test_prediction_layers_of_one_side_only(name):
     family, without = Family(f"{name}-mtp"), Family(name)
-    layout, keys = layout_of(family), family.keys() | {"megatron.num_layers": family.config["num_hidden_layers"]}
+    layout, keys = layout_of(family), family.keys() | {"megatron.num_layers": family.config.get("num_hidden_layers", 4)}
     with pytest.raises(
         CheckpointError, match=r"(model.layers.2|mtp).\S+ is missing on the hf side: mtp.layers.0.\S+ .*needs it"
     ):

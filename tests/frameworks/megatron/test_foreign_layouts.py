@@ -186,8 +186,9 @@ class Model:
         self.family = Family(name)
         self.config, given = configuration(name, Layout())
         size = {"vocab_size": 48, "max_sequence_length": self.family.config.get("n_positions", 8)}
-        if name == "nemotron_h":
-            model = hybrid_model(self.config, "ME*-", **size, **given)
+        if name.startswith("nemotron_h"):
+            pattern = "ME*-/*E" if self.config.mtp_num_layers else "ME*-"
+            model = hybrid_model(self.config, pattern, **size, **given)
         else:
             spec = block_spec(name, self.config)
             if self.config.mtp_num_layers:
@@ -282,7 +283,7 @@ def mutants(text, rng):
         "ernie4_5",
         "glm4",
         "qwen3_next-mtp",
-        "nemotron_h",
+        "nemotron_h-mtp",
     ],
 )
 def test_one_edit_of_a_layout_shows(name):

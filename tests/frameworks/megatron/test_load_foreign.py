@@ -52,7 +52,8 @@ CASES = {
     "qwen3_next": [Layout(tp=2, pp=3, sequence=True, moe=True, **V)],
     "qwen3_next-mtp": [Layout(tp=2, dp=2, sequence=True, moe=True, **V)],
     "deepseek_v3-mtp": [Layout(tp=2, ep=2, dp=2, sequence=True, moe=True, **V)],
-    "nemotron_h": [Layout(tp=2, pp=2, moe=True, **V), Layout(tp=2, ep=2, dp=2, sequence=True, moe=True, **V)],
+    "nemotron_h": [Layout(tp=2, pp=2, moe=True, **V)],
+    "nemotron_h-mtp": [Layout(tp=2, ep=2, dp=2, sequence=True, moe=True, **V)],
     "gpt_oss": [Layout(ep=3, dp=3, moe=True, **V)],
 }
 
@@ -68,10 +69,10 @@ def chunks_of(name: str, layout: Layout) -> list[Any]:
     tied = given.pop("share_embeddings_and_output_weights")
     assert tied == layout.tied
 
-    if name == "nemotron_h":
+    if name.startswith("nemotron_h"):
         ends = {"pre_process": parallel_state.is_pipeline_first_stage()}
         ends |= {"post_process": parallel_state.is_pipeline_last_stage(), "vocab_size": 48, "max_sequence_length": 8}
-        return [hybrid_model(config, "ME|*-" if layout.pp > 1 else "ME*-", **ends, **given).float()]
+        return [hybrid_model(config, "ME|*-" if layout.pp > 1 else "ME*-/*E", **ends, **given).float()]
 
     def of_chunk(virtual: dict[str, int]) -> dict[str, Any]:
         spec = block_spec(name, config, **virtual)

@@ -85,26 +85,37 @@ FAMILIES = {
     | {"num_local_experts": 3, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}
     | {"rope_parameters": ROPE},
 }
+FAMILIES["nemotron_h-mtp"] = FAMILIES["nemotron_h"] | {"num_nextn_predict_layers": 1}
 FAMILIES["qwen3_next-mtp"] = FAMILIES["qwen3_next"] | {"num_nextn_predict_layers": 1}
 FAMILIES["glm4_moe-mtp"] = FAMILIES["glm4_moe"] | {"num_nextn_predict_layers": 1}
 FAMILIES["deepseek_v3-mtp"] = FAMILIES["deepseek_v3"] | {"num_nextn_predict_layers": 2}
 
 
-NEXT = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "shared_head.norm": "norm"}
+# Names of what prediction layers have beside a decoder's layers, where they do not begin with a number.
+OWN = {
+    "qwen3_next": {
+        "enorm": "mtp.pre_fc_norm_embedding",
+        "hnorm": "mtp.pre_fc_norm_hidden",
+        "eh_proj": "mtp.fc",
+        "shared_head.norm": "mtp.norm",
+    },
+    "nemotron_h": {name: f"mtp.layers.0.{name}" for name in ("enorm", "hnorm", "eh_proj")}
+    | {"shared_head.norm": "mtp.layers.1.final_layernorm"},
+}
 
 
 def added(config, number, name):
-    """Return the name of a tensor that a prediction layer has beside those of a decoder layer."""
-    mine = config.model_type == "qwen3_next"
-    return f"mtp.{NEXT[name]}.weight" if mine else f"model.layers.{number}.{name}.weight"
+    """Return the name of a tensor that a prediction layer has beside those of a decoder's layer."""
+    return f"{OWN.get(config.model_type, {}).get(name, f'model.layers.{number}.{name}')}.weight"
 
 
-def predicted(model, tensors, ids, depth):
+def predicted(model, tensors, ids, depth, length):
     """Return the logits of prediction layers, which transformers ignores: its decoder has their layers as its last ones.
 
-    The layer of number k has the hidden states of the one before and the embeddings of the tokens k places further on.
+    The block of number k, of `length` layers, has the hidden states of the one before and the embeddings of the tokens k
+    places further on.
     """
-    inner, count, found = model.model, len(model.model.layers) - depth, []
+    inner, count, found = model.model, len(model.model.layers) - depth * length, []
     layers, inner.layers = inner.layers, inner.layers[:count]
     model.config.num_hidden_layers = count
     logits, hidden = model(ids).logits[0], inner(ids).last_hidden_state
@@ -113,16 +124,19 @@ def predicted(model, tensors, ids, depth):
 
     def norm(name, x):
         scale = tensors[added(model.config, count + k, name)] + (model.config.model_type == "qwen3_next")
-        return torch.nn.functional.rms_norm(x, scale.shape, scale, model.config.rms_norm_eps)
+        eps = getattr(model.config, "rms_norm_eps", None) or model.config.layer_norm_epsilon
+        return torch.nn.functional.rms_norm(x, scale.shape, scale, eps)
 
     for k in range(depth):
         ids = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], 1)
-        both = torch.cat([norm("enorm", inner.embed_tokens(ids)), norm("hnorm", hidden)], -1)
+        both = torch.cat([norm("enorm", inner.get_input_embeddings()(ids)), norm("hnorm", hidden)], -1)
         x = both @ tensors[added(model.config, count + k, "eh_proj")].T
-        hidden = layers[count + k](
-            x, attention_mask=mask, position_ids=places, position_embeddings=inner.rotary_emb(x, places)
-        )
-        hidden = norm("shared_head.norm", hidden)
+        given = {"attention_mask": mask, "position_ids": places}
+        if hasattr(inner, "rotary_emb"):
+            given["position_embeddings"] = inner.rotary_emb(x, places)
+        for layer in layers[count + k * length : count + (k + 1) * length]:
+            x = layer(x, **given)
+        hidden = norm("shared_head.norm", x)
         found.append(model.lm_head(hidden)[0])
     return logits, found
 
@@ -135,9 +149,11 @@ def main() -> None:
                 setattr(config, name, 0.0)
         config._attn_implementation = "eager"
         depth = getattr(config, "num_nextn_predict_layers", 0) if family.endswith("-mtp") else 0
-        config.num_hidden_layers += depth
-        if config.model_type == "qwen3_next":
-            config.layer_types = [*config.layer_types, "full_attention"][: config.num_hidden_layers]
+        block = config.mtp_layers_block_type if config.model_type == "nemotron_h" else ["full_attention"]
+        extra = depth * len(block)
+        config.num_hidden_layers += extra
+        if depth and config.model_type in OWN:
+            config.layer_types = [*config.layer_types, *block]
         with tempfile.TemporaryDirectory() as folder:
             AutoModelForCausalLM.from_config(config).save_pretrained(folder)
             shapes = {}
@@ -145,13 +161,14 @@ def main() -> None:
                 with safe_open(file, "pt") as opened:
                     shapes |= {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
             # The names in files of the layers that a decoder has in the place of prediction layers.
-            last = f"model.layers.{config.num_hidden_layers - 1}."
-            renamed = {
-                name: name.replace(last, "mtp.layers.0.") for name in shapes if depth and family.startswith("qwen3")
-            }
+            count = config.num_hidden_layers - extra
+            renamed = {}
+            for number in range(extra if config.model_type in OWN else 0):
+                last = re.compile(rf"\w+\.layers\.{count + number}\.")
+                renamed |= {name: last.sub(f"mtp.layers.{number}.", name) for name in shapes if last.match(name)}
             known = {renamed.get(name, name): name for name in shapes}
             shapes = {renamed.get(name, name): shape for name, shape in shapes.items()}
-            for number in range(config.num_hidden_layers - depth, config.num_hidden_layers):
+            for number in range(count, count + depth):
                 h, v = config.hidden_size, config.vocab_size
                 more = {"enorm": [h], "hnorm": [h], "eh_proj": [h, 2 * h], "shared_head.norm": [h]}
                 if not renamed:
@@ -166,12 +183,13 @@ def main() -> None:
             ).eval()
             written = json.loads(Path(folder, "config.json").read_text())
             if depth:
-                written["num_hidden_layers"] -= depth
-                if "layer_types" in written:
-                    written["layer_types"] = written["layer_types"][:-depth]
+                for key in written.keys() & {"layer_types", "layers_block_type"}:
+                    written[key] = written[key][:count]
+                if "num_hidden_layers" in written:
+                    written["num_hidden_layers"] = count
         ids = torch.arange(6)[None] * 5 % 37
         with torch.no_grad():
-            logits, further = predicted(model, tensors, ids, depth) if depth else (model(ids).logits[0], [])
+            logits, further = predicted(model, tensors, ids, depth, len(block)) if depth else (model(ids).logits[0], [])
         print(family, len(shapes), float(logits.abs().max()))
         made = {
             "config": written,

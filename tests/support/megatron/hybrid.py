@@ -77,6 +77,12 @@ def hybrid_spec() -> Any:
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.moe import moe_layer
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionBlock,
+        MultiTokenPredictionBlockSubmodules,
+        MultiTokenPredictionLayer,
+        MultiTokenPredictionLayerSubmodules,
+    )
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -90,6 +96,12 @@ def hybrid_spec() -> Any:
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     dense = partial(MLP.as_mlp_submodule, submodules=linears)
     experts = get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=False)
+
+    norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), WrappedTorchNorm)
+    predicts = ModuleSpec(
+        MultiTokenPredictionLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(eh_proj=ColumnParallelLinear, mtp_model_layer=None, **norms),
+    )
 
     def layer(kind: Any, **submodules: Any) -> Any:
         return ModuleSpec(kind, submodules=TransformerLayerSubmodules(**submodules))
@@ -109,6 +121,9 @@ def hybrid_spec() -> Any:
             mlp_layer=layer(MLPLayer, pre_mlp_layernorm=WrappedTorchNorm, mlp=dense, mlp_bda=get_bias_dropout_add),
             moe_layer=layer(
                 TransformerLayer, pre_mlp_layernorm=WrappedTorchNorm, mlp=experts, mlp_bda=get_bias_dropout_add
+            ),
+            mtp_block_spec=ModuleSpec(
+                MultiTokenPredictionBlock, submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[predicts])
             ),
         ),
     )
