@@ -62,8 +62,9 @@ class Family:
     """A model of a family."""
 
     def __init__(self, name):
-        read = json.loads((FOLDER / f"{name}.json").read_text())
-        self.config, self.ids, self.logits = read["config"], read["ids"], np.array(read["logits"])
+        file = FOLDER / f"{name}.json"
+        read = json.loads((file if file.exists() else FOLDER / "names" / file.name).read_text())
+        self.config, self.ids, self.logits = read["config"], read.get("ids"), np.array(read.get("logits", []))
         self.predicted = np.array(read.get("predicted", []))
         self.shapes = expanded(read["tensors"])
         self.megatron = expanded(read["megatron"]) if "megatron" in read else {}

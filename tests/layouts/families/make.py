@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER.parents[2]))
@@ -91,6 +91,63 @@ FAMILIES["glm4_moe-mtp"] = FAMILIES["glm4_moe"] | {"num_nextn_predict_layers": 1
 FAMILIES["deepseek_v3-mtp"] = FAMILIES["deepseek_v3"] | {"num_nextn_predict_layers": 2}
 
 
+# Models that see: names and shapes only, for torchtitan's adapters, in the folder `names`.
+SIGHT = {"hidden_size": 20, "intermediate_size": 28, "patch_size": 3}
+ROWS = SIGHT | {"num_attention_heads": 2, "num_hidden_layers": 2, "pos_emb_height": 4, "pos_emb_width": 5}
+MIXED = WIDE | {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
+MIXED |= {"linear_num_value_heads": 6, "linear_key_head_dim": 5, "linear_value_head_dim": 7}
+QWEN = SIGHT | {"depth": 2, "num_heads": 2, "out_hidden_size": 16, "num_position_embeddings": 16}
+SEEING = {
+    "qwen3_5": {"text_config": MIXED, "vision_config": QWEN},
+    "qwen3_5_moe": {
+        "text_config": MIXED | EXPERTS | {"shared_expert_intermediate_size": 20},
+        "vision_config": QWEN,
+    },
+    "kimi_k25": {
+        "text_config": FAMILIES["deepseek_v3"] | {"model_type": "deepseek_v3", "num_nextn_predict_layers": 0},
+        "vision_config": ROWS | {"pos_emb_time": 2},
+        "projection_hidden_size": 20,
+        "tie_word_embeddings": False,
+    },
+    "muse_glimmer": {
+        "text_config": WIDE | {"layer_rope_theta": [1e4, 0], "layer_types": ["sliding_attention", "full_attention"]},
+        "vision_config": ROWS | {"layer_types": ["window_attention", "full_attention"]},
+        "out_hidden_size": 16,
+        "projector_hidden_size": 18,
+    },
+}
+# transformers 5.23 writes some names of Kimi K2.5 that published files do not have.
+PUBLISHED = {"language_model.model.blocks.": "language_model.model.layers.", "model.mm_projector.": "mm_projector."}
+PUBLISHED |= {"vision_tower.encoder.patch_embed.": "vision_tower.patch_embed."}
+
+
+def seeing(family):
+    """Write the names and shapes of a model that sees."""
+    config = AutoConfig.for_model(family, **SEEING[family])
+    with tempfile.TemporaryDirectory() as folder:
+        AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+        shapes = shapes_in(folder)
+        written = json.loads(Path(folder, "config.json").read_text())
+    for begin, end in PUBLISHED.items():
+        found = {name: name.replace(begin, end) if name.startswith(begin) else name for name in shapes}
+        shapes = {found[name]: shape for name, shape in shapes.items()}
+    write(FOLDER / "names" / f"{family}.json", {"config": written, "tensors": collapsed(shapes)})
+
+
+def shapes_in(folder):
+    """Return the shapes of the tensors in the files of a folder, by name."""
+    shapes = {}
+    for file in glob.glob(f"{folder}/*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            shapes |= {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    return shapes
+
+
+def write(file, made):
+    text = re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), json.dumps(made, indent=1))
+    file.write_text(text + "\n")
+
+
 # Names of what prediction layers have beside a decoder's layers, where they do not begin with a number.
 OWN = {
     "qwen3_next": {
@@ -142,7 +199,10 @@ def predicted(model, tensors, ids, depth, length):
 
 
 def main() -> None:
-    for family in sys.argv[1:] or FAMILIES:
+    for family in sys.argv[1:] or [*FAMILIES, *SEEING]:
+        if family in SEEING:
+            seeing(family)
+            continue
         config = AutoConfig.for_model(family.partition("-")[0], **FAMILIES[family])
         for name in ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout"):
             if hasattr(config, name):
@@ -156,10 +216,7 @@ def main() -> None:
             config.layer_types = [*config.layer_types, *block]
         with tempfile.TemporaryDirectory() as folder:
             AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-            shapes = {}
-            for file in glob.glob(f"{folder}/*.safetensors"):
-                with safe_open(file, "pt") as opened:
-                    shapes |= {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+            shapes = shapes_in(folder)
             # The names in files of the layers that a decoder has in the place of prediction layers.
             count = config.num_hidden_layers - extra
             renamed = {}
@@ -199,9 +256,7 @@ def main() -> None:
         }
         if depth:
             made["predicted"] = [[[round(x, 6) for x in row] for row in found.tolist()] for found in further]
-        text = json.dumps(made, indent=1)
-        text = re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), text)
-        (FOLDER / f"{family}.json").write_text(text + "\n")
+        write(FOLDER / f"{family}.json", made)
 
 
 if __name__ == "__main__":
