@@ -91,6 +91,34 @@ def test_prediction_layers_of_one_side_only(name):
     assert {left.names[k] for k in left.ignored} == one.keys() - without.shapes.keys() != set()
 
 
+def test_second_names():
+    """Files have shared tensors once or under each name, and so do states of Megatron-Core's T5Model."""
+    for name, more, in_megatron in (
+        (
+            "t5",
+            {"encoder.embed_tokens.weight": (37, 16), "decoder.embed_tokens.weight": (37, 16)},
+            "output_layer.weight",
+        ),
+        ("bert", {"cls.predictions.decoder.bias": (37,), "cls.predictions.decoder.weight": (37, 16)}, ""),
+    ):
+        family = Family(name)
+        right = family.megatron | ({in_megatron: (48, 16)} if in_megatron else {})
+        both = bind(layout_of(family), side(family.shapes | more), side(right), family.keys())
+        assert not len(both.left.unbound) and not len(both.right.unbound)
+        for end, names in ((both.left, set(more)), (both.right, {in_megatron} - {""})):
+            assert {end.names[tensor] for tensor in end.places.tensor[end.places.copy]} == names
+
+
+def test_names_of_old_files_of_bert():
+    family = Family("bert")
+    old = {re.sub("LayerNorm.bias$", "LayerNorm.beta", n): s for n, s in family.shapes.items()}
+    old = {re.sub("LayerNorm.weight$", "LayerNorm.gamma", n): s for n, s in old.items()}
+    both = bind(
+        layout_of(family), side(old | {"bert.embeddings.position_ids": (1, 8)}), side(family.megatron), family.keys()
+    )
+    assert len(both.left.unbound) == 1 and not len(both.right.unbound)
+
+
 @pytest.mark.parametrize(
     ("name", "key", "value"),
     [
@@ -116,6 +144,14 @@ def test_prediction_layers_of_one_side_only(name):
         ("ernie4_5", "megatron.layernorm_zero_centered_gamma", True),
         ("glm4", "megatron.rotary_interleaved", False),
         ("olmoe", "hf.clip_qkv", 8.0),
+        ("bert", "megatron.apply_residual_connection_post_layernorm", False),
+        ("bert", "megatron.normalization", "RMSNorm"),
+        ("megatron_bert", "megatron.apply_residual_connection_post_layernorm", True),
+        ("megatron_bert", "megatron.layernorm_zero_centered_gamma", True),
+        ("megatron_bert", "megatron.layernorm_epsilon", 1e-5),
+        ("t5", "megatron.softmax_scale", 0.5),
+        ("t5", "hf.scale_decoder_outputs", True),
+        ("t5", "megatron.layernorm_zero_centered_gamma", True),
     ],
 )
 def test_equal_weights_of_another_model(name, key, value):

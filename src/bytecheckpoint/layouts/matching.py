@@ -181,7 +181,8 @@ def match_side(
                 lists[2].append(numbers)
                 break
         else:
-            matched.left_over.append(tensor)
+            if name not in matched.virtual:  # a second name that no rule needs
+                matched.left_over.append(tensor)
     for key, (tensor_list, code_list, number_lists) in found.items():
         numbers_of = np.array(number_lists, np.int64).reshape(len(tensor_list), -1)
         matched.rows[key] = Rows(np.array(tensor_list, np.int64), np.array(code_list, np.int64), numbers_of)

@@ -16,7 +16,13 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForPreTraining,
+    AutoModelForSeq2SeqLM,
+)
 
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER.parents[2]))
@@ -85,6 +91,22 @@ FAMILIES = {
     | {"num_local_experts": 3, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}
     | {"rope_parameters": ROPE},
 }
+BERT = BASE | {"max_position_embeddings": 8}
+FAMILIES |= {
+    "bert": BERT | {"num_hidden_layers": 3},
+    "megatron_bert": BERT,
+    "t5": {
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 24,
+        "num_heads": 4,
+        "vocab_size": 37,
+        "num_layers": 2,
+        "num_decoder_layers": 3,
+    }
+    | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "relative_attention_num_buckets": 8},
+}
+CLASSES = dict.fromkeys(["bert", "megatron_bert"], AutoModelForPreTraining) | {"t5": AutoModelForSeq2SeqLM}
 FAMILIES["nemotron_h-mtp"] = FAMILIES["nemotron_h"] | {"num_nextn_predict_layers": 1}
 FAMILIES["qwen3_next-mtp"] = FAMILIES["qwen3_next"] | {"num_nextn_predict_layers": 1}
 FAMILIES["glm4_moe-mtp"] = FAMILIES["glm4_moe"] | {"num_nextn_predict_layers": 1}
@@ -198,12 +220,24 @@ def predicted(model, tensors, ids, depth, length):
     return logits, found
 
 
+def predictions(model, ids):
+    """Return the logits, behind which stand those of the next sentence if the model has them."""
+    if model.config.is_encoder_decoder:
+        return model(ids, decoder_input_ids=ids.flip(1)).logits[0]
+    found = model(ids)
+    if "seq_relationship_logits" in found:
+        next_sentence = found.seq_relationship_logits.expand(ids.shape[1], 2)
+        return torch.cat([found.prediction_logits[0], next_sentence], 1)
+    return found.logits[0]
+
+
 def main() -> None:
     for family in sys.argv[1:] or [*FAMILIES, *SEEING]:
         if family in SEEING:
             seeing(family)
             continue
-        config = AutoConfig.for_model(family.partition("-")[0], **FAMILIES[family])
+        config = AutoConfig.for_model(family.partition("-")[0].replace("megatron_", "megatron-"), **FAMILIES[family])
+        cls = CLASSES.get(family, AutoModelForCausalLM)
         for name in ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout"):
             if hasattr(config, name):
                 setattr(config, name, 0.0)
@@ -215,8 +249,10 @@ def main() -> None:
         if depth and config.model_type in OWN:
             config.layer_types = [*config.layer_types, *block]
         with tempfile.TemporaryDirectory() as folder:
-            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            cls.from_config(config).save_pretrained(folder)
             shapes = shapes_in(folder)
+            if family == "t5":
+                shapes["lm_head.weight"] = shapes["shared.weight"]  # as the files of T5 1.1 have it
             # The names in files of the layers that a decoder has in the place of prediction layers.
             count = config.num_hidden_layers - extra
             renamed = {}
@@ -235,9 +271,7 @@ def main() -> None:
             save_file(
                 {there: tensors[name] for name, there in known.items()}, f"{folder}/model.safetensors", {"format": "pt"}
             )
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, attn_implementation="eager"
-            ).eval()
+            model = cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
             written = json.loads(Path(folder, "config.json").read_text())
             if depth:
                 for key in written.keys() & {"layer_types", "layers_block_type"}:
@@ -246,7 +280,9 @@ def main() -> None:
                     written["num_hidden_layers"] = count
         ids = torch.arange(6)[None] * 5 % 37
         with torch.no_grad():
-            logits, further = predicted(model, tensors, ids, depth, len(block)) if depth else (model(ids).logits[0], [])
+            logits, further = (
+                predicted(model, tensors, ids, depth, len(block)) if depth else (predictions(model, ids), [])
+            )
         print(family, len(shapes), float(logits.abs().max()))
         made = {
             "config": written,

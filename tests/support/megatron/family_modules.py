@@ -6,16 +6,23 @@ Import this module after `use_cpu`.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 FOUR_NORMS = ("gemma2", "gemma3_text", "glm4")
@@ -23,19 +30,23 @@ POST_NORMS = ("olmo2", "olmo3", "exaone4")
 
 
 class PlainAttention(torch.nn.Module):
-    """Attention with values of any size and soft caps, which Megatron-Core has for GPUs only or not at all."""
+    """Attention with values of any size, biases and soft caps, which Megatron-Core has for GPUs only or not at all."""
 
     def __init__(self, config: Any, *_: Any, softmax_scale: float, **__: Any) -> None:
         super().__init__()
         self.scale, self.cap = softmax_scale, getattr(config, "attn_logit_softcapping", None)
 
-    def forward(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
+    def forward(
+        self, query: Any, key: Any, value: Any, mask: Any, *_: Any, attention_bias: Any = None, **__: Any
+    ) -> torch.Tensor:
         length, batch, heads = query.shape[:3]
         key, value = (x.repeat_interleave(heads // x.shape[2], 2) for x in (key, value))
         scores = torch.einsum("sbnd,tbnd->bnst", query, key) * self.scale
         if self.cap:
             scores = self.cap * torch.tanh(scores / self.cap)
-        scores = scores.masked_fill(torch.triu(torch.ones(length, length), 1).bool(), -torch.inf)
+        if attention_bias is not None:
+            scores = scores + attention_bias
+        scores = scores.masked_fill(mask, -torch.inf)
         return torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1), value).reshape(length, batch, -1)
 
 
@@ -59,6 +70,17 @@ class NormOfAllHeads(torch.nn.RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.flatten(2)).view_as(x)
+
+
+class NormOfResidual(torch.nn.LayerNorm):
+    """A norm whose output is the residual, too, as BERT has them."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return y, y
 
 
 def residual_sum(factor: float) -> Any:
@@ -90,6 +112,8 @@ def block_spec(family: str, config: Any, **virtual: int) -> Any:
 def tensors_of(model: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of a model by the names that its sharded state dict has, at any tensor parallelism."""
     found = {n: t.detach() for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+    if "lm_head.output_layer.weight" in found:
+        del found["output_layer.weight"]  # a second name
     for name, module in model.named_modules():
         if isinstance(module, GatedDeltaNet):
             parts = dict(zip(module.in_proj_split_names, module.in_proj_split_sections, strict=True))
@@ -120,6 +144,42 @@ def change_layer(layer: Any, family: str, config: Any) -> None:
         attention.k_layernorm = partial(NormOfAllHeads, config.num_query_groups)
     if family == "granite":
         layer.self_attn_bda = layer.mlp_bda = residual_sum(config.residual_multiplier)
+
+
+def bert(config: Any, **given: Any) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
+    """Return a BertModel and a function of tokens that returns its logits and those of the next sentence."""
+    spec = bert_layer_local_spec
+    if config.apply_residual_connection_post_layernorm:  # which Megatron-Core 0.19 leaves to the norms
+        norms = dict.fromkeys(["input_layernorm", "pre_mlp_layernorm"], NormOfResidual)
+        spec = replace(spec, submodules=replace(spec.submodules, **norms))
+    model = BertModel(config, 2, spec, **given)
+
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        found, next_sentence = model(ids, torch.ones_like(ids), torch.zeros_like(ids))
+        return torch.cat([found[0, :, :37], next_sentence.expand(ids.shape[1], 2)], 1)
+
+    return model, logits
+
+
+def t5(config: Any, encoder_layers: int, **given: Any) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
+    """Return a T5Model and a function of tokens that returns the logits of the reversed tokens."""
+    encoder, decoder = encoder_model_with_local_spec(), decoder_model_with_local_spec()
+    for attention in (
+        encoder.submodules.self_attention, decoder.submodules.self_attention, decoder.submodules.cross_attention
+    ):  # fmt: skip
+        attention.submodules.core_attention = PlainAttention
+    blocks = [
+        TransformerBlockSubmodules([spec] * count, layer_norm=WrappedTorchNorm)
+        for spec, count in ((encoder, encoder_layers), (decoder, config.num_layers))
+    ]
+    model = T5Model(config, replace(config, num_layers=encoder_layers), *blocks, **given)
+
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        later = torch.triu(torch.ones(ids.shape[1], ids.shape[1]), 1).bool()[None, None]
+        none = torch.zeros_like(later)
+        return model(ids, ids.flip(1), none, later, none)[0]
+
+    return model, logits
 
 
 def change_model(model: Any) -> None:
