@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from bytecheckpoint.errors import UsageError
@@ -302,6 +303,11 @@ LayoutArgument = Layout | str | os.PathLike[str] | Sequence[Layout | str | os.Pa
 _reading: ContextVar[tuple[Path, ...]] = ContextVar("reading", default=())
 
 
+@cache
+def _built_in(path: Path) -> Layout:
+    return Layout.read(path)
+
+
 def find(name: str, beside: str = "") -> Layout:
     """Return the layout `name`: a file beside the file `beside`, or a layout that is built in."""
     folders = [Path(beside).parent] if Path(beside).is_file() else []
@@ -312,7 +318,7 @@ def find(name: str, beside: str = "") -> Layout:
                 raise UsageError(f"{' includes '.join(file.name for file in (*reading, path))}: a circle")
             token = _reading.set((*reading, path))
             try:
-                return Layout.read(path)
+                return _built_in(path) if folder == _BUILTIN else Layout.read(path)
             finally:
                 _reading.reset(token)
     near = SimilarNames(builtin_names()).of(name)

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from bytecheckpoint.layouts.axes import Axis, TextError, alternatives, parse_axis
 from bytecheckpoint.lazy import lazy
 
-__all__ = ["Group", "Hole", "Piece", "Template", "Text", "parse_template"]
+__all__ = ["ANY", "DIGIT", "Group", "Hole", "Piece", "Template", "Text", "parse_template"]
 
+ANY, DIGIT = "any", "digit"  # classes of characters, beside single ones
 _MOST_DIGITS = 15  # numbers of more digits, which no layout has, would not fit int64 columns
 _MOST_PATHS = 1000
 _MOST_DEEP = 20
@@ -81,6 +82,11 @@ class Template:
         """The texts, sorted by name."""
         found = {piece.name: piece for piece in _all(self.pieces) if isinstance(piece, Text)}
         return tuple(found[name] for name in sorted(found))
+
+    @lazy
+    def automaton(self) -> list[list[tuple[str, int]]]:
+        """The moves of each state, as (class of characters or "" for none, next state), from state 0 to state 1."""
+        return _automaton(self.pieces)
 
     @lazy
     def match(self) -> Callable[[str], tuple[list[int], list[str]] | None]:
@@ -305,3 +311,38 @@ def _skeleton_regex(pieces: Sequence[Piece]) -> str:
             case Group(options):
                 result += f"(?:{'|'.join(map(_skeleton_regex, options))})"
     return result
+
+
+def _automaton(pieces: Sequence[Piece]) -> list[list[tuple[str, int]]]:
+    """Return the moves of each state, as (class of characters or "" for none, next state), from state 0 to state 1."""
+    moves: list[list[tuple[str, int]]] = [[], []]
+
+    def new() -> int:
+        moves.append([])
+        return len(moves) - 1
+
+    def add(pieces: Sequence[Piece], at: int) -> int:
+        for piece in pieces:
+            match piece:
+                case Text(_, ()) | Hole():
+                    kind = DIGIT if isinstance(piece, Hole) else ANY
+                    state = new()
+                    moves[at].append((kind, state))
+                    moves[state].append((kind, state))
+                    at = state
+                case str():
+                    for c in piece:
+                        state = new()
+                        moves[at].append((c, state))
+                        at = state
+                case Group(options) | Text(_, options):
+                    end = new()
+                    for option in options:
+                        start = new()
+                        moves[at].append(("", start))
+                        moves[add([option] if isinstance(option, str) else option, start)].append(("", end))
+                    at = end
+        return at
+
+    moves[add(pieces, 0)].append(("", 1))
+    return moves

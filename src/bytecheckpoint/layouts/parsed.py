@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bytecheckpoint.layouts.names import Group, Hole, Piece, Template, Text
+from bytecheckpoint.layouts.names import ANY, DIGIT, Template
 from bytecheckpoint.layouts.parts import Component, Family
 from bytecheckpoint.layouts.statements import Rule
 
@@ -48,9 +48,6 @@ def conflicts(
             yield a, b, name
 
 
-_ANY, _DIGIT = "any", "digit"  # classes of characters, beside single ones
-
-
 def common_name(left: Template, right: Template) -> str | None:
     """Return a name that both templates match, None if there is none. A number may have zeros in front here."""
     ends = [_ends(template) for template in (left, right)]
@@ -59,7 +56,7 @@ def common_name(left: Template, right: Template) -> str | None:
         a, b = (end[k][:short] if k == 0 else end[k][len(end[k]) - short :] for end in ends)
         if a != b:
             return None
-    a_moves, b_moves = _automaton(left), _automaton(right)
+    a_moves, b_moves = left.automaton, right.automaton
     names = {(0, 0): ""}
     queue = [(0, 0)]
     for at in queue:
@@ -89,43 +86,8 @@ def _ends(template: Template) -> tuple[str, str]:
 
 def _common_character(a: str, b: str) -> str:
     """Return a character of both classes, "" if there is none."""
-    if a in (_ANY, b):
+    if a in (ANY, b):
         a, b = b, a
-    if b in (_ANY, a) or (b == _DIGIT and a.isdecimal()):
-        return {_ANY: "x", _DIGIT: "0"}.get(a, a)
-    return b if a == _DIGIT and b.isdecimal() else ""
-
-
-def _automaton(template: Template) -> list[list[tuple[str, int]]]:
-    """Return the moves of each state, as (class of characters or "" for none, next state), from state 0 to state 1."""
-    moves: list[list[tuple[str, int]]] = [[], []]
-
-    def new() -> int:
-        moves.append([])
-        return len(moves) - 1
-
-    def add(pieces: Sequence[Piece], at: int) -> int:
-        for piece in pieces:
-            match piece:
-                case Text(_, ()) | Hole():
-                    kind = _DIGIT if isinstance(piece, Hole) else _ANY
-                    state = new()
-                    moves[at].append((kind, state))
-                    moves[state].append((kind, state))
-                    at = state
-                case str():
-                    for c in piece:
-                        state = new()
-                        moves[at].append((c, state))
-                        at = state
-                case Group(options) | Text(_, options):
-                    end = new()
-                    for option in options:
-                        start = new()
-                        moves[at].append(("", start))
-                        moves[add([option] if isinstance(option, str) else option, start)].append(("", end))
-                    at = end
-        return at
-
-    moves[add(template.pieces, 0)].append(("", 1))
-    return moves
+    if b in (ANY, a) or (b == DIGIT and a.isdecimal()):
+        return {ANY: "x", DIGIT: "0"}.get(a, a)
+    return b if a == DIGIT and b.isdecimal() else ""
