@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from hashlib import sha256
 from typing import Any
 
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
@@ -16,24 +17,37 @@ def report_of(worker: Any) -> list[int]:
     return [report.bytes_read, getattr(report, "bytes_received", 0)]
 
 
+def weights_of(worker: Any) -> dict[str, str]:
+    """Return a digest of each parameter of a rank."""
+    parameters = worker.get_model().named_parameters()
+    return {name: sha256(value.detach().contiguous().numpy().tobytes()).hexdigest() for name, value in parameters}
+
+
 def main() -> None:
     folder, options, prompt = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
-    ranks = options.pop("ranks", 1)
+    generate, given = options.pop("generate", True), options.pop("engine", {})
+    load_format = given.pop("load_format", "bytecheckpoint")
+    ranks = given.get("tensor_parallel_size", 1) * given.get("pipeline_parallel_size", 1)
     os.environ.update(ENVIRONMENT, VLLM_CPU_OMP_THREADS_BIND="|".join("01"[:ranks]), VLLM_LOGGING_LEVEL="WARNING")
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
-    parallel = {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"} if ranks > 1 else {}
+    executor = {"distributed_executor_backend": "mp"} if ranks > 1 else {}
     engine = LLM(
         folder,
         skip_tokenizer_init=True,
         enforce_eager=True,
         dtype="float32",
         max_model_len=64,
-        load_format="bytecheckpoint",
+        load_format=load_format,
         model_loader_extra_config=options,
-        **parallel,
+        **executor,
+        **given,
     )
+    if not generate:
+        reports = engine.collective_rpc(report_of) if load_format == "bytecheckpoint" else []
+        print("RESULT", json.dumps({"weights": engine.collective_rpc(weights_of), "reports": reports}), flush=True)
+        return
     sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False)
 
     def tokens() -> list[int]:

@@ -23,6 +23,7 @@ from tests.support.layouts import Leaf
 
 pytestmark = pytest.mark.timeout(500)
 PROMPT = [1, 2, 3]
+TWO = {"tensor_parallel_size": 2}
 
 
 class Engine:
@@ -89,13 +90,13 @@ def llama(seed: int = 0) -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def mixture() -> Any:
+def mixture(inner: int = 64) -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+        num_key_value_heads=2, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=inner,
         max_position_embeddings=128, tie_word_embeddings=True, initializer_range=0.2,
     )  # fmt: skip
     return Qwen3MoeForCausalLM(config).eval()
@@ -136,7 +137,7 @@ def test_two_ranks_serve_a_run_and_load_newer_steps(tmp_path: Path, engines: lis
     run = tmp_path / "run"
     save_sharded(run / "step_00000001", first, 4)
     size = sum(tensor.nbytes for tensor in first.state_dict().values())
-    engines.append(Engine(tmp_path / "config", {"checkpoint": str(run), "ranks": 2}))
+    engines.append(Engine(tmp_path / "config", {"checkpoint": str(run), "engine": TWO}))
     result = engines[0].result()
     assert result["tokens"] == tokens_of(first)
     reads = [read for read, _ in result["reports"]]
@@ -160,7 +161,7 @@ def test_two_ranks_follow_a_publisher(tmp_path: Path, engines: list[Engine]) -> 
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     with Publisher(root) as publisher:
         publisher.publish(model, 1).result()
-        engines.append(Engine(tmp_path / "config", {"checkpoint": str(root), "ranks": 2, "follow": True}))
+        engines.append(Engine(tmp_path / "config", {"checkpoint": str(root), "engine": TWO, "follow": True}))
         result = engines[0].result()
         assert result["tokens"] == tokens_of(model)
         assert max(read for read, _ in result["reports"]) < 0.8 * size
@@ -196,6 +197,24 @@ def test_experts_of_transformers_by_a_layout(tmp_path: Path, engines: list[Engin
     bytecheckpoint.save(tmp_path / "step", {"model": model})
     engines.append(Engine(tmp_path / "config", {"checkpoint": str(tmp_path / "step")}))
     assert engines[0].result()["tokens"] == tokens_of(model)
+
+
+@pytest.mark.parametrize("kind", ["stages", "experts"])
+def test_stages_and_experts_of_an_engine(kind: str, tmp_path: Path, engines: list[Engine]) -> None:
+    """Each rank reads its layers, or its experts, once. vLLM itself generates nothing with them on a CPU."""
+    model = llama(0) if kind == "stages" else mixture(512)
+    describe(model, tmp_path / "config")
+    model.save_pretrained(tmp_path / "hf")
+    save_sharded(tmp_path / "step", model, 3)
+    size = sum(tensor.nbytes for tensor in {t.data_ptr(): t for t in model.state_dict().values()}.values())
+    engine = {"pipeline_parallel_size": 2} if kind == "stages" else TWO | {"enable_expert_parallel": True}
+    ours = Engine(tmp_path / "config", {"checkpoint": str(tmp_path / "step"), "engine": engine, "generate": False})
+    theirs = Engine(tmp_path / "hf", {"engine": engine | {"load_format": "auto"}, "generate": False})
+    engines += [ours, theirs]
+    result, expected = ours.result(), theirs.result()
+    assert result["weights"] == expected["weights"] and len({*map(str, result["weights"])}) == 2
+    reads = [read for read, _ in result["reports"]]
+    assert sum(reads) < 1.2 * size and max(reads) < 0.75 * size, (reads, size)
 
 
 def test_a_config_that_does_not_fit_is_refused(tmp_path: Path, engines: list[Engine]) -> None:
