@@ -94,6 +94,21 @@ def test_diff_and_export(cli: Call, folder: Path, tmp_path: Path) -> None:
         assert code == 2 and "holds the checkpoint itself" in err
 
 
+def test_an_export_takes_sizes_from_the_folder_of_the_model(cli: Call, folder: Path, tmp_path: Path) -> None:
+    """A vocabulary that Megatron has padded is cut to that of the model."""
+    assert cli("export", folder / "hf", tmp_path / "megatron", "--layout", "mixtral")[0] == 0
+    file = tmp_path / "megatron/model.safetensors"
+    tensors = load_file(file)
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        tensors[name] = torch.cat([tensors[name], torch.zeros(3, 16)])
+    save_file(tensors, file)
+    export = ("export", file.parent, tmp_path / "back", "--layout", "mixtral")
+    assert "the size of 'v' does not follow" in cli(*export)[2]
+    assert cli(*export, "--files-from", folder / "hf")[0] == 0
+    assert (tmp_path / "back/config.json").is_file()
+    assert cli("diff", folder / "hf/model.safetensors", tmp_path / "back/model.safetensors")[0] == 0
+
+
 def test_verify(cli: Call, folder: Path) -> None:
     code, out, err = cli("verify", folder / "new.pt")
     assert code == 0 and "2 tensors, 60 B in 1 file: sound" in out

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json as json_text
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bytecheckpoint.cli.format import (
@@ -226,8 +228,8 @@ def export(src: str, dst: str, *, max_shard_size: str, layout: str | None, json:
     from bytecheckpoint.opening import open as open_checkpoint
     from bytecheckpoint.tools import export
 
-    limit = parse_size(max_shard_size)
-    with progress_bar("exporting") as progress, open_checkpoint(src, layout=layout) as source:
+    limit, layouts = parse_size(max_shard_size), _with_sizes(layout, options["files_from"])
+    with progress_bar("exporting") as progress, open_checkpoint(src, layout=layouts) as source:
         report = export(source, dst, max_shard_bytes=limit, progress=progress, **options)
     if json:
         print_json(asdict(report))
@@ -397,3 +399,18 @@ def _run(calls: _Calls, *, dry_run: bool, json: bool, whole: bool = False) -> in
     size = size_text(sum(f.nbytes for f in gone))
     print(f"{plural(sum(f.files for f in gone), 'file')} ({size}) {'would be removed' if dry_run else 'removed'}")
     return code
+
+
+def _with_sizes(layout: str | None, folder: str | None) -> Any:
+    """Return the layouts that a user names, with the sizes in the `config.json` of a folder, which others' runs lack."""
+    config = Path(folder or "", "config.json")
+    if layout in (None, "auto") or folder is None or not config.is_file():
+        return layout
+    from bytecheckpoint.layouts.config import flattened
+    from bytecheckpoint.layouts.layout import find_all
+
+    try:
+        sizes = flattened("hf", json_text.loads(config.read_bytes()))
+    except (ValueError, AttributeError):
+        raise UsageError(f"{config} is no JSON object: give a folder of Hugging Face") from None
+    return [found.with_sizes(sizes) for found in find_all(layout)]
