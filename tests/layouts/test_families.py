@@ -86,6 +86,10 @@ def test_prediction_layers_of_one_side_only(name):
     ):
         bind(layout, side(without.shapes), side(family.megatron), keys | {"megatron.mtp_num_layers": 1})
     second = "model.layers.3." if name == "deepseek_v3" else "-"
+    if name in ("glm4_moe", "deepseek_v3"):
+        unknown = {key: value for key, value in family.keys().items() if key != "hf.num_hidden_layers"}
+        with pytest.raises(CheckpointError, match=r"the size of 'l' in {.*} does not follow from the names"):
+            bind(layout, right=side(family.megatron), config=unknown)
     one = {n: s for n, s in family.shapes.items() if not n.startswith(second)}
     left = bind(layout, side(one), side(without.megatron), keys).left
     assert {left.names[k] for k in left.ignored} == one.keys() - without.shapes.keys() != set()

@@ -10,7 +10,7 @@ import numpy as np
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.layouts.axes import REST, Dim, affine, axis_texts, dims_of, size_of
 from bytecheckpoint.layouts.lowering import Lowering
-from bytecheckpoint.layouts.members import Expected, Members, Namer
+from bytecheckpoint.layouts.members import Expected, Members, Namer, unknown_number
 from bytecheckpoint.layouts.parts import Component, Variant
 from bytecheckpoint.layouts.sizes import Equation, padding_dims, solved, without_rest
 from bytecheckpoint.representation.boxes import Int64s, Mask
@@ -293,7 +293,10 @@ class Instances:
                 values |= {name: own[:, k] for k, name in enumerate(own_dims)}
                 numbers = np.zeros((len(instance), len(variant.holes)), np.int64)
                 for k, axis in enumerate(variant.holes):
-                    base, weights = (0, {axis.name: 1}) if isinstance(axis, Dim) else affine(axis, sizes)
+                    try:
+                        base, weights = (0, {axis.name: 1}) if isinstance(axis, Dim) else affine(axis, sizes)
+                    except KeyError as error:
+                        raise unknown_number(variant, k, error) from None
                     numbers[:, k] = base + sum(weight * values[name] for name, weight in weights.items())
                 names += map(namer.writer(code), numbers.tolist())
                 axes = without_rest(variant.family.axes, self._rest[group])

@@ -19,7 +19,7 @@ from bytecheckpoint.layouts.sizes import decode
 from bytecheckpoint.layouts.statements import Statement
 from bytecheckpoint.representation.boxes import Int64s, Mask
 
-__all__ = ["Expected", "Members", "Namer", "members_of"]
+__all__ = ["Expected", "Members", "Namer", "members_of", "unknown_number"]
 
 
 @dataclass(eq=False)
@@ -135,6 +135,14 @@ class Expected:
         return any(pattern.fullmatch(name) for pattern in self._patterns[word, self.sides[side]])
 
 
+def unknown_number(variant: Variant, hole: int, error: KeyError) -> IncompatibleCheckpointError:
+    """Return the error for a number in names that needs the size of a dim, which `error` names."""
+    axis = variant.family.template.holes[hole].axis
+    return IncompatibleCheckpointError(
+        f"{variant.family.place}: the size of {error} in {{{axis}}} does not follow from the names: give it under 'dims'"
+    )
+
+
 def members_of(
     side: MatchedSide, rule: int, family: int, variant: Variant, shared: Sequence[str], numbers: Mapping[str, int]
 ) -> tuple[Members, Mask]:
@@ -151,11 +159,7 @@ def members_of(
         try:
             mask &= decode(axis, rows.numbers[:, k], numbers, values)
         except KeyError as error:
-            hole = variant.family.template.holes[k].axis
-            raise IncompatibleCheckpointError(
-                f"{variant.family.place}: the size of {error} in {{{hole}}} does not follow from the names: "
-                "give it under 'dims'"
-            ) from None
+            raise unknown_number(variant, k, error) from None
     at = np.flatnonzero(mask)
     key = np.stack([rows.code[at], *(values[name][at] for name in shared)], axis=1)
     own = np.stack([values[name][at] for name in own_dims], axis=1) if own_dims else np.zeros((len(at), 0), np.int64)
