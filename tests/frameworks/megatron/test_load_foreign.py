@@ -43,6 +43,9 @@ CASES = {
     "glm4": [Layout(tp=2, pp=2, sequence=True, **V)],
     "ernie4_5": [Layout(tp=2, dp=2, vocabulary=48)],
     "exaone4": [Layout(tp=2, pp=2, **V)],
+    "bert": [Layout(tp=2, vocabulary=48)],
+    "megatron_bert": [Layout(tp=2, pp=2, vocabulary=48)],
+    "t5": [Layout(tp=2, **V)],
     "mixtral": [Layout(ep=3, dp=3, moe=True, **V)],
     "qwen2_moe": [Layout(tp=2, pp=2, sequence=True, moe=True, **V)],
     "qwen3_moe": [Layout(tp=2, pp=2, sequence=True, moe=True, **V)],
@@ -62,16 +65,20 @@ def chunks_of(name: str, layout: Layout) -> list[Any]:
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
-    from tests.support.megatron.family_modules import block_spec
+    from tests.support.megatron.family_modules import bert, block_spec, t5
     from tests.support.megatron.hybrid import hybrid_model
 
     config, given = configuration(name, layout)
+    ends = {"pre_process": parallel_state.is_pipeline_first_stage()}
+    ends |= {"post_process": parallel_state.is_pipeline_last_stage(), "vocab_size": 48, "max_sequence_length": 8}
+    if "bert" in name:
+        return [bert(config, **ends, **given)[0].float()]
+    if name == "t5":
+        return [t5(config, Family(name).config["num_layers"], **ends, **given)[0].float()]
     tied = given.pop("share_embeddings_and_output_weights")
     assert tied == layout.tied
 
     if name.startswith("nemotron_h"):
-        ends = {"pre_process": parallel_state.is_pipeline_first_stage()}
-        ends |= {"post_process": parallel_state.is_pipeline_last_stage(), "vocab_size": 48, "max_sequence_length": 8}
         return [hybrid_model(config, "ME|*-" if layout.pp > 1 else "ME*-/*E", **ends, **given).float()]
 
     def of_chunk(virtual: dict[str, int]) -> dict[str, Any]:
