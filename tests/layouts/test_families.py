@@ -128,19 +128,15 @@ def test_names_of_old_files_of_bert():
     [
         ("llama", "megatron.rotary_interleaved", True),
         ("mistral", "megatron.layernorm_zero_centered_gamma", True),
-        ("stablelm", "megatron.rotary_interleaved", True),
-        ("stablelm", "megatron.rotary_base", 500000),
+        ("gpt_neox", "hf.use_parallel_residual", True),
         ("starcoder2", "megatron.layernorm_zero_centered_gamma", True),
         ("gemma", "megatron.layernorm_zero_centered_gamma", False),
-        ("gemma", "megatron.rotary_base", 500000),
         ("gemma2", "megatron.query_pre_attn_scalar", 8),
         ("gemma2", "megatron.attn_logit_softcapping", 50.0),
         ("gemma2", "megatron.final_logit_softcapping", 50.0),
         ("gemma3_text", "megatron.layernorm_zero_centered_gamma", False),
         ("gemma3_text", "megatron.rotary_base", 1000000),
         ("gemma3_text", "hf.use_bidirectional_attention", True),
-        ("olmo3", "megatron.rotary_base", 10000),
-        ("exaone4", "megatron.layernorm_epsilon", 1e-6),
         ("granite", "megatron.softmax_scale", 0.5),
         ("granite", "megatron.mup_embedding_mult", 1.0),
         ("granite", "megatron.residual_multiplier", 1.0),
@@ -149,10 +145,8 @@ def test_names_of_old_files_of_bert():
         ("glm4", "megatron.rotary_interleaved", False),
         ("olmoe", "hf.clip_qkv", 8.0),
         ("bert", "megatron.apply_residual_connection_post_layernorm", False),
-        ("bert", "megatron.normalization", "RMSNorm"),
         ("megatron_bert", "megatron.apply_residual_connection_post_layernorm", True),
         ("megatron_bert", "megatron.layernorm_zero_centered_gamma", True),
-        ("megatron_bert", "megatron.layernorm_epsilon", 1e-5),
         ("t5", "megatron.softmax_scale", 0.5),
         ("t5", "hf.scale_decoder_outputs", True),
         ("t5", "megatron.layernorm_zero_centered_gamma", True),
@@ -162,6 +156,24 @@ def test_equal_weights_of_another_model(name, key, value):
     family = Family(name)
     with pytest.raises(UsageError, match=re.escape(f"{key} is {value}")):
         layout_of(family).check_config(family.keys() | {key: value})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_norms_and_rotary_positions_are_compared(name):
+    family = Family(name)
+
+    def refused(key, value):
+        try:
+            layout_of(family).check_config(family.keys() | {f"megatron.{key}": value})
+        except UsageError:
+            return True
+        return False
+
+    assert refused("normalization", "L2Norm") and refused("layernorm_epsilon", 0.5)
+    assert refused("layernorm_zero_centered_gamma", True) != refused("layernorm_zero_centered_gamma", False)
+    if not name.startswith(("gpt2", "bert", "megatron_bert", "t5", "nemotron_h")):
+        assert refused("rotary_interleaved", True) != refused("rotary_interleaved", False)
+        assert refused("rotary_base", 12345)
 
 
 @pytest.mark.parametrize("name", TORCHTITAN)
