@@ -68,6 +68,10 @@ def test_names_of_transformer_engine(name):
             "deepseek_v3"
         ):  # latent attention has a norm of its own
             names = [re.sub(pattern, text, found) for found in names]
+    if name.startswith("nemotron_h"):
+        names = [re.sub(r"(layers.\d+).norm.weight$", r"\1.mixer.in_proj.layer_norm_weight", n) for n in names]
+        names = [re.sub(r"(layers.3).pre_mlp_layernorm.", r"\1.mlp.linear_fc1.layer_norm_", n) for n in names]
+        assert names.count("decoder.layers.3.mlp.linear_fc1.layer_norm_weight") == 1
     if name.startswith("qwen3_next"):  # the first two layers are delta nets
         names = [
             re.sub(r"^(decoder.layers.[01].self_attention).linear_qkv.layer", r"\1.in_proj.layer", n) for n in names

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import bytecheckpoint
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.layouts import Layout as TensorLayout
 from bytecheckpoint.layouts.binding import bind
@@ -263,6 +264,23 @@ def test_logits_and_the_way_back(name):
 
 
 TOKEN = r"\.\.\.|\w+|\S"
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3-mtp", "qwen3_next-mtp", "nemotron_h-mtp"])
+def test_what_megatron_itself_saved(name, tmp_path):
+    """Its files have the same names of parts and of prediction layers as live models."""
+    from megatron.core import dist_checkpointing
+
+    model = Model(name)
+    weights, binding = model.family.weights(), model.bound(model.layout)
+    for key, array in move(binding.left, binding.right, weights, binding).items():
+        model.tensors[key].copy_(torch.from_numpy(array))
+    state = model.model.sharded_state_dict(metadata={"dp_cp_group": torch.distributed.group.WORLD})
+    dist_checkpointing.save(state, str(tmp_path))
+    with bytecheckpoint.open(tmp_path, layout=model.layout.with_sizes(model.family.keys())) as found:
+        assert set(found.tensors) == {f"model/{key}" for key in weights}
+        for key, array in weights.items():
+            np.testing.assert_array_equal(found.tensors[f"model/{key}"][...].numpy(), array, key)
 
 
 def mutants(text, rng):
