@@ -56,7 +56,9 @@ def arguments(family, c):
         "ffn_hidden_size": first(c, "intermediate_size", "d_ff") or 64,
         "num_query_groups": c.get("num_key_value_heads"),
         "kv_channels": first(c, "head_dim", "d_kv"),
-        "layernorm_epsilon": first(c, "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
+        "layernorm_epsilon": first(
+            c, "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"
+        ),
         "add_qkv_bias": family in ("qwen2", "qwen2_moe", "seed_oss", "stablelm", "glm4_moe", "glm", "glm4"),
         "qk_layernorm": family in QK_NORMS,
     }
@@ -134,6 +136,10 @@ def arguments(family, c):
             "softmax_scale": c.get("query_pre_attn_scalar", c["head_dim"]) ** -0.5,
         }
         config |= {"use_mup": True, "mup_embedding_mult": c["hidden_size"] ** 0.5}
+    if family in ("arcee", "nemotron"):
+        config |= {"activation_func": lambda x: torch.relu(x).square(), "gated_linear_unit": False}
+    if family == "nemotron":
+        config |= {"normalization": "LayerNorm", "layernorm_zero_centered_gamma": True}
     if family == "exaone4":
         config["no_rope_freq"] = [int(kind == "full_attention") for kind in c["layer_types"]]
     if family == "granite":
@@ -320,7 +326,7 @@ def mutants(text, rng):
 
 
 EDITED = ["llama", "phi3", "gpt2", "deepseek_v3-mtp", "glm4_moe-mtp", "qwen3_next-mtp", "nemotron_h-mtp"]
-EDITED += ["gemma3_text", "olmo2", "ernie4_5", "glm4", "bert", "megatron_bert", "t5"]
+EDITED += ["gemma3_text", "olmo2", "nemotron", "ernie4_5", "glm4", "bert", "megatron_bert", "t5"]
 
 
 @pytest.mark.parametrize("name", EDITED)

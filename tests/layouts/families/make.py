@@ -64,6 +64,8 @@ FAMILIES = {
     "exaone4": WIDE | {"layer_types": ["sliding_attention", "full_attention"]},
     "granite": GROUPED
     | {"embedding_multiplier": 3.0, "attention_multiplier": 0.7, "residual_multiplier": 0.4, "logits_scaling": 2.0},
+    "arcee": GROUPED,
+    "nemotron": GROUPED | {"head_dim": 4},
     "ernie4_5": WIDE | {"use_bias": True},
     "glm": WIDE | {"attention_bias": True},
     "glm4": WIDE | {"attention_bias": True},

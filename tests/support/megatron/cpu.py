@@ -95,17 +95,31 @@ def use_cpu() -> None:
     _state.mode.__enter__()
 
 
-class _ZeroCentredNorm(torch.nn.RMSNorm):
+class _RMSNormAroundZero(torch.nn.RMSNorm):
     """A norm whose weight is stored around zero, which Megatron has for GPUs only."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
 
 
+class _LayerNormAroundZero(torch.nn.LayerNorm):
+    """The same with a mean."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x, self.normalized_shape, 1 + self.weight, self.bias, self.eps)
+
+
+_NORMS = {
+    ("RMSNorm", False): torch.nn.RMSNorm,
+    ("RMSNorm", True): _RMSNormAroundZero,
+    ("LayerNorm", False): torch.nn.LayerNorm,
+    ("LayerNorm", True): _LayerNormAroundZero,
+}
+
+
 def _norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
     """Return a norm that marks its weight for sequence parallelism; without Apex, Megatron has none that does."""
-    rms = _ZeroCentredNorm if config.layernorm_zero_centered_gamma else torch.nn.RMSNorm
-    made = (torch.nn.LayerNorm if config.normalization == "LayerNorm" else rms)(hidden_size, eps)
+    made = _NORMS[config.normalization, config.layernorm_zero_centered_gamma](hidden_size, eps)
     for parameter in made.parameters():
         parameter.sequence_parallel = config.sequence_parallel
     return made
