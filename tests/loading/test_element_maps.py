@@ -118,7 +118,9 @@ def test_experts_of_gpt_oss_as_they_are_published(tmp_path: Path) -> None:
         tensors[f"{name}.{kind}_scales"] = scales
         # As _convert_moe_packed_tensors of transformers: two elements in turn, blocks one after the other.
         whole = (unpacked(blocks) * 2.0 ** (scales.float() - 127)[..., None]).flatten(2)
-        titan[f"layers.0.moe.routed_experts.inner_experts.mlp{last}_weight"] = whole.bfloat16()
+        titan[f"layers.0.moe.routed_experts.inner_experts.mlp{last}_weight_{'EGD' if last == 1 else 'EDF'}"] = (
+            whole.bfloat16()
+        )
         if last == 1:
             whole = torch.cat([whole[:, 0::2], whole[:, 1::2]], 1)
         for e in range(experts):

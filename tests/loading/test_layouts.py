@@ -248,6 +248,19 @@ def test_names_that_a_layout_ignores(tmp_path: Path) -> None:
         Layout.from_text("layout t hf <-> megatron\nignore hf a<x.y>\n")
 
 
+def test_what_a_layout_ignores_in_the_program_stays_as_it_is(tmp_path: Path) -> None:
+    layout = Layout.from_text("layout t file <-> own\nignore own bias_.*\nrules\nw : n\n <-> v : n\n")
+    folder = folder_of(tmp_path / "hf", {"w": torch.arange(3.0)})
+    module = module_of({"v": torch.zeros(3), "bias_1": torch.ones(2), "lost": torch.ones(2)})
+    with pytest.raises(IncompatibleCheckpointError, match="no rule fits lost of the own side"):
+        bytecheckpoint.load(folder, {"model": module}, layout=layout)
+    del module.lost
+    report = bytecheckpoint.load(folder, {"model": module}, layout=layout)
+    assert not report.missing and not report.unexpected
+    assert "the layout leaves 1 tensors of model as they are: bias_1" in report.notes
+    assert_holds(module, {"v": torch.arange(3.0), "bias_1": torch.full((2,), 7.0)})
+
+
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     found = weights()
     folder = folder_of(tmp_path / "hf", found)

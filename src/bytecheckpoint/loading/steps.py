@@ -312,7 +312,10 @@ class Load:
                     request.states, view, strict=matching.strict, names=matching.names
                 )
                 # Replicas lack the same tensor.
-                destination.missing = [m for m in dict.fromkeys(destination.missing) if not live.hides(m)]
+                unused = () if laid is None else laid.unused
+                destination.missing = [
+                    m for m in dict.fromkeys(destination.missing) if not live.hides(m) and m not in unused
+                ]
                 self._operation.mark("destination")
                 request.check_strict(catalog, destination)
                 missing = list(filter(request.strict_about, destination.missing))

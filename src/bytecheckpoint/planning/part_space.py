@@ -55,11 +55,13 @@ class _LaidGroup:
     """The tensors of one state and slot that a layout connects.
 
     Attributes:
+        state: name of the state that has the tensors.
         shown: number of each tensor of the other side in the catalog that is shown, int64 [t]; -1 for none.
         side: the other side.
         first_part: number of the first of its parts.
     """
 
+    state: str
     shown: Int64s
     side: BoundSide
     first_part: int
@@ -91,6 +93,11 @@ class LaidOut:
     twins: Mapping[int, Sequence[JoinedValue]]
     maps: Mapping[int, ElementMap]
     notes: Sequence[str] = ()
+
+    @property
+    def unused(self) -> set[str]:
+        """The names of the program's tensors that the layout lets lie, as "model/layers.0.moe.expert_bias"."""
+        return {f"{group.state}/{group.side.names[k]}" for group in self.groups for k in group.side.ignored}
 
     def wanted(self, boxes: BoxTable, strides: Int64s) -> tuple[PartBoxes, PartBoxes]:
         """Cut wanted boxes into boxes of parts.
@@ -263,6 +270,9 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
                 raise IncompatibleCheckpointError(f"{state} has {slot!r} of its parameters, and {error}") from error
             own, shown_side = (bound.left, bound.right) if own_side == 0 else (bound.right, bound.left)
             notes += [f"the layout cannot compare {what} here" for what in bound.undecided]
+            if shown_side.ignored and not slot:
+                lying = [shown_side.names[k] for k in shown_side.ignored]
+                notes.append(f"the layout leaves {len(lying)} tensors of {state} as they are: {listed(lying, 2)}")
             if own.ignored and not slot:
                 names_of = listed([own.names[k] for k in own.ignored], 2)
                 notes.append(f"the layout ignores {len(own.ignored)} tensors of {state}: {names_of}")
@@ -283,7 +293,7 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
                 if change.scales:
                     dtypes[part - count] = dtype_here
             added = shown.add(state, slot, shown_side, dtypes, stored_names, own, tensors)
-            groups.append(_LaidGroup(added, shown_side, count))
+            groups.append(_LaidGroup(state, added, shown_side, count))
             _note_names(names, own, shown_side)
             count += len(bound.sizes)
             if own.scales:

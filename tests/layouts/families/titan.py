@@ -77,6 +77,9 @@ for name, (module, adapter) in ADAPTERS.items():
     made_by._validate_hf_rope_config = lambda *_: None
     weights = {key: torch.from_numpy(array) for key, array in family.weights().items() if not COPY.match(key)}
     found = made_by.from_hf(as_the_adapter_knows_them(name, weights))
+    # The adapter of gpt-oss in 0.3.0 has names that the parameters of its model had before.
+    ends = {"mlp1_weight": "EGD", "mlp1_bias": "EG", "mlp2_weight": "EDF", "mlp2_bias": "ED"}
+    found = {f"{key}_{ends[last]}" if (last := key.rpartition(".")[2]) in ends else key: t for key, t in found.items()}
     made[name] = {
         key: [zlib.crc32(tensor.contiguous().numpy().tobytes()), *tensor.shape] for key, tensor in sorted(found.items())
     }
