@@ -180,6 +180,22 @@ def test_norms_and_rotary_positions_are_compared(name):
         assert refused("rotary_base", 12345)
 
 
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("gemma3", {"hf.rope_theta": 1e6, "hf.rope_local_base_freq": 1e4}),
+        ("gemma2", {"hf.rope_theta": 1e4}),
+        ("olmo2", {"hf.rope_theta": 1e4}),
+        ("gpt_neox", {"hf.rotary_emb_base": 1e4}),
+    ],
+)
+def test_rotary_bases_as_transformers_4_wrote_them(name, config):
+    layout = find(name)
+    assert not any("rope" in text for text in layout.check_config(config | {"megatron.rotary_base": 10000}))
+    with pytest.raises(UsageError, match="rotary_base is 1000000"):
+        layout.check_config(config | {"megatron.rotary_base": 1000000})
+
+
 @pytest.mark.parametrize("name", TORCHTITAN)
 def test_the_adapters_of_torchtitan(name):
     family, expected = Family(name), TORCHTITAN[name]
