@@ -25,7 +25,7 @@ TESTED := cli,s3-profiles,fsspec,hdfs,prometheus,otlp,monitor,dev
 SEED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types imports format check test test-all test-shuffled servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-verl test-ray test-metrics-sinks test-extras test-integrations-all test-elastic soak demo demo-short demo-trainer bench bench-guard bench-short bench-storage bench-storage-short bench-frameworks docs lock vendor clean
+.PHONY: help venv lint types imports format check test test-all test-shuffled servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-verl test-vllm test-sglang test-ray test-metrics-sinks test-extras test-integrations-all test-elastic soak demo demo-short demo-trainer bench bench-guard bench-short bench-storage bench-storage-short bench-frameworks docs lock vendor clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-21s %s\n", $$1, $$2}'
@@ -156,7 +156,7 @@ test-integrations: ## real Hugging Face Accelerate, Trainer, TRL, PEFT and Light
 	VENV=.venv-integrations PYTHON=3.12 EXTRAS=$(TESTED),accelerate,transformers,lightning PINNED=constraints-integrations.txt \
 		./scripts/bootstrap.sh
 	BYTECHECKPOINT_REQUIRE_INTEGRATIONS=1 .venv-integrations/bin/python -m pytest -n $(WORKERS) tests/integrations \
-		$(patsubst %,--ignore=tests/integrations/%,torchtitan ray vllm verl veomni) $(WITH_SLOW)
+		$(patsubst %,--ignore=tests/integrations/%,torchtitan ray vllm sglang verl veomni) $(WITH_SLOW)
 
 # torchtitan wants older datasets and huggingface-hub than the other tools.
 test-torchtitan: ## real torchtitan on the CPU (environment: .venv-torchtitan)
@@ -174,6 +174,14 @@ test-vllm: ## real vLLM on the CPU (environment: .venv-vllm)
 	UV_PYTHON_DOWNLOADS=never $(UV) pip install -q --python .venv-vllm/bin/python -r constraints-vllm.txt \
 		--override constraints-vllm-torch.txt
 	BYTECHECKPOINT_REQUIRE_INTEGRATIONS=1 .venv-vllm/bin/python -m pytest tests/integrations/vllm $(WITH_SLOW)
+
+# SGLang asks for kernels of CUDA and a newer torch; on a CPU it runs without them, in vLLM's environment.
+test-sglang: ## real SGLang on the CPU (environment: .venv-vllm)
+	VENV=.venv-vllm PYTHON=3.12 EXTRAS=cli,dev ./scripts/bootstrap.sh
+	UV_PYTHON_DOWNLOADS=never $(UV) pip install -q --python .venv-vllm/bin/python -r constraints-vllm.txt \
+		--override constraints-vllm-torch.txt
+	UV_PYTHON_DOWNLOADS=never $(UV) pip install -q --python .venv-vllm/bin/python --no-deps -r constraints-sglang.txt
+	BYTECHECKPOINT_REQUIRE_INTEGRATIONS=1 .venv-vllm/bin/python -m pytest tests/integrations/sglang $(WITH_SLOW)
 
 # verl's wheel has a package `tests`, which would hide the tests here.
 test-verl: ## real verl and VeOmni on the CPU (environment: .venv-verl)

@@ -17,6 +17,7 @@ NEEDED = {
     "accelerate": ("accelerate", "torchdata", "datasets", "transformers"),
     "lightning": ("lightning",),
     "ray": ("ray",),
+    "sglang": ("sglang", "transformers"),
     "torchtitan": ("torchtitan",),
     "transformers": ("transformers", "accelerate", "trl", "peft"),
     "veomni": ("veomni",),
@@ -25,7 +26,8 @@ NEEDED = {
 }
 #: Folders with an environment of their own.
 OWN_TARGETS = {
-    "torchtitan": "test-torchtitan", "ray": "test-ray", "veomni": "test-verl", "verl": "test-verl", "vllm": "test-vllm"
+    "torchtitan": "test-torchtitan", "ray": "test-ray", "veomni": "test-verl", "verl": "test-verl", "vllm": "test-vllm",
+    "sglang": "test-sglang",
 }  # fmt: skip
 
 

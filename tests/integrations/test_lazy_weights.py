@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import bytecheckpoint
-from bytecheckpoint.integrations.vllm.lazy_weights import LazyWeight, WantedWeight, WeightPart
+from bytecheckpoint.integrations.engines.lazy_weights import LazyWeight, WantedWeight, WeightPart
 
 SHAPE = (6, 4, 8)
 

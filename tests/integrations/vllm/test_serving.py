@@ -2,68 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import bytecheckpoint
-from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.publishing import Publisher
 from tests.support.damage import damage
-from tests.support.layouts import Leaf
+from tests.support.engines import Engine, describe, llama, mixture, save_sharded, tokens_of
 
 pytestmark = pytest.mark.timeout(500)
-PROMPT = [1, 2, 3]
+PROGRAM = Path(__file__).with_name("engine.py")
 TWO = {"tensor_parallel_size": 2}
-
-
-class Engine:
-    """A running engine, which answers line by line."""
-
-    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
-        program = [sys.executable, str(Path(__file__).with_name("engine.py")), str(folder)]
-        program += [json.dumps(options), json.dumps(PROMPT)]
-        self._log = folder / "engine.log"
-        self.process = subprocess.Popen(
-            program,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log.open("w"),
-            text=True,
-            start_new_session=True,  # with vLLM's own processes, which outlive a killed parent
-        )
-
-    def result(self) -> dict[str, Any]:
-        """Return the next result."""
-        assert self.process.stdout is not None
-        lines = []
-        for line in self.process.stdout:
-            lines.append(line)
-            if line.startswith("RESULT "):
-                found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
-                return found
-        raise AssertionError("".join(lines) + self._log.read_text())
-
-    def reload(self, path: str) -> dict[str, Any]:
-        """Load another checkpoint in place."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{path}\n")
-        self.process.stdin.flush()
-        return self.result()
-
-    def end(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(60)
 
 
 @pytest.fixture
@@ -72,63 +24,7 @@ def engines() -> Iterator[list[Engine]]:
     started: list[Engine] = []
     yield started
     for engine in started:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            engine.end()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(engine.process.pid, signal.SIGKILL)
-        engine.process.wait()
-
-
-def llama(seed: int = 0) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=256, intermediate_size=704, num_hidden_layers=3, num_attention_heads=8,
-        num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.2,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
-
-
-def mixture(inner: int = 64) -> Any:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=inner,
-        max_position_embeddings=128, tie_word_embeddings=True, initializer_range=0.2,
-    )  # fmt: skip
-    return Qwen3MoeForCausalLM(config).eval()
-
-
-def describe(model: Any, folder: Path) -> None:
-    """Write config.json, as `save_pretrained` of the model writes it."""
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
-
-
-def tokens_of(model: Any) -> list[int]:
-    """Return what transformers generates."""
-    with torch.no_grad():
-        found = model.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)
-    generated: list[int] = found[0, len(PROMPT) :].tolist()
-    return generated
-
-
-def save_sharded(path: Path, model: Any, ranks: int) -> None:
-    """Save a model as ranks of FSDP hold it: rows of each tensor."""
-
-    def save(collective: Collective) -> None:
-        mine: dict[str, Any] = {}
-        for name, tensor in model.state_dict().items():
-            shape, rank = tuple(tensor.shape), collective.rank
-            first, end = (shape[0] * at // ranks for at in (rank, rank + 1))
-            box = ((first, *(0,) * (len(shape) - 1)), (end - first, *shape[1:]))
-            mine[name] = Leaf(shape, [box]).fill(tensor, False)
-        bytecheckpoint.save(path, {"model": mine})
-
-    ThreadWorld(ranks).run(save)
+        engine.kill()
 
 
 def test_two_ranks_serve_a_run_and_load_newer_steps(tmp_path: Path, engines: list[Engine]) -> None:
@@ -137,7 +33,7 @@ def test_two_ranks_serve_a_run_and_load_newer_steps(tmp_path: Path, engines: lis
     run = tmp_path / "run"
     save_sharded(run / "step_00000001", first, 4)
     size = sum(tensor.nbytes for tensor in first.state_dict().values())
-    engines.append(Engine(tmp_path / "config", {"checkpoint": str(run), "engine": TWO}))
+    engines.append(Engine(PROGRAM, tmp_path / "config", {"checkpoint": str(run), "engine": TWO}))
     result = engines[0].result()
     assert result["tokens"] == tokens_of(first)
     reads = [read for read, _ in result["reports"]]
@@ -161,7 +57,7 @@ def test_two_ranks_follow_a_publisher(tmp_path: Path, engines: list[Engine]) -> 
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     with Publisher(root) as publisher:
         publisher.publish(model, 1).result()
-        engines.append(Engine(tmp_path / "config", {"checkpoint": str(root), "engine": TWO, "follow": True}))
+        engines.append(Engine(PROGRAM, tmp_path / "config", {"checkpoint": str(root), "engine": TWO, "follow": True}))
         result = engines[0].result()
         assert result["tokens"] == tokens_of(model)
         assert max(read for read, _ in result["reports"]) < 0.8 * size
@@ -195,11 +91,11 @@ def test_experts_of_transformers_by_a_layout(tmp_path: Path, engines: list[Engin
     model = mixture()
     describe(model, tmp_path / "config")
     bytecheckpoint.save(tmp_path / "step", {"model": model})
-    engines.append(Engine(tmp_path / "config", {"checkpoint": str(tmp_path / "step")}))
+    engines.append(Engine(PROGRAM, tmp_path / "config", {"checkpoint": str(tmp_path / "step")}))
     assert engines[0].result()["tokens"] == tokens_of(model)
 
 
-@pytest.mark.parametrize("kind", ["stages", "experts"])
+@pytest.mark.parametrize("kind", [pytest.param("stages", marks=pytest.mark.slow), "experts"])
 def test_stages_and_experts_of_an_engine(kind: str, tmp_path: Path, engines: list[Engine]) -> None:
     """Each rank reads its layers, or its experts, once. vLLM itself generates nothing with them on a CPU."""
     model = llama(0) if kind == "stages" else mixture(512)
@@ -208,8 +104,10 @@ def test_stages_and_experts_of_an_engine(kind: str, tmp_path: Path, engines: lis
     save_sharded(tmp_path / "step", model, 3)
     size = sum(tensor.nbytes for tensor in {t.data_ptr(): t for t in model.state_dict().values()}.values())
     engine = {"pipeline_parallel_size": 2} if kind == "stages" else TWO | {"enable_expert_parallel": True}
-    ours = Engine(tmp_path / "config", {"checkpoint": str(tmp_path / "step"), "engine": engine, "generate": False})
-    theirs = Engine(tmp_path / "hf", {"engine": engine | {"load_format": "auto"}, "generate": False})
+    ours = Engine(
+        PROGRAM, tmp_path / "config", {"checkpoint": str(tmp_path / "step"), "engine": engine, "generate": False}
+    )
+    theirs = Engine(PROGRAM, tmp_path / "hf", {"engine": engine | {"load_format": "auto"}, "generate": False})
     engines += [ours, theirs]
     result, expected = ours.result(), theirs.result()
     assert result["weights"] == expected["weights"] and len({*map(str, result["weights"])}) == 2
@@ -222,6 +120,6 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path: Path, engines: list[Eng
     model.config.num_hidden_layers = 5
     describe(model, tmp_path / "config")
     bytecheckpoint.save(tmp_path / "step", {"model": model})
-    engines.append(Engine(tmp_path / "config", {"checkpoint": str(tmp_path / "step")}))
+    engines.append(Engine(PROGRAM, tmp_path / "config", {"checkpoint": str(tmp_path / "step")}))
     with pytest.raises(AssertionError, match=r"lacks weights of \d+ parameters of LlamaForCausalLM"):
         engines[0].result()
