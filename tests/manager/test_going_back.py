@@ -17,7 +17,13 @@ from bytecheckpoint import CheckpointManager
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.engine import catalogs
-from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageConflictError, UsageError
+from bytecheckpoint.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    StorageConflictError,
+    UsageError,
+)
 from bytecheckpoint.frameworks.rng import rng_state
 from bytecheckpoint.manager import Best, Cadence, Every, Latest, Retention, StepInfo, Younger, run_folder
 from bytecheckpoint.manager.run_folder import RunFolder, by_age, step_folder
@@ -379,3 +385,38 @@ def test_a_run_begins_with_the_weights_of_another_program(tmp_path: Path) -> Non
             CheckpointManager(tmp_path / "run", states, **arguments)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="has weights for modules, and the states are progress"):
         CheckpointManager(tmp_path / "run", {"progress": {}}, start_from=folder)
+
+
+def test_copies_that_drift_are_named_before_they_are_saved(tmp_path: Path) -> None:
+    """Every second step; a restore of the last step at which they agreed goes on."""
+
+    def train(collective: Collective) -> list[str]:
+        run, said = Run(), []
+        with CheckpointManager(tmp_path, run.states(), every=2, check_replicas=2) as manager:
+            for step in range(1, 5):
+                run.weights.fill_(step)
+                if step == 3 and collective.rank == 1:
+                    run.weights.view(-1)[1] += 1e-4
+                    manager.maybe_save(step)
+                    continue
+                if step == 4 and collective.rank == 1:
+                    run.weights.view(-1)[1] += 1e-4
+                try:
+                    manager.maybe_save(step)
+                except IncompatibleCheckpointError as error:
+                    said.append(str(error))
+            manager.wait()
+            assert numbers(manager) == [2]
+            assert manager.restore_latest().step == 2  # type: ignore[union-attr]
+            run.weights.fill_(5.0)
+            manager.maybe_save(6)
+            manager.wait()
+            assert numbers(manager) == [2, 6]
+        return said
+
+    for said in ThreadWorld(2).run(train):
+        assert len(said) == 1
+        for words in ("step 4: ", "the copies of model/part_0 on rank 1 differ", "at step 2 all copies agreed"):
+            assert words in said[0], said
+    with pytest.raises(UsageError, match="check_replicas=0"):
+        CheckpointManager(tmp_path, Run().states(), check_replicas=0)

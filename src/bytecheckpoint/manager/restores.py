@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from bytecheckpoint.arguments import check_layout
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.agreement import Agreement
-from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError, listed
+from bytecheckpoint.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UsageError,
+    listed,
+)
 from bytecheckpoint.frameworks.modules import as_modules
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.loading import load
@@ -228,7 +233,7 @@ class Restores:
         """
         path = step_folder(self._folder.url, step)
         report = self.load(path)
-        if settings().fingerprint:
+        if self._conversations.ask_rank_0(lambda: bool(settings().fingerprint), bool):
             self._prove(path)
         self.last = Restored(step, path, report, skipped or {})
         self.count += 1

@@ -12,7 +12,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from bytecheckpoint.errors import CheckpointError, StateChangedError, StorageFullError
+from bytecheckpoint.errors import (
+    CheckpointError,
+    IncompatibleCheckpointError,
+    StateChangedError,
+    StorageFullError,
+    UsageError,
+)
 from bytecheckpoint.handles import SaveHandle
 from bytecheckpoint.manager.cadence import Cadence, EverySeconds
 from bytecheckpoint.manager.folder_keeper import FolderKeeper
@@ -23,11 +29,12 @@ from bytecheckpoint.saving import prepare, save
 from bytecheckpoint.saving.background import StillnessTrial
 from bytecheckpoint.settings import settings
 from bytecheckpoint.threads import wait_for_any
+from bytecheckpoint.tools.fingerprints import fingerprint
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["RunSaves"]
+__all__ = ["ReplicaChecks", "RunSaves"]
 
 _log = logging.getLogger("bytecheckpoint")
 #: Saves in the call before those in the background.
@@ -117,6 +124,49 @@ class _StepSave:
         return True
 
 
+class ReplicaChecks:
+    """Comparisons of the copies that ranks hold of tensors (DDP, HSDP, replicated ones), every so many steps.
+
+    Args:
+        every: steps between two of them; None: there are none.
+        states: live objects.
+        options: options of saves, which say how objects are seen.
+        process_group: ranks of the run.
+
+    Raises:
+        UsageError: `every` is no positive number.
+    """
+
+    def __init__(
+        self, every: int | None, states: Mapping[str, Any], options: SaveOptions, process_group: ProcessGroup | None
+    ) -> None:
+        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+            raise UsageError(f"check_replicas={every!r}: give the number of steps between two comparisons")
+        self._every, self._states, self._options, self._group = every, states, options, process_group
+        self._last = 0
+        self._agreed: int | None = None
+
+    def check(self, step: int) -> None:
+        """Compare the copies if a comparison is due at a step. All ranks call it.
+
+        Raises:
+            IncompatibleCheckpointError: copies differ, on all ranks; the message names the tensor and the ranks.
+        """
+        if self._every is None or step // self._every == self._last // self._every:
+            return
+        self._last = step
+        begin = time.monotonic()
+        try:
+            fingerprint(self._states, names=self._options.names, process_group=self._group)
+        except IncompatibleCheckpointError as error:
+            known = (
+                f"at step {self._agreed} all copies agreed" if self._agreed is not None else "none was compared before"
+            )
+            raise IncompatibleCheckpointError(f"step {step}: {error}; {known}, so later steps may be corrupt") from None
+        self._agreed = step
+        _log.debug("step %d: the copies on all ranks agree (%.2f s)", step, time.monotonic() - begin)
+
+
 class RunSaves:
     """Saves one step after the other.
 
@@ -126,9 +176,10 @@ class RunSaves:
         cadence: times of the saves.
         group: ranks that save together.
         keeper: object that claims the folder before a save, and deletes old steps after it.
+        replicas: comparisons of copies, which come before the saves.
 
     Attributes:
-        states, options, cadence, keeper: arguments.
+        states, options, cadence, keeper, replicas: arguments.
         step: step that was saved or loaded last.
         committed: newest step that is known to be committed.
         longest: seconds of the longest save so far.
@@ -145,8 +196,10 @@ class RunSaves:
         cadence: Cadence,
         group: ProcessGroup | None,
         keeper: FolderKeeper,
+        replicas: ReplicaChecks,
     ) -> None:
         self.states, self.options, self.cadence, self._group, self.keeper = states, options, cadence, group, keeper
+        self.replicas = replicas
         self._last: _StepSave | None = None
         self._began, self._clock_asked, self._cadence_checked = time.monotonic(), False, False
         self.step = self.committed = self.since_full = 0
