@@ -203,7 +203,7 @@ def _only_one(found: Sequence[Layout], config: Mapping[str, Any], program: str) 
         return found[0]
     kind = config.get("hf.model_type")
     what = "a checkpoint without config.json" if kind is None else f"the model_type {kind!r}"
-    names = ", ".join(layout.name for layout in found) or ", ".join(builtin_names())
+    names = ", ".join(layout.name for layout in found or map(find, builtin_names()) if layout.fits)
     raise IncompatibleCheckpointError(
         f"layout='auto' finds {listed([layout.name for layout in found], 5) or 'no layout'} for {what}{program}: "
         f"give one of {names}, or a layout of your own"
