@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,6 +19,7 @@ from bytecheckpoint.formats.dcp import read_dcp
 from bytecheckpoint.formats.files import RangedFile
 from bytecheckpoint.formats.torch_save import read_torch_save
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.tools import verify
 from tests.formats.golden.make import states
 from tests.formats.hostile import pickles
 from tests.formats.oracle import assert_same, read_tensors, values_of
@@ -160,7 +163,7 @@ def elsewhere(metadata: Any) -> None:
 
 
 def transformed(metadata: Any) -> None:
-    first(metadata).transform_descriptors = ["zstd"]
+    first(metadata).transform_descriptors = ["stream.lz4/1"]
 
 
 def two_names(metadata: Any) -> None:
@@ -242,3 +245,32 @@ def test_state_dict_of_an_optimizer(tmp_path, rate):
     other, others = made(torch.tensor(0.5) if isinstance(rate, torch.Tensor) else 0.5)
     bytecheckpoint.load(tmp_path, {"model": other, "optimizer": others})
     assert [step(other, others) for _ in range(3)] == [step(model, optimizer) for _ in range(3)]
+
+
+def test_items_that_zstd_has_compressed(tmp_path: Path) -> None:
+    """torch 2.13 wrote them (`_extensions=[ZStandard()]`, with the package zstandard); damage and bombs are named."""
+    torch.manual_seed(0)
+    model = {"w": torch.randint(0, 3, (20, 30)).float(), "t": torch.randn(6, 5).t(), "b": torch.arange(7.0).bfloat16()}
+    folder = GOLDEN.parent / "dcp-zstd-2.13"
+    with bytecheckpoint.open(folder) as found:
+        for name, value in model.items():
+            assert torch.equal(found[f"model/{name}"][...], value)
+            assert torch.equal(found[f"model/{name}"][2:4], value[2:4])
+        assert [found[f"note/a.{k}"] for k in range(3)] == [1, 2.5, "x"] and found["extra_states/epoch"] == 3
+    live = {name: torch.zeros_like(value) for name, value in model.items()}
+    bytecheckpoint.load(folder, {"model": live})
+    assert all(torch.equal(live[name], value) for name, value in model.items())
+    assert verify(folder).ok
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    place = next(info for index, info in metadata.storage_data.items() if index.fqn == "model.w")
+    data = (folder / place.relative_path).read_bytes()
+    bomb = bytes(pa.compress(bytes(8 << 20), codec="zstd", asbytes=True))
+    for content, words in (
+        (data[place.offset :][:-40] + bytes(40), "cannot be decompressed"),
+        (bomb, "is larger than"),
+    ):
+        copy = Path(shutil.copytree(folder, tmp_path / words))
+        changed = data[: place.offset] + content + data[place.offset :][len(content) :]
+        (copy / place.relative_path).write_bytes(changed)
+        with pytest.raises(CorruptCheckpointError, match=words):
+            bytecheckpoint.open(copy)

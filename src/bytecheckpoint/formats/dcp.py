@@ -6,6 +6,7 @@ of each item is read.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,16 +15,19 @@ from typing import Any, Final
 import numpy as np
 
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
-from bytecheckpoint.formats.dcp_items import ItemReader, checked_boxes
+from bytecheckpoint.formats.dcp_items import ItemReader, checked_boxes, decompressed
+from bytecheckpoint.formats.decoded import Decoded
 from bytecheckpoint.formats.files import RangedFile, damage, open_file
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.meanings import CONSTANTS, MEANINGS, dtype_name
 from bytecheckpoint.formats.rows import RowColumns
+from bytecheckpoint.formats.shown import VALUES_NAME
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.formats.unpickling import MAX_PICKLE_BYTES, read_pickle
 from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import row_order
+from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.values.tree import MAX_DEPTH, TensorRef, key_of_path
 from bytecheckpoint.storage import Storage
 
@@ -32,6 +36,9 @@ __all__ = ["METADATA", "DcpContent", "metadata_files", "place_of", "read_content
 METADATA: Final = ".metadata"
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
 #: States of a tensor or value that lies at the top of the saved dict.
+_ZSTD: Final = "stream.zstd"
+#: Bytes of an item beside those of its tensor.
+_MOST_BESIDE: Final = 1 << 20
 _TOP, _REST = "model", "extra_states"
 _WHOLE_STATES = ("optimizer", "optim")
 
@@ -126,7 +133,8 @@ class _JoinedMetadata:
             key, place = index.state, info.state
             name = key["fqn"]
             (self.tensors.get(name) or self.values[name]).stored[key.get("offset")] = place
-            if len(place) > 3 and (what := place.get("transform_descriptors")):
+            what = place.get("transform_descriptors")
+            if what and [text.partition("/")[0] for text in what] != [_ZSTD]:
                 raise IncompatibleCheckpointError(f"{name!r} is stored through {what}, which is not supported")
         paths = state.get("planner_data")
         for name, path in paths.items() if type(paths) is dict else ():
@@ -155,6 +163,7 @@ class DcpContent:
         values: plain values by name.
         metadata: the metadata.
         sums: places of the items, as in `ForeignCheckpoint`.
+        made: contents of the items that are compressed, by the names of the files that show them.
     """
 
     columns: ForeignColumns
@@ -163,6 +172,7 @@ class DcpContent:
     values: dict[str, Any]
     metadata: _JoinedMetadata
     sums: Int64s
+    made: dict[str, Decoded] = field(default_factory=dict)
 
 
 def read_dcp(storage: Storage) -> ForeignCheckpoint:
@@ -171,7 +181,7 @@ def read_dcp(storage: Storage) -> ForeignCheckpoint:
     tree = Tree(storage.url)
     with open_file(storage, metadata_files([name for name, _ in storage.list()])[0]) as file, damage(file, "DCP"):
         values = _values(content, tree)
-    return ForeignCheckpoint("dcp", content.columns, values, tree.notes, content.rows, content.sums)
+    return ForeignCheckpoint("dcp", content.columns, values, tree.notes, content.rows, content.sums, made=content.made)
 
 
 def read_content(storage: Storage) -> DcpContent:
@@ -197,6 +207,7 @@ def read_content(storage: Storage) -> DcpContent:
 def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metadata: _JoinedMetadata) -> DcpContent:
     """Read the heads and plain values that the metadata describe; `file` stands in errors."""
     columns, items = ForeignColumns(), []
+    made = _decompressed(storage, metadata)
     for name, found in metadata.tensors.items():
         state, path = metadata.place(name)
         number = columns.add_tensor(state, key_of_path(path), found.dtype, tuple(found.size or ()), found.requires_grad)
@@ -212,20 +223,41 @@ def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metad
     values = [found.stored[None] for found in metadata.values.values()]
     numbers: dict[str, int] = {}
     for name in dict.fromkeys([*names, *(info["relative_path"] for info in values)]):
-        if name not in sizes:
+        if name not in sizes and name not in made:
             raise file.damaged(f"it names the file {name!r}, which is not there")
-        numbers[name] = columns.add_file(name, sizes[name])
+        numbers[name] = columns.add_file(name, made[name].size if name in made else sizes[name])
     at = np.fromiter(map(numbers.__getitem__, names), np.int32, len(names))
     begin, size = np.array(begins, np.int64), np.array(lengths_in_file, np.int64)
     if (order := row_order(boxes)) is not None:
         boxes, at, begin, size = boxes.take(order), at[order], begin[order], size[order]
     places = [(numbers[info["relative_path"]], info["offset"], info["length"]) for info in values]
-    reader = ItemReader(storage, columns)
+    reader = ItemReader(storage, columns, made)
     rows = reader.rows(boxes, at, begin, size)
     plain = dict(zip(metadata.values, reader.values(places), strict=True))
     archives = np.concatenate([np.stack([at, begin, size], axis=1), np.array(places, np.int64).reshape(-1, 3)])
-    sums = np.pad(archives, ((0, 0), (0, 1)), constant_values=-1)
-    return DcpContent(columns, rows, list(metadata.tensors), plain, metadata, sums)
+    stored = np.array([file.name not in made for file in columns.files], bool)
+    sums = np.pad(archives[stored[archives[:, 0]]], ((0, 0), (0, 1)), constant_values=-1)
+    return DcpContent(columns, rows, list(metadata.tensors), plain, metadata, sums, made)
+
+
+def _decompressed(storage: Storage, metadata: _JoinedMetadata) -> dict[str, Decoded]:
+    """Return the contents of the compressed items, by names of files in which they are the items from now on."""
+    infos, places = [], []
+    for one in (*metadata.tensors.values(), *metadata.values.values()):
+        for offset, info in one.stored.items():
+            if info.get("transform_descriptors"):
+                most = MAX_PICKLE_BYTES
+                if one.size is not None:
+                    most = _MOST_BESIDE + math.prod(one.chunks[offset]) * itemsize(one.dtype)
+                infos.append(info)
+                places.append((info["relative_path"], info["offset"], info["length"], most))
+    contents = decompressed(storage, places)
+    made: dict[str, Decoded] = {}
+    for number, (info, content) in enumerate(zip(infos, contents, strict=True)):
+        name = f"{VALUES_NAME}-item-{number}"
+        made[name] = content
+        info |= {"relative_path": name, "offset": 0, "length": content.size}
+    return made
 
 
 def _values(content: DcpContent, tree: Tree) -> dict[str, bytes]:

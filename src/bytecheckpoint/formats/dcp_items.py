@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.formats.archives import local_header_end
+from bytecheckpoint.formats.decoded import BytesReader, Decoded
 from bytecheckpoint.formats.files import RangedFile, open_file
 from bytecheckpoint.formats.foreign import ForeignColumns
 from bytecheckpoint.formats.meanings import StorageRef, StoredTensor
@@ -19,10 +21,11 @@ from bytecheckpoint.formats.torch_save import read_object, unpickle
 from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major
 from bytecheckpoint.storage import Storage
 
-__all__ = ["ItemReader", "checked_boxes"]
+__all__ = ["ItemReader", "checked_boxes", "decompressed"]
 
 #: Bytes of an item that are read; its head is shorter, unless another program than torch wrote it.
 _HEAD: Final = 1024
+_PIECE: Final = 1 << 20
 _DESCRIPTOR = b"PK\x07\x08"
 
 
@@ -52,9 +55,9 @@ def _checked(file: RangedFile, value: object, dtype: str, shape: tuple[int, ...]
 class ItemReader:
     """The reader of the items of one checkpoint."""
 
-    def __init__(self, storage: Storage, columns: ForeignColumns) -> None:
+    def __init__(self, storage: Storage, columns: ForeignColumns, made: Mapping[str, Decoded]) -> None:
         self._storage = storage
-        self._columns = columns
+        self._columns, self._made = columns, made
         self._names = [file.name for file in columns.files]
         self._sizes = np.array([file.size for file in columns.files], np.int64)
 
@@ -119,8 +122,46 @@ class ItemReader:
         order = np.argsort(file, kind="stable")
         bounds = np.flatnonzero(np.diff(file[order])) + 1
         for chosen in np.split(order, bounds) if len(file) else []:
-            with open_file(self._storage, self._names[int(file[chosen[0]])]) as opened:
+            name = self._names[int(file[chosen[0]])]
+            if (content := self._made.get(name)) is not None:
+                yield RangedFile(self._storage, name, BytesReader(content.size, content.decode)), chosen
+                continue
+            with open_file(self._storage, name) as opened:
                 yield opened, chosen
+
+
+def decompressed(storage: Storage, places: Sequence[tuple[str, int, int, int]]) -> list[Decoded]:
+    """Return the contents of items that zstd has compressed.
+
+    Their sizes stand nowhere: each item is decompressed once for that.
+
+    Args:
+        storage: folder of the checkpoint.
+        places: file, first byte, length and most bytes of the content of each item.
+
+    Raises:
+        CorruptCheckpointError: an item is damaged, or has more content than its tensor.
+    """
+    import pyarrow as pa
+
+    def stream(place: tuple[str, int, int, int]) -> Iterator[bytes]:
+        name, begin, length, most = place
+        with open_file(storage, name) as file:
+            try:
+                data = pa.input_stream(pa.BufferReader(file.read(begin, length)), compression="zstd")
+                while piece := data.read(_PIECE):
+                    most -= len(piece)
+                    if most < 0:
+                        raise file.damaged(f"the item at byte {begin} is larger than the metadata says")
+                    yield piece
+            except OSError as error:
+                raise file.damaged(f"the item at byte {begin} cannot be decompressed ({error})") from error
+
+    def content(place: tuple[str, int, int, int]) -> Decoded:
+        return Decoded(sum(map(len, stream(place))), lambda: b"".join(stream(place)))
+
+    threads = 1 if storage.capabilities.in_memory else storage.capabilities.parallel_reads
+    return parallel_map(content, places, threads, "bytecheckpoint-foreign")
 
 
 def checked_boxes(

@@ -25,6 +25,7 @@ import numpy as np
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, listed
 from bytecheckpoint.formats.dcp import METADATA, DcpContent, read_content, read_dcp
+from bytecheckpoint.formats.decoded import Decoded
 from bytecheckpoint.formats.files import RangedFile, damage, open_file
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.inert import CallRecord
@@ -96,14 +97,14 @@ class _TorchDist:
         names = [key.fqn for key in self._columns.keys if key.state == "model"]
         states: dict[str, Any] = {"model": {fqn: TensorRef(fqn) for fqn in names}}
         optimizer = common.pop("optimizer", None)
-        made: dict[str, bytes] = {}
+        made: dict[str, bytes | Decoded] = {}
         if self._slots:
             of_groups = {name: others.pop(name) for name in list(others) if ".distributed.dp_group_idx_" in name}
             args = common.get("args")
             decayed_norms = args.get("apply_wd_to_qk_layernorm") if type(args) is dict else None
             named = named_groups(param_groups(optimizer) or param_groups(of_groups), self._shapes, decayed_norms)
             self._tree.notes += named.notes
-            made = self._add_steps(named.steps)
+            made |= self._add_steps(named.steps)
             states["optimizer"] = {"state": self._slots, "param_groups": named.groups}
         elif optimizer is not None:
             others["optimizer"] = optimizer
@@ -111,7 +112,9 @@ class _TorchDist:
             states[SCHEDULER] = common.pop(SCHEDULER)
         states["extra_states"] = {**common, **others}
         values = self._columns.add_states(states, self._tree)
-        return ForeignCheckpoint("megatron", self._columns, values, self._tree.notes, rows, self._old.sums, made)
+        return ForeignCheckpoint(
+            "megatron", self._columns, values, self._tree.notes, rows, self._old.sums, {**made, **self._old.made}
+        )
 
     def add_tensors(self) -> RowColumns:
         """Add the tensors, stacked ones as one for each layer and expert; return their rows."""
