@@ -167,8 +167,8 @@ def test_checkpoints_of_programs_have_states(tmp_path):
         "lr_schedulers": [],
     }
     found = values_of(tmp_path, save(tmp_path, theirs))
-    assert list(found) == ["model", "optimizer_states", "extra_states"]
-    assert_same(found["optimizer_states"], theirs["optimizer_states"])
+    assert list(found) == ["model", "optimizer", "extra_states"]
+    assert_same(found["optimizer"], theirs["optimizer_states"][0])  # type: ignore[index]
     assert found["extra_states"]["epoch"] == 3 and found["extra_states"]["lr_schedulers"] == []
     assert_same(dict(found["model"]), dict(model.state_dict()))
 
@@ -295,3 +295,46 @@ def test_deflated_members(tmp_path):
     (tmp_path / "x.pt").write_bytes(data)
     (finding,) = verify(tmp_path / "x.pt").findings
     assert "x.pt is damaged" in finding.message and finding.tensors
+
+
+@pytest.mark.parametrize(
+    ("saved", "states"),
+    [
+        ({"model_state_dict": "m", "optimizer_state_dict": 0, "loss": 0.1}, ["optimizer"]),
+        ({"state_dict": "m", "optimizer_states": [0, 1]}, ["optimizer_0", "optimizer_1"]),
+        ({"model": "m", "optimizer_G": 0, "optimizer_D": 1}, ["optimizer_G", "optimizer_D"]),
+        ({"model": "m", "optimizer": {"a": 1}, "best": [0]}, ["optimizer", "optimizer_0"]),
+    ],
+)
+def test_optimizers_of_programs_load_by_plain_names(tmp_path: Path, saved: dict[str, Any], states: list[str]) -> None:
+    """The tutorial of PyTorch, Lightning with one and with two optimizers, a GAN: the next steps are equal."""
+
+    def made() -> tuple[torch.nn.Module, list[torch.optim.Optimizer]]:
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+        return module, [
+            torch.optim.AdamW(module[0].parameters()),
+            torch.optim.SGD(module[1].parameters(), momentum=0.9),
+        ]
+
+    def step(module: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        module(torch.ones(5, 3)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def filled(value: object) -> object:
+        if isinstance(value, list):
+            return [filled(one) for one in value]
+        return module.state_dict() if value == "m" else optimizers[value].state_dict() if type(value) is int else value
+
+    module, optimizers = made()
+    step(module, optimizers)
+    torch.save({key: filled(value) for key, value in saved.items()}, tmp_path / "run.pt")
+    other, mine = made()
+    wanted = dict(zip([name for name in states if name != "optimizer" or len(states) == 1], mine, strict=False))
+    bytecheckpoint.load(tmp_path / "run.pt", {"model": other, **wanted})
+    used = len(wanted)
+    for each in ((module, optimizers[:used]), (other, mine[:used])):
+        each[0].zero_grad()
+        step(*each)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True))

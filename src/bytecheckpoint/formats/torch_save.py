@@ -106,7 +106,8 @@ def states_of(value: object) -> dict[str, Any]:
 
     A dict in which one of the usual keys ("state_dict", "model_state_dict", "model", "module") holds a dict with tensors is
     the checkpoint of a program: that entry is the state "model", every other dict or list is a state under its own key,
-    and the rest is the state "extra_states". Anything else is the state "model" as a whole.
+    and the rest is the state "extra_states". The only `state_dict` of an optimizer is the state "optimizer", also in a list
+    (Lightning); several of a list are "optimizer_0" and so on. Anything else is the state "model" as a whole.
     """
     if not isinstance(value, dict):
         return {"model": value}
@@ -120,14 +121,29 @@ def states_beside(value: object, model: str) -> dict[str, Any]:
         return {"model": value}
     states: dict[str, Any] = {"model": value[model]}
     rest = {}
-    for key, item in value.items():
-        if key == model:
-            continue
-        if type(key) is str and key and key not in {"model", _REST} and isinstance(item, dict | list) and item:
+    others = {key: item for key, item in value.items() if key != model}
+    optimizers = {key: found for key, item in others.items() if (found := _optimizers(item))}
+    alone = sum(map(len, optimizers.values())) == 1
+    for key, item in others.items():
+        found = optimizers.get(key, [])
+        numbered = {f"optimizer_{number}": one for number, one in enumerate(found)}
+        if found and alone and (key == "optimizer" or "optimizer" not in others):
+            states["optimizer"] = found[0]
+        elif isinstance(item, list) and numbered and not numbered.keys() & others.keys():
+            states |= numbered
+        elif type(key) is str and key and key not in {"model", _REST} and isinstance(item, dict | list) and item:
             states[key] = item
         else:
             rest[key] = item
     return {**states, _REST: rest} if rest else states
+
+
+def _optimizers(value: object) -> list[Any]:
+    """Return the `state_dict` of an optimizer, or those in a list of nothing else; [] for any other value."""
+    found = value if isinstance(value, list) else [value]
+    if not all(isinstance(one, dict) and isinstance(one.get("param_groups"), list) and "state" in one for one in found):
+        return []
+    return found
 
 
 def _holds_tensors(value: object) -> bool:
