@@ -140,8 +140,12 @@ class _Reader:
                     room -= 1
                 elif op == 0x52 or op == 0x81:  # noqa: PLR1714 - REDUCE and NEWOBJ; a set would take longer
                     args = pop()
+                    target = stack[-1]
                     self.position = i
-                    stack[-1] = self._call(stack[-1], args)
+                    if type(target) is GlobalName and target.meaning is None and type(args) is tuple:
+                        stack[-1] = CallRecord(target, args)
+                    else:
+                        stack[-1] = self._call(target, args)
                     room -= 1
                 elif op == 0x28:  # MARK
                     marks.append(len(stack))
@@ -153,7 +157,9 @@ class _Reader:
                     room -= 1
                 elif op == 0x75:  # SETITEMS
                     self.position = i
-                    items = self._since_mark(marks)
+                    place = marks.pop()
+                    items = stack[place:]
+                    del stack[place:]
                     set_items(stack[-1], items)
                 elif op == 0x62:  # BUILD
                     state = pop()
