@@ -156,10 +156,8 @@ def check_layout(layout: object) -> tuple[Layout, ...] | Literal["auto"] | None:
     """
     if layout is None:
         return None
-    if isinstance(layout, str) and layout == "auto":
-        return "auto"
     if isinstance(layout, str):
-        return find_all(layout)
+        return "auto" if layout == "auto" else find_all(layout)
     found: list[Layout] = []
     for item in layout if isinstance(layout, list | tuple) else (layout,):
         if not isinstance(item, Layout | str | os.PathLike):

@@ -39,7 +39,7 @@ def inspect(
     check_rank(storage.url, catalog, rank)
     writers = _writers(catalog)
     if layout is not None:
-        layouts = (layout_of_model(catalog),) if layout == "auto" else find_all(layout)
+        layouts = layout_of_model(catalog) if layout == "auto" else find_all(layout)
         catalog = lay_out_through(catalog, layouts).catalog
     tensors = _tensors(catalog, patterns, boxes)
     info = catalog.info

@@ -35,10 +35,10 @@ __all__ = ["METADATA", "DcpContent", "metadata_files", "place_of", "read_content
 
 METADATA: Final = ".metadata"
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
-#: States of a tensor or value that lies at the top of the saved dict.
 _ZSTD: Final = "stream.zstd"
 #: Bytes of an item beside those of its tensor.
 _MOST_BESIDE: Final = 1 << 20
+#: States of a tensor or value that lies at the top of the saved dict.
 _TOP, _REST = "model", "extra_states"
 _WHOLE_STATES = ("optimizer", "optim")
 
@@ -108,11 +108,13 @@ class _JoinedMetadata:
         tensors: descriptions of the tensors, by name.
         values: descriptions of the plain values, by name.
         paths: path of each name in the saved dict.
+        compressed: items that zstd has compressed, each by its tensor or value and the offsets of its box.
     """
 
     tensors: dict[str, _Described] = field(default_factory=dict)
     values: dict[str, _Described] = field(default_factory=dict)
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    compressed: list[tuple[_Described, Any]] = field(default_factory=list)
 
     def add(self, state: Any) -> None:
         """Add the metadata of one rank, or of all."""
@@ -132,10 +134,12 @@ class _JoinedMetadata:
         for index, info in state["storage_data"].items():
             key, place = index.state, info.state
             name = key["fqn"]
-            (self.tensors.get(name) or self.values[name]).stored[key.get("offset")] = place
-            what = place.get("transform_descriptors")
-            if what and [text.partition("/")[0] for text in what] != [_ZSTD]:
-                raise IncompatibleCheckpointError(f"{name!r} is stored through {what}, which is not supported")
+            described = self.tensors.get(name) or self.values[name]
+            described.stored[key.get("offset")] = place
+            if len(place) > 3 and (what := place.get("transform_descriptors")):
+                if [text.partition("/")[0] for text in what] != [_ZSTD]:
+                    raise IncompatibleCheckpointError(f"{name!r} is stored through {what}, which is not supported")
+                self.compressed.append((described, key.get("offset")))
         paths = state.get("planner_data")
         for name, path in paths.items() if type(paths) is dict else ():
             if type(path) is not tuple or not 0 < len(path) < MAX_DEPTH or not {type(s) for s in path} <= {str, int}:
@@ -243,14 +247,12 @@ def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metad
 def _decompressed(storage: Storage, metadata: _JoinedMetadata) -> dict[str, Decoded]:
     """Return the contents of the compressed items, by names of files in which they are the items from now on."""
     infos, places = [], []
-    for one in (*metadata.tensors.values(), *metadata.values.values()):
-        for offset, info in one.stored.items():
-            if info.get("transform_descriptors"):
-                most = MAX_PICKLE_BYTES
-                if one.size is not None:
-                    most = _MOST_BESIDE + math.prod(one.chunks[offset]) * itemsize(one.dtype)
-                infos.append(info)
-                places.append((info["relative_path"], info["offset"], info["length"], most))
+    for one, offset in metadata.compressed:
+        most = MAX_PICKLE_BYTES
+        if one.size is not None:
+            most = _MOST_BESIDE + math.prod(one.chunks[offset]) * itemsize(one.dtype)
+        infos.append(info := one.stored[offset])
+        places.append((info["relative_path"], info["offset"], info["length"], most))
     contents = decompressed(storage, places)
     made: dict[str, Decoded] = {}
     for number, (info, content) in enumerate(zip(infos, contents, strict=True)):

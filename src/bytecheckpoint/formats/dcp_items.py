@@ -10,10 +10,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.formats.archives import local_header_end
 from bytecheckpoint.formats.decoded import BytesReader, Decoded
-from bytecheckpoint.formats.files import RangedFile, open_file
+from bytecheckpoint.formats.files import RangedFile, open_file, read_in_parallel
 from bytecheckpoint.formats.foreign import ForeignColumns
 from bytecheckpoint.formats.meanings import StorageRef, StoredTensor
 from bytecheckpoint.formats.rows import RowColumns
@@ -160,8 +159,7 @@ def decompressed(storage: Storage, places: Sequence[tuple[str, int, int, int]]) 
     def content(place: tuple[str, int, int, int]) -> Decoded:
         return Decoded(sum(map(len, stream(place))), lambda: b"".join(stream(place)))
 
-    threads = 1 if storage.capabilities.in_memory else storage.capabilities.parallel_reads
-    return parallel_map(content, places, threads, "bytecheckpoint-foreign")
+    return read_in_parallel(storage, content, places)
 
 
 def checked_boxes(

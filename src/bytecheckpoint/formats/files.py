@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
@@ -19,12 +19,13 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.storage import FileReader, Storage
 from bytecheckpoint.storage.base import call_timeout
 
-__all__ = ["RangedFile", "damage", "open_file"]
+__all__ = ["RangedFile", "damage", "open_file", "read_in_parallel"]
 
 
 #: Bytes between two ranges up to which one request reads both, and bytes of the longest such request.
 _GAP, _LONGEST_RUN = 4096, 8 << 20
 _MOST_JSON: Final = 64 << 20
+_S = TypeVar("_S")
 _T = TypeVar("_T")
 
 
@@ -87,8 +88,7 @@ class RangedFile:
             else:
                 runs.append((offset, offset + length))
             places[k] = len(runs) - 1, offset - runs[-1][0]
-        threads = 1 if self._storage.capabilities.in_memory else self._storage.capabilities.parallel_reads
-        data = parallel_map(lambda run: self.read(run[0], run[1] - run[0]), runs, threads, "bytecheckpoint-foreign")
+        data = read_in_parallel(self._storage, lambda run: self.read(run[0], run[1] - run[0]), runs)
         return [data[run][at : at + length] for (run, at), (_, length) in zip(places, ranges, strict=True)]
 
     def json(self, kind: type[_T]) -> _T:
@@ -112,6 +112,12 @@ class RangedFile:
     def damaged(self, what: str) -> CorruptCheckpointError:
         """Return the error of a file whose content contradicts itself."""
         return CorruptCheckpointError(f"{self.label} is damaged: {what}", file=self.name)
+
+
+def read_in_parallel(storage: Storage, read: Callable[[_S], _T], places: Sequence[_S]) -> list[_T]:
+    """Return what a function reads at each of some places, as many at a time as suits the storage."""
+    threads = 1 if storage.capabilities.in_memory else storage.capabilities.parallel_reads
+    return parallel_map(read, places, threads, "bytecheckpoint-foreign")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ the operations become axes, and numbers that all names of an instance share beco
 from __future__ import annotations
 
 import copy
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,12 +18,11 @@ from torch import nn
 from bytecheckpoint.errors import IncompatibleCheckpointError, listed
 from bytecheckpoint.frameworks.wrappers import unwrapped, walk_modules
 from bytecheckpoint.layouts import Alias, Layout, Statement
-from bytecheckpoint.layouts.examples import Example, escaped, rules_of
+from bytecheckpoint.layouts.examples import NUMBER, Example, escaped, rules_of
 
 __all__ = ["layout_of_tables"]
 
 _HOLE = "{e}"  # in the place of the number of a stacked tensor
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 Shape = tuple[int, ...]
 
 
@@ -179,9 +177,8 @@ class _Conversion:
     ) -> None:
         self._group, self._parts, self._shapes, self._live, self._config = group, parts, shapes, live, config
         self._targets: list[str] = list(group.converter.target_patterns)
-        self._joined: tuple[str, int] | None = (
-            None  # the side on which parts follow each other, and along which dimension
-        )
+        # The side on which parts follow each other, and along which dimension.
+        self._joined: tuple[str, int] | None = None
         self._stacked = self._numbered = False
         self._sizes: dict[str, int] = {}
 
@@ -249,8 +246,7 @@ class _Conversion:
         self._sizes["t"] = 2
         for part in self._parts:
             dim = part.there[operation.dim]
-            turned = [f"({dim} t)", f"(t {dim})"]
-            part.here[part.here.index(dim)], part.there[operation.dim] = turned[::-1] if operation.inverse else turned
+            self._turn(part, operation, operation.dim, f"({dim} t)", f"(t {dim})")
 
     def _permuteforrope(self, operation: Any) -> None:
         config = getattr(self._config, operation.subconfig_key or "", self._config)
@@ -260,8 +256,13 @@ class _Conversion:
             if operation.permute_layer_names is None or any(name in chosen for name in operation.permute_layer_names):
                 self._sizes |= {"t": 2, "n": heads}
                 dim = part.there[0]
-                turned = [f"(n {dim}r t)", f"(n t {dim}r)"]
-                part.here[part.here.index(dim)], part.there[0] = turned[::-1] if operation.inverse else turned
+                self._turn(part, operation, 0, f"(n {dim}r t)", f"(n t {dim}r)")
+
+    @staticmethod
+    def _turn(part: _CommonPart, operation: Any, at: int, before: str, after: str) -> None:
+        """Replace a dimension by one axis on the stored side and by another in the model, or the other way round."""
+        where = part.here.index(part.there[at])
+        part.here[where], part.there[at] = (after, before) if operation.inverse else (before, after)
 
     def _conv3dtolinear(self, operation: Any) -> None:
         for part in self._parts:
@@ -301,12 +302,12 @@ class _Conversion:
             if len(names) > 1:
                 raise self._refused("which are several")
             return escaped(names[0])
-        numbers = [_NUMBER.findall(name) for name in names]
+        numbers = [NUMBER.findall(name) for name in names]
         # The number that counts the tensors is not in the parameter's name.
-        kept, count = _NUMBER.findall(self._group.target), [str(k) for k in range(len(names))]
+        kept, count = NUMBER.findall(self._group.target), [str(k) for k in range(len(names))]
         for at in reversed(range(len(numbers[0]))):
             if all([*found[:at], *found[at + 1 :]] == kept for found in numbers) and [n[at] for n in numbers] == count:
-                start, end = list(_NUMBER.finditer(names[0]))[at].span()
+                start, end = list(NUMBER.finditer(names[0]))[at].span()
                 return f"{escaped(names[0][:start])}{_HOLE}{escaped(names[0][end:])}"
         raise self._refused("whose numbers do not run from 0")
 

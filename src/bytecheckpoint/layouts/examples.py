@@ -11,9 +11,10 @@ from typing import Any
 
 from bytecheckpoint.layouts.statements import Rule
 
-__all__ = ["Example", "escaped", "rules_of"]
+__all__ = ["NUMBER", "Example", "escaped", "rules_of"]
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+#: A number in a name: all that stands between two dots.
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def escaped(name: str) -> str:
@@ -43,7 +44,7 @@ class Example:
     @property
     def kind(self) -> tuple[object, ...]:
         """The names but for numbers, the axes and the sizes, which examples of one rule have in common."""
-        names = [_NUMBER.sub("*", name) for name in self.names]
+        names = [NUMBER.sub("*", name) for name in self.names]
         return (*names, *self.right.values(), *self.left.values(), *self.sizes.items())
 
 
@@ -73,11 +74,11 @@ class _Alike:
     def __init__(self, examples: Sequence[Example]) -> None:
         self._examples = examples
         self._columns = [
-            list(zip(*([int(n) for n in _NUMBER.findall(name)] for name in names), strict=True))
+            list(zip(*([int(n) for n in NUMBER.findall(name)] for name in names), strict=True))
             for names in zip(*(example.names for example in examples), strict=True)
         ]
         first = examples[0].names[0]
-        prefixes = [_NUMBER.sub("*", first[: match.start()]) for match in _NUMBER.finditer(first)]
+        prefixes = [NUMBER.sub("*", first[: match.start()]) for match in NUMBER.finditer(first)]
         pairs = zip(prefixes, self._columns[0], strict=True)
         self.varying = {prefix: column for prefix, column in pairs if len(set(column)) > 1}
 
@@ -102,4 +103,4 @@ class _Alike:
             dim = holes.get(next(columns))
             return match[0] if dim is None else f"{{{dim}}}"
 
-        return _NUMBER.sub(hole, name)
+        return NUMBER.sub(hole, name)

@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from bytecheckpoint.arguments import check_layout
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.agreement import Agreement
-from bytecheckpoint.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    UsageError,
-    listed,
-)
+from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError, listed
 from bytecheckpoint.frameworks.modules import as_modules
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.loading import load

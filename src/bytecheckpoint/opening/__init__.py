@@ -66,7 +66,7 @@ def open(
         return Checkpoint(BoxReader(storage, reader.catalog, reader), rank)
     catalog = reader.catalog
     if chosen == "auto":
-        chosen = (layout_of_model(catalog),)
+        chosen = layout_of_model(catalog)
     if reader.groups is not None:
         catalog = reader.rows(np.union1d(reader.groups.group, reader.groups.head_groups))
         reader.close()

@@ -188,14 +188,14 @@ def choose_layout(
     return (_only_one(found, config, f" and a program of {' and '.join(sorted(here)) or 'unknown kind'}"),)
 
 
-def layout_of_model(catalog: Catalog) -> Layout:
+def layout_of_model(catalog: Catalog) -> tuple[Layout]:
     """Return the only layout that is built in for a checkpoint's model, to whichever program.
 
     Raises:
         IncompatibleCheckpointError: nothing says which model the checkpoint has, or no layout or several are for it.
     """
     config = _stored_config(catalog)
-    return _only_one([layout for layout in map(find, builtin_names()) if layout.is_for(config)], config, "")
+    return (_only_one([layout for layout in map(find, builtin_names()) if layout.is_for(config)], config, ""),)
 
 
 def _only_one(found: Sequence[Layout], config: Mapping[str, Any], program: str) -> Layout:

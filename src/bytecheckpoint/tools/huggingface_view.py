@@ -130,7 +130,7 @@ class _ModelView(ViewOfSave):
             )
         if (layouts := check_layout(wanted.layout)) is not None:
             catalog = _with_configuration(catalog, json.loads(files["config.json"]))
-            layouts = (layout_of_model(catalog),) if layouts == "auto" else layouts
+            layouts = layout_of_model(catalog) if layouts == "auto" else layouts
             shown = lay_out_through(catalog.expanded(), layouts).catalog  # which refuses what does not fit
             last = layouts[-1]
             side = stored_side(last, shown.fqns(state))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -107,7 +108,7 @@ class SGLangLoader(DefaultModelLoader):  # type: ignore[misc]
         try:
             with opened.checkpoint:
                 served.tensors = checkpoints.shapes(opened.checkpoint)
-                self.load_weights_only(model, (pair for part in (first, weights) for pair in part), target_device)
+                self.load_weights_only(model, itertools.chain(first, weights), target_device)
                 _check_filled(opened, model)
             model.bytecheckpoint_report = report = checkpoints.fill(opened.path, opened.wanted, opened.layouts)
         except BaseException:
