@@ -11,6 +11,7 @@ from torch import nn
 
 import bytecheckpoint
 from bytecheckpoint.errors import IncompatibleCheckpointError
+from tests.support.tiny_model import trained
 
 Hook = Callable[..., None]
 
@@ -51,14 +52,6 @@ def inner(state_dict: dict[str, Any], prefix: str, *_: object) -> None:
     for key in [key for key in state_dict if "gamma" in key]:
         assert key.startswith(f"{prefix}gamma."), "a hook sees the keys below its own module only"
         state_dict[key.replace("gamma", "scale")] = state_dict.pop(key)
-
-
-def trained(model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.rand_like(parameter)
-    optimizer.step()
-    return optimizer
 
 
 @pytest.fixture

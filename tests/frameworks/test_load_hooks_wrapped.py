@@ -14,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import bytecheckpoint
+from tests.support.tiny_model import trained
 from tests.support.torch_layouts import mesh
 from tests.support.worlds import on_ranks
 
@@ -186,11 +187,3 @@ def test_optimizer_state_follows_renamed_parameters_only(path: str) -> None:
     parameters = dict(zip((name for name, _ in new.named_parameters()), new.parameters(), strict=True))
     found = optimizer.state[parameters["layers.0.out.linear.weight"]]["exp_avg"]
     assert torch.equal(found, states["optimizer"].state[old.layers[0].proj.weight]["exp_avg"])
-
-
-def trained(module: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(module.parameters())
-    for parameter in module.parameters():
-        parameter.grad = torch.rand_like(parameter)
-    optimizer.step()
-    return optimizer

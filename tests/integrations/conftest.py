@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.engines import Engine
 from tests.support.worlds import PRELOADED
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is asked of the Hugging Face Hub
@@ -29,6 +31,15 @@ OWN_TARGETS = {
     "torchtitan": "test-torchtitan", "ray": "test-ray", "veomni": "test-verl", "verl": "test-verl", "vllm": "test-vllm",
     "sglang": "test-sglang",
 }  # fmt: skip
+
+
+@pytest.fixture
+def engines() -> Iterator[list[Engine]]:
+    """Engines that end with the test."""
+    started: list[Engine] = []
+    yield started
+    for engine in started:
+        engine.kill()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,6 +20,7 @@ import bytecheckpoint
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.layouts import Layout
 from tests.loading.test_layouts import CONFIG, assert_holds, fused, module_of, weights
+from tests.support.tiny_model import trained
 from tests.support.worlds import on_ranks
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
@@ -241,14 +242,6 @@ def test_means(tmp_path: Path) -> None:
     states = {"model": module, "optimizer": optimizer}
     with pytest.raises(IncompatibleCheckpointError, match=r"'exp_avg(_sq)?' of parameters of which text takes a mean"):
         bytecheckpoint.load(tmp_path / "c", states, layout=layout)
-
-
-def trained(module: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(module.parameters())
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    return optimizer
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,15 +15,6 @@ from tests.support.engines import Engine, describe, llama, mixture, save_sharded
 pytestmark = pytest.mark.timeout(500)
 PROGRAM = Path(__file__).with_name("engine.py")
 TWO = {"tensor_parallel_size": 2}
-
-
-@pytest.fixture
-def engines() -> Iterator[list[Engine]]:
-    """Engines that end with the test."""
-    started: list[Engine] = []
-    yield started
-    for engine in started:
-        engine.kill()
 
 
 def test_two_ranks_serve_a_run_and_load_newer_steps(tmp_path: Path, engines: list[Engine]) -> None:
