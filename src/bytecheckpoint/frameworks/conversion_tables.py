@@ -41,10 +41,10 @@ def layout_of_tables(model: nn.Module, stored: Mapping[str, Shape], shapes: Mapp
         IncompatibleCheckpointError: a table has an operation that no layout states, or one that depends on a guess.
     """
     loading, tables = (sys.modules.get(f"transformers.{name}") for name in ("core_model_loading", "conversion_mapping"))
+    model = unwrapped(model)
     bases = {(base.__module__, base.__name__) for base in type(model).__mro__}
     if ("transformers.modeling_utils", "PreTrainedModel") not in bases or loading is None or tables is None:
         return None
-    model = unwrapped(model)
     second = _second_names(model)
     live = {**shapes, **{name: shapes[of] for name, of in second.items() if of in shapes}}
     if stored.keys() <= live.keys():

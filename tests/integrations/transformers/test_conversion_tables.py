@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import bytecheckpoint
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
@@ -92,6 +93,9 @@ def test_two_ranks_load_their_parts(path: str) -> None:
         if dist.get_rank() == 0:
             saved.save_pretrained(f"{path}/{name}")
         dist.barrier()
+        replica = model_of(name)
+        bytecheckpoint.load(f"{path}/{name}", {"model": DistributedDataParallel(replica)}, layout="auto")
+        assert_equal(replica, saved)
         layout = layout_of(model, f"{path}/{name}")
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
         bytecheckpoint.load(f"{path}/{name}", {"model": model}, layout="auto")
