@@ -253,7 +253,7 @@ class TrainerSteps:
         try:
             _step_in(path)
             with open_checkpoint(path) as checkpoint:
-                whole = any(name.startswith("optimizer_") for name in checkpoint.states)
+                whole = any(name == "optimizer" or name.startswith("optimizer_") for name in checkpoint.states)
         except (CheckpointNotFoundError, CorruptCheckpointError):
             return "its end"
         wanted = self.running and not self._weights_only and self._trainer.optimizers
