@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
+from bytecheckpoint.formats.alike_objects import column
 from bytecheckpoint.formats.dcp_items import ItemReader, checked_boxes, decompressed
 from bytecheckpoint.formats.decoded import Decoded
 from bytecheckpoint.formats.files import RangedFile, damage, open_file
@@ -90,14 +91,14 @@ class _Described:
         dtype: dtype of a tensor.
         requires_grad: flag of the tensor.
         chunks: extent of each stored box, by its offsets.
-        stored: places of the items, by the offsets of their boxes.
+        stored: places of the items (file, first byte, length), by the offsets of their boxes.
     """
 
     size: tuple[int, ...] | None
     dtype: str = ""
     requires_grad: bool = False
     chunks: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
-    stored: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    stored: dict[Any, tuple[str, int, int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -130,16 +131,20 @@ class _JoinedMetadata:
             tensor = self.tensors.setdefault(name, _Described(facts["size"], name_of_dtype, requires_grad is True))
             if (tensor.size, tensor.dtype) != (facts["size"], name_of_dtype):
                 raise ValueError(f"two shapes or dtypes of {name!r}")
-            tensor.chunks.update([(chunk.state["offsets"], chunk.state["sizes"]) for chunk in facts["chunks"]])
-        for index, info in state["storage_data"].items():
-            key, place = index.state, info.state
-            name = key["fqn"]
-            described = self.tensors.get(name) or self.values[name]
-            described.stored[key.get("offset")] = place
-            if len(place) > 3 and (what := place.get("transform_descriptors")):
-                if [text.partition("/")[0] for text in what] != [_ZSTD]:
-                    raise IncompatibleCheckpointError(f"{name!r} is stored through {what}, which is not supported")
-                self.compressed.append((described, key.get("offset")))
+            for chunks in facts["chunks"]:
+                tensor.chunks.update(zip(column(chunks, "offsets"), column(chunks, "sizes"), strict=True))
+        for indices, infos in state["storage_data"].items():
+            names, offsets = column(indices, "fqn"), column(indices, "offset")
+            places = zip(*(column(infos, name) for name in ("relative_path", "offset", "length")), strict=True)
+            for name, offset, place, what in zip(
+                names, offsets, places, column(infos, "transform_descriptors"), strict=True
+            ):
+                described = self.tensors.get(name) or self.values[name]
+                described.stored[offset] = place
+                if what:
+                    if [text.partition("/")[0] for text in what] != [_ZSTD]:
+                        raise IncompatibleCheckpointError(f"{name!r} is stored through {what}, which is not supported")
+                    self.compressed.append((described, offset))
         paths = state.get("planner_data")
         for name, path in paths.items() if type(paths) is dict else ():
             if type(path) is not tuple or not 0 < len(path) < MAX_DEPTH or not {type(s) for s in path} <= {str, int}:
@@ -201,7 +206,7 @@ def read_content(storage: Storage) -> DcpContent:
                 raise IncompatibleCheckpointError(f"{file.label} has {file.size} bytes, more than {MAX_PICKLE_BYTES}")
             data = file.read(0, file.size)
             with damage(file, "DCP"):
-                value: Any = read_pickle(data, file=file.label, meanings=MEANINGS, constants=CONSTANTS)[0]
+                value: Any = read_pickle(data, file=file.label, meanings=MEANINGS, constants=CONSTANTS, alike=True)[0]
                 metadata.add(value.state)
                 del value, data
     with open_file(storage, names[0]) as file, damage(file, "DCP"):
@@ -218,15 +223,14 @@ def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metad
         if found.chunks.keys() - found.stored.keys():
             raise ValueError(f"no file holds a part of {name!r}")
         for offset, info in found.stored.items():
-            place = info["relative_path"], info["offset"], info["length"]
-            items.append((number, offset, found.chunks[offset], *place))
+            items.append((number, offset, found.chunks[offset], *info))
     if len({*columns.keys}) != len(columns.keys):
         raise ValueError("two tensors have one name")
     tensor, offsets, lengths, names, begins, lengths_in_file = zip(*items, strict=True) if items else ((),) * 6
     boxes = checked_boxes(columns, tensor, offsets, lengths)
     values = [found.stored[None] for found in metadata.values.values()]
     numbers: dict[str, int] = {}
-    for name in dict.fromkeys([*names, *(info["relative_path"] for info in values)]):
+    for name in dict.fromkeys([*names, *(info[0] for info in values)]):
         if name not in sizes and name not in made:
             raise file.damaged(f"it names the file {name!r}, which is not there")
         numbers[name] = columns.add_file(name, made[name].size if name in made else sizes[name])
@@ -234,7 +238,7 @@ def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metad
     begin, size = np.array(begins, np.int64), np.array(lengths_in_file, np.int64)
     if (order := row_order(boxes)) is not None:
         boxes, at, begin, size = boxes.take(order), at[order], begin[order], size[order]
-    places = [(numbers[info["relative_path"]], info["offset"], info["length"]) for info in values]
+    places = [(numbers[name], begin, length) for name, begin, length in values]
     reader = ItemReader(storage, columns, made)
     rows = reader.rows(boxes, at, begin, size)
     plain = dict(zip(metadata.values, reader.values(places), strict=True))
@@ -246,19 +250,18 @@ def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metad
 
 def _decompressed(storage: Storage, metadata: _JoinedMetadata) -> dict[str, Decoded]:
     """Return the contents of the compressed items, by names of files in which they are the items from now on."""
-    infos, places = [], []
+    places = []
     for one, offset in metadata.compressed:
         most = MAX_PICKLE_BYTES
         if one.size is not None:
             most = _MOST_BESIDE + math.prod(one.chunks[offset]) * itemsize(one.dtype)
-        infos.append(info := one.stored[offset])
-        places.append((info["relative_path"], info["offset"], info["length"], most))
+        places.append((*one.stored[offset], most))
     contents = decompressed(storage, places)
     made: dict[str, Decoded] = {}
-    for number, (info, content) in enumerate(zip(infos, contents, strict=True)):
+    for number, ((one, offset), content) in enumerate(zip(metadata.compressed, contents, strict=True)):
         name = f"{VALUES_NAME}-item-{number}"
         made[name] = content
-        info |= {"relative_path": name, "offset": 0, "length": content.size}
+        one.stored[offset] = name, 0, content.size
     return made
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -44,11 +45,45 @@ def _value_of(file: RangedFile, head: bytes) -> object:
     return value
 
 
-def _checked(file: RangedFile, value: object, dtype: str, shape: tuple[int, ...]) -> StoredTensor:
+def _check(file: RangedFile, value: object, dtype: str, shape: tuple[int, ...]) -> None:
     if type(value) is not StoredTensor or (value.dtype, value.shape) != (dtype, shape):
         found = f"{value.dtype} {list(value.shape)}" if type(value) is StoredTensor else "no tensor"
         raise file.damaged(f"an item holds {found}, not {dtype} {list(shape)} as the metadata says")
-    return value
+
+
+@dataclass
+class _Forms:
+    """The forms of the heads of items; many items have one.
+
+    Attributes:
+        values: value of each form, a tensor or anything else that an item may hold.
+        starts: byte of an item at which its storage begins, for each form.
+    """
+
+    values: list[Any] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    _known: dict[bytes, int] = field(default_factory=dict)
+
+    def add(self, file: RangedFile, begin: int, size: int, data: bytes) -> tuple[bytes, int]:
+        """Return the head that the first bytes of an item have, b"" for another form than torch's, and its form."""
+        if (head := _head_of(data)) is None:
+            whole = read_object(file.part(begin, size))
+            self.values.append(value := whole.value)
+            self.starts.append(whole.storages[value.storage.key].offset if type(value) is StoredTensor else 0)
+            return b"", len(self.values) - 1
+        if head not in self._known:
+            self._known[head] = len(self.values)
+            self.values.append(_value_of(file, head))
+            self.starts.append(len(head))
+        return head, self._known[head]
+
+    def columns(self, ndim: int) -> tuple[Int64s, Int64s, Int64s]:
+        """Return the first byte of the tensor of each form, its span in bytes, and its strides, -1 after the last one."""
+        first = [start + value.start for start, value in zip(self.starts, self.values, strict=True)]
+        strides = np.full((len(first), ndim), -1, np.int64)
+        for row, value in zip(strides, self.values, strict=True):
+            row[: len(value.strides)] = value.strides
+        return np.array(first, np.int64), np.array([value.span for value in self.values], np.int64), strides
 
 
 class ItemReader:
@@ -68,28 +103,37 @@ class ItemReader:
         """
         self._check_inside(file, begin, size)
         first, strides = begin.copy(), row_major(boxes.lengths)
-        known: dict[bytes, object] = {}  # most items have the head of another one of equal shape
         chosen = np.flatnonzero(boxes.volumes() > 0)
+        kind, forms = self._kinds(boxes.take(chosen)), _Forms()
         for opened, places in self._by_file(file[chosen]):
             rows = chosen[places]
-            facts = (rows, boxes.tensor[rows], boxes.lengths[rows], begin[rows], size[rows])
-            items = list(zip(*(column.tolist() for column in facts), strict=True))
-            heads = opened.read_many([(at, min(length, _HEAD)) for *_, at, length in items])
-            for (row, number, lengths, at, length), data in zip(items, heads, strict=True):
-                dtype, shape = self._columns.dtypes[number], tuple(lengths[: len(self._columns.shapes[number])])
-                if (head := _head_of(data)) is None:
-                    whole = read_object(opened.part(at, length))
-                    tensor = _checked(opened, whole.value, dtype, shape)
-                    start = whole.storages[tensor.storage.key].offset
-                else:
-                    if head not in known:
-                        known[head] = _value_of(opened, head)
-                    tensor, start = _checked(opened, known[head], dtype, shape), len(head)
-                if tensor.start + tensor.span > length - start:
-                    raise opened.damaged(f"the item at byte {at} is shorter than its tensor")
-                strides[row, : len(shape)] = tensor.strides
-                first[row] += start + tensor.start
+            ranges = list(zip(begin[rows].tolist(), np.minimum(size[rows], _HEAD).tolist(), strict=True))
+            form = np.empty(len(rows), np.int64)
+            usual: dict[int, tuple[bytes, int]] = {}  # most items have the head of another one of their kind
+            for k, (of, data) in enumerate(zip(kind[places].tolist(), opened.read_many(ranges), strict=True)):
+                head, form[k] = usual.get(of, (b"", -1))
+                if not head or not data.startswith(head):
+                    row = int(rows[k])
+                    head, form[k] = forms.add(opened, int(begin[row]), int(size[row]), data)
+                    number = int(boxes.tensor[row])
+                    shape = tuple(boxes.lengths[row, : len(self._columns.shapes[number])].tolist())
+                    _check(opened, forms.values[form[k]], self._columns.dtypes[number], shape)
+                    usual[of] = head, int(form[k])
+            start, span, steps = forms.columns(boxes.ndim)
+            if (short := start[form] + span[form] > size[rows]).any():
+                raise opened.damaged(f"the item at byte {begin[rows[np.argmax(short)]]} is shorter than its tensor")
+            first[rows] += start[form]
+            strides[rows] = np.where(steps[form] < 0, strides[rows], steps[form])
         return RowColumns(boxes, file, first, strides)
+
+    def _kinds(self, boxes: BoxTable) -> Int64s:
+        """Return a number for each box, equal for equal lengths and dtypes."""
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(self._columns.dtypes))}
+        kind = np.array([numbers[name] for name in self._columns.dtypes], np.int64)[boxes.tensor]
+        for column in (*boxes.lengths.T, np.array([*map(len, self._columns.shapes)], np.int64)[boxes.tensor]):
+            found, place = np.unique(column, return_inverse=True)
+            _, kind = np.unique(kind * len(found) + place, return_inverse=True)
+        return kind
 
     def values(self, places: Sequence[tuple[int, int, int]]) -> list[Any]:
         """Return the plain values of items, of which file, first byte and size are given."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from itertools import chain
 from typing import Final, TypeVar
 
 import msgspec
@@ -24,6 +24,8 @@ __all__ = ["RangedFile", "damage", "open_file", "read_in_parallel"]
 
 #: Bytes between two ranges up to which one request reads both, and bytes of the longest such request.
 _GAP, _LONGEST_RUN = 4096, 8 << 20
+#: Most requests, one after the other, that have one time limit together.
+_MOST_IN_GROUP: Final = 64
 _MOST_JSON: Final = 64 << 20
 _S = TypeVar("_S")
 _T = TypeVar("_T")
@@ -63,15 +65,27 @@ class RangedFile:
             CorruptCheckpointError: the bytes lie outside of this part, or the file is shorter than its stated size.
             StorageError: the storage fails.
         """
-        part = self.part(offset, length)
-        data = bytearray(length)
-        if length:
-            timeout = call_timeout(self._storage, length)
-            read = partial(self._reader.read_into, part.start, [memoryview(data)])
-            memory = self._storage.capabilities.in_memory
-            if (read() if memory else call_with_timeout(timeout, read, f"cannot read {self.label}")) != length:
-                raise self.damaged(f"it ends before byte {part.start + length}")
-        return bytes(data)
+        return self._read_each([(offset, length)])[0]
+
+    def _read_each(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Read ranges (offset, length), one after the other within one time limit."""
+        for offset, length in ranges:
+            if offset < 0 or length < 0 or offset + length > self.size:
+                self.part(offset, length)  # raises
+
+        def read() -> list[bytes]:
+            found = []
+            for offset, length in ranges:
+                data = bytearray(length)
+                if length and self._reader.read_into(self.start + offset, [memoryview(data)]) != length:
+                    raise self.damaged(f"it ends before byte {self.start + offset + length}")
+                found.append(bytes(data))
+            return found
+
+        total = sum(length for _, length in ranges)
+        if not total or self._storage.capabilities.in_memory:
+            return read()
+        return call_with_timeout(call_timeout(self._storage, total), read, f"cannot read {self.label}")
 
     def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Read several ranges (offset, length); neighbours in one request, as many at a time as suits the storage.
@@ -88,8 +102,14 @@ class RangedFile:
             else:
                 runs.append((offset, offset + length))
             places[k] = len(runs) - 1, offset - runs[-1][0]
-        data = read_in_parallel(self._storage, lambda run: self.read(run[0], run[1] - run[0]), runs)
+        requests, count = [(begin, end - begin) for begin, end in runs], self._group(len(runs))
+        groups = [requests[k : k + count] for k in range(0, len(requests), count)]
+        data = [*chain.from_iterable(read_in_parallel(self._storage, self._read_each, groups))]
         return [data[run][at : at + length] for (run, at), (_, length) in zip(places, ranges, strict=True)]
+
+    def _group(self, count: int) -> int:
+        """Return how many of `count` requests have one time limit together: it costs more than a read of a few bytes."""
+        return max(1, min(_MOST_IN_GROUP, count // (4 * self._storage.capabilities.parallel_reads)))
 
     def json(self, kind: type[_T]) -> _T:
         """Return the content of a file of JSON as a type.

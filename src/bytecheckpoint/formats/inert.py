@@ -10,9 +10,21 @@ from typing import Any
 import msgspec
 
 __all__ = [
-    "COUNTED", "GATHERED", "LINES", "ON_STACK", "SIMPLE",
-    "CallRecord", "Dtype", "GlobalName", "Meaning", "append_items", "build", "check_key",
-    "frozenset_of", "set_items",
+    "COUNTED",
+    "GATHERED",
+    "LINES",
+    "ON_STACK",
+    "SIMPLE",
+    "AlikeObjects",
+    "CallRecord",
+    "Dtype",
+    "GlobalName",
+    "Meaning",
+    "append_items",
+    "build",
+    "check_key",
+    "frozenset_of",
+    "set_items",
 ]  # fmt: skip
 
 #: Decimal digits of the longest int in text, as in `sys.int_info.default_max_str_digits`.
@@ -70,7 +82,19 @@ class Dtype(msgspec.Struct, frozen=True):
     name: str
 
 
-_PLAIN_KEYS = frozenset((str, bytes, bool, float, type(None), GlobalName, CallRecord, Dtype))
+class AlikeObjects(msgspec.Struct, eq=False):
+    """Objects of one class that follow each other; see `formats.alike_objects`.
+
+    Attributes:
+        target: class of the objects.
+        columns: values of each attribute, one for each object.
+    """
+
+    target: GlobalName
+    columns: dict[str, list[Any]]
+
+
+_PLAIN_KEYS = frozenset((str, bytes, bool, float, type(None), GlobalName, CallRecord, Dtype, AlikeObjects))
 
 
 def check_key(key: object, depth: int = 0) -> int:
@@ -132,7 +156,7 @@ def build(target: object, state: object) -> None:
         if target.state is not None:
             raise ValueError("two states of one object")
         target.state = state
-    elif isinstance(target, GlobalName | list | tuple | set | str | int | float | bytes):
+    elif isinstance(target, GlobalName | AlikeObjects | list | tuple | set | str | int | float | bytes):
         raise TypeError(f"a state for a {type(target).__name__}")
     elif (take := getattr(target, "take_state", None)) is not None:
         take(state)

@@ -7,12 +7,14 @@ that an opcode names; BUILD sets attributes of the objects of `find_class`; exte
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.formats.alike_objects import SKIPPED, AlikeFinder, SharedError
 from bytecheckpoint.formats.inert import (
     COUNTED,
     GATHERED,
@@ -54,6 +56,7 @@ def read_pickle(
     constants: dict[str, object] | None = None,
     persistent: Callable[[object], object] | None = None,
     start: int = 0,
+    alike: bool = False,
 ) -> tuple[object, int]:
     """Return the value of one pickle, and the position of its end.
 
@@ -64,14 +67,18 @@ def read_pickle(
         constants: values of globals that are no calls, by full name.
         persistent: function that returns the object of a persistent id.
         start: position of the pickle.
+        alike: True: `AlikeObjects` may stand for alike items of a list, and for alike keys and values of a dict.
 
     Raises:
         PickleEndsError: `data` ends before the pickle does.
         CorruptCheckpointError: `data` is no pickle.
         IncompatibleCheckpointError: the pickle is beyond the limits, or has opcodes that no checkpoint needs.
     """
-    reader = _Reader(data, file, meanings, constants or {}, persistent)
     with gc_paused():
+        if alike:
+            with contextlib.suppress(Exception):  # the interpreter alone says what is wrong
+                return _Reader(data, file, meanings, constants or {}, persistent).run(start, alike=True)
+        reader = _Reader(data, file, meanings, constants or {}, persistent)
         try:
             return reader.run(start)
         except (IndexError, struct.error):  # of bytes, or of the stack
@@ -106,7 +113,7 @@ class _Reader:
     _stack: list[Any] = field(default_factory=list)
     _memo: list[Any] = field(default_factory=list)
 
-    def run(self, start: int) -> tuple[object, int]:
+    def run(self, start: int, *, alike: bool = False) -> tuple[object, int]:
         """Interpret the opcodes from a position up to STOP."""
         if len(self._data) - start > MAX_PICKLE_BYTES:
             self._refuse(f"its pickle has {len(self._data) - start} bytes, more than {MAX_PICKLE_BYTES}")
@@ -116,6 +123,7 @@ class _Reader:
         most = room = _FREE_OBJECTS + (len(data) - start) // _BYTES_PER_OBJECT
         remember = memo.append
         uint32 = _UINT32
+        runs = AlikeFinder(data, memo) if alike else None
         i = start
         # The frequent opcodes come first, and lie in this loop: a call for each would double the time.
         while True:
@@ -127,11 +135,15 @@ class _Reader:
                 if op == 0x94:  # MEMOIZE
                     remember(stack[-1])
                 elif op == 0x68:  # BINGET
-                    push(memo[data[i]])
+                    push(found := memo[data[i]])
                     i += 1
+                    if found is SKIPPED:
+                        raise SharedError
                 elif op == 0x6A:  # LONG_BINGET
-                    push(memo[uint32(data, i)[0]])
+                    push(found := memo[uint32(data, i)[0]])
                     i += 4
+                    if found is SKIPPED:
+                        raise SharedError
                 elif op == 0x4B:  # BININT1
                     push(data[i])
                     i += 1
@@ -161,9 +173,14 @@ class _Reader:
                     items = stack[place:]
                     del stack[place:]
                     set_items(stack[-1], items)
+                    if runs is not None:
+                        runs.place(items)
                 elif op == 0x62:  # BUILD
                     state = pop()
                     build(stack[-1], state)
+                    if runs is not None:
+                        self.position = i
+                        i = runs.after(i, stack, marks)
                 elif op == 0x8C:  # SHORT_BINUNICODE
                     end = i + 1 + data[i]
                     push(str(data[i + 1 : end], "utf-8", "surrogatepass"))
@@ -194,14 +211,18 @@ class _Reader:
                     room -= 1
                 elif op == 0x65:  # APPENDS
                     place = marks.pop()
-                    append_items(stack[place - 1], stack[place:])
+                    append_items(stack[place - 1], items := stack[place:])
                     del stack[place:]
+                    if runs is not None:
+                        runs.place(items)
                 elif op == 0x5D:  # EMPTY_LIST
                     push([])
                     room -= 1
                 elif op == 0x95:  # FRAME
                     i += 8
                 elif op == 0x2E:  # STOP
+                    if runs is not None:
+                        runs.end()
                     return pop(), i
                 else:
                     self.position = i
@@ -281,6 +302,8 @@ class _Reader:
         elif op == 0x67:  # GET
             line, i = self._line(i)
             stack.append(self._memo[int(line)])
+            if stack[-1] is SKIPPED:
+                raise SharedError
         elif op == 0x70:  # PUT
             line, i = self._line(i)
             self._put_at(int(line))
