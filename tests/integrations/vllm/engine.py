@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -25,7 +26,7 @@ def weights_of(worker: Any) -> dict[str, str]:
 
 def main() -> None:
     folder, options, prompt = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
-    generate, given = options.pop("generate", True), options.pop("engine", {})
+    generate, held, given = options.pop("generate", True), options.pop("held", False), options.pop("engine", {})
     load_format = given.pop("load_format", "bytecheckpoint")
     ranks = given.get("tensor_parallel_size", 1) * given.get("pipeline_parallel_size", 1)
     os.environ.update(ENVIRONMENT, VLLM_CPU_OMP_THREADS_BIND="|".join("01"[:ranks]), VLLM_LOGGING_LEVEL="WARNING")
@@ -40,6 +41,7 @@ def main() -> None:
         dtype="float32",
         max_model_len=64,
         load_format=load_format,
+        worker_extension_cls="plain_weights.PlainWeights" if held else "",
         model_loader_extra_config=options,
         **executor,
         **given,
@@ -54,19 +56,29 @@ def main() -> None:
         (found,) = engine.generate([TokensPrompt(prompt_token_ids=prompt)], sampling, use_tqdm=False)
         return list(found.outputs[0].token_ids)
 
-    print("RESULT", json.dumps({"tokens": tokens(), "reports": engine.collective_rpc(report_of)}), flush=True)
-    for line in sys.stdin:  # addresses of other checkpoints
+    def print_state(failed: str) -> None:
+        """Print what the engine generates and holds, and what it has read."""
+        found = {"tokens": tokens(), "failed": failed, "reports": [], "fingerprints": []}
+        with contextlib.suppress(Exception):  # after a call that failed, vLLM replies with the other rank's error
+            found["reports"] = engine.collective_rpc(report_of) if not failed else []
+            found["fingerprints"] = engine.collective_rpc("bytecheckpoint_fingerprint") if held and not failed else []
+        print("RESULT", json.dumps(found), flush=True)
+
+    print_state("")
+    for line in sys.stdin:  # addresses of other checkpoints, or "flip PARAMETER"
         failed = ""
         try:
-            engine.collective_rpc("reload_weights", kwargs={"weights_path": line.strip()} if line.strip() else {})
+            if line.startswith("flip "):
+                engine.collective_rpc("flip", args=(line.split()[1], 1))
+                try:
+                    engine.collective_rpc("bytecheckpoint_fingerprint")
+                finally:
+                    engine.collective_rpc("flip", args=(line.split()[1], 1))
+            else:
+                engine.collective_rpc("reload_weights", kwargs={"weights_path": line.strip()} if line.strip() else {})
         except Exception as error:  # noqa: BLE001  printed
             failed = str(error)
-        found = {
-            "tokens": tokens(),
-            "failed": failed,
-            "reports": engine.collective_rpc(report_of) if not failed else [],
-        }
-        print("RESULT", json.dumps(found), flush=True)
+        print_state(failed)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.publishing import Publisher
+from bytecheckpoint.tools import fingerprint
 from tests.support.damage import damage
 from tests.support.engines import Engine, describe, llama, mixture, save_sharded, tokens_of
 
@@ -23,15 +24,17 @@ def test_two_ranks_serve_a_run_and_load_newer_steps(tmp_path: Path, engines: lis
     run = tmp_path / "run"
     save_sharded(run / "step_00000001", first, 4)
     size = sum(tensor.nbytes for tensor in first.state_dict().values())
-    engines.append(Engine(PROGRAM, tmp_path / "config", {"checkpoint": str(run), "engine": TWO}))
+    engines.append(Engine(PROGRAM, tmp_path / "config", {"checkpoint": str(run), "held": True, "engine": TWO}))
     result = engines[0].result()
     assert result["tokens"] == tokens_of(first)
+    assert result["fingerprints"] == 2 * [fingerprint(run / "step_00000001").states]
     reads = [read for read, _ in result["reports"]]
     assert sum(reads) < 1.2 * size, "each byte is read once, blocks at borders twice"
     assert max(reads) < 0.65 * size
     save_sharded(run / "step_00000002", second, 3)
     other = engines[0].reload(str(run))
     assert not other["failed"] and other["tokens"] == tokens_of(second) != tokens_of(first)
+    assert other["fingerprints"] == 2 * [fingerprint(run / "step_00000002").states]
     bytecheckpoint.save(tmp_path / "smaller", {"model": {"lm_head.weight": torch.zeros(256, 128)}})
     for place, why in (("nothing", "no checkpoint at"), ("smaller", "is of another model")):
         refused = engines[0].reload(str(tmp_path / place))
@@ -47,7 +50,8 @@ def test_two_ranks_follow_a_publisher(tmp_path: Path, engines: list[Engine]) -> 
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     with Publisher(root) as publisher:
         publisher.publish(model, 1).result()
-        engines.append(Engine(PROGRAM, tmp_path / "config", {"checkpoint": str(root), "engine": TWO, "follow": True}))
+        options = {"checkpoint": str(root), "held": True, "engine": TWO, "follow": True}
+        engines.append(Engine(PROGRAM, tmp_path / "config", options))
         result = engines[0].result()
         assert result["tokens"] == tokens_of(model)
         assert max(read for read, _ in result["reports"]) < 0.8 * size
@@ -61,6 +65,8 @@ def test_two_ranks_follow_a_publisher(tmp_path: Path, engines: list[Engine]) -> 
             if step == 3:
                 continue  # the next one brings both
             if step == 5:
+                drifted = engines[0].reload("flip model.norm.weight")
+                assert "the copies of model/model.norm.weight on rank 1 differ" in drifted["failed"]
                 file = next((root / "step_00000005" / "model").glob("rank-*.delta"))
                 whole = file.read_bytes()
                 damage(file)
@@ -72,6 +78,7 @@ def test_two_ranks_follow_a_publisher(tmp_path: Path, engines: list[Engine]) -> 
                 break
             result = engines[0].reload("")
             assert not result["failed"] and result["tokens"] == tokens_of(model)
+            assert result["fingerprints"] == 2 * [fingerprint({"model": model}).states]
             assert all(read < 0.25 * size for read, _ in result["reports"])
             seen.add(tuple(result["tokens"]))
     assert len(seen) > 1

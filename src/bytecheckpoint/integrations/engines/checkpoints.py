@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,6 +13,7 @@ import bytecheckpoint
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, UsageError, listed
 from bytecheckpoint.formats.detect import as_checkpoint
 from bytecheckpoint.handles import LoadReport
+from bytecheckpoint.integrations.engines.held_weights import HeldWeights
 from bytecheckpoint.integrations.engines.lazy_weights import LazyWeight, WantedWeight, WeightPart
 from bytecheckpoint.layouts.config import flattened
 from bytecheckpoint.layouts.layout import Layout, builtin_names, find, find_all
@@ -169,6 +170,10 @@ class EngineCheckpoints:
         """Return the shapes of these tensors."""
         return {name: tuple(entry.shape) for name, entry in self.tensors(checkpoint).items()}
 
+    def held(self, model: torch.nn.Module, wanted: Mapping[str, WantedWeight], others: Iterable[str]) -> HeldWeights:
+        """Return what a model holds that has noted what it copies; see `HeldWeights.of`."""
+        return HeldWeights.of(model, wanted, others, self._options.state, self.ranks)
+
     def weights(
         self,
         checkpoint: Checkpoint,
@@ -195,9 +200,7 @@ class EngineCheckpoints:
             return tensors[part.name][tuple(slice(begin, begin + n) for begin, n in ranges)]
 
         for name, entry in tensors.items():
-            shape = tuple(entry.shape)
-            whole = WeightPart(name, shape, (0,) * len(shape), shape, tuple(range(len(shape))))
-            yield name, LazyWeight(whole, entry.dtype, read, wanted)
+            yield name, LazyWeight(WeightPart.whole(name, tuple(entry.shape)), entry.dtype, read, wanted)
 
     def fill(self, path: str, wanted: Mapping[str, WantedWeight], layouts: Sequence[Layout] | None) -> LoadReport:
         """Read all wanted parts, all ranks together, each byte once."""

@@ -37,6 +37,11 @@ class WeightPart:
     lengths: tuple[int, ...]
     dims: tuple[int, ...]
 
+    @staticmethod
+    def whole(name: str, shape: tuple[int, ...]) -> WeightPart:
+        """Return a whole tensor."""
+        return WeightPart(name, shape, (0,) * len(shape), shape, tuple(range(len(shape))))
+
     @property
     def seen(self) -> tuple[int, ...]:
         """Shape in which the part is seen."""

@@ -110,6 +110,7 @@ class SGLangLoader(DefaultModelLoader):  # type: ignore[misc]
                 served.tensors = checkpoints.shapes(opened.checkpoint)
                 self.load_weights_only(model, itertools.chain(first, weights), target_device)
                 _check_filled(opened, model)
+            model.bytecheckpoint_weights = checkpoints.held(model, opened.wanted, opened.direct)
             model.bytecheckpoint_report = report = checkpoints.fill(opened.path, opened.wanted, opened.layouts)
         except BaseException:
             served.failed = bool(served.path)

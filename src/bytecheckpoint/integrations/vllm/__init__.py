@@ -5,7 +5,22 @@ vLLM finds `register` by the entry point `vllm.general_plugins`, in every proces
 
 from __future__ import annotations
 
-__all__ = ["register"]
+from typing import Any
+
+__all__ = ["WorkerExtension", "register"]
+
+
+class WorkerExtension:
+    """Methods of each worker of vLLM, for `--worker-extension-cls bytecheckpoint.integrations.vllm.WorkerExtension`."""
+
+    def bytecheckpoint_fingerprint(self: Any) -> dict[str, str]:
+        """Return the fingerprint of the weights that the engine holds, by state, as `engine_fingerprint` makes it.
+
+        Raises as `engine_fingerprint`.
+        """
+        from bytecheckpoint.integrations.engines.held_weights import engine_fingerprint
+
+        return dict(engine_fingerprint(self.get_model()).states)
 
 
 def register() -> None:

@@ -54,7 +54,9 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
         checkpoint, layouts = checkpoints.opened(path, model_config.hf_text_config)
         with checkpoint:
             self._memory["tensors"] = checkpoints.shapes(checkpoint)
-            loaded = model.load_weights(checkpoints.weights(checkpoint, wanted))
+            direct: set[str] = set()
+            loaded = model.load_weights(checkpoints.weights(checkpoint, wanted, direct=direct))
+            model.bytecheckpoint_weights = checkpoints.held(model, wanted or {}, direct)
             dtypes = {name: entry.dtype for name, entry in checkpoints.tensors(checkpoint).items()}
         if self._options.follow:
             if wanted is None:

@@ -1,0 +1,139 @@
+"""Remember in which parameters of an engine's model the parts of each tensor of its checkpoint lie, and sum them there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError, listed
+from bytecheckpoint.integrations.engines.lazy_weights import WantedWeight
+from bytecheckpoint.tools.fingerprints import Fingerprint, fingerprint
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["HeldWeights", "engine_fingerprint"]
+
+
+@dataclass(frozen=True)
+class _HeldPart:
+    """The place of a part of a tensor in a parameter.
+
+    Attributes:
+        begins: first coordinate of the part along each dimension.
+        lengths: extent along each dimension.
+        parameter: name of the parameter or buffer.
+        shape: shape of the parameter.
+        offset: elements from the parameter's first one to the part's.
+        strides: elements between two neighbours of the part.
+    """
+
+    begins: tuple[int, ...]
+    lengths: tuple[int, ...]
+    parameter: str
+    shape: tuple[int, ...]
+    offset: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HeldWeights:
+    """The weights that a model of an engine holds; its loader leaves them in `model.bytecheckpoint_weights`.
+
+    Attributes:
+        state: name of the state that is the model.
+        shapes: global shape of each tensor that the model has copied.
+        places: places of its parts.
+        others: names of tensors of which the model has made something else than a copy.
+        ranks: process group of the engine's ranks; None for one rank.
+    """
+
+    state: str
+    shapes: Mapping[str, tuple[int, ...]]
+    places: Mapping[str, tuple[_HeldPart, ...]]
+    others: frozenset[str]
+    ranks: ProcessGroup | None
+
+    @staticmethod
+    def of(
+        model: torch.nn.Module, wanted: Mapping[str, WantedWeight], others: Iterable[str], state: str, ranks: Any
+    ) -> HeldWeights:
+        """Find the parameters to which the memory of the wanted parts belongs, before the engine replaces them.
+
+        Args:
+            model: model that has noted what it copies.
+            wanted: parts of each tensor.
+            others: names of tensors that were read otherwise.
+            state: name of the state that is the model.
+            ranks: process group of the engine's ranks; None for one rank.
+        """
+        by_memory = {p.untyped_storage().data_ptr(): (name, p) for name, p in _named(model).items()}
+        places, others = {}, set(others)
+        for name, weight in wanted.items():
+            found = []
+            copies = [
+                (box, memory) for box, first in weight.boxes.items() for memory, of in weight.copies if of is first
+            ]
+            for (begins, lengths), memory in (*weight.boxes.items(), *copies):
+                if (held := by_memory.get(memory.untyped_storage().data_ptr())) is None:
+                    others.add(name)
+                    break
+                offset = int(memory.storage_offset() - held[1].storage_offset())
+                found.append(_HeldPart(begins, lengths, held[0], tuple(held[1].shape), offset, memory.stride()))
+            places[name] = tuple(found)
+        shapes = {name: weight.shape for name, weight in wanted.items()}
+        return HeldWeights(state, shapes, places, frozenset(others), ranks)
+
+    def parts(self, model: torch.nn.Module) -> dict[str, WantedWeight]:
+        """Return the memory of the parts of each tensor in the parameters of a model.
+
+        Raises:
+            IncompatibleCheckpointError: the model holds a tensor in another form, or two copies of a part differ.
+        """
+        named, found = _named(model), {}
+        others = set(self.others)
+        for name, places in self.places.items():
+            weight = found[name] = WantedWeight(self.shapes[name])
+            for place in places:
+                parameter = named.get(place.parameter)
+                if parameter is None or tuple(parameter.shape) != place.shape or not parameter.is_contiguous():
+                    others.add(name)
+                    break
+                begin = parameter.storage_offset() + place.offset
+                memory = parameter.detach().as_strided(place.lengths, place.strides, begin)
+                first = weight.boxes.setdefault((place.begins, place.lengths), memory)
+                if first is not memory and not torch.equal(first, memory):
+                    raise IncompatibleCheckpointError(f"two copies of a part of {name} differ in the engine")
+        if others:
+            raise IncompatibleCheckpointError(
+                f"{type(model).__name__} does not hold {listed(sorted(others))} as the checkpoint has it: "
+                "what it holds has no fingerprint"
+            )
+        return found
+
+
+def _named(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(chain(model.named_parameters(), model.named_buffers()))
+
+
+def engine_fingerprint(model: Any) -> Fingerprint:
+    """Return the fingerprint of the weights that an engine holds. All of its ranks call this.
+
+    It equals that of the checkpoint that the engine has loaded, if the engine holds the tensors in the checkpoint's dtypes.
+
+    Args:
+        model: model of the engine, which the load format "bytecheckpoint" has loaded.
+
+    Raises:
+        UsageError: another load format has loaded it.
+        IncompatibleCheckpointError: copies of a tensor differ, or the model holds a tensor in another form, such as a
+            quantised one; the message names it.
+    """
+    held = getattr(model, "bytecheckpoint_weights", None)
+    if not isinstance(held, HeldWeights):
+        raise UsageError(f'{type(model).__name__} was not loaded by the load format "bytecheckpoint"')
+    return fingerprint({held.state: held.parts(model)}, process_group=held.ranks)

@@ -1,0 +1,110 @@
+"""What models of inference engines hold has the fingerprint of what they have loaded, fused, cut and transposed."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bytecheckpoint
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.integrations.engines.held_weights import HeldWeights, engine_fingerprint
+from bytecheckpoint.integrations.engines.lazy_weights import LazyWeight, WantedWeight, WeightPart
+from bytecheckpoint.tools import fingerprint
+
+
+class EngineModel(nn.Module):
+    """A model whose q and k are rows of one parameter, with a transposed output and a copy of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk, self.out = nn.Parameter(torch.empty(12, 4)), nn.Parameter(torch.empty(6, 4))
+        self.embedding, self.head = nn.Parameter(torch.empty(10, 4)), nn.Parameter(torch.empty(12, 4))
+        self.register_buffer("scale", torch.zeros(3))
+
+    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            self.qk[:8].copy_(weights["q"])
+            self.qk[8:].copy_(weights["k"])
+            self.out.copy_(weights["out"].t())
+            self.embedding.copy_(weights["embedding"])
+            self.head[:10].copy_(weights["embedding"])  # two rows are padding
+            self.scale.copy_(weights["scale"])
+
+
+def loaded(tmp_path: Path, extra: str = "") -> tuple[EngineModel, Path]:
+    """Load a checkpoint as the loaders do; return the model and the checkpoint."""
+    tensors = {"q": (8, 4), "k": (4, 4), "out": (4, 6), "embedding": (10, 4), "scale": (3,)}
+    values = {name: torch.randn(shape) for name, shape in tensors.items()}
+    bytecheckpoint.save(tmp_path / "step", {"model": values})
+    model, wanted, direct = EngineModel(), dict[str, WantedWeight](), set[str]()
+
+    def read(part: WeightPart) -> torch.Tensor:
+        direct.add(part.name)
+        return values[part.name]
+
+    weights: Any = {
+        name: LazyWeight(WeightPart.whole(name, shape), torch.float32, read, wanted) for name, shape in tensors.items()
+    }
+    if extra:
+        weights[extra] = weights[extra] + 0.0
+    model.load_weights(weights)
+    held = HeldWeights.of(model, wanted, direct, "model", None)
+    bytecheckpoint.load(tmp_path / "step", {"model": dict(wanted)}, strict=False)
+    for one in wanted.values():
+        for memory, first in one.copies:
+            memory.copy_(first)
+    model.bytecheckpoint_weights = held  # type: ignore[assignment]
+    return model, tmp_path / "step"
+
+
+def test_what_is_held_has_the_fingerprint_of_the_checkpoint(tmp_path: Path) -> None:
+    model, step = loaded(tmp_path)
+    assert engine_fingerprint(model) == fingerprint(step)
+    with torch.no_grad():
+        model.head[-1] += 1
+    assert engine_fingerprint(model) == fingerprint(step), "padding is no part of it"
+    held, model.bytecheckpoint_weights = model.bytecheckpoint_weights, None  # type: ignore[assignment]
+    other = copy.deepcopy(model)  # as engines replace parameters after the load
+    other.bytecheckpoint_weights = held
+    assert engine_fingerprint(other) == fingerprint(step)
+
+
+@pytest.mark.parametrize("name", ["qk", "out", "embedding", "scale"])
+def test_any_change_changes_it(name: str, tmp_path: Path) -> None:
+    model, step = loaded(tmp_path)
+    with torch.no_grad():
+        getattr(model, name).view(-1)[0] += 1
+        if name == "embedding":
+            model.head.view(-1)[0] += 1
+    assert engine_fingerprint(model) != fingerprint(step)
+
+
+def test_what_is_not_held_as_it_was_saved_is_refused(tmp_path: Path) -> None:
+    model, _ = loaded(tmp_path)
+    model.embedding.data[3] += 1
+    with pytest.raises(IncompatibleCheckpointError, match="two copies of a part of embedding differ"):
+        engine_fingerprint(model)
+    model, _ = loaded(tmp_path / "read", extra="out")
+    with pytest.raises(IncompatibleCheckpointError, match="EngineModel does not hold out as the checkpoint has it"):
+        engine_fingerprint(model)
+    model, _ = loaded(tmp_path / "packed")
+    model.qk = nn.Parameter(torch.empty(0))
+    with pytest.raises(IncompatibleCheckpointError, match="does not hold k, q as"):
+        engine_fingerprint(model)
+    with pytest.raises(UsageError, match="Linear was not loaded by"):
+        engine_fingerprint(nn.Linear(1, 1))
+
+
+def test_a_parameter_with_other_strides_is_seen_as_it_is(tmp_path: Path) -> None:
+    """An engine may replace a parameter by one of another order in memory."""
+    model, step = loaded(tmp_path)
+    model.qk = nn.Parameter(model.qk.detach().t().contiguous().t())
+    with pytest.raises(IncompatibleCheckpointError, match="does not hold k, q as"):
+        engine_fingerprint(model)
+    model.qk = nn.Parameter(model.qk.detach().contiguous())
+    assert engine_fingerprint(model) == fingerprint(step)
