@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import bytecheckpoint
+from bytecheckpoint.publishing import Publisher
 from tests.support.damage import damage
 from tests.support.engines import Engine, describe, llama, mixture, save_sharded, tokens_of
 
@@ -38,6 +39,38 @@ def test_two_ranks_serve_a_run_and_load_newer_steps(tmp_path: Path, engines: lis
         assert not refused["updated"] and why in refused["message"], refused
         assert refused["tokens"] == newer["tokens"], "the old weights stay"
     assert engine.reload(str(run / "step_00000001"))["tokens"] == tokens_of(first)
+
+
+def test_two_ranks_follow_a_publisher(tmp_path: Path, engines: list[Engine]) -> None:
+    model, root = llama(0), tmp_path / "versions"
+    describe(model, tmp_path / "config")
+    size = sum(tensor.nbytes for tensor in model.state_dict().values())
+    with Publisher(root) as publisher:
+        publisher.publish(model, 1).result()
+        options = {"checkpoint": str(root), "ranks": 2, "follow": True}
+        engines.append(engine := Engine(PROGRAM, tmp_path / "config", options))
+        assert (newer := engine.result())["tokens"] == tokens_of(model)
+        for step in (2, 3, 4, 5):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    changed = torch.rand(parameter.shape) < 0.05
+                    parameter[changed] = 0.2 * torch.randn(int(changed.sum()))
+            publisher.publish(model, step).result()
+            if step == 3:
+                continue  # the next one brings both
+            if step == 5:
+                file = next((root / "step_00000005" / "model").glob("rank-*.delta"))
+                whole = file.read_bytes()
+                damage(file)
+                refused = engine.reload(str(root))
+                assert not refused["updated"] and refused["tokens"] == newer["tokens"], "the old weights stay"
+                file.write_bytes(whole)
+            newer = engine.reload(str(root))
+            assert newer["updated"] and newer["tokens"] == tokens_of(model)
+    other = engine.reload(str(tmp_path / "other"))
+    assert not other["updated"] and "this engine follows the versions in" in other["message"]
+    reads = [int(count) for count in re.findall(r"this rank read (\d+) bytes", engine.log.read_text())]
+    assert all(read < 0.25 * size for read in reads[2:]) and len(reads) >= 8, (reads, size)
 
 
 def test_experts_of_transformers_by_a_layout(tmp_path: Path, engines: list[Engine]) -> None:

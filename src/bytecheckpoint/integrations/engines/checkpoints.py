@@ -64,17 +64,13 @@ class EngineOptions:
     follow: bool = False
 
     @staticmethod
-    def of(options: object, known: Sequence[str] = ()) -> EngineOptions:
-        """Check options.
-
-        Args:
-            options: options that the engine was given.
-            known: names of those that the engine has; by default all.
+    def of(options: object) -> EngineOptions:
+        """Check options that an engine was given.
 
         Raises:
             UsageError: `options` is no mapping, or has other names.
         """
-        known = known or [each.name for each in fields(EngineOptions)]
+        known = [each.name for each in fields(EngineOptions)]
         if not isinstance(options, Mapping) or (unknown := sorted(options.keys() - set(known))):
             wrong = options if not isinstance(options, Mapping) else listed(unknown)
             raise UsageError(f"model_loader_extra_config has {wrong}: it takes {listed(known)}")

@@ -14,10 +14,14 @@ from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.distributed.parallel_state import get_world_group
 from sglang.srt.model_loader.loader import DefaultModelLoader
 
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.integrations.engines.checkpoints import EngineCheckpoints, EngineOptions, check_loaded
+from bytecheckpoint.integrations.engines.following import FollowedWeights
 from bytecheckpoint.integrations.engines.lazy_weights import WantedWeight
 from bytecheckpoint.layouts.layout import Layout
 from bytecheckpoint.opening import Checkpoint
+from bytecheckpoint.publishing import FollowReport
 
 __all__ = ["SGLangLoader"]
 
@@ -34,6 +38,7 @@ class _Served:
         tensors: shapes of the checkpoint's tensors.
         path: checkpoint whose weights the model has, "" before the first ones.
         failed: True if an update failed after it began to replace weights; SGLang then wants the former ones.
+        followed: weights that follow a publisher.
     """
 
     options: EngineOptions
@@ -41,6 +46,7 @@ class _Served:
     tensors: dict[str, tuple[int, ...]] | None = None
     path: str = ""
     failed: bool = False
+    followed: FollowedWeights | None = None
 
 
 @dataclass
@@ -52,6 +58,8 @@ class _Opened:
         path: address of the checkpoint.
         checkpoint: the checkpoint.
         layouts: layouts through which it is seen.
+        dtypes: dtypes of its tensors.
+        again: True if SGLang wants the weights back that the model had before an update.
         wanted: parts that the model has copied, to be read together.
         direct: names of tensors of which the model has read parts by other operations.
     """
@@ -60,6 +68,8 @@ class _Opened:
     path: str
     checkpoint: Checkpoint
     layouts: Sequence[Layout] | None
+    dtypes: dict[str, torch.dtype]
+    again: bool
     wanted: dict[str, WantedWeight] = field(default_factory=dict)
     direct: set[str] = field(default_factory=set)
 
@@ -67,17 +77,18 @@ class _Opened:
 class SGLangLoader(DefaultModelLoader):  # type: ignore[misc]
     """Loads the weights of a checkpoint, or of the newest step of a run, into a model of SGLang.
 
-    `--model-loader-extra-config` takes a JSON object with `checkpoint`, `layout` and `state` of `EngineOptions`. The ranks
-    of the engine read each byte that any of them wants once, and send each other their parts. The model's attribute
-    `bytecheckpoint_report` is the `LoadReport`.
+    `--model-loader-extra-config` takes a JSON object with `EngineOptions`. With `follow`, each rank keeps its part of the
+    weights in host memory too, and an update reads only what changed.
+
+    The ranks of the engine read each byte that any of them wants once, and send each other their parts. The model's
+    attribute `bytecheckpoint_report` is the `LoadReport`.
     """
 
     def __init__(self, load_config: LoadConfig) -> None:
         plain = copy.copy(load_config)
         plain.model_loader_extra_config = {}  # the options here are none of those of files
         super().__init__(plain)
-        known = ("checkpoint", "layout", "state")
-        self._options = EngineOptions.of(load_config.model_loader_extra_config or {}, known)
+        self._options = EngineOptions.of(load_config.model_loader_extra_config or {})
         self._opened: _Opened | None = None
 
     def _get_weights_iterator(self, source: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -87,15 +98,20 @@ class SGLangLoader(DefaultModelLoader):  # type: ignore[misc]
             return iter(super()._get_weights_iterator(source, **options))
         served: _Served = vars(config).setdefault("_bytecheckpoint", _Served(self._options, source.model_or_path))
         place = source.model_or_path
-        if served.failed:
-            place, served.failed = served.path, False
+        root = served.options.checkpoint or served.model
+        if served.options.follow and place not in {served.model, root}:
+            raise UsageError(f"this engine follows the versions in {root}: update its weights from there")
+        again, served.failed = served.failed, False
+        if again and not served.options.follow:
+            place = served.path
         elif place == served.model:
-            place = served.options.checkpoint or place
+            place = root
         checkpoints = EngineCheckpoints(served.options, get_world_group())
         path = checkpoints.path(place)
         checkpoint, layouts = checkpoints.opened(path, config.hf_text_config)
         checkpoints.check_same(checkpoint, served.tensors)
-        self._opened = opened = _Opened(served, path, checkpoint, layouts)
+        dtypes = {name: entry.dtype for name, entry in checkpoints.tensors(checkpoint).items()}
+        self._opened = opened = _Opened(served, path, checkpoint, layouts, dtypes, again)
         return checkpoints.weights(checkpoint, opened.wanted, direct=opened.direct)
 
     def load_weights_and_postprocess(self, model: Any, weights: Any, target_device: torch.device) -> None:
@@ -111,13 +127,30 @@ class SGLangLoader(DefaultModelLoader):  # type: ignore[misc]
                 self.load_weights_only(model, itertools.chain(first, weights), target_device)
                 _check_filled(opened, model)
             model.bytecheckpoint_weights = checkpoints.held(model, opened.wanted, opened.direct)
-            model.bytecheckpoint_report = report = checkpoints.fill(opened.path, opened.wanted, opened.layouts)
+            model.bytecheckpoint_report = report = _filled(opened, checkpoints)
         except BaseException:
             served.failed = bool(served.path)
             raise
-        _log.info("weights of %s: this rank read %d bytes", opened.path, report.bytes_read)
+        _log.info("weights of %s: this rank read %d bytes", opened.path, report.bytes_read if report else 0)
         served.path = opened.path
         self.postprocess_weights(model, target_device)
+
+
+def _filled(opened: _Opened, checkpoints: EngineCheckpoints) -> LoadReport | FollowReport | None:
+    """Read what the model has copied, or what has changed of it."""
+    served = opened.served
+    if not served.options.follow:
+        return checkpoints.fill(opened.path, opened.wanted, opened.layouts)
+    if opened.direct:
+        raise UsageError(
+            f"follow=true is for models that copy their weights: this one computes with {min(opened.direct)}"
+        )
+    if served.followed is None:
+        root, state = served.options.checkpoint or served.model, served.options.state
+        served.followed = FollowedWeights(root, opened.layouts, state, checkpoints.ranks, opened.wanted, opened.dtypes)
+    report = None if opened.again else served.followed.update()
+    served.followed.fill(opened.wanted)
+    return report
 
 
 def _check_filled(opened: _Opened, model: Any) -> None:

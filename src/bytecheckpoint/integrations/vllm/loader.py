@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,11 +14,9 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.integrations.engines.checkpoints import EngineCheckpoints, EngineOptions, check_loaded
+from bytecheckpoint.integrations.engines.following import FollowedWeights
 from bytecheckpoint.integrations.engines.lazy_weights import WantedWeight
-from bytecheckpoint.layouts.layout import Layout
 from bytecheckpoint.opening import Checkpoint
-from bytecheckpoint.options import LoadOptions
-from bytecheckpoint.publishing import Follower, FollowReport
 
 __all__ = ["CheckpointLoader"]
 
@@ -61,32 +59,14 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
         if self._options.follow:
             if wanted is None:
                 raise UsageError("follow=true is for models whose layers do not quantise while they are loaded")
-            model.bytecheckpoint_report = self._begin_to_follow(wanted, dtypes, layouts, model_config)
+            state, root, ranks = self._options.state, self._place(model_config), checkpoints.ranks
+            self._memory["followed"] = followed = FollowedWeights(root, layouts, state, ranks, wanted, dtypes)
+            model.bytecheckpoint_report = followed.update()
+            followed.fill(wanted)
         elif wanted:
             model.bytecheckpoint_report = checkpoints.fill(path, wanted, layouts)
         if loaded is not None and model_config.quantization is None:  # quantised layers have parameters of their own
             check_loaded(path, model, loaded)
-
-    def _begin_to_follow(
-        self,
-        wanted: Mapping[str, WantedWeight],
-        dtypes: Mapping[str, torch.dtype],
-        layouts: Sequence[Layout] | None,
-        config: ModelConfig,
-    ) -> FollowReport | None:
-        """Load the newest version into memory that stays as it is, and copy it into the model, which may change its own."""
-        kept = {name: weight.kept(dtypes[name]) for name, weight in wanted.items()}
-        state, root = self._options.state, self._place(config)
-        options = LoadOptions(strict={state: False})
-        follower = Follower(root, layout=layouts, options=options, process_group=self._checkpoints.ranks)
-        report = follower.update({state: dict(kept)})
-        for name, weight in wanted.items():
-            for box, memory in weight.boxes.items():
-                memory.copy_(kept[name].boxes[box])
-            for memory, first in weight.copies:
-                memory.copy_(first)
-        self._memory["followed"] = follower, kept
-        return report
 
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Return an iterator over the weights of another checkpoint, for vLLM's `reload_weights`.
@@ -102,8 +82,7 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
         try:
             checkpoint = self._other_checkpoint(model_config)
             if followed := self._memory.get("followed"):
-                follower, kept = followed
-                model.bytecheckpoint_report = follower.update({self._options.state: dict(kept)})
+                kept, model.bytecheckpoint_report = followed.parts, followed.update()
         except Exception:
             model_config.model = self._memory["model"]  # the next reload without a path is not of this one
             raise
