@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,7 +134,17 @@ def test_the_last_stage_s_copy_of_tied_embeddings_is_skipped(copied: Path) -> No
 @pytest.mark.parametrize(
     ("entries", "error", "message"),
     [
-        ({"args": {"num_experts": 4}}, IncompatibleCheckpointError, "with experts"),
+        (
+            {"args": {"num_experts": 4, "expert_tensor_parallel_size": 1}},
+            IncompatibleCheckpointError,
+            "experts on 1 tensor",
+        ),
+        (
+            {"args": {"num_experts": 4, "expert_model_parallel_size": 2}},
+            CorruptCheckpointError,
+            "and on 2 in",
+        ),
+        ({"args": {"moe_glu_interleave_size": 32}}, IncompatibleCheckpointError, "interleaved gates"),
         ({"args": {"num_query_groups": 1}}, IncompatibleCheckpointError, "1 groups of queries on 2"),
         ({"model0": {"language_model": {}}}, IncompatibleCheckpointError, "before Megatron-Core"),
         ({"model0": {"embedding.word_embeddings.weight": torch.ones(16, 15)}}, CorruptCheckpointError, "do not join"),
@@ -150,11 +162,77 @@ def test_what_cannot_be_proven_is_refused(
 
 def test_missing_ranks_and_ranks_of_experts_are_refused(copied: Path) -> None:
     shutil.copytree(copied / RANKS[0], copied / f"{RANKS[0]}_000")
-    with pytest.raises(IncompatibleCheckpointError, match="expert-parallel"):
+    with pytest.raises(IncompatibleCheckpointError, match="different numbers of ranks"):
         read_megatron_ranks(resolve(str(copied)))
+    shutil.rmtree(copied / f"{RANKS[0]}_000")
     shutil.rmtree(copied / RANKS[3])
-    with pytest.raises(CheckpointNotFoundError, match="3 files of 2 x 2"):
+    with pytest.raises(CheckpointNotFoundError, match="3 files of 2 x 2 x 1"):
         read_megatron_ranks(resolve(str(copied)))
+
+
+def save_mixture(folder: Path, tensor: int, stages: int, experts: int, grouped: bool) -> dict[str, torch.Tensor]:
+    """Save files of the ranks of a mixture of experts as Megatron divides them; return its whole tensors."""
+    hidden, inner = 8, 12
+    whole: dict[str, torch.Tensor] = {}
+    ranks = itertools.product(range(tensor), range(stages), range(experts))
+    files: dict[tuple[int, ...], dict[str, torch.Tensor]] = {rank: {} for rank in ranks}
+
+    def put(
+        stage: int, on: Iterable[int], names: tuple[str, str], shape: tuple[int, ...], dim: int, gates: int
+    ) -> None:
+        """Add a tensor to the ranks of a stage: divided along a dimension, in one or two gates; -1: whole."""
+        value = whole.setdefault(names[1], torch.randn(shape))
+        for t, e in itertools.product(range(tensor), on):
+            parts = [part.chunk(tensor, dim)[t] for part in value.chunk(gates, dim)]
+            files[t, stage, e][names[0]] = value if dim < 0 else torch.cat(parts, dim)
+
+    for layer in range(4):
+        stage, own = divmod(layer, 4 // stages)
+        for name, shape, dim, gates in (
+            ("self_attention.linear_qkv.weight", (12, hidden), 0, 1),
+            ("self_attention.linear_proj.weight", (hidden, 4), 1, 1),
+            ("mlp.router.weight", (4, hidden), -1, 1),
+            ("mlp.shared_experts.linear_fc1.weight", (2 * inner, hidden), 0, 2),
+            ("mlp.shared_experts.linear_fc2.weight", (hidden, inner), 1, 1),
+        ):
+            names = f"decoder.layers.{own}.{name}", f"decoder.layers.{layer}.{name}"
+            put(stage, range(experts), names, shape, dim, gates)
+        for expert, linear in itertools.product(range(4), (1, 2)):
+            e, number = divmod(expert, 4 // experts)
+            form = "linear_fc{1}.weight{0}" if grouped else "local_experts.{0}.linear_fc{1}.weight"
+            local, name = (
+                f"decoder.layers.{at}.mlp.experts.{form.format(n, linear)}"
+                for at, n in ((own, number), (layer, expert))
+            )
+            shape = (2 * inner, hidden) if linear == 1 else (hidden, inner)
+            put(stage, [e], (local, name), shape, linear - 1, 3 - linear)
+    args = {"num_experts": 4, "expert_model_parallel_size": experts, "pipeline_model_parallel_size": stages}
+    for (t, stage, e), model in files.items():
+        name = f"mp_rank_{t:02}" + (f"_{stage:03}" if stages > 1 else "") + (f"_{e:03}" if experts > 1 else "")
+        (folder / name).mkdir(parents=True)
+        value = {"args": SimpleNamespace(**args), "model": model, "iteration": 1}
+        torch.save(value, folder / name / "model_optim_rng.pt")
+    return whole
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "sequential"])
+@pytest.mark.parametrize("degrees", [(1, 1, 2), (2, 1, 4), (2, 2, 2), (1, 2, 1), (4, 1, 1), (1, 4, 2)])
+def test_experts_are_numbered_through(tmp_path: Path, degrees: tuple[int, int, int], grouped: bool) -> None:
+    expected = save_mixture(tmp_path, *degrees, grouped)
+    with bytecheckpoint.open(tmp_path) as found:
+        tensors = {key.removeprefix("model/"): tensor[...] for key, tensor in found.tensors.items()}
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def test_stacked_experts_of_several_ranks_are_refused(tmp_path: Path) -> None:
+    save_mixture(tmp_path, 1, 1, 2, True)
+    change(tmp_path, "mp_rank_00_001", model={"decoder.layers.0.mlp.experts.weight1": torch.ones(8, 24)})
+    with pytest.raises(IncompatibleCheckpointError, match="is of several experts"):
+        read_megatron_ranks(resolve(str(tmp_path)))
+    shutil.rmtree(tmp_path / "mp_rank_00_001")
+    with pytest.raises(CheckpointNotFoundError, match="1 files of 1 x 1 x 2"):
+        read_megatron_ranks(resolve(str(tmp_path)))
 
 
 def test_gates_are_told_by_the_next_layer() -> None:

@@ -1,8 +1,9 @@
 """Read the models of Megatron's older checkpoints as they lie: a file `mp_rank_01_000/model_optim_rng.pt` of each rank.
 
 A file has the slices of one tensor-parallel rank, of the layers of one pipeline stage, numbered from 0 in each chunk.
-Here the slices are joined, as Megatron-Core divides the parameters of these names, and layers are numbered through. A
-tensor of another name is one of each rank, called "mp_rank_00:<name>", for a layout to join. Optimizers are left out.
+Here the slices are joined, as Megatron-Core divides the parameters of these names, and layers are numbered through, as are
+the experts of expert-parallel ranks, whose other tensors are copies. A tensor of another name is one of each rank, called
+"mp_rank_00:<name>", for a layout to join. Optimizers are left out.
 """
 
 from __future__ import annotations
@@ -26,39 +27,42 @@ from bytecheckpoint.storage import Storage
 
 __all__ = ["MODEL_FILE", "read_megatron_ranks"]
 
-MODEL_FILE: Final = re.compile(r"mp_rank_(\d{2,7})(?:_(\d{3,7}))?/model_optim_rng\.pt")
-"""Name of a file: tensor-parallel rank, pipeline stage."""
+MODEL_FILE: Final = re.compile(r"mp_rank_(\d{2,7})(?:_(\d{3,7}))?(?:_(\d{3,7}))?/model_optim_rng\.pt")
+"""Name of a file: tensor-parallel rank, then pipeline stage and expert-parallel rank where there are several."""
 _CHUNK = re.compile(r"model(\d{0,7})")
 _LAYER = re.compile(r"((?:.*?\.)?layers\.)(\d{1,7})(\..+)")
+_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d{1,7})(\..+)?")
+_STACKED_EXPERTS = re.compile(r".*\.experts\.weight[12]")
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 #: Names of parameters that Megatron-Core divides along dimension 0, along dimension 1, and not at all.
 _ROWS = re.compile(
-    r"embedding\.word_embeddings\.weight|output_layer\.weight|.*\.(linear_qkv|linear_fc1)\.(weight|bias)"
+    r"embedding\.word_embeddings\.weight|output_layer\.weight|.*\.(linear_qkv|linear_fc1)\.(weight|bias)|.*\.linear_fc1\.weight\d+"
 )
-_COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
+_COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight|.*\.linear_fc2\.weight\d+")
 _WHOLE = re.compile(
     r".*\.(linear_proj|linear_fc2)\.bias|.*layer_?norm(_weight|_bias|\.weight|\.bias)|embedding\.position_embeddings\.weight"
+    r"|.*\.router\.(weight|bias|expert_bias)|.*\.shared_experts\.gate_weight"
 )
 _OPTIMIZER, _SCHEDULER = "optimizer", "opt_param_scheduler"
 
 #: Tensors of one file by name, whose layers are numbered through.
 _Held = dict[str, StoredTensor]
+#: Number of a file's tensor-parallel rank, pipeline stage and expert-parallel rank.
+_Rank = tuple[int, int, int]
 
 
 def read_megatron_ranks(storage: Storage) -> ForeignCheckpoint:
     """Read a folder with a file of each model-parallel rank."""
     names = [name for name, _ in storage.list()]
-    files = {(int(m[1]), int(m[2] or 0)): name for name in names if (m := MODEL_FILE.fullmatch(name))}
-    sizes = [1 + max((key[k] for key in files), default=-1) for k in (0, 1)]
-    if not files or len(files) < sizes[0] * sizes[1]:
-        raise CheckpointNotFoundError(
-            f"{storage.url} has {len(files)} files of {sizes[0]} x {sizes[1]} model-parallel ranks"
-        )
-    if other := [name for name in names if name.endswith("model_optim_rng.pt") and name not in files.values()]:
+    files = {found.groups(): name for name in names if (found := MODEL_FILE.fullmatch(name))}
+    if not files:
+        raise CheckpointNotFoundError(f"{storage.url} has no files of model-parallel ranks")
+    if len({sum(part is not None for part in key) for key in files}) > 1:
         raise IncompatibleCheckpointError(
-            f"{storage.url} has files of expert-parallel ranks, which are not read: {listed(other)}"
+            f"{storage.url} has files of different numbers of ranks: {listed(sorted(files.values()))}"
         )
-    return _Ranks(storage, sizes[0]).read(files, any(name.endswith("distrib_optim.pt") for name in names))
+    has_optimizer = any(name.endswith("distrib_optim.pt") for name in names)
+    return _Ranks(storage, 1 + max(int(key[0]) for key in files)).read(files, has_optimizer)
 
 
 class _Ranks:
@@ -67,6 +71,7 @@ class _Ranks:
     def __init__(self, storage: Storage, degree: int) -> None:
         self._storage = storage
         self._degree = degree
+        self._experts = 0  # expert-parallel ranks, as the files say
         self._columns = ForeignColumns()
         self._tree = Tree(storage.url)
         self._files = TorchFiles(storage, self._columns)
@@ -74,25 +79,30 @@ class _Ranks:
         self._left_out: list[str] = []
         self._rest: dict[str, Any] = {}
 
-    def read(self, files: Mapping[tuple[int, int], str], has_optimizer: bool) -> ForeignCheckpoint:
+    def read(self, files: Mapping[tuple[Any, ...], str], has_optimizer: bool) -> ForeignCheckpoint:
         """Read the files.
 
         Args:
-            files: names by tensor-parallel rank and pipeline stage.
+            files: names by the numbers in them.
             has_optimizer: True if there are other files of an optimizer.
         """
-        chunks: list[dict[tuple[int, int], _Held]] = []
-        for key in sorted(files):
-            with self._files.open(files[key]) as (file, value), damage(file, "Megatron"):
+        chunks: dict[int, dict[tuple[int, int], _Held]] = {}  # of each tensor-parallel rank, by chunk and stage
+        ranks: set[_Rank] = set()
+        for key, name in sorted(files.items(), key=str):
+            with self._files.open(name) as (file, value), damage(file, "Megatron"):
                 has_optimizer |= _OPTIMIZER in value
-                chunks.append({(chunk, key[1]): held for chunk, held in self._chunks(value, key == (0, 0))})
-        with open_file(self._storage, files[0, 0]) as file, damage(file, "Megatron"):
-            stages = len(files) // self._degree
-            ranks = []
-            for first in range(0, len(chunks), stages):
-                of_rank = itertools.chain.from_iterable(found.items() for found in chunks[first : first + stages])
-                ranks.append(_numbered(dict(of_rank)))
-            self._add(ranks)
+                facts = _args_of(value)
+                ranks.add(rank := _rank_of(key, facts))
+                for chunk, held in self._chunks(value, facts, rank):
+                    chunks.setdefault(rank[0], {}).setdefault((chunk, rank[1]), {}).update(held)
+        tensor, stages, experts = (1 + max(rank[k] for rank in ranks) for k in range(3))
+        if len(ranks) < tensor * stages * max(experts, self._experts):
+            degrees = f"{tensor} x {stages} x {max(experts, self._experts)}"
+            raise CheckpointNotFoundError(
+                f"{self._storage.url} has {len(ranks)} files of {degrees} model-parallel ranks"
+            )
+        with open_file(self._storage, name) as file, damage(file, "Megatron"):
+            self._add([_numbered(chunks[rank]) for rank in sorted(chunks)])
             rows = self._ranges.rows(file)
         if self._left_out:
             self._tree.notes.append(
@@ -110,11 +120,9 @@ class _Ranks:
             "megatron-ranks", self._columns, values, self._tree.notes, rows, self._files.sums(), facts=facts
         )
 
-    def _chunks(self, value: Mapping[str, Any], first: bool) -> list[tuple[int, _Held]]:
-        """Return the tensors of each chunk of one file."""
-        args = value.get("args")
-        facts = args.state if type(args) is CallRecord and type(args.state) is dict else {}
-        if first:
+    def _chunks(self, value: Mapping[str, Any], facts: Mapping[str, Any], rank: _Rank) -> list[tuple[int, _Held]]:
+        """Return the tensors of each chunk of one file; of further expert-parallel ranks the experts only."""
+        if rank == (0, 0, 0):
             self._rest = {
                 key: item for key, item in value.items() if key != _OPTIMIZER and not _CHUNK.fullmatch(str(key))
             }
@@ -127,7 +135,9 @@ class _Ranks:
             held: _Held = {}
             for name, item in module.items():
                 if type(item) is StoredTensor and not name.endswith("_extra_state"):
-                    held[name] = item
+                    whole = self._name_of_expert(name, rank, facts)
+                    if whole or not rank[2]:
+                        held[whole or name] = item
                 elif isinstance(item, dict):
                     raise IncompatibleCheckpointError(
                         "the model is of Megatron-LM before Megatron-Core, which is not read"
@@ -141,15 +151,36 @@ class _Ranks:
 
     def _check(self, facts: Mapping[str, Any]) -> None:
         """Refuse what is divided in another way than usual."""
-        groups = facts.get("num_query_groups")
-        if facts.get("num_experts") or any("glu_interleave" in key and value for key, value in facts.items()):
+        groups, tensor = facts.get("num_query_groups"), self._degree
+        if any("glu_interleave" in key and value for key, value in facts.items()):
+            raise IncompatibleCheckpointError("files of ranks of a model with interleaved gates are not read")
+        if type(groups) is int and facts.get("group_query_attention") and groups % tensor:
             raise IncompatibleCheckpointError(
-                "files of ranks of a model with experts, or with interleaved gates, are not read"
+                f"{groups} groups of queries on {tensor} tensor-parallel ranks are not read"
             )
-        if type(groups) is int and facts.get("group_query_attention") and groups % self._degree:
-            raise IncompatibleCheckpointError(
-                f"{groups} groups of queries on {self._degree} tensor-parallel ranks are not read"
-            )
+        if facts.get("num_experts"):
+            own = facts.get("expert_tensor_parallel_size") or tensor
+            if own != tensor:
+                raise IncompatibleCheckpointError(
+                    f"experts on {own} tensor-parallel ranks, and other layers on {tensor}, are not read"
+                )
+        said = facts.get("expert_model_parallel_size") or 1
+        if self._experts not in {0, said}:
+            raise ValueError(f"experts on {said} ranks, and on {self._experts} in another file")
+        self._experts = said
+        if self._experts > 1 and (not facts.get("num_experts") or facts["num_experts"] % self._experts):
+            raise ValueError(f"{facts.get('num_experts')} experts on {self._experts} ranks")
+
+    def _name_of_expert(self, name: str, rank: _Rank, facts: Mapping[str, Any]) -> str:
+        """Return the name of a parameter of an expert, with its number in the whole model; "" for another parameter."""
+        if self._experts > 1 and _STACKED_EXPERTS.fullmatch(name):
+            raise IncompatibleCheckpointError(f"{name!r} is of several experts, on several expert-parallel ranks")
+        if (found := _EXPERT.fullmatch(name)) is None:
+            return ""
+        count = (facts.get("num_experts") or 0) // self._experts
+        if int(found[2]) >= count > 0:
+            raise ValueError(f"{name!r} is of none of the {count} experts of a rank")
+        return f"{found[1]}{int(found[2]) + rank[2] * count}{found[3] or ''}"
 
     def _add(self, ranks: Sequence[_Held]) -> None:
         """Add the slices of all tensors."""
@@ -179,6 +210,19 @@ class _Ranks:
                 linear, _, _ = (name if ".layer_norm_" in name else other).rpartition(".layer_norm_")
                 if f"{linear}.weight" in known:
                     aliases[other] = name
+
+
+def _args_of(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    args = value.get("args")
+    return args.state if type(args) is CallRecord and type(args.state) is dict else {}
+
+
+def _rank_of(key: tuple[Any, ...], facts: Mapping[str, Any]) -> _Rank:
+    """Return the rank of a file; its second number is that of an expert-parallel rank if there is one stage only."""
+    tensor, second, third = key
+    if third is None and facts.get("pipeline_model_parallel_size") == 1:
+        second, third = None, second
+    return int(tensor), int(second or 0), int(third or 0)
 
 
 def _numbered(chunks: Mapping[tuple[int, int], _Held]) -> _Held:
@@ -211,7 +255,8 @@ def _division(name: str, shapes: Sequence[tuple[int, ...]], held: _Held) -> Divi
     if not _ROWS.fullmatch(name):
         return None
     if ".linear_fc1." in name:  # of gate and up, where it has twice the columns of the next layer
-        following = held.get(f"{name.rpartition('.linear_fc1.')[0]}.linear_fc2.weight")
+        module, _, parameter = name.rpartition(".linear_fc1.")
+        following = held.get(f"{module}.linear_fc2.{parameter.replace('bias', 'weight')}")
         if following is None or len(following.shape) != 2:
             return None
         if shapes[0][0] == 2 * following.shape[1]:
