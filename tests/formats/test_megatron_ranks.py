@@ -225,6 +225,14 @@ def test_experts_are_numbered_through(tmp_path: Path, degrees: tuple[int, int, i
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
+def test_more_files_than_expert_parallel_ranks_are_refused(tmp_path: Path) -> None:
+    save_mixture(tmp_path, 1, 2, 2, True)
+    for folder in tmp_path.iterdir():
+        change(tmp_path, folder.name, args={"expert_model_parallel_size": 1})
+    with pytest.raises(IncompatibleCheckpointError, match="of expert-parallel rank 1, and its args say 1 ranks"):
+        read_megatron_ranks(resolve(str(tmp_path)))
+
+
 def test_stacked_experts_of_several_ranks_are_refused(tmp_path: Path) -> None:
     save_mixture(tmp_path, 1, 1, 2, True)
     change(tmp_path, "mp_rank_00_001", model={"decoder.layers.0.mlp.experts.weight1": torch.ones(8, 24)})

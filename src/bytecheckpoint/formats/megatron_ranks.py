@@ -95,9 +95,9 @@ class _Ranks:
                 ranks.add(rank := _rank_of(key, facts))
                 for chunk, held in self._chunks(value, facts, rank):
                     chunks.setdefault(rank[0], {}).setdefault((chunk, rank[1]), {}).update(held)
-        tensor, stages, experts = (1 + max(rank[k] for rank in ranks) for k in range(3))
-        if len(ranks) < tensor * stages * max(experts, self._experts):
-            degrees = f"{tensor} x {stages} x {max(experts, self._experts)}"
+        tensor, stages = (1 + max(rank[k] for rank in ranks) for k in range(2))
+        if len(ranks) < tensor * stages * self._experts:
+            degrees = f"{tensor} x {stages} x {self._experts}"
             raise CheckpointNotFoundError(
                 f"{self._storage.url} has {len(ranks)} files of {degrees} model-parallel ranks"
             )
@@ -151,18 +151,18 @@ class _Ranks:
 
     def _check(self, facts: Mapping[str, Any]) -> None:
         """Refuse what is divided in another way than usual."""
-        groups, tensor = facts.get("num_query_groups"), self._degree
+        groups = facts.get("num_query_groups")
         if any("glu_interleave" in key and value for key, value in facts.items()):
             raise IncompatibleCheckpointError("files of ranks of a model with interleaved gates are not read")
-        if type(groups) is int and facts.get("group_query_attention") and groups % tensor:
+        if type(groups) is int and facts.get("group_query_attention") and groups % self._degree:
             raise IncompatibleCheckpointError(
-                f"{groups} groups of queries on {tensor} tensor-parallel ranks are not read"
+                f"{groups} groups of queries on {self._degree} tensor-parallel ranks are not read"
             )
         if facts.get("num_experts"):
-            own = facts.get("expert_tensor_parallel_size") or tensor
-            if own != tensor:
+            own = facts.get("expert_tensor_parallel_size") or self._degree
+            if own != self._degree:
                 raise IncompatibleCheckpointError(
-                    f"experts on {own} tensor-parallel ranks, and other layers on {tensor}, are not read"
+                    f"experts on {own} tensor-parallel ranks, and other layers on {self._degree}, are not read"
                 )
         said = facts.get("expert_model_parallel_size") or 1
         if self._experts not in {0, said}:
@@ -220,8 +220,13 @@ def _args_of(value: Mapping[str, Any]) -> Mapping[str, Any]:
 def _rank_of(key: tuple[Any, ...], facts: Mapping[str, Any]) -> _Rank:
     """Return the rank of a file; its second number is that of an expert-parallel rank if there is one stage only."""
     tensor, second, third = key
-    if third is None and facts.get("pipeline_model_parallel_size") == 1:
+    experts = facts.get("expert_model_parallel_size") or 1
+    if third is None and experts > 1 and facts.get("pipeline_model_parallel_size") == 1:
         second, third = None, second
+    if int(third or 0) >= experts:
+        raise IncompatibleCheckpointError(
+            f"it is of expert-parallel rank {int(third)}, and its args say {experts} ranks"
+        )
     return int(tensor), int(second or 0), int(third or 0)
 
 
