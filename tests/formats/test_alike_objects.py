@@ -98,6 +98,15 @@ def test_alike_objects_are_columns():
     assert len(plain(chunks)) == len(plain(stored)) == 300
 
 
+@pytest.mark.parametrize(
+    "element", [b"h\x00)\x81}b", b"h\x00K\x01\x85\x81}(h\x01K\x02ub", b"h\x00)\x81}(h\x01K\x02ub}(h\x01K\x02ub"]
+)
+def test_objects_without_attributes_with_arguments_and_with_two_states(element):
+    """They are no runs: columns would lose what they are."""
+    saved = b"\x80\x04](\x8c\x01a\x8c\x01B\x93\x94\x8c\x01x\x940" + 20 * element + b"e."
+    assert outcome(lambda: plain(read(saved, alike=True))) == outcome(lambda: plain(read(saved, alike=False)))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_damage_is_found_with_and_without_columns(seed):
     """A changed byte leads to the same value or the same kind of error; so does a file that ends early."""

@@ -17,7 +17,7 @@ from bytecheckpoint.formats.inert import AlikeObjects, GlobalName
 __all__ = ["SKIPPED", "AlikeFinder", "SharedError", "column"]
 
 SKIPPED: Final = object()
-"""What a pickle remembers in place of the parts of a run."""
+"""Object that stands in the memo of a pickle for each part of a run."""
 #: Forms that are tried, and elements one after another that may give no run before the search ends.
 _MOST_FORMS, _MOST_VAIN = 8, 1000
 #: Bytes of the longest object, or key with its value, that gives a form.
@@ -168,9 +168,9 @@ class _FormReader:
                 self.marks.append(len(self.stack))
             elif op in b"R\x81":
                 function, args = self._own(2)
-                self.stack[-2:] = [
-                    _FormCall(function, args) if op == b"R" else _FormObject(function, None if args else {})
-                ]
+                if op != b"R" and args:
+                    raise TypeError
+                self.stack[-2:] = [_FormCall(function, args) if op == b"R" else _FormObject(function)]
                 self.fixed.add(function)
             elif op == b"u":
                 place = self.marks.pop()
@@ -180,7 +180,10 @@ class _FormReader:
                 self.fixed.update(names)
             else:
                 made, state = self._own(2)
-                self.stack[-2:] = [_FormObject(made.target, state)]
+                if made.state is not None:
+                    raise TypeError
+                self.stack.pop()
+                made.state = state
 
     def _own(self, count: int) -> tuple[Any, ...]:
         if len(self.stack) < count:
@@ -226,9 +229,9 @@ def _form_of(data: bytes, memo: list[Any], count: int) -> _Form | None:
         objects = []
         for made in reader.stack:
             target = named(made.target, GlobalName)
-            objects.append((target, {named(name, str): bound(part) for name, part in made.state.items()}))
-            if target.meaning is not None:
+            if target.meaning is not None or not made.state:
                 return None
+            objects.append((target, {named(name, str): bound(part) for name, part in made.state.items()}))
     except (IndexError, TypeError, ValueError, AttributeError, SharedError):
         return None
     if len(objects) != count or reader.marks:
