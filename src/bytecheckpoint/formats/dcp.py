@@ -222,15 +222,15 @@ def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metad
         number = columns.add_tensor(state, key_of_path(path), found.dtype, tuple(found.size or ()), found.requires_grad)
         if found.chunks.keys() - found.stored.keys():
             raise ValueError(f"no file holds a part of {name!r}")
-        for offset, info in found.stored.items():
-            items.append((number, offset, found.chunks[offset], *info))
+        for offset, place in found.stored.items():
+            items.append((number, offset, found.chunks[offset], *place))
     if len({*columns.keys}) != len(columns.keys):
         raise ValueError("two tensors have one name")
     tensor, offsets, lengths, names, begins, lengths_in_file = zip(*items, strict=True) if items else ((),) * 6
     boxes = checked_boxes(columns, tensor, offsets, lengths)
     values = [found.stored[None] for found in metadata.values.values()]
     numbers: dict[str, int] = {}
-    for name in dict.fromkeys([*names, *(info[0] for info in values)]):
+    for name in dict.fromkeys([*names, *(name for name, _, _ in values)]):
         if name not in sizes and name not in made:
             raise file.damaged(f"it names the file {name!r}, which is not there")
         numbers[name] = columns.add_file(name, made[name].size if name in made else sizes[name])
@@ -238,7 +238,7 @@ def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metad
     begin, size = np.array(begins, np.int64), np.array(lengths_in_file, np.int64)
     if (order := row_order(boxes)) is not None:
         boxes, at, begin, size = boxes.take(order), at[order], begin[order], size[order]
-    places = [(numbers[name], begin, length) for name, begin, length in values]
+    places = [(numbers[name], first, count) for name, first, count in values]
     reader = ItemReader(storage, columns, made)
     rows = reader.rows(boxes, at, begin, size)
     plain = dict(zip(metadata.values, reader.values(places), strict=True))

@@ -105,25 +105,27 @@ class ItemReader:
         first, strides = begin.copy(), row_major(boxes.lengths)
         chosen = np.flatnonzero(boxes.volumes() > 0)
         kind, forms = self._kinds(boxes.take(chosen)), _Forms()
+        form = np.empty(len(chosen), np.int64)
         for opened, places in self._by_file(file[chosen]):
             rows = chosen[places]
             ranges = list(zip(begin[rows].tolist(), np.minimum(size[rows], _HEAD).tolist(), strict=True))
-            form = np.empty(len(rows), np.int64)
             usual: dict[int, tuple[bytes, int]] = {}  # most items have the head of another one of their kind
-            for k, (of, data) in enumerate(zip(kind[places].tolist(), opened.read_many(ranges), strict=True)):
-                head, form[k] = usual.get(of, (b"", -1))
+            found = zip(places.tolist(), kind[places].tolist(), opened.read_many(ranges), strict=True)
+            for place, of, data in found:
+                head, form[place] = usual.get(of, (b"", -1))
                 if not head or not data.startswith(head):
-                    row = int(rows[k])
-                    head, form[k] = forms.add(opened, int(begin[row]), int(size[row]), data)
+                    row = int(chosen[place])
+                    head, form[place] = forms.add(opened, int(begin[row]), int(size[row]), data)
                     number = int(boxes.tensor[row])
                     shape = tuple(boxes.lengths[row, : len(self._columns.shapes[number])].tolist())
-                    _check(opened, forms.values[form[k]], self._columns.dtypes[number], shape)
-                    usual[of] = head, int(form[k])
-            start, span, steps = forms.columns(boxes.ndim)
-            if (short := start[form] + span[form] > size[rows]).any():
-                raise opened.damaged(f"the item at byte {begin[rows[np.argmax(short)]]} is shorter than its tensor")
-            first[rows] += start[form]
-            strides[rows] = np.where(steps[form] < 0, strides[rows], steps[form])
+                    _check(opened, forms.values[form[place]], self._columns.dtypes[number], shape)
+                    usual[of] = head, int(form[place])
+        start, span, steps = forms.columns(boxes.ndim)
+        short = chosen[start[form] + span[form] > size[chosen]]
+        for opened, _ in self._by_file(file[short[:1]]):
+            raise opened.damaged(f"the item at byte {begin[short[0]]} is shorter than its tensor")
+        first[chosen] += start[form]
+        strides[chosen] = np.where(steps[form] < 0, strides[chosen], steps[form])
         return RowColumns(boxes, file, first, strides)
 
     def _kinds(self, boxes: BoxTable) -> Int64s:

@@ -54,9 +54,12 @@ class RangedFile:
 
     def part(self, start: int, size: int) -> RangedFile:
         """Return a part of this part. Raises CorruptCheckpointError: the part lies outside."""
+        self._check_inside(start, size)
+        return RangedFile(self._storage, self.name, self._reader, self.start + start, size)
+
+    def _check_inside(self, start: int, size: int) -> None:
         if start < 0 or size < 0 or start + size > self.size:
             raise self.damaged(f"it has {self.size} bytes, and bytes {start} to {start + size} are needed")
-        return RangedFile(self._storage, self.name, self._reader, self.start + start, size)
 
     def read(self, offset: int, length: int) -> bytes:
         """Read bytes of this part.
@@ -70,8 +73,7 @@ class RangedFile:
     def _read_each(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Read ranges (offset, length), one after the other within one time limit."""
         for offset, length in ranges:
-            if offset < 0 or length < 0 or offset + length > self.size:
-                self.part(offset, length)  # raises
+            self._check_inside(offset, length)
 
         def read() -> list[bytes]:
             found = []
