@@ -17,7 +17,7 @@ import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from tests.support.layouts import Leaf
 
-__all__ = ["PROMPT", "Engine", "describe", "llama", "mixture", "save_sharded", "tokens_of"]
+__all__ = ["PROMPT", "Engine", "change_some", "describe", "llama", "mixture", "save_sharded", "tokens_of"]
 
 PROMPT = [1, 2, 3]
 
@@ -96,6 +96,14 @@ def mixture(inner: int = 64, *, tied: bool = True) -> Any:
         max_position_embeddings=128, tie_word_embeddings=tied, initializer_range=0.2,
     )  # fmt: skip
     return Qwen3MoeForCausalLM(config).eval()
+
+
+def change_some(model: torch.nn.Module) -> None:
+    """Change a twentieth of the elements of each parameter, as between two versions that are published."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            changed = torch.rand(parameter.shape) < 0.05
+            parameter[changed] = 0.2 * torch.randn(int(changed.sum()))
 
 
 def describe(model: Any, folder: Path) -> None:

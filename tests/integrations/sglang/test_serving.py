@@ -11,7 +11,7 @@ import torch
 import bytecheckpoint
 from bytecheckpoint.publishing import Publisher
 from tests.support.damage import damage
-from tests.support.engines import Engine, describe, llama, mixture, save_sharded, tokens_of
+from tests.support.engines import Engine, change_some, describe, llama, mixture, save_sharded, tokens_of
 
 pytestmark = pytest.mark.timeout(500)
 PROGRAM = Path(__file__).with_name("engine.py")
@@ -51,10 +51,7 @@ def test_two_ranks_follow_a_publisher(tmp_path: Path, engines: list[Engine]) -> 
         engines.append(engine := Engine(PROGRAM, tmp_path / "config", options))
         assert (newer := engine.result())["tokens"] == tokens_of(model)
         for step in (2, 3, 4, 5):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    changed = torch.rand(parameter.shape) < 0.05
-                    parameter[changed] = 0.2 * torch.randn(int(changed.sum()))
+            change_some(model)
             publisher.publish(model, step).result()
             if step == 3:
                 continue  # the next one brings both
