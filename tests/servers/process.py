@@ -126,6 +126,27 @@ class Server:
         self.kill()
         threading.Timer(seconds, self.start).start()
 
+    def pause(self) -> None:
+        """Let the server answer nothing until `resume`.
+
+        The signal only asks: a thread that runs goes on until the kernel next looks at it, and may still answer.
+        """
+        os.killpg(self.process.pid, signal.SIGSTOP)
+        group = [p for p in Path("/proc").glob("[0-9]*") if self._is_ours(int(p.name))]
+        deadline = time.monotonic() + 20
+        while not all(_stands(thread) for process in group for thread in process.glob("task/*")):
+            assert time.monotonic() < deadline, f"{self._command} does not stop"
+            time.sleep(0.005)
+
+    def resume(self) -> None:
+        """Let a paused server go on."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+
+    def _is_ours(self, pid: int) -> bool:
+        with contextlib.suppress(ProcessLookupError):
+            return os.getpgid(pid) == self.process.pid
+        return False
+
     def _end(self, how: signal.Signals) -> None:
         process, self._process = self._process, None
         if process is None:
@@ -139,3 +160,11 @@ class Server:
                     process.wait(20)
         process.wait()
         process.stdin.close()
+
+
+def _stands(thread: Path) -> bool:
+    """Return True for a thread, by its folder in /proc, that is stopped or has ended."""
+    try:
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0] in "TtZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True

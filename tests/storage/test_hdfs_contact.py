@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -94,8 +92,8 @@ def test_a_file_where_a_folder_should_be(hdfs: Hdfs, tmp_path: Path, caplog: pyt
 def test_a_cluster_that_has_answered_is_waited_for(hdfs: Hdfs, hdfs_path: str, writes: bool) -> None:
     """Every save and load of a process knows the cluster once one of them has had an answer."""
     bytecheckpoint.save(hdfs_path, states(step=1))
-    os.killpg(hdfs.namenode.process.pid, signal.SIGSTOP)
-    timer = threading.Timer(6.0, os.killpg, [hdfs.namenode.process.pid, signal.SIGCONT])
+    hdfs.namenode.pause()
+    timer = threading.Timer(6.0, hdfs.namenode.resume)
     timer.start()
     try:
         if writes:

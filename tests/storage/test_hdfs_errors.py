@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 
 import pytest
@@ -27,8 +26,7 @@ def test_a_namenode_that_hangs(hdfs: Hdfs, hdfs_path: str) -> None:
     """It takes connections and answers nothing: the client alone waits for ever."""
     bytecheckpoint.save(hdfs_path, states(step=1))
     bytecheckpoint.configure(storage_timeout=3.0)
-    process = hdfs.namenode.process
-    os.killpg(process.pid, signal.SIGSTOP)
+    hdfs.namenode.pause()
     says = rf"{hdfs_path}/metadata.parquet: no answer in 3 s \(attempt"
     try:
         with within(30):
@@ -37,7 +35,7 @@ def test_a_namenode_that_hangs(hdfs: Hdfs, hdfs_path: str) -> None:
             with pytest.raises(StorageUnavailableError, match="no answer"):
                 bytecheckpoint.save(hdfs_path, states(step=2))
     finally:
-        os.killpg(process.pid, signal.SIGCONT)
+        hdfs.namenode.resume()
     bytecheckpoint.configure(storage_timeout=180.0)
     assert load_step(hdfs_path) == 1
 
