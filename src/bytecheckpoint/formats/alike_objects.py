@@ -87,26 +87,32 @@ class _Form:
             i = found.end()
         if not rows:
             return [], i
-        self._remember(rows, memo)
-        columns = [_values(values, memo) for values in zip(*rows, strict=True)]
-
-        def made(part: Any) -> list[Any]:
-            if type(part) is int:
-                return columns[self.columns[part]]
-            if type(part) is tuple:
-                return list(zip(*map(made, part), strict=True)) if part else [()] * len(rows)
-            if type(part) is _FormCall:
-                return [part.function(*args) for args in made(part.args)]
-            return [part] * len(rows)
-
+        columns = list(zip(*rows, strict=True))
+        tokens = [set(column) for column in columns]
+        if any(token[0] == _LITERAL for group, _ in self.texts for token in tokens[group]):
+            self._remember(rows, memo)
+        else:
+            memo += [SKIPPED] * (self.remembered * len(rows))
+        values = [_values(column, known, memo) for column, known in zip(columns, tokens, strict=True)]
         runs = [
-            AlikeObjects(target, {name: made(part) for name, part in state.items()}) for target, state in self.objects
+            AlikeObjects(target, {name: self._made(part, values, len(rows)) for name, part in state.items()})
+            for target, state in self.objects
         ]
         return runs, i
 
+    def _made(self, part: Any, columns: list[list[Any]], count: int) -> list[Any]:
+        """Return what a part of the form is in each of `count` elements, by the values of their open tokens."""
+        if type(part) is int:
+            return columns[self.columns[part]]
+        if type(part) is tuple and part:
+            return list(zip(*(self._made(one, columns, count) for one in part), strict=True))
+        if type(part) is _FormCall:
+            return _results(part.function, self._made(part.args, columns, count))
+        return [part] * count
+
     def _remember(self, rows: list[tuple[bytes, ...]], memo: list[Any]) -> None:
         """Remember what the elements remember; of their parts the texts only."""
-        for row in rows if self.texts else ():
+        for row in rows:
             done = 0
             for group, before in self.texts:
                 if row[group][0] == _LITERAL:
@@ -114,18 +120,24 @@ class _Form:
                     memo.append(_value(row[group], memo))
                     done = before
             memo += [SKIPPED] * (self.remembered - done)
-        if not self.texts:
-            memo += [SKIPPED] * (self.remembered * len(rows))
 
 
-def _values(column: Sequence[bytes], memo: list[Any]) -> list[Any]:
-    """Return the numbers and objects that the tokens of a column stand for."""
-    known = {token: _value(token, memo) for token in set(column)}
+def _results(function: Any, args: list[Any]) -> list[Any]:
+    """Return the result of a function for each tuple of arguments; the same object for equal ones."""
+    known = {one: function(*one) for one in set(args)}
+    return [known[one] for one in args]
+
+
+def _values(column: Sequence[bytes], tokens: set[bytes], memo: list[Any]) -> list[Any]:
+    """Return the numbers and objects that the tokens of a column stand for, of which `tokens` are the different ones."""
+    known = {token: _value(token, memo) for token in tokens}
     return [known[token] for token in column]
 
 
 def _value(token: bytes, memo: list[Any]) -> Any:
-    if token[0] == _LITERAL:
+    if (kind := token[0]) in b"JKM":
+        return int.from_bytes(token[1:], "little", signed=kind == b"J"[0])
+    if kind == _LITERAL:
         if len(token) != token[1] + 3:
             raise SharedError  # two texts, between which no object is remembered
         return token[2:-1].decode("ascii")
@@ -134,9 +146,7 @@ def _value(token: bytes, memo: list[Any]) -> Any:
         if place >= len(memo) or memo[place] is SKIPPED:
             raise SharedError
         return memo[place]
-    if token[:1] == b"\x8a":
-        return int.from_bytes(token[2:], "little", signed=True)
-    return int.from_bytes(token[1:], "little", signed=token[:1] == b"J")
+    return int.from_bytes(token[2:], "little", signed=True)  # of any length
 
 
 @dataclass

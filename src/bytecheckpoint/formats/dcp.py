@@ -215,18 +215,23 @@ def read_content(storage: Storage) -> DcpContent:
 
 def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metadata: _JoinedMetadata) -> DcpContent:
     """Read the heads and plain values that the metadata describe; `file` stands in errors."""
-    columns, items = ForeignColumns(), []
-    made = _decompressed(storage, metadata)
+    columns, made = ForeignColumns(), _decompressed(storage, metadata)
+    tensor: list[int] = []
+    offsets: list[tuple[int, ...]] = []
+    lengths: list[tuple[int, ...]] = []
+    stored_at: list[tuple[str, int, int]] = []
     for name, found in metadata.tensors.items():
         state, path = metadata.place(name)
         number = columns.add_tensor(state, key_of_path(path), found.dtype, tuple(found.size or ()), found.requires_grad)
         if found.chunks.keys() - found.stored.keys():
             raise ValueError(f"no file holds a part of {name!r}")
-        for offset, place in found.stored.items():
-            items.append((number, offset, found.chunks[offset], *place))
+        tensor += [number] * len(found.stored)
+        offsets += found.stored
+        lengths += [found.chunks[offset] for offset in found.stored]
+        stored_at += found.stored.values()
     if len({*columns.keys}) != len(columns.keys):
         raise ValueError("two tensors have one name")
-    tensor, offsets, lengths, names, begins, lengths_in_file = zip(*items, strict=True) if items else ((),) * 6
+    names, begins, lengths_in_file = zip(*stored_at, strict=True) if stored_at else ((),) * 3
     boxes = checked_boxes(columns, tensor, offsets, lengths)
     values = [found.stored[None] for found in metadata.values.values()]
     numbers: dict[str, int] = {}

@@ -110,16 +110,17 @@ class ItemReader:
             rows = chosen[places]
             ranges = list(zip(begin[rows].tolist(), np.minimum(size[rows], _HEAD).tolist(), strict=True))
             usual: dict[int, tuple[bytes, int]] = {}  # most items have the head of another one of their kind
-            found = zip(places.tolist(), kind[places].tolist(), opened.read_many(ranges), strict=True)
-            for place, of, data in found:
-                head, form[place] = usual.get(of, (b"", -1))
+            numbers: list[int] = []
+            for row, of, data in zip(rows.tolist(), kind[places].tolist(), opened.read_many(ranges), strict=True):
+                head, number = usual.get(of, (b"", -1))
                 if not head or not data.startswith(head):
-                    row = int(chosen[place])
-                    head, form[place] = forms.add(opened, int(begin[row]), int(size[row]), data)
-                    number = int(boxes.tensor[row])
-                    shape = tuple(boxes.lengths[row, : len(self._columns.shapes[number])].tolist())
-                    _check(opened, forms.values[form[place]], self._columns.dtypes[number], shape)
-                    usual[of] = head, int(form[place])
+                    head, number = forms.add(opened, int(begin[row]), int(size[row]), data)
+                    tensor = int(boxes.tensor[row])
+                    shape = tuple(boxes.lengths[row, : len(self._columns.shapes[tensor])].tolist())
+                    _check(opened, forms.values[number], self._columns.dtypes[tensor], shape)
+                    usual[of] = head, number
+                numbers.append(number)
+            form[places] = numbers
         start, span, steps = forms.columns(boxes.ndim)
         short = chosen[start[form] + span[form] > size[chosen]]
         for opened, _ in self._by_file(file[short[:1]]):

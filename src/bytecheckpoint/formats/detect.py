@@ -25,6 +25,7 @@ from bytecheckpoint.formats.orbax import item_folder, read_orbax
 from bytecheckpoint.formats.rank_files import RANK_FILE, read_rank_files
 from bytecheckpoint.formats.shown import VALUES_NAME, with_values
 from bytecheckpoint.formats.torch_save import read_torch_save
+from bytecheckpoint.garbage_collection import gc_paused
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog_file import encode
 from bytecheckpoint.representation.names import CATALOG_NAME
@@ -172,9 +173,10 @@ class ForeignStorage(WrappedStorage):
         """Return notes and sums of the checkpoint, and the files that the folder does not hold, by name."""
         with self._lock:
             if self._found is None:
-                found = self._read(self.inner)
-                catalog, files = with_values(found, self.inner)
-                self._found = tuple(found.notes), found.sums, {CATALOG_NAME: encode(catalog), **files}
+                with gc_paused():
+                    found = self._read(self.inner)
+                    catalog, files = with_values(found, self.inner)
+                    self._found = tuple(found.notes), found.sums, {CATALOG_NAME: encode(catalog), **files}
             return self._found
 
     def _made(self, name: str) -> bytes | Decoded | None:
