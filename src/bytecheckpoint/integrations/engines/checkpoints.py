@@ -13,6 +13,7 @@ import bytecheckpoint
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, UsageError, listed
 from bytecheckpoint.formats.detect import as_checkpoint
 from bytecheckpoint.handles import LoadReport
+from bytecheckpoint.integrations.engines.following import FollowedWeights
 from bytecheckpoint.integrations.engines.held_weights import HeldWeights
 from bytecheckpoint.integrations.engines.lazy_weights import LazyWeight, WantedWeight, WeightPart
 from bytecheckpoint.layouts.config import flattened
@@ -213,6 +214,13 @@ class EngineCheckpoints:
             for memory, first in part.copies:
                 memory.copy_(first)
         return report
+
+    def followed(
+        self, place: str, checkpoint: Checkpoint, layouts: Sequence[Layout] | None, wanted: Mapping[str, WantedWeight]
+    ) -> FollowedWeights:
+        """Return memory of all wanted parts that follows the versions at a place, of which `checkpoint` is one."""
+        dtypes = {name: entry.dtype for name, entry in self.tensors(checkpoint).items()}
+        return FollowedWeights(place, layouts, self._options.state, self.ranks, wanted, dtypes)
 
     def check_same(self, checkpoint: Checkpoint, known: Mapping[str, tuple[int, ...]] | None) -> None:
         """Refuse a checkpoint whose tensors are others than those of the model, and close it."""

@@ -58,7 +58,6 @@ class _Opened:
         path: address of the checkpoint.
         checkpoint: the checkpoint.
         layouts: layouts through which it is seen.
-        dtypes: dtypes of its tensors.
         again: True if SGLang wants the weights back that the model had before an update.
         wanted: parts that the model has copied, to be read together.
         direct: names of tensors of which the model has read parts by other operations.
@@ -68,7 +67,6 @@ class _Opened:
     path: str
     checkpoint: Checkpoint
     layouts: Sequence[Layout] | None
-    dtypes: dict[str, torch.dtype]
     again: bool
     wanted: dict[str, WantedWeight] = field(default_factory=dict)
     direct: set[str] = field(default_factory=set)
@@ -110,8 +108,7 @@ class SGLangLoader(DefaultModelLoader):  # type: ignore[misc]
         path = checkpoints.path(place)
         checkpoint, layouts = checkpoints.opened(path, config.hf_text_config)
         checkpoints.check_same(checkpoint, served.tensors)
-        dtypes = {name: entry.dtype for name, entry in checkpoints.tensors(checkpoint).items()}
-        self._opened = opened = _Opened(served, path, checkpoint, layouts, dtypes, again)
+        self._opened = opened = _Opened(served, path, checkpoint, layouts, again)
         return checkpoints.weights(checkpoint, opened.wanted, direct=opened.direct)
 
     def load_weights_and_postprocess(self, model: Any, weights: Any, target_device: torch.device) -> None:
@@ -146,8 +143,8 @@ def _filled(opened: _Opened, checkpoints: EngineCheckpoints) -> LoadReport | Fol
             f"follow=true is for models that copy their weights: this one computes with {min(opened.direct)}"
         )
     if served.followed is None:
-        root, state = served.options.checkpoint or served.model, served.options.state
-        served.followed = FollowedWeights(root, opened.layouts, state, checkpoints.ranks, opened.wanted, opened.dtypes)
+        root = served.options.checkpoint or served.model
+        served.followed = checkpoints.followed(root, opened.checkpoint, opened.layouts, opened.wanted)
     report = None if opened.again else served.followed.update()
     served.followed.fill(opened.wanted)
     return report

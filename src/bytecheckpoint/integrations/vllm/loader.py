@@ -14,7 +14,6 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.integrations.engines.checkpoints import EngineCheckpoints, EngineOptions, check_loaded
-from bytecheckpoint.integrations.engines.following import FollowedWeights
 from bytecheckpoint.integrations.engines.lazy_weights import WantedWeight
 from bytecheckpoint.opening import Checkpoint
 
@@ -55,12 +54,11 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
             direct: set[str] = set()
             loaded = model.load_weights(checkpoints.weights(checkpoint, wanted, direct=direct))
             model.bytecheckpoint_weights = checkpoints.held(model, wanted or {}, direct)
-            dtypes = {name: entry.dtype for name, entry in checkpoints.tensors(checkpoint).items()}
         if self._options.follow:
             if wanted is None:
                 raise UsageError("follow=true is for models whose layers do not quantise while they are loaded")
-            state, root, ranks = self._options.state, self._place(model_config), checkpoints.ranks
-            self._memory["followed"] = followed = FollowedWeights(root, layouts, state, ranks, wanted, dtypes)
+            followed = checkpoints.followed(self._place(model_config), checkpoint, layouts, wanted)
+            self._memory["followed"] = followed
             model.bytecheckpoint_report = followed.update()
             followed.fill(wanted)
         elif wanted:
