@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 
 import bytecheckpoint
-from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError
+from bytecheckpoint.integrations.engines.checkpoints import EngineCheckpoints, EngineOptions
 from bytecheckpoint.integrations.engines.held_weights import HeldWeights, engine_fingerprint
 from bytecheckpoint.integrations.engines.lazy_weights import LazyWeight, WantedWeight, WeightPart
 from bytecheckpoint.tools import fingerprint
@@ -98,6 +100,24 @@ def test_what_is_not_held_as_it_was_saved_is_refused(tmp_path: Path) -> None:
         engine_fingerprint(model)
     with pytest.raises(UsageError, match="Linear was not loaded by"):
         engine_fingerprint(nn.Linear(1, 1))
+
+
+def test_an_engine_proves_what_it_has_loaded(tmp_path: Path) -> None:
+    engine = EngineCheckpoints(EngineOptions(prove=True), SimpleNamespace(world_size=1, rank_in_group=0))
+    model, step = loaded(tmp_path)
+    with pytest.raises(IncompatibleCheckpointError, match=r"has fingerprints of 0 tensors .* which are 5: save with"):
+        engine.prove(str(step), model)
+    bytecheckpoint.configure(fingerprint=True)
+    model, step = loaded(tmp_path / "summed")
+    engine.prove(str(step), model)
+    model.qk.data[9, 2].neg_()
+    with pytest.raises(CorruptCheckpointError, match="after the load model/k hold other elements"):
+        engine.prove(str(step), model)
+    EngineCheckpoints(EngineOptions(), None).prove(str(step), model)
+    model.qk.data[9, 2].neg_()
+    model.scale = model.scale.double()
+    with pytest.raises(IncompatibleCheckpointError, match=r"of 4 tensors .* which are 5"):
+        engine.prove(str(step), model)
 
 
 def test_a_parameter_with_other_strides_is_seen_as_it_is(tmp_path: Path) -> None:

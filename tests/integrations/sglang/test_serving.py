@@ -47,7 +47,7 @@ def test_two_ranks_follow_a_publisher(tmp_path: Path, engines: list[Engine]) -> 
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     with Publisher(root) as publisher:
         publisher.publish(model, 1).result()
-        options = {"checkpoint": str(root), "ranks": 2, "follow": True}
+        options = {"checkpoint": str(root), "ranks": 2, "follow": True, "prove": True}
         engines.append(engine := Engine(PROGRAM, tmp_path / "config", options))
         assert (newer := engine.result())["tokens"] == tokens_of(model)
         for step in (2, 3, 4, 5):
@@ -68,6 +68,8 @@ def test_two_ranks_follow_a_publisher(tmp_path: Path, engines: list[Engine]) -> 
     assert not other["updated"] and "this engine follows the versions in" in other["message"]
     reads = [int(count) for count in re.findall(r"this rank read (\d+) bytes", engine.log.read_text())]
     assert all(read < 0.25 * size for read in reads[2:]) and len(reads) >= 8, (reads, size)
+    proven = re.findall(r"fingerprints prove \d+ tensors of (\S+)", engine.log.read_text())
+    assert [path[-1] for path in proven] == [*"11", *"22", *"44", *"55"], "on both ranks, at each version"
 
 
 def test_experts_of_transformers_by_a_layout(tmp_path: Path, engines: list[Engine]) -> None:

@@ -50,7 +50,7 @@ def test_two_ranks_follow_a_publisher(tmp_path: Path, engines: list[Engine]) -> 
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     with Publisher(root) as publisher:
         publisher.publish(model, 1).result()
-        options = {"checkpoint": str(root), "held": True, "engine": TWO, "follow": True}
+        options = {"checkpoint": str(root), "held": True, "engine": TWO, "follow": True, "prove": True}
         engines.append(Engine(PROGRAM, tmp_path / "config", options))
         result = engines[0].result()
         assert result["tokens"] == tokens_of(model)

@@ -20,9 +20,11 @@ from bytecheckpoint.layouts.config import flattened
 from bytecheckpoint.layouts.layout import Layout, builtin_names, find, find_all
 from bytecheckpoint.manager.run_folder import RunFolder, step_folder
 from bytecheckpoint.opening import Checkpoint, Entry
+from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.planning.part_space import stored_side
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.tools.fingerprints import prove_loaded
 
 __all__ = ["EngineCheckpoints", "EngineOptions", "check_loaded"]
 
@@ -57,12 +59,14 @@ class EngineOptions:
             the model's configuration whose other side has the checkpoint's names, if there is one.
         state: name of the state that is the model.
         follow: True to follow the versions in the folder `checkpoint`.
+        prove: True to compare the weights in the model after a load with the fingerprints of the checkpoint.
     """
 
     checkpoint: str | None = None
     layout: str = "auto"
     state: str = "model"
     follow: bool = False
+    prove: bool = False
 
     @staticmethod
     def of(options: object) -> EngineOptions:
@@ -214,6 +218,25 @@ class EngineCheckpoints:
             for memory, first in part.copies:
                 memory.copy_(first)
         return report
+
+    def prove(self, path: str, model: Any) -> None:
+        """Compare what a model holds with the fingerprints of a checkpoint, if the engine asks for it. All ranks call this.
+
+        Raises:
+            CorruptCheckpointError: the model holds other elements.
+            IncompatibleCheckpointError: the checkpoint lacks fingerprints of some tensors in the model: it was saved
+                without them, a layout leads to the names of the model, or the model holds other dtypes or forms.
+        """
+        if not self._options.prove:
+            return
+        parts = model.bytecheckpoint_weights.parts(model)
+        proven = prove_loaded(path, {self._options.state: parts}, LoadOptions(), self.ranks)
+        if proven < len(parts):
+            raise IncompatibleCheckpointError(
+                f"prove=true: {path} has fingerprints of {proven} tensors as the model holds them, which are {len(parts)}: "
+                "save with configure(fingerprint=True), in the dtype of the engine and under the names of Hugging Face"
+            )
+        _log.info("fingerprints prove %d tensors of %s", proven, path)
 
     def followed(
         self, place: str, checkpoint: Checkpoint, layouts: Sequence[Layout] | None, wanted: Mapping[str, WantedWeight]

@@ -44,6 +44,12 @@ class FollowedWeights:
         options = LoadOptions(strict={state: False})
         self._follower = Follower(root, layout=layouts, options=options, process_group=ranks)
 
+    @property
+    def path(self) -> str:
+        """The address of the version that the parts have."""
+        assert self._follower.version is not None
+        return self._follower.version.path
+
     def update(self) -> FollowReport | None:
         """Bring the parts to the newest version, or leave all as they are. Returns and raises as `Follower.update`."""
         return self._follower.update({self._state: dict(self.parts)})

@@ -125,6 +125,8 @@ class SGLangLoader(DefaultModelLoader):  # type: ignore[misc]
                 _check_filled(opened, model)
             model.bytecheckpoint_weights = checkpoints.held(model, opened.wanted, opened.direct)
             model.bytecheckpoint_report = report = _filled(opened, checkpoints)
+            if not opened.again:
+                checkpoints.prove(served.followed.path if served.followed else opened.path, model)
         except BaseException:
             served.failed = bool(served.path)
             raise

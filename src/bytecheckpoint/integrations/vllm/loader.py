@@ -61,10 +61,12 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
             self._memory["followed"] = followed
             model.bytecheckpoint_report = followed.update()
             followed.fill(wanted)
+            path = followed.path
         elif wanted:
             model.bytecheckpoint_report = checkpoints.fill(path, wanted, layouts)
         if loaded is not None and model_config.quantization is None:  # quantised layers have parameters of their own
             check_loaded(path, model, loaded)
+        checkpoints.prove(path, model)
 
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Return an iterator over the weights of another checkpoint, for vLLM's `reload_weights`.
