@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,27 @@ def test_one_file(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "tie_word_embeddings": true}')
     same(tmp_path)
     assert read_huggingface(resolve(str(tmp_path))).catalog.info["config"]["model_type"] == "llama"
+
+
+def test_a_configuration_with_numbers_that_json_lacks(tmp_path):
+    """Python writes them: older folders of Mamba 2 have such a limit."""
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "mamba2", "time_step_limit": [0.0, Infinity], "x": "NaN"}')
+    config = read_huggingface(resolve(str(tmp_path))).facts["config"]
+    assert config == {"model_type": "mamba2", "time_step_limit": [0.0, {"__float__": "Infinity"}], "x": "NaN"}
+    (tmp_path / "config.json").write_text('{"model_type": Infinity,}')
+    with pytest.raises(CorruptCheckpointError, match=r"config\.json is damaged: it cannot be read"):
+        read_huggingface(resolve(str(tmp_path)))
+
+
+def test_a_tensor_of_very_many_dimensions(tmp_path):
+    shape = [1] * 200_000
+    head = json.dumps({"w": {"dtype": "U8", "shape": shape, "data_offsets": [0, 1]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + b"0")
+    begun = time.process_time()
+    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors.* length <= 64"):
+        read_huggingface(resolve(str(tmp_path)))
+    assert time.process_time() - begun < 1.0
 
 
 def test_several_files(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 
 from bytecheckpoint.errors import CheckpointError, UsageError
 from bytecheckpoint.layouts.binding import bind
+from bytecheckpoint.layouts.config import flattened
 from bytecheckpoint.layouts.layout import builtin_names, find
 from bytecheckpoint.layouts.matching import Side
 from tests.layouts.models import FAMILIES, Family, move
@@ -25,6 +26,7 @@ TRANSFORMER_ENGINE = {
     r"\.kv_layernorm\.weight$": r".linear_kv_up_proj.layer_norm_weight",
 }
 
+MOE = find("moe")
 TORCHTITAN = json.loads((Path(__file__).parent / "torchtitan.json").read_text())
 
 
@@ -181,6 +183,26 @@ def test_norms_and_rotary_positions_are_compared(name):
 
 
 @pytest.mark.parametrize(
+    ("config", "said", "other"),
+    [
+        ({"rope_parameters": {"rope_type": "llama3"}}, {"rotary_type": "llama3"}, {"rotary_type": "default"}),
+        ({"rope_scaling": {"type": "linear"}}, {"rotary_type": "linear"}, {"rotary_type": "default"}),
+        ({"rope_scaling": None}, {"rotary_type": "default"}, {"rotary_type": "llama3"}),
+        ({"hidden_act": "gelu"}, {"activation": "gelu"}, {"activation": "silu"}),
+        ({"num_experts_per_tok": 4}, {"moe_router_topk": 4}, {"moe_router_topk": 2}),
+    ],
+)
+def test_models_that_differ_with_equal_weights(config, said, other):
+    keys = flattened("hf", config)
+    assert not any(
+        f"megatron.{name}" in text for text in MOE.check_config(keys | flattened("megatron", said)) for name in said
+    )
+    with pytest.raises(UsageError, match=f"megatron.{next(iter(other))} is"):
+        MOE.check_config(keys | flattened("megatron", other))
+    assert any(f"megatron.{next(iter(said))}" in text for text in MOE.check_config(keys)), "not compared, and said"
+
+
+@pytest.mark.parametrize(
     ("name", "config"),
     [
         ("gemma3", {"hf.rope_theta": 1e6, "hf.rope_local_base_freq": 1e4}),
@@ -191,7 +213,7 @@ def test_norms_and_rotary_positions_are_compared(name):
 )
 def test_rotary_bases_as_transformers_4_wrote_them(name, config):
     layout = find(name)
-    assert not any("rope" in text for text in layout.check_config(config | {"megatron.rotary_base": 10000}))
+    assert not any("rotary_base" in text for text in layout.check_config(config | {"megatron.rotary_base": 10000}))
     with pytest.raises(UsageError, match="rotary_base is 1000000"):
         layout.check_config(config | {"megatron.rotary_base": 1000000})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Final, TypeVar
@@ -125,10 +126,18 @@ class RangedFile:
         return self.decoded_json("it", self.read(0, self.size), kind)
 
     def decoded_json(self, what: str, text: bytes | str, kind: type[_T]) -> _T:
-        """Return a text of JSON in the file, `what` in errors, as a type. Raises as `json`."""
+        """Return a text of JSON in the file, `what` in errors, as a type. Raises as `json`.
+
+        Python writes `Infinity` and `NaN`, which JSON lacks, as older configurations of transformers have them. They become
+        `{"__float__": "Infinity"}`, the form of newer ones.
+        """
+        raw = text.encode() if isinstance(text, str) else text
         try:
-            return msgspec.json.decode(text, type=kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            if b"Infinity" in raw or b"NaN" in raw:
+                content = json.loads(raw, parse_constant=lambda name: {"__float__": name})
+                return msgspec.convert(content, type=kind)
+            return msgspec.json.decode(raw, type=kind)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: of UTF-8 and of Python's JSON
             raise self.damaged(f"{what} cannot be read ({error})") from error
 
     def damaged(self, what: str) -> CorruptCheckpointError:

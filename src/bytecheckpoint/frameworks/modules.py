@@ -94,6 +94,10 @@ class ModuleScan:
     parameters: dict[int, ParameterName] = field(default_factory=dict)
 
 
+#: Functions that transformers and torch call by one name.
+_ACTIVATIONS = ("silu", "gelu", "relu", "quick_gelu")
+
+
 def configuration_of(states: Mapping[str, object]) -> dict[str, bool | int | float | str]:
     """Return the plain values in the configurations of modules, under "hf." (transformers) or "megatron.".
 
@@ -119,7 +123,26 @@ def _configuration_of(module: nn.Module) -> dict[str, bool | int | float | str]:
         return {}
     inside = next((one for one in module.modules() if hasattr(one, "vocab_size")), None)  # the model in its wrappers
     model = {name: getattr(inside, name, None) for name in ("rotary_base", "vocab_size")}
-    return _plain("megatron", {**vars(config), **model})
+    behind = {"rotary_type": _rotary_type(config, inside), "activation": _activation(config)}
+    return _plain("megatron", {**vars(config), **model, **behind})
+
+
+def _rotary_type(config: Any, model: Any) -> str | None:
+    """Return transformers' name of the rotary positions of a model of Megatron; None if nothing says how they scale."""
+    if "yarn" in (getattr(config, "rope_type", ""), getattr(model, "position_embedding_type", "")):
+        return "yarn"
+    if getattr(getattr(model, "rotary_pos_emb", None), "seq_len_interpolation_factor", None) is not None:
+        return "linear"
+    scaled = getattr(model, "rotary_scaling", None)
+    return None if scaled is None else "llama3" if scaled else "default"
+
+
+def _activation(config: Any) -> str | None:
+    """Return transformers' name of the activation in a configuration of Megatron; None for one that has none."""
+    if getattr(config, "activation_func_clamp_value", None) or getattr(config, "glu_linear_offset", 0):
+        return None  # of gpt-oss, which transformers does not name
+    name = getattr(getattr(config, "activation_func", None), "__name__", "")
+    return {"squared_relu": "relu2"}.get(name, name if name in _ACTIVATIONS else None)
 
 
 def _plain(prefix: str, values: Mapping[str, object]) -> dict[str, bool | int | float | str]:

@@ -9,6 +9,7 @@ from typing import Annotated, Final
 import msgspec
 
 from bytecheckpoint.representation.boxes import Int64s
+from bytecheckpoint.representation.catalog import MAX_DIMS
 from bytecheckpoint.representation.shards import TensorKey
 
 __all__ = [
@@ -36,7 +37,7 @@ SUM_DIGITS: Final = 16
 COUNT_DIGITS: Final = 8
 
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
-_Dims = tuple[_Natural, ...]
+_Dims = Annotated[tuple[_Natural, ...], msgspec.Meta(max_length=MAX_DIMS)]
 
 
 class SafetensorsEntry(msgspec.Struct, frozen=True, gc=False):
