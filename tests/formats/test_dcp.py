@@ -112,6 +112,49 @@ dist.destroy_process_group()
 """
 
 
+def save_each(folder, *ranks):
+    """Save as ranks do that share no metadata."""
+    for rank, values in enumerate(ranks):
+        alone = folder.parent / f"rank {rank}"
+        dcp.save(values, checkpoint_id=alone)
+        state = pickle.loads((alone / ".metadata").read_bytes())
+        for info in state.storage_data.values():
+            info.relative_path = f"__{rank}_0.distcp"
+        folder.mkdir(exist_ok=True)
+        (folder / f"__{rank}.metadata").write_bytes(pickle.dumps(state))
+        (alone / "__0_0.distcp").rename(folder / f"__{rank}_0.distcp")
+
+
+def test_ranks_that_hold_different_tensors_under_one_name(tmp_path):
+    """Each keeps its own, as in files of ranks: nobody can say whose is meant. Equal ones are one tensor."""
+    same = torch.arange(4.0)
+    both = [{"model": {"own": torch.full((4,), float(rank)), "same": same}, "step": rank} for rank in range(2)]
+    save_each(tmp_path / "each", *both)
+    foreign = read_dcp(resolve(str(tmp_path / "each")))
+    held = [(key.fqn, foreign.columns.owners.get(number)) for number, key in enumerate(foreign.columns.keys) if key.fqn]
+    assert sorted(held, key=str) == [("own", 0), ("own", 1), ("same", None)]
+    assert foreign.notes == ["ranks have stored different values of 'step': that of the lowest rank is kept"]
+    with bytecheckpoint.open(tmp_path / "each") as found:
+        assert torch.equal(found["model/same"][...], same)
+    live = {"own": torch.zeros(4)}
+    bytecheckpoint.load(tmp_path / "each", {"model": live}, strict=False)
+    assert live["own"].tolist() == [0.0] * 4, "rank 0 has its own"
+
+
+def test_ranks_that_stored_a_part_differently(tmp_path):
+    """As where a save of fewer ranks was written over one of more."""
+    save_each(tmp_path / "each", *({"model": {"w": torch.full((4,), value)}} for value in (1.0, 2.0)))
+    for rank in range(2):  # each describes a half of the tensor
+        path = tmp_path / "each" / f"__{rank}.metadata"
+        state = pickle.loads(path.read_bytes())
+        state.state_dict_metadata["model.w"].size = torch.Size([8])
+        path.write_bytes(pickle.dumps(state))
+    with pytest.raises(
+        IncompatibleCheckpointError, match=r"ranks \[0, 1\] have stored the part of 'model.w' at \[0\] diff"
+    ):
+        read_dcp(resolve(str(tmp_path / "each")))
+
+
 def test_shards_of_two_ranks(tmp_path):
     ranks = [subprocess.Popen(forked("-c", RANKS, rank, tmp_path)) for rank in range(2)]
     assert [process.wait(timeout=120) for process in ranks] == [0, 0]

@@ -16,7 +16,7 @@ import numpy as np
 
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from bytecheckpoint.formats.alike_objects import column
-from bytecheckpoint.formats.dcp_items import ItemReader, checked_boxes, decompressed
+from bytecheckpoint.formats.dcp_items import ItemReader, checked_boxes, decompressed, same_items
 from bytecheckpoint.formats.decoded import Decoded
 from bytecheckpoint.formats.files import RangedFile, damage, open_file
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
@@ -82,6 +82,10 @@ def trees_of(items: Iterable[tuple[str, tuple[Any, ...], object]]) -> dict[str, 
     return {state: _as_optimizer(found) or _with_lists(found) for state, found in trees.items()}
 
 
+#: Place of an item: file, first byte, length, and the rank whose metadata say so.
+_Place = tuple[str, int, int, int]
+
+
 @dataclass
 class _Described:
     """A tensor or plain value, as the metadata of all ranks describe it.
@@ -91,14 +95,21 @@ class _Described:
         dtype: dtype of a tensor.
         requires_grad: flag of the tensor.
         chunks: extent of each stored box, by its offsets.
-        stored: places of the items (file, first byte, length), by the offsets of their boxes.
+        stored: places of the items, by the offsets of their boxes.
+        rivals: places of all items of the boxes that several ranks have stored.
     """
 
     size: tuple[int, ...] | None
     dtype: str = ""
     requires_grad: bool = False
     chunks: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
-    stored: dict[Any, tuple[str, int, int]] = field(default_factory=dict)
+    stored: dict[Any, _Place] = field(default_factory=dict)
+    rivals: dict[Any, list[_Place]] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> bool:
+        """True for a plain value, and for a tensor whose boxes are all of it."""
+        return self.size is None or all(extent == self.size for extent in self.chunks.values())
 
 
 @dataclass
@@ -110,14 +121,16 @@ class _JoinedMetadata:
         values: descriptions of the plain values, by name.
         paths: path of each name in the saved dict.
         compressed: items that zstd has compressed, each by its tensor or value and the offsets of its box.
+        notes: facts that a user should know.
     """
 
     tensors: dict[str, _Described] = field(default_factory=dict)
     values: dict[str, _Described] = field(default_factory=dict)
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     compressed: list[tuple[_Described, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
-    def add(self, state: Any) -> None:
+    def add(self, state: Any, rank: int = 0) -> None:
         """Add the metadata of one rank, or of all."""
         for name, described in state["state_dict_metadata"].items():
             facts = described.state
@@ -135,12 +148,14 @@ class _JoinedMetadata:
                 tensor.chunks.update(zip(column(chunks, "offsets"), column(chunks, "sizes"), strict=True))
         for indices, infos in state["storage_data"].items():
             names, offsets = column(indices, "fqn"), column(indices, "offset")
-            places = zip(*(column(infos, name) for name in ("relative_path", "offset", "length")), strict=True)
+            columns = (column(infos, name) for name in ("relative_path", "offset", "length"))
+            places = zip(*columns, [rank] * len(names), strict=True)
             for name, offset, place, what in zip(
                 names, offsets, places, column(infos, "transform_descriptors"), strict=True
             ):
                 described = self.tensors.get(name) or self.values[name]
-                described.stored[offset] = place
+                if (first := described.stored.setdefault(offset, place)) is not place:
+                    described.rivals.setdefault(offset, [first]).append(place)
                 if what:
                     if [text.partition("/")[0] for text in what] != [_ZSTD]:
                         raise IncompatibleCheckpointError(f"{name!r} is stored through {what}, which is not supported")
@@ -150,6 +165,27 @@ class _JoinedMetadata:
             if type(path) is not tuple or not 0 < len(path) < MAX_DEPTH or not {type(s) for s in path} <= {str, int}:
                 raise ValueError(f"a path of {name!r}")
             self.paths[name] = path
+
+    def settle(self, storage: Storage) -> None:
+        """Keep one of several items that are alike, and those of whole tensors that differ for each rank.
+
+        Raises:
+            IncompatibleCheckpointError: ranks have stored one part of a tensor differently.
+        """
+        for name, described in (*self.tensors.items(), *self.values.items()):
+            for offset, items in [*described.rivals.items()]:
+                if same_items(storage, [place[:3] for place in items]):
+                    del described.rivals[offset]
+                elif described.size is None:
+                    self.notes.append(
+                        f"ranks have stored different values of {name!r}: that of the lowest rank is kept"
+                    )
+                elif not described.whole:
+                    ranks = [place[3] for place in items]
+                    raise IncompatibleCheckpointError(
+                        f"ranks {ranks} have stored the part of {name!r} at {list(offset)} differently: files of several "
+                        "saves may lie in one folder"
+                    )
 
     @lazy
     def _nested(self) -> set[Any]:
@@ -190,6 +226,7 @@ def read_dcp(storage: Storage) -> ForeignCheckpoint:
     tree = Tree(storage.url)
     with open_file(storage, metadata_files([name for name, _ in storage.list()])[0]) as file, damage(file, "DCP"):
         values = _values(content, tree)
+    tree.notes += content.metadata.notes
     return ForeignCheckpoint("dcp", content.columns, values, tree.notes, content.rows, content.sums, made=content.made)
 
 
@@ -200,15 +237,16 @@ def read_content(storage: Storage) -> DcpContent:
     if not names:
         raise CheckpointNotFoundError(f"{storage.url} holds no {METADATA} of DCP")
     metadata = _JoinedMetadata()
-    for name in names:
+    for rank, name in enumerate(names):
         with open_file(storage, name) as file:
             if file.size > MAX_PICKLE_BYTES:
                 raise IncompatibleCheckpointError(f"{file.label} has {file.size} bytes, more than {MAX_PICKLE_BYTES}")
             data = file.read(0, file.size)
             with damage(file, "DCP"):
                 value: Any = read_pickle(data, file=file.label, meanings=MEANINGS, constants=CONSTANTS, alike=True)[0]
-                metadata.add(value.state)
+                metadata.add(value.state, rank)
                 del value, data
+    metadata.settle(storage)
     with open_file(storage, names[0]) as file, damage(file, "DCP"):
         return _content(storage, file, sizes, metadata)
 
@@ -219,23 +257,30 @@ def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metad
     tensor: list[int] = []
     offsets: list[tuple[int, ...]] = []
     lengths: list[tuple[int, ...]] = []
-    stored_at: list[tuple[str, int, int]] = []
+    stored_at: list[_Place] = []
+    tensors: list[str] = []
     for name, found in metadata.tensors.items():
         state, path = metadata.place(name)
-        number = columns.add_tensor(state, key_of_path(path), found.dtype, tuple(found.size or ()), found.requires_grad)
         if found.chunks.keys() - found.stored.keys():
             raise ValueError(f"no file holds a part of {name!r}")
-        tensor += [number] * len(found.stored)
-        offsets += found.stored
-        lengths += [found.chunks[offset] for offset in found.stored]
-        stored_at += found.stored.values()
-    if len({*columns.keys}) != len(columns.keys):
+        # Whole tensors that differ between ranks are one of each rank.
+        for items in [{at: place} for at, places in found.rivals.items() for place in places] or [found.stored]:
+            fqn, shape = key_of_path(path), tuple(found.size or ())
+            number = columns.add_tensor(state, fqn, found.dtype, shape, found.requires_grad)
+            if found.rivals:
+                columns.owners[number] = next(iter(items.values()))[3]
+            tensors.append(name)
+            tensor += [number] * len(items)
+            offsets += items
+            lengths += [found.chunks[offset] for offset in items]
+            stored_at += items.values()
+    if len({(key, columns.owners.get(number)) for number, key in enumerate(columns.keys)}) != len(columns.keys):
         raise ValueError("two tensors have one name")
-    names, begins, lengths_in_file = zip(*stored_at, strict=True) if stored_at else ((),) * 3
+    names, begins, lengths_in_file, _ = zip(*stored_at, strict=True) if stored_at else ((),) * 4
     boxes = checked_boxes(columns, tensor, offsets, lengths)
     values = [found.stored[None] for found in metadata.values.values()]
     numbers: dict[str, int] = {}
-    for name in dict.fromkeys([*names, *(name for name, _, _ in values)]):
+    for name in dict.fromkeys([*names, *(place[0] for place in values)]):
         if name not in sizes and name not in made:
             raise file.damaged(f"it names the file {name!r}, which is not there")
         numbers[name] = columns.add_file(name, made[name].size if name in made else sizes[name])
@@ -243,14 +288,14 @@ def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metad
     begin, size = np.array(begins, np.int64), np.array(lengths_in_file, np.int64)
     if (order := row_order(boxes)) is not None:
         boxes, at, begin, size = boxes.take(order), at[order], begin[order], size[order]
-    places = [(numbers[name], first, count) for name, first, count in values]
+    places = [(numbers[name], first, count) for name, first, count, _ in values]
     reader = ItemReader(storage, columns, made)
     rows = reader.rows(boxes, at, begin, size)
     plain = dict(zip(metadata.values, reader.values(places), strict=True))
     archives = np.concatenate([np.stack([at, begin, size], axis=1), np.array(places, np.int64).reshape(-1, 3)])
     stored = np.array([file.name not in made for file in columns.files], bool)
     sums = np.pad(archives[stored[archives[:, 0]]], ((0, 0), (0, 1)), constant_values=-1)
-    return DcpContent(columns, rows, list(metadata.tensors), plain, metadata, sums, made)
+    return DcpContent(columns, rows, tensors, plain, metadata, sums, made)
 
 
 def _decompressed(storage: Storage, metadata: _JoinedMetadata) -> dict[str, Decoded]:
@@ -260,13 +305,13 @@ def _decompressed(storage: Storage, metadata: _JoinedMetadata) -> dict[str, Deco
         most = MAX_PICKLE_BYTES
         if one.size is not None:
             most = _MOST_BESIDE + math.prod(one.chunks[offset]) * itemsize(one.dtype)
-        places.append((*one.stored[offset], most))
+        places.append((*one.stored[offset][:3], most))
     contents = decompressed(storage, places)
     made: dict[str, Decoded] = {}
     for number, ((one, offset), content) in enumerate(zip(metadata.compressed, contents, strict=True)):
         name = f"{VALUES_NAME}-item-{number}"
         made[name] = content
-        one.stored[offset] = name, 0, content.size
+        one.stored[offset] = name, 0, content.size, one.stored[offset][3]
     return made
 
 

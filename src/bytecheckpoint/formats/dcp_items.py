@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from bytecheckpoint.formats.archives import local_header_end
+from bytecheckpoint.formats.archives import is_zip, local_header_end, read_directory
 from bytecheckpoint.formats.decoded import BytesReader, Decoded
 from bytecheckpoint.formats.files import RangedFile, open_file, read_in_parallel
 from bytecheckpoint.formats.foreign import ForeignColumns
@@ -21,11 +21,13 @@ from bytecheckpoint.formats.torch_save import read_object, unpickle
 from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major
 from bytecheckpoint.storage import Storage
 
-__all__ = ["ItemReader", "checked_boxes", "decompressed"]
+__all__ = ["ItemReader", "checked_boxes", "decompressed", "same_items"]
 
 #: Bytes of an item that are read; its head is shorter, unless another program than torch wrote it.
 _HEAD: Final = 1024
 _PIECE: Final = 1 << 20
+#: Member of an item that says how it was made.
+_SERIALIZATION: Final = ".data/serialization_id"
 _DESCRIPTOR = b"PK\x07\x08"
 
 
@@ -174,6 +176,22 @@ class ItemReader:
                 continue
             with open_file(self._storage, name) as opened:
                 yield opened, chosen
+
+
+def same_items(storage: Storage, places: Sequence[tuple[str, int, int]]) -> bool:
+    """Return whether the CRC32s of items, of which file, first byte and length are given, say that they hold the same."""
+    contents = []
+    for name, begin, length in places:
+        with open_file(storage, name) as file:
+            part = file.part(begin, length)
+            if not is_zip(part.read(0, min(length, 4))):
+                return False
+            members = read_directory(part).items()
+        sums = {member: (info.file_size, info.CRC) for member, info in members if member != _SERIALIZATION}
+        if any(size and not crc for size, crc in sums.values()):
+            return False  # torch saved without sums
+        contents.append(sums)
+    return all(sums == contents[0] for sums in contents)
 
 
 def decompressed(storage: Storage, places: Sequence[tuple[str, int, int, int]]) -> list[Decoded]:
