@@ -38,6 +38,20 @@ def in_blocks(weight: torch.Tensor, size: int = 128) -> tuple[torch.Tensor, torc
     return quantised, scale, quantised.float() * whole
 
 
+@pytest.mark.parametrize("options", [{}, {"cast": True}, {"cast": True, "strict": False}])
+def test_scales_are_not_forgotten_without_a_layout(tmp_path: Path, options: dict[str, bool]) -> None:
+    quantised, scale, meant = in_blocks(torch.randn(256, 128))
+    path = saved(tmp_path / "hf", {"w": quantised, "w_scale_inv": scale})
+    live = {"w": torch.zeros(256, 128)}
+    with pytest.raises(IncompatibleCheckpointError, match=r"with scales in w_scale_inv, .*layout='fp8'"):
+        bytecheckpoint.load(path, {"model": dict(live)}, **(options or {"strict": False}))
+    assert not live["w"].any()
+    bytecheckpoint.load(path, {"model": live}, layout="fp8", cast=True)
+    assert torch.equal(live["w"], meant)
+    bytecheckpoint.load(saved(tmp_path / "plain", {"w": quantised}), {"model": live}, cast=True)
+    assert torch.equal(live["w"], quantised.float()), "it has no scales"
+
+
 def unpacked(stored: torch.Tensor) -> torch.Tensor:
     """The values of bytes with two elements of 4 bits, one after the other."""
     values = [[E2M1[byte & 15], E2M1[byte >> 4]] for byte in stored.reshape(-1).tolist()]

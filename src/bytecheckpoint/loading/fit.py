@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +21,7 @@ from bytecheckpoint.planning.part_space import LaidOut
 from bytecheckpoint.planning.read_plan import StoredRows, plan_reads
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import SHARED, Catalog
+from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.representation.plans import ReadPlan
 from bytecheckpoint.representation.shards import LiveShard, boxes_of
@@ -43,6 +44,8 @@ _DATALOADER = "dataloader"
 
 #: Names that a message lists; the others are counted.
 _SHOWN = 5
+#: Ends of the names of tensors that scale the one without them.
+_SCALES = ("_scale_inv", "_scale", "_scales")
 #: How alike two names are if one may be meant by the other: a prefix such as "base_model.model." may be the difference.
 _SIMILAR = 0.5
 _SMALLEST_READ = 1 << 20
@@ -330,6 +333,7 @@ def _make_targets(
     Raises:
         IncompatibleCheckpointError: shapes or dtypes differ.
     """
+    names = functools.cache(lambda: {(key.state, key.fqn) for key, _, _ in tensors})
     targets: list[BoxTarget] = []
     wrong: list[str] = []
     converted: list[str] = []
@@ -338,6 +342,11 @@ def _make_targets(
         stored_dtype = getattr(torch, dtype)
         if shape != shard.global_shape:
             wrong.append(f"{shard.key} has shape {shape} in the checkpoint and {shard.global_shape} here")
+        elif dtype != shard.dtype and (scales := _scales_of(tensors[number], names)):
+            wrong.append(
+                f"{shard.key} is {dtype} in the checkpoint, with scales in {scales}, which no cast applies: give a layout "
+                "that does, such as layout='fp8'"
+            )
         elif dtype != shard.dtype and not (cast or shard.converts):
             wrong.append(f"{shard.key} is {dtype} in the checkpoint and {shard.dtype} here (cast=True converts)")
         elif dtype != shard.dtype and (shard.key.slot or not shard.converts):
@@ -349,6 +358,18 @@ def _make_targets(
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise IncompatibleCheckpointError(f"{url} does not fit: {'; '.join(wrong[:_SHOWN])}{more}")
     return targets, converted
+
+
+def _scales_of(tensor: SavedTensor, names: Callable[[], Collection[tuple[str, str]]]) -> str:
+    """Return the name of the scales of a tensor whose elements have 1 byte, by the usual names; "" if there are none.
+
+    Args:
+        tensor: the tensor.
+        names: function that returns the state and FQN of all tensors of the checkpoint.
+    """
+    key, dtype, _ = tensor
+    likely = (key.fqn + suffix for suffix in _SCALES) if itemsize(dtype) == 1 and not key.slot else ()
+    return next((name for name in likely if (key.state, name) in names()), "")
 
 
 def read_length(catalog: Catalog, world_size: int, settings: Settings) -> int:
