@@ -115,14 +115,18 @@ dist.destroy_process_group()
 def save_each(folder, *ranks):
     """Save as ranks do that share no metadata."""
     for rank, values in enumerate(ranks):
-        alone = folder.parent / f"rank {rank}"
-        dcp.save(values, checkpoint_id=alone)
-        state = pickle.loads((alone / ".metadata").read_bytes())
-        for info in state.storage_data.values():
-            info.relative_path = f"__{rank}_0.distcp"
-        folder.mkdir(exist_ok=True)
-        (folder / f"__{rank}.metadata").write_bytes(pickle.dumps(state))
-        (alone / "__0_0.distcp").rename(folder / f"__{rank}_0.distcp")
+        dcp.save(values, checkpoint_id=folder.parent / f"rank {rank}")
+        add_rank(folder, rank, folder.parent / f"rank {rank}")
+
+
+def add_rank(folder, rank, saved):
+    """Take a checkpoint of one process as that of a rank."""
+    state = pickle.loads((saved / ".metadata").read_bytes())
+    folder.mkdir(exist_ok=True)
+    for info in state.storage_data.values():
+        shutil.copy(saved / info.relative_path, folder / f"__{rank}_0.distcp")
+        info.relative_path = f"__{rank}_0.distcp"
+    (folder / f"__{rank}.metadata").write_bytes(pickle.dumps(state))
 
 
 def test_ranks_that_hold_different_tensors_under_one_name(tmp_path):
@@ -307,6 +311,11 @@ def test_items_that_zstd_has_compressed(tmp_path: Path) -> None:
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     place = next(info for index, info in metadata.storage_data.items() if index.fqn == "model.w")
     data = (folder / place.relative_path).read_bytes()
+    for rank in range(2):
+        add_rank(tmp_path / "each", rank, folder)
+    live = {name: torch.zeros_like(value) for name, value in model.items()}
+    bytecheckpoint.load(tmp_path / "each", {"model": live})
+    assert all(torch.equal(live[name], value) for name, value in model.items()), "equal items are one"
     bomb = bytes(pa.compress(bytes(8 << 20), codec="zstd", asbytes=True))
     for content, words in (
         (data[place.offset :][:-40] + bytes(40), "cannot be decompressed"),

@@ -159,7 +159,8 @@ class _JoinedMetadata:
                 if what:
                     if [text.partition("/")[0] for text in what] != [_ZSTD]:
                         raise IncompatibleCheckpointError(f"{name!r} is stored through {what}, which is not supported")
-                    self.compressed.append((described, offset))
+                    if first is place:
+                        self.compressed.append((described, offset))
         paths = state.get("planner_data")
         for name, path in paths.items() if type(paths) is dict else ():
             if type(path) is not tuple or not 0 < len(path) < MAX_DEPTH or not {type(s) for s in path} <= {str, int}:
@@ -172,6 +173,7 @@ class _JoinedMetadata:
         Raises:
             IncompatibleCheckpointError: ranks have stored one part of a tensor differently.
         """
+        compressed = {(id(described), offset) for described, offset in self.compressed}
         for name, described in (*self.tensors.items(), *self.values.items()):
             for offset, items in [*described.rivals.items()]:
                 if same_items(storage, [place[:3] for place in items]):
@@ -180,7 +182,7 @@ class _JoinedMetadata:
                     self.notes.append(
                         f"ranks have stored different values of {name!r}: that of the lowest rank is kept"
                     )
-                elif not described.whole:
+                elif not described.whole or (id(described), offset) in compressed:
                     ranks = [place[3] for place in items]
                     raise IncompatibleCheckpointError(
                         f"ranks {ranks} have stored the part of {name!r} at {list(offset)} differently: files of several "

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from bytecheckpoint.formats.archives import is_zip, local_header_end, read_directory
@@ -179,19 +180,25 @@ class ItemReader:
 
 
 def same_items(storage: Storage, places: Sequence[tuple[str, int, int]]) -> bool:
-    """Return whether the CRC32s of items, of which file, first byte and length are given, say that they hold the same."""
-    contents = []
+    """Return whether items hold the same: those of torch by the CRC32s of their members, others by all their bytes.
+
+    Args:
+        storage: folder of the checkpoint.
+        places: file, first byte and length of each item.
+    """
+    contents: list[object] = []
     for name, begin, length in places:
         with open_file(storage, name) as file:
             part = file.part(begin, length)
             if not is_zip(part.read(0, min(length, 4))):
-                return False
+                contents.append(xxhash.xxh3_128_digest(part.read(0, length)))
+                continue
             members = read_directory(part).items()
         sums = {member: (info.file_size, info.CRC) for member, info in members if member != _SERIALIZATION}
         if any(size and not crc for size, crc in sums.values()):
             return False  # torch saved without sums
         contents.append(sums)
-    return all(sums == contents[0] for sums in contents)
+    return all(content == contents[0] for content in contents)
 
 
 def decompressed(storage: Storage, places: Sequence[tuple[str, int, int, int]]) -> list[Decoded]:
