@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
+import bytecheckpoint
 from bytecheckpoint.cli.main import run
+from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.tools import VerifyReport, verify
 from tests.support.damage import flip_bit
 
@@ -49,6 +54,23 @@ def test_dcp_in_small_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert notes_of(report, file.name) == [f"{file.name}: the CRC32 of 3 of its parts was checked"]
     flip_bit(file, at(file, "a"))
     assert [(f.kind, f.tensors) for f in verify(tmp_path).findings] == [("sum", ("model/a",))]
+
+
+def test_parts_that_overlap(tmp_path: Path) -> None:
+    """Sound sums do not make a tensor whole; a load refuses it, too."""
+    dcp.save({"one": torch.zeros(4), "two": torch.ones(4)}, checkpoint_id=tmp_path)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    described = metadata.state_dict_metadata.pop("one")
+    metadata.state_dict_metadata["two"].size = torch.Size([8])
+    metadata.state_dict_metadata["two"].chunks += described.chunks
+    metadata.state_dict_metadata["two"].chunks[0] = replace(described.chunks[0], offsets=torch.Size([2]))
+    places = [metadata.storage_data.pop(MetadataIndex(name, [0])) for name in ("one", "two")]
+    for offset, place in zip((0, 2), places, strict=True):
+        metadata.storage_data[MetadataIndex("two", [offset])] = place
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert [(found.kind, found.tensors) for found in verify(tmp_path).findings] == [("overlap", ("model/two",))]
+    with pytest.raises(CheckpointError, match="overlap"):
+        bytecheckpoint.load(tmp_path, {"model": {"two": torch.zeros(8)}})
 
 
 def test_integrity_of_megatron(tmp_path: Path) -> None:

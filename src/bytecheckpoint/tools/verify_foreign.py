@@ -30,7 +30,7 @@ from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.storage.wrappers import unwrapped
 from bytecheckpoint.tools.progress import Counted, Progress
-from bytecheckpoint.tools.verify_files import VerifyFinding, VerifyReport, finding_in
+from bytecheckpoint.tools.verify_files import VerifyFinding, VerifyReport, coverage_findings, finding_in
 
 __all__ = ["verify_foreign"]
 
@@ -84,6 +84,7 @@ def verify_foreign(storage: ForeignStorage, progress: Progress | None = None, *,
     if damaged := {finding.file for finding in found if finding.kind == "sum"} & check.digests.keys():
         found += check.run(check.of_ranges(damaged.__contains__), count)  # these show which tensors
     found.sort(key=lambda finding: finding.file)
+    found += coverage_findings(catalog)
     names = [file.name for file in catalog.files if not file.name.startswith(VALUES_NAME)]
     notes = (*storage.notes(), *(f"{name}: {check.sums_of(name)}" for name in sorted({*names, *check.digests})))
     tensors = catalog.summary().tensors
