@@ -97,7 +97,7 @@ def built_in(name: str) -> Any:
     return found
 
 
-def load_and_save(name: str, layout: Layout, source: str, target: str) -> int:
+def load_and_save(name: str, layout: Layout, source: str, target: str) -> None:
     initialize_parallel(layout)
     chunks = chunks_of(name, layout)
     report = bytecheckpoint.load(source, {"model": chunks}, layout="auto")
@@ -105,7 +105,6 @@ def load_and_save(name: str, layout: Layout, source: str, target: str) -> int:
     view = HuggingFaceView(layout=built_in(name), files_from=source, max_shard_bytes=1 << 16)
     bytecheckpoint.save(target, {"model": chunks}, view=view).viewed.result()
     dist.barrier()
-    return report.bytes_read
 
 
 @pytest.mark.parametrize(("name", "layout"), [(name, layout) for name, found in CASES.items() for layout in found])
@@ -120,7 +119,10 @@ def test_each_rank_gets_its_part(worlds: Worlds, name: str, layout: Layout, tmp_
     (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     (tmp_path / "hf" / "config.json").write_text(json.dumps(family.config))
     worlds.close()
-    worlds.run(layout.world, load_and_save, name, layout, str(tmp_path / "hf"), str(tmp_path / "own"), timeout=200)
+    source = tmp_path / "hf"
+    before = {path: path.stat().st_mtime_ns for path in source.iterdir()}
+    worlds.run(layout.world, load_and_save, name, layout, str(source), str(tmp_path / "own"), timeout=200)
+    assert before == {path: path.stat().st_mtime_ns for path in source.iterdir()}, "nothing is written"
     with bytecheckpoint.open(tmp_path / "own") as found:
         names = found._catalog.fqns("model")  # without further names, those of Transformer Engine
         tensors = {name: found[f"model/{name}"][...] for name in names}
