@@ -159,6 +159,18 @@ def test_ranks_that_stored_a_part_differently(tmp_path):
         read_dcp(resolve(str(tmp_path / "each")))
 
 
+def test_ranks_that_name_a_file_outside(tmp_path):
+    save_each(tmp_path / "each", *[{"model": {"w": torch.ones(4)}}] * 2)
+    (tmp_path / "secret").write_bytes(bytes(4000))
+    path = tmp_path / "each" / "__1.metadata"
+    state = pickle.loads(path.read_bytes())
+    for info in state.storage_data.values():
+        info.relative_path = "../secret"
+    path.write_bytes(pickle.dumps(state))
+    with pytest.raises(CorruptCheckpointError, match=r"no file '\.\./secret'"):
+        read_dcp(resolve(str(tmp_path / "each")))
+
+
 def test_shards_of_two_ranks(tmp_path):
     ranks = [subprocess.Popen(forked("-c", RANKS, rank, tmp_path)) for rank in range(2)]
     assert [process.wait(timeout=120) for process in ranks] == [0, 0]

@@ -167,15 +167,22 @@ class _JoinedMetadata:
                 raise ValueError(f"a path of {name!r}")
             self.paths[name] = path
 
-    def settle(self, storage: Storage) -> None:
+    def settle(self, storage: Storage, files: Container[str]) -> None:
         """Keep one of several items that are alike, and those of whole tensors that differ for each rank.
+
+        Args:
+            storage: folder of the checkpoint.
+            files: names of its files.
 
         Raises:
             IncompatibleCheckpointError: ranks have stored one part of a tensor differently.
+            ValueError: a file is not there.
         """
         compressed = {(id(described), offset) for described, offset in self.compressed}
         for name, described in (*self.tensors.items(), *self.values.items()):
             for offset, items in [*described.rivals.items()]:
+                if missing := [place[0] for place in items if place[0] not in files]:
+                    raise ValueError(f"no file {missing[0]!r}")
                 if same_items(storage, [place[:3] for place in items]):
                     del described.rivals[offset]
                 elif described.size is None:
@@ -248,8 +255,8 @@ def read_content(storage: Storage) -> DcpContent:
                 value: Any = read_pickle(data, file=file.label, meanings=MEANINGS, constants=CONSTANTS, alike=True)[0]
                 metadata.add(value.state, rank)
                 del value, data
-    metadata.settle(storage)
     with open_file(storage, names[0]) as file, damage(file, "DCP"):
+        metadata.settle(storage, sizes)
         return _content(storage, file, sizes, metadata)
 
 

@@ -191,7 +191,10 @@ def same_items(storage: Storage, places: Sequence[tuple[str, int, int]]) -> bool
         with open_file(storage, name) as file:
             part = file.part(begin, length)
             if not is_zip(part.read(0, min(length, 4))):
-                contents.append(xxhash.xxh3_128_digest(part.read(0, length)))
+                content = xxhash.xxh3_128()
+                for start in range(0, length, _PIECE):
+                    content.update(part.read(start, min(_PIECE, length - start)))
+                contents.append(content.digest())
                 continue
             members = read_directory(part).items()
         sums = {member: (info.file_size, info.CRC) for member, info in members if member != _SERIALIZATION}
