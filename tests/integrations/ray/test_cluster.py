@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.ray.jobs import train
-from tests.support.processes import environment
+from tests.support.ray_cluster import ray_cluster
 from tests.support.runs import steps_in
 
 CLOSE = 1e-5  # of losses whose additions were in another order
@@ -19,18 +18,8 @@ CLOSE = 1e-5  # of losses whose additions were in another order
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """Ray with two slots for workers, on this machine only, and without what a test does not need."""
-    import ray
-
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="bcp-ray-") as folder:
-        for name, value in {**environment(), "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "1"}.items():
-            patch.setenv(name, value)
-        ray.init(
-            num_cpus=2, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False, _temp_dir=folder,
-            _node_ip_address="127.0.0.1", logging_level="ERROR",
-        )  # fmt: skip
+    with ray_cluster(2):
         yield
-        ray.shutdown()
 
 
 def fit(folder: Path, workers: int, **config: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from bytecheckpoint.errors import CorruptCheckpointError, StorageUnavailableError, UsageError
 from tests.support.damage import flip_bit, storage_file
-from tests.support.processes import environment
+from tests.support.ray_cluster import ray_cluster
 
 pytestmark = pytest.mark.timeout(300)
 MODULE = "bytecheckpoint.integrations.verl_rollout"
@@ -21,17 +20,8 @@ MODULE = "bytecheckpoint.integrations.verl_rollout"
 
 @pytest.fixture
 def cluster() -> Iterator[None]:
-    import ray
-
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="bcp-ray-") as folder:
-        for name, value in {**environment(), "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "1"}.items():
-            patch.setenv(name, value)
-        ray.init(
-            num_cpus=4, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False, _temp_dir=folder,
-            _node_ip_address="127.0.0.1", logging_level="ERROR",
-        )  # fmt: skip
+    with ray_cluster(4):
         yield
-        ray.shutdown()
 
 
 def group(kind: type, count: int, **arguments: Any) -> Any:
