@@ -6,6 +6,8 @@ In the configuration of verl's rollout:
       backend: bytecheckpoint
       custom_backend_module: bytecheckpoint.integrations.verl_rollout
       engine_kwargs: {bytecheckpoint: {root: s3://bucket/versions}}
+
+It lies beside the package `verl`, not in it: an import of that package replaces verl's manager of checkpoints.
 """
 
 from __future__ import annotations
@@ -169,13 +171,15 @@ class VersionsEngine(CheckpointEngine):  # type: ignore[misc]
         while True:
             try:
                 with open_checkpoint(path) as version:
-                    found = {key: (tuple(entry.shape), entry.dtype) for key, entry in version.tensors.items()}
+                    wanted = {
+                        key.removeprefix(f"{_MODEL}/"): (tuple(entry.shape), entry.dtype)
+                        for key, entry in version.tensors.items()
+                    }
                 break
             except CheckpointNotFoundError:
                 if time.monotonic() > deadline:
                     raise StorageUnavailableError(f"{path} was not committed in {self._timeout:.0f} s") from None
                 await asyncio.sleep(_POLL)
-        wanted = {key.removeprefix(f"{_MODEL}/"): facts for key, facts in found.items()}
         if self._follower is None or wanted != {name: (tuple(t.shape), t.dtype) for name, t in self._held.items()}:
             self._held = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in wanted.items()}
             self._follower = Follower(self._folder, process_group=_alone())
