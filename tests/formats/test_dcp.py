@@ -167,7 +167,7 @@ def test_ranks_that_name_a_file_outside(tmp_path):
     for info in state.storage_data.values():
         info.relative_path = "../secret"
     path.write_bytes(pickle.dumps(state))
-    with pytest.raises(CorruptCheckpointError, match=r"no file '\.\./secret'"):
+    with pytest.raises(CorruptCheckpointError, match=r"names the file '\.\./secret', which is not there"):
         read_dcp(resolve(str(tmp_path / "each")))
 
 

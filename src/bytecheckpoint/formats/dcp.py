@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -167,22 +167,24 @@ class _JoinedMetadata:
                 raise ValueError(f"a path of {name!r}")
             self.paths[name] = path
 
-    def settle(self, storage: Storage, files: Container[str]) -> None:
+    def files(self) -> Iterator[str]:
+        """Yield the files of all items."""
+        for described in (*self.tensors.values(), *self.values.values()):
+            for places in (described.stored.values(), *described.rivals.values()):
+                yield from (place[0] for place in places)
+
+    def settle(self, storage: Storage) -> None:
         """Keep one of several items that are alike, and those of whole tensors that differ for each rank.
 
         Args:
-            storage: folder of the checkpoint.
-            files: names of its files.
+            storage: folder of the checkpoint, which has the files of all items.
 
         Raises:
             IncompatibleCheckpointError: ranks have stored one part of a tensor differently.
-            ValueError: a file is not there.
         """
         compressed = {(id(described), offset) for described, offset in self.compressed}
         for name, described in (*self.tensors.items(), *self.values.items()):
             for offset, items in [*described.rivals.items()]:
-                if missing := [place[0] for place in items if place[0] not in files]:
-                    raise ValueError(f"no file {missing[0]!r}")
                 if same_items(storage, [place[:3] for place in items]):
                     del described.rivals[offset]
                 elif described.size is None:
@@ -256,7 +258,10 @@ def read_content(storage: Storage) -> DcpContent:
                 metadata.add(value.state, rank)
                 del value, data
     with open_file(storage, names[0]) as file, damage(file, "DCP"):
-        metadata.settle(storage, sizes)
+        # Before any item is read: the names come from a pickle, and may lead out of the folder.
+        for missing in (name for name in dict.fromkeys(metadata.files()) if name not in sizes):
+            raise file.damaged(f"it names the file {missing!r}, which is not there")
+        metadata.settle(storage)
         return _content(storage, file, sizes, metadata)
 
 
@@ -290,8 +295,6 @@ def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metad
     values = [found.stored[None] for found in metadata.values.values()]
     numbers: dict[str, int] = {}
     for name in dict.fromkeys([*names, *(place[0] for place in values)]):
-        if name not in sizes and name not in made:
-            raise file.damaged(f"it names the file {name!r}, which is not there")
         numbers[name] = columns.add_file(name, made[name].size if name in made else sizes[name])
     at = np.fromiter(map(numbers.__getitem__, names), np.int32, len(names))
     begin, size = np.array(begins, np.int64), np.array(lengths_in_file, np.int64)
