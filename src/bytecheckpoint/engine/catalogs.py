@@ -22,6 +22,7 @@ from bytecheckpoint.errors import (
     UsageError,
 )
 from bytecheckpoint.formats.detect import as_checkpoint
+from bytecheckpoint.formats.foreign_storage import ForeignStorage
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import Catalog, CatalogSummary
 from bytecheckpoint.representation.catalog_file import decode, decode_summary
@@ -167,11 +168,13 @@ class CatalogHead(msgspec.Struct, frozen=True, array_like=True):
         whole: all bytes of a small catalog; empty for a large one.
         size: length in bytes of a large catalog.
         pieces: bytes of a large catalog, by their offset.
+        versions: versions of the files of another program, by name, as `ForeignStorage` has found them.
     """
 
     whole: bytes = b""
     size: int = 0
     pieces: dict[int, bytes] = {}
+    versions: dict[str, str] = {}
 
 
 class CatalogReader:
@@ -254,9 +257,11 @@ class CatalogReader:
 
     def head(self) -> CatalogHead:
         """Return the part that every rank needs, for other ranks."""
+        versions = dict(self._storage.versions()) if isinstance(self._storage, ForeignStorage) else {}
         if self.groups is None:
-            return CatalogHead(self.identity)
-        return CatalogHead(size=self.groups.size, pieces={offset: bytes(p) for offset, p in self._pieces.items()})
+            return CatalogHead(self.identity, versions=versions)
+        pieces = {offset: bytes(piece) for offset, piece in self._pieces.items()}
+        return CatalogHead(size=self.groups.size, pieces=pieces, versions=versions)
 
     def rows(
         self,

@@ -8,7 +8,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, NoReturn
 
@@ -24,6 +24,7 @@ from bytecheckpoint.errors import (
     StorageUnavailableError,
     listed,
 )
+from bytecheckpoint.formats.foreign_storage import ForeignStorage
 from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import FOREIGN, Catalog
@@ -77,7 +78,7 @@ class FileSet:
         self._storage = storage
         self._catalog = catalog
         self._readers: dict[int, Future[FileReader]] = {}  # by file, the most recently used last
-        self._users: dict[int, int] = {}  # by file: threads inside `_open_file`
+        self._users: dict[int, int] = {}  # by file: threads inside `_open_file`; of all that were ever opened
         self._lock = threading.Lock()
         self.stopped: Future[NoReturn] = stopped or Future()
         weakref.finalize(self, _close_all, self._readers).atexit = False
@@ -219,6 +220,21 @@ class FileSet:
             return open_differences(self._storage, entry)
         except FileNotFoundError:
             raise self._missing(entry.name) from None
+
+    def check_unchanged(self, files: Iterable[int] | None = None) -> None:
+        """Prove that bytes read from files of another program belong together; files of this package have checksums.
+
+        Args:
+            files: indices of files in the catalog; None: all that have been read.
+
+        Raises:
+            CheckpointReplacedError: a file was written to meanwhile.
+        """
+        if isinstance(self._storage, ForeignStorage):
+            names = [file.name for file in self._catalog.files]
+            self._storage.check_unchanged(
+                [names[file] for file in (tuple(self._users) if files is None else files)], names
+            )
 
     def _missing(self, name: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(

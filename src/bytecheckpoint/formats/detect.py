@@ -1,10 +1,9 @@
-"""Say which format a folder has, by the names of its files, and show it as a checkpoint of this package."""
+"""Say which format a folder has, by the names of its files."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,27 +12,22 @@ from typing import Final
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from bytecheckpoint.formats.archives import is_zip
 from bytecheckpoint.formats.dcp import METADATA, metadata_files, read_dcp
-from bytecheckpoint.formats.decoded import BytesReader, Decoded, DecodedFiles
 from bytecheckpoint.formats.deepspeed import OPTIMIZER_FILE, UNIVERSAL_FILE, read_deepspeed
 from bytecheckpoint.formats.files import open_file
 from bytecheckpoint.formats.foreign import ForeignCheckpoint
+from bytecheckpoint.formats.foreign_storage import ForeignStorage
 from bytecheckpoint.formats.huggingface import SAFETENSORS, read_huggingface, weight_files
 from bytecheckpoint.formats.megatron import MARKER, read_megatron
 from bytecheckpoint.formats.megatron_ranks import MODEL_FILE, read_megatron_ranks
 from bytecheckpoint.formats.orbax import METADATA as METADATA_OF_ORBAX
 from bytecheckpoint.formats.orbax import item_folder, read_orbax
 from bytecheckpoint.formats.rank_files import RANK_FILE, read_rank_files
-from bytecheckpoint.formats.shown import VALUES_NAME, with_values
 from bytecheckpoint.formats.torch_save import read_torch_save
-from bytecheckpoint.garbage_collection import gc_paused
-from bytecheckpoint.representation.boxes import Int64s
-from bytecheckpoint.representation.catalog_file import encode
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage, resolve
-from bytecheckpoint.storage.base import FileReader, FileStat
-from bytecheckpoint.storage.wrappers import WrappedStorage, wrapped_like
+from bytecheckpoint.storage.wrappers import wrapped_like
 
-__all__ = ["ForeignStorage", "FormatReader", "as_checkpoint", "detect"]
+__all__ = ["FormatReader", "as_checkpoint", "detect"]
 
 _TORCH: Final = (".pt", ".pth", ".bin", ".ckpt")
 #: First byte of a pickle since protocol 2.
@@ -132,77 +126,6 @@ def _of_file(storage: Storage, name: str) -> FormatReader:
     if is_zip(head) or head[:1] == _PICKLE:
         return FormatReader("torch-save", partial(read_torch_save, name=name))
     raise CheckpointNotFoundError(f"{storage.url}/{name} is no file of safetensors or torch.save")
-
-
-#: Notes and sums of a checkpoint, and the files that its folder does not hold, by name.
-_Shown = tuple[tuple[str, ...], Int64s, Mapping[str, bytes | Decoded]]
-
-
-class ForeignStorage(WrappedStorage):
-    """A folder of another program, with the catalog and the files of plain values that a reader makes of it, in memory.
-
-    Args:
-        inner: storage of the folder.
-        read: function that reads the folder.
-        url: address that the user gave; by default that of the folder.
-    """
-
-    follows_links = True  # the cache of Hugging Face consists of links
-
-    def __init__(self, inner: Storage, read: Callable[[Storage], ForeignCheckpoint], url: str = "") -> None:
-        super().__init__(inner)
-        self.url = url or inner.url
-        self._read = read
-        self._lock = threading.Lock()
-        self._found: _Shown | None = None
-        self._decoded = DecodedFiles()
-
-    def notes(self) -> tuple[str, ...]:
-        """Return facts that a user should know: values that were left out, sizes that nothing proves."""
-        return self._shown()[0]
-
-    def sums(self) -> Int64s:
-        """Return the CRC32s that the format has, as in `ForeignCheckpoint`."""
-        return self._shown()[1]
-
-    def decoded(self) -> tuple[str, ...]:
-        """Return the names of the files whose contents are compressed in the folder."""
-        return tuple(name for name, content in self._shown()[2].items() if isinstance(content, Decoded))
-
-    def _shown(self) -> _Shown:
-        """Return notes and sums of the checkpoint, and the files that the folder does not hold, by name."""
-        with self._lock:
-            if self._found is None:
-                with gc_paused():
-                    found = self._read(self.inner)
-                    catalog, files = with_values(found, self.inner)
-                    self._found = tuple(found.notes), found.sums, {CATALOG_NAME: encode(catalog), **files}
-            return self._found
-
-    def _made(self, name: str) -> bytes | Decoded | None:
-        """Return the content of a file that the folder does not hold, None for one that it may hold."""
-        return self._shown()[2].get(name) if name == CATALOG_NAME or name.startswith(VALUES_NAME) else None
-
-    def open(self, name: str) -> FileReader:  # noqa: D102 (the base describes it)
-        data = self._made(name)
-        if data is None:
-            return super().open(name)
-        return BytesReader(_size(data), lambda: self._bytes_of(name, data))
-
-    def read(self, name: str) -> bytes:  # noqa: D102
-        data = self._made(name)
-        return super().read(name) if data is None else self._bytes_of(name, data)
-
-    def stat(self, name: str) -> FileStat:  # noqa: D102
-        data = self._made(name)
-        return super().stat(name) if data is None else FileStat(_size(data), 0.0, str(_size(data)))
-
-    def _bytes_of(self, name: str, data: bytes | Decoded) -> bytes:
-        return self._decoded.bytes_of(name, data) if isinstance(data, Decoded) else data
-
-
-def _size(data: bytes | Decoded) -> int:
-    return data.size if isinstance(data, Decoded) else len(data)
 
 
 def as_checkpoint(storage: Storage) -> ForeignStorage | None:

@@ -48,13 +48,18 @@ class OpenCheckpoint:
 
     @contextlib.contextmanager
     def detect_replacement(self) -> Iterator[None]:
-        """Turn a damaged read in a `with` block into `CheckpointReplacedError` if another save replaced the catalog."""
+        """Raise CheckpointReplacedError if the files that a `with` block has read belong to several saves.
+
+        A damaged read becomes one if another save replaced the catalog.
+        """
         try:
             yield
         except CorruptCheckpointError as error:
+            self.files.check_unchanged()
             if self.reader.replaced():
                 raise CheckpointReplacedError(str(error)) from error
             raise
+        self.files.check_unchanged()
 
 
 class CatalogExchange:
@@ -135,9 +140,10 @@ class CatalogExchange:
     def _reader_of(self, head: CatalogHead | None) -> CatalogReader:
         """Return the reader of a catalog that rank 0 has read."""
         reader = CatalogReader(self._storage, head)
-        if reader.catalog.is_foreign:
-            self._storage = as_checkpoint(self._storage) or self._storage
-            reader = CatalogReader(self._storage, head)
+        if reader.catalog.is_foreign and head is not None and (found := as_checkpoint(self._storage)) is not None:
+            found.trust(head.versions)
+            self._storage = found
+            reader = CatalogReader(found, head)
         return reader
 
     def rows(self, checkpoint: OpenCheckpoint, wanted: BoxTable | None) -> Catalog:

@@ -217,6 +217,7 @@ class BoxReader:
         if ranges:
             threads = settings().storage.read_threads
             read_all(files, ScatterPlan(plan, targets), ranges, threads=threads, chunk_bytes=plan.longest)
+            files.check_unchanged(np.unique(plan.file).tolist())
         if parts is not None:
             parts.finish()
         return out

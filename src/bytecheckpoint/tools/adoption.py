@@ -17,8 +17,9 @@ from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.engine.file_set import parallel_reads
 from bytecheckpoint.errors import CheckpointNotFoundError, UsageError
-from bytecheckpoint.formats.detect import ForeignStorage, as_checkpoint
+from bytecheckpoint.formats.detect import as_checkpoint
 from bytecheckpoint.formats.files import open_file
+from bytecheckpoint.formats.foreign_storage import ForeignStorage
 from bytecheckpoint.formats.shown import VALUES_NAME
 from bytecheckpoint.representation.catalog import Catalog, StorageFile
 from bytecheckpoint.representation.catalog_file import encode
@@ -85,7 +86,7 @@ def adopt(checkpoint: Subject, target: str, *, hash: bool = True, progress: Prog
     Raises:
         UsageError: `target` holds something or lies in the checkpoint; or that is one of this package.
         CheckpointNotFoundError: there is no checkpoint.
-        CorruptCheckpointError, IncompatibleCheckpointError: the checkpoint cannot be read.
+        CorruptCheckpointError, IncompatibleCheckpointError: the checkpoint cannot be read, or is being written to.
         StorageConflictError: another process has saved to `target`.
         StorageError: a storage fails.
     """
@@ -106,14 +107,12 @@ def adopt(checkpoint: Subject, target: str, *, hash: bool = True, progress: Prog
     foreign = [number for number, file in enumerate(catalog.files) if not file.name.startswith(VALUES_NAME)]
     counted = Counted(sum(catalog.files[number].size for number in foreign) if hash else 0, progress)
     files, sums = list(catalog.files), list(catalog.file_sums)
-    versions = {number: adopted_version(source.inner, files[number].name) for number in foreign}
     if hash:
         for number, found in _hashed(source, catalog, foreign, counted).items():
             files[number], sums[number] = replace(files[number], block_bytes=block_bytes(files[number].size)), found
-        if changed := [n for n in foreign if adopted_version(source.inner, files[n].name) != versions[n]]:
-            raise UsageError(
-                f"{source.url}/{files[changed[0]].name} was written to meanwhile: adopt it when it is whole"
-            )
+    versions = {number: adopted_version(source.inner, files[number].name) for number in foreign}
+    names = [files[number].name for number in foreign]
+    source.check_unchanged(names, names)
     for number in foreign:
         name = check_file_name(file_uri(source.inner, files[number].name))
         files[number] = replace(files[number], name=name, header_sum=0 if hash else versions[number])

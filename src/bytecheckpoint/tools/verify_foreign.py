@@ -21,8 +21,8 @@ from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.engine.file_set import parallel_reads
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from bytecheckpoint.formats.archives import locate, read_directory
-from bytecheckpoint.formats.detect import ForeignStorage
 from bytecheckpoint.formats.files import RangedFile, open_file
+from bytecheckpoint.formats.foreign_storage import ForeignStorage
 from bytecheckpoint.formats.shown import VALUES_NAME
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.settings import settings
