@@ -6,6 +6,7 @@ import zlib
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from bytecheckpoint.layouts.lowering import to_parts
 from bytecheckpoint.planning.intersect import intersect
@@ -62,8 +63,8 @@ class Family:
     """A model of a family."""
 
     def __init__(self, name):
-        file = FOLDER / f"{name}.json"
-        read = json.loads((file if file.exists() else FOLDER / "names" / file.name).read_text())
+        (file,) = FOLDER.rglob(f"{name}.json")
+        read = json.loads(file.read_text())
         self.config, self.ids, self.logits = read["config"], read.get("ids"), np.array(read.get("logits", []))
         self.predicted = np.array(read.get("predicted", []))
         self.shapes = expanded(read["tensors"])
@@ -78,6 +79,17 @@ class Family:
 
     def weights(self):
         return weights(self.shapes)
+
+    def write(self, folder):
+        """Write a folder as `save_pretrained` does, with the tensors in two files."""
+        folder.mkdir()
+        arrays = self.weights()
+        half = len(arrays) // 2
+        files = {name: f"model-{number // half}.safetensors" for number, name in enumerate(arrays)}
+        for file in set(files.values()):
+            save_file({name: array for name, array in arrays.items() if files[name] == file}, folder / file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+        (folder / "config.json").write_text(json.dumps(self.config))
 
     def keys(self, config=None, prefix="hf"):
         """Return the configuration with the keys of a layout."""

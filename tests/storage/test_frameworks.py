@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage.world_jobs import check_members
+from bytecheckpoint.storage import resolve
+from tests.frameworks.megatron.test_load_large import EXPERTS, check
+from tests.layouts.models import Family
+from tests.storage.world_jobs import check_members, run
 from tests.support.interchange.families import FAMILIES
 from tests.support.worlds import Worlds
 
@@ -32,3 +35,16 @@ def test_every_framework_loads_every_framework(
     """The same as in tests/frameworks/interchange, on storages across a network."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     check_members(worlds, root, tmp_path, FAMILIES["dense-adamw"], MEMBERS)
+
+
+@pytest.mark.parametrize("root", ["hdfs", "s3"], indirect=True)
+def test_megatron_loads_folders_of_hugging_face(
+    worlds: Worlds, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    for name in ("llama", "qwen3_moe-large"):
+        Family(name).write(tmp_path / name)
+        for file in (tmp_path / name).iterdir():
+            resolve(f"{root}/{name}").publish(file.name, file.read_bytes())
+    module, paths = "frameworks.megatron.test_load_large", (f"{root}/llama", f"{root}/qwen3_moe-large")
+    check(run(worlds, EXPERTS.world, module, "load", "qwen3_moe-large", EXPERTS, *paths))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import bytecheckpoint
 from bytecheckpoint import HuggingFaceView
@@ -110,16 +110,9 @@ def load_and_save(name: str, layout: Layout, source: str, target: str) -> None:
 @pytest.mark.parametrize(("name", "layout"), [(name, layout) for name, found in CASES.items() for layout in found])
 def test_each_rank_gets_its_part(worlds: Worlds, name: str, layout: Layout, tmp_path: Path) -> None:
     family = Family(name)
-    (tmp_path / "hf").mkdir()
-    weights = family.weights()
-    half = len(weights) // 2
-    files = {n: f"model-{number // half}.safetensors" for number, n in enumerate(weights)}
-    for file in set(files.values()):
-        save_file({n: a for n, a in weights.items() if files[n] == file}, tmp_path / "hf" / file)
-    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(family.config))
+    source, weights = tmp_path / "hf", family.weights()
+    family.write(source)
     worlds.close()
-    source = tmp_path / "hf"
     before = {path: path.stat().st_mtime_ns for path in source.iterdir()}
     worlds.run(layout.world, load_and_save, name, layout, str(source), str(tmp_path / "own"), timeout=200)
     assert before == {path: path.stat().st_mtime_ns for path in source.iterdir()}, "nothing is written"

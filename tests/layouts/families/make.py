@@ -114,6 +114,29 @@ FAMILIES["qwen3_next-mtp"] = FAMILIES["qwen3_next"] | {"num_nextn_predict_layers
 FAMILIES["glm4_moe-mtp"] = FAMILIES["glm4_moe"] | {"num_nextn_predict_layers": 1}
 FAMILIES["deepseek_v3-mtp"] = FAMILIES["deepseek_v3"] | {"num_nextn_predict_layers": 2}
 
+# Models of many MiB, whose tensors are read apart from each other, in the folder `large`. Logits of every 50th token.
+LARGE = {
+    "llama-large": {
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "vocab_size": 2000,
+    },
+    "qwen3_moe-large": {
+        "hidden_size": 512,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 2000,
+        "num_experts": 8,
+        "moe_intermediate_size": 512,
+        "num_experts_per_tok": 2,
+    },
+}
 
 # Models that see: names and shapes only, for torchtitan's adapters, in the folder `names`.
 SIGHT = {"hidden_size": 20, "intermediate_size": 28, "patch_size": 3}
@@ -234,11 +257,13 @@ def predictions(model, ids):
 
 
 def main() -> None:
-    for family in sys.argv[1:] or [*FAMILIES, *SEEING]:
+    for family in sys.argv[1:] or [*FAMILIES, *LARGE, *SEEING]:
         if family in SEEING:
             seeing(family)
             continue
-        config = AutoConfig.for_model(family.partition("-")[0].replace("megatron_", "megatron-"), **FAMILIES[family])
+        config = AutoConfig.for_model(
+            family.partition("-")[0].replace("megatron_", "megatron-"), **(FAMILIES | LARGE)[family]
+        )
         cls = CLASSES.get(family, AutoModelForCausalLM)
         for name in ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout"):
             if hasattr(config, name):
@@ -280,7 +305,8 @@ def main() -> None:
                     written[key] = written[key][:count]
                 if "num_hidden_layers" in written:
                     written["num_hidden_layers"] = count
-        ids = torch.arange(6)[None] * 5 % 37
+        step = config.vocab_size // 7
+        ids = torch.arange(6)[None] * step % config.vocab_size
         with torch.no_grad():
             logits, further = (
                 predicted(model, tensors, ids, depth, len(block)) if depth else (predictions(model, ids), [])
@@ -290,11 +316,11 @@ def main() -> None:
             "config": written,
             "tensors": collapsed(shapes),
             "ids": ids[0].tolist(),
-            "logits": [[round(x, 6) for x in row] for row in logits.tolist()],
+            "logits": [[round(x, 6) for x in row] for row in logits[:, :: 50 if family in LARGE else 1].tolist()],
         }
         if depth:
             made["predicted"] = [[[round(x, 6) for x in row] for row in found.tolist()] for found in further]
-        write(FOLDER / f"{family}.json", made)
+        write(FOLDER / ("large" if family in LARGE else "") / f"{family}.json", made)
 
 
 if __name__ == "__main__":
