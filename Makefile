@@ -103,8 +103,10 @@ FRAMEWORKS := $(CURDIR)/.venv-frameworks
 EXTENSIONS := $(FRAMEWORKS)/torch_extensions
 WITH_FRAMEWORKS := PATH="$(FRAMEWORKS)/bin:$$PATH" TORCH_EXTENSIONS_DIR=$(EXTENSIONS) DS_ACCELERATOR=cpu \
 	BYTECHECKPOINT_REQUIRE_FRAMEWORKS=1 $(FRAMEWORKS)/bin/python
+# Of Megatron-Bridge the tests take functions out of its source; to run it would need packages for GPUs.
 define frameworks # $(1): the extensions of DeepSpeed to compile
 	VENV=.venv-frameworks PYTHON=3.12 EXTRAS=$(TESTED) PINNED=constraints-frameworks.txt ./scripts/bootstrap.sh
+	$(UV) pip install --quiet --python $(FRAMEWORKS)/bin/python --no-deps --target $(FRAMEWORKS)/megatron-bridge megatron-bridge==0.6.2
 	find $(EXTENSIONS) -name lock -delete 2>/dev/null || true
 	$(WITH_FRAMEWORKS) -c "from deepspeed.ops.op_builder import cpu; [getattr(cpu, b)().load(verbose=False) for b in '$(1)'.split()]"
 endef
