@@ -5,7 +5,6 @@ order of gate and up, interleaved heads and tied embeddings show in logits, and 
 """
 
 import random
-import re
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from bytecheckpoint.layouts.binding import bind
 from bytecheckpoint.layouts.layout import builtin_names, find
 from bytecheckpoint.layouts.matching import Side
 from tests.layouts.models import FAMILIES, Family, move
+from tests.layouts.mutants import mutants, whole
 from tests.support.megatron.models import Layout, initialize_parallel, transformer_config
 
 pytestmark = pytest.mark.timeout(300)
@@ -272,9 +272,6 @@ def test_logits_and_the_way_back(name):
     assert model.family.megatron == model.shapes()
 
 
-TOKEN = r"\.\.\.|\w+|\S"
-
-
 @pytest.mark.parametrize("name", ["deepseek_v3-mtp", "qwen3_next-mtp", "nemotron_h-mtp"])
 def test_what_megatron_itself_saved(name, tmp_path):
     """Its files have the same names of parts and of prediction layers as live models."""
@@ -292,56 +289,16 @@ def test_what_megatron_itself_saved(name, tmp_path):
             np.testing.assert_array_equal(found.tensors[f"model/{key}"][...].numpy(), array, key)
 
 
-def mutants(text, rng):
-    """Yield texts with one edit of the rules each."""
-    lines = text.split("\n")
-    places = [k for k, line in enumerate(lines) if " : " in line]
-    while True:
-        k = rng.choice(places)
-        name, _, axes = lines[k].partition(" : ")
-        tokens = re.findall(TOKEN, axes)
-        words = [i for i, token in enumerate(tokens) if token.isidentifier()]
-        edit = rng.choice(["swap", "drop", "transpose", "label", "names"])
-        if edit == "names":
-            other = rng.choice(places)
-            second, _, axes_there = lines[other].partition(" : ")
-            if other != k and axes_there == axes and ("<->" in second) == ("<->" in name):
-                changed = dict(enumerate(lines)) | {k: f"{second} : {axes}", other: f"{name} : {axes}"}
-                yield "\n".join(changed.values())
-            continue
-        if edit == "drop":
-            del tokens[rng.choice(words)]
-        elif edit == "swap" and len(words) > 1:
-            a, b = rng.sample(words, 2)
-            tokens[a], tokens[b] = tokens[b], tokens[a]
-        elif edit == "transpose" and len(words) > 1 and tokens[-1].isidentifier():
-            tokens = [tokens[-1], *tokens[:-1]]
-        elif edit == "label":
-            other = rng.choice(places)
-            if other == k or lines[other].partition(" : ")[2] == axes:
-                continue
-            tokens = re.findall(TOKEN, lines[other].partition(" : ")[2])
-        else:
-            continue
-        changed = re.sub(r" ([:)\]])", r"\1", re.sub(r"([(\[~]) ", r"\1", " ".join(tokens)))
-        if changed != " ".join(axes.split()):
-            yield "\n".join([*lines[:k], f"{name} : {changed}", *lines[k + 1 :]])
-
-
 EDITED = ["llama", "phi3", "gpt2", "deepseek_v3-mtp", "glm4_moe-mtp", "qwen3_next-mtp", "nemotron_h-mtp"]
 EDITED += ["gemma3_text", "olmo2", "nemotron", "ernie4_5", "glm4", "bert", "megatron_bert", "t5"]
+EDITED += ["granite", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
 
 
 @pytest.mark.parametrize("name", EDITED)
 def test_one_edit_of_a_layout_shows(name):
     model, rng = Model(name), random.Random(name)
     weights, refused, survivors = model.family.weights(), 0, []
-    rules = [parsed.rule for parsed in model.layout.parsed]  # with those of included layouts
-    whole = TensorLayout(
-        "all", "hf", "megatron", model.layout.all_dims, rules, ignore=list(model.layout.merged("ignore")),
-        aliases=list(model.layout.merged("aliases")),
-    )  # fmt: skip
-    found = mutants(whole.to_text(), rng)
+    found = mutants(whole(model.layout).to_text(), rng)
     for _ in range(50):
         text = next(found)
         try:
