@@ -78,6 +78,8 @@ WRONG_TEXTS = {
     "layout t a <-> b\nrequire a.x is 5":
         "t.layout:2: 'a.x is 5' is no condition: write 'KEY', 'not KEY', 'KEY = VALUE' or "
     "'KEY in VALUE VALUE'",
+    "layout t a <-> b\nrequire a.x = 5 when c.y": "t.layout:2: 'c.y' is of no side: it must begin with a. or b.",
+    "layout t a <-> b\nrequire a.x = a.y | c.z": "t.layout:2: 'c.z' is of no side: it must begin with a. or b.",
     "layout t a <-> b\ninclude ../t": "layout 't': '../t' is no name: use letters, digits, '_', '-' and '.'",
     "layout t a <-> b\ninclude lama": "there is no layout 'lama': did you mean llama?",
     HEAD + "w : (g [q: (r d) | k: d | v: d) h\n<-> u : g": "t.layout:3: column 31: expected '|', found ')' in "

@@ -1,8 +1,10 @@
 """Texts of layouts, and statements other than rules."""
 
+import re
+
 import pytest
 
-from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.errors import CheckpointError, UsageError
 from bytecheckpoint.layouts import Alias, Layout, Prefix, Rule, Scales, Statement
 from bytecheckpoint.layouts.binding import bind
 from bytecheckpoint.layouts.layout import builtin_names, find
@@ -136,6 +138,46 @@ def test_conditions():
     assert names(bind(layout, side({"x": (3,)}), config={"a.m": "three"}).right) == {"z"}
     with pytest.raises(CheckpointError, match="no rule fits x"):
         bind(layout, side({"x": (3,)}))
+
+
+REQUIRED = """layout t a <-> b
+require a.x | a.y | one = b.x | one
+require a.z in 4 b.z
+require a.w != b.w when a.x = two
+rules
+x : h
+    <-> y : h
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "undecided"),
+    [
+        ({"a.x": "two", "a.w": 1, "b.x": "two", "b.w": 2, "a.z": 4}, ""),
+        ({"a.k": 1, "b.k": 1, "a.z": 4}, "a.w != b.w"),  # both sides have their defaults, and nobody knows a.x
+        ({"a.k": 1, "a.z": 4, "a.x": "one"}, "a.x | a.y | one = b.x | one"),  # no configuration of b
+        ({"a.y": "one", "b.k": 1, "a.z": 5, "a.x": None}, "a.z in 4 b.z, a.w != b.w"),
+        ({}, "a.x | a.y | one = b.x | one, a.z in 4 b.z, a.w != b.w"),
+    ],
+)
+def test_requirements(config, undecided):
+    layout = Layout.from_text(REQUIRED)
+    assert Layout.from_text(layout.to_text()) == layout
+    assert ", ".join(layout.check_config(config)) == undecided
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"a.y": "two", "b.k": 1}, "requires a.x | a.y | one = b.x | one, but a.y is two, b.x is not set"),
+        ({"a.k": 1, "b.x": "two"}, "requires a.x | a.y | one = b.x | one, but a.x is not set, b.x is two"),
+        ({"a.z": 5, "b.z": 6}, "requires a.z in 4 b.z, but a.z is 5, b.z is 6"),
+        ({"a.x": "two", "b.x": "two", "a.w": 1, "b.w": 1}, "requires a.w != b.w, but a.w is 1, b.w is 1"),
+    ],
+)
+def test_requirements_that_are_not_met(config, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        Layout.from_text(REQUIRED).check_config(config)
 
 
 @pytest.mark.parametrize("name", builtin_names())

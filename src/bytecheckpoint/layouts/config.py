@@ -7,12 +7,23 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from bytecheckpoint.layouts.axes import TextError
 
-__all__ = ["Config", "check_condition", "check_keys", "check_size", "condition", "dim_size", "flattened", "keys_of"]
+__all__ = [
+    "Config",
+    "check_condition",
+    "check_keys",
+    "check_size",
+    "condition",
+    "dim_size",
+    "flattened",
+    "keys_of",
+    "said",
+]
 
 Config = Mapping[str, object]
 _WORD = r"[^\W\d]\w*(?:\.\w+)*"
 _OPERAND = re.compile(rf"\s*({_WORD}|[0-9]+)\s*")
-_CLAUSE = re.compile(rf"(not\s+)?({_WORD}(?:\s*\|\s*{_WORD})*)(?:\s*(!=|=)\s*(\S+)|\s+in\s+(\S.*))?", re.DOTALL)
+_OTHERS = r"(?:\s*\|\s*[\w.+-]+)*"
+_CLAUSE = re.compile(rf"(not\s+)?({_WORD}{_OTHERS})(?:\s*(!=|=)\s*(\S+{_OTHERS})|\s+in\s+(\S.*))?", re.DOTALL)
 _KEY = re.compile(r"[^\W\d]\w*(?:\.\w+)+")
 _LARGEST = 1 << 53  # beyond it floats are not exact
 _CONSTANTS = {"true": True, "false": False, "none": None}
@@ -56,8 +67,9 @@ def check_condition(text: str, sides: Sequence[str]) -> None:
             raise TextError(
                 f"'{clause}' is no condition: write 'KEY', 'not KEY', 'KEY = VALUE' or 'KEY in VALUE VALUE'"
             )
-        values = [found[4] or "", *(found[5] or "").split()]
-        check_keys([*found[2].split("|"), *filter(_KEY.fullmatch, values)], sides)
+        first, *others = found[2].split("|")
+        values = [*map(str.strip, [*others, *(found[4] or "").split("|")]), *(found[5] or "").split()]
+        check_keys([first, *filter(_KEY.fullmatch, values)], sides)
 
 
 def check_keys(texts: Sequence[str], sides: Sequence[str]) -> None:
@@ -80,23 +92,48 @@ def condition(text: str, config: Config) -> bool | None:
 
 def _clause(text: str, config: Config) -> bool | None:
     negated, keys, relation, value, members = _CLAUSE.fullmatch(text).groups()  # type: ignore[union-attr]
-    actual = next((config[key] for key in map(str.strip, keys.split("|")) if config.get(key) is not None), None)
+    actual = _value(keys, config)
     if actual is None and value != "none":
         return None
     if members is not None:
         result = any(_equal(actual, _value(member, config)) for member in members.split())
-    elif relation:
-        if _KEY.fullmatch(value) and config.get(value) is None:
+        if not result and any(config.get(key) is None for key in keys_of(members)):
             return None
-        result = _equal(actual, _value(value, config)) == (relation == "=")
+    elif relation:
+        expected = _value(value, config)
+        if expected is None and value != "none":
+            return None
+        result = _equal(actual, expected) == (relation == "=")
     else:
         result = bool(actual)
     return not result if negated else result
 
 
+def said(text: str, config: Config) -> str:
+    """Return what the configurations say about a condition, as `hf.hidden_act is gelu, megatron.activation is silu`."""
+    found: list[str] = []
+    for clause in _clauses(text):
+        _, keys, _, value, members = _CLAUSE.fullmatch(clause).groups()  # type: ignore[union-attr]
+        for alternatives in (keys, value or "", *(members or "").split()):
+            names = [*keys_of(alternatives)]
+            known = [f"{name} is {config[name]}" for name in names if config.get(name) is not None]
+            found += known[:1] or [f"{name} is not set" for name in names[:1]]
+    return ", ".join(dict.fromkeys(found))
+
+
 def _value(text: str, config: Config) -> object:
-    if _KEY.fullmatch(text):
-        return config.get(text)
+    """Return the first known of `KEY | KEY | CONSTANT`: the constant if a configuration of the side lacks the keys."""
+    first, *_ = alternatives = [*map(str.strip, text.split("|"))]
+    for one in alternatives:
+        if _KEY.fullmatch(one):
+            if config.get(one) is not None:
+                return config[one]
+        elif one is first or any(key.startswith(first.partition(".")[0] + ".") for key in config):
+            return _constant(one)
+    return None
+
+
+def _constant(text: str) -> object:
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     try:

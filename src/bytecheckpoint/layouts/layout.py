@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.layouts.axes import TextError, parse_axes
-from bytecheckpoint.layouts.config import Config, check_condition, check_keys, check_size, condition, dim_size, keys_of
+from bytecheckpoint.layouts.config import Config, check_condition, check_keys, check_size, condition, dim_size, said
 from bytecheckpoint.layouts.names import Group, Piece, Text, parse_template
 from bytecheckpoint.layouts.parsed import ParsedRule, conflicts
 from bytecheckpoint.layouts.parts import Family, FamilyError, SourcePlace, components, family_dims
@@ -137,11 +137,12 @@ class Layout(Content):
         unknown: list[str] = []
         for statement in self.merged("require"):
             assert isinstance(statement, Statement)
-            holds = condition(statement.text, config)
-            if holds is False:
-                values = ", ".join(f"{key} is {config[key]}" for key in keys_of(statement.text) if key in config)
+            applies = condition(statement.when, config) if statement.when else True
+            holds = True if applies is False else condition(statement.text, config)
+            if holds is False and applies:
+                values = said(statement.text, config)
                 raise UsageError(f"{statement.place}: the layout {self.name} requires {statement.text}, but {values}")
-            if holds is None:
+            if not holds:
                 unknown.append(statement.text)
         return unknown
 

@@ -28,7 +28,7 @@ _FORMS = {
     "scales": "scales SIDE NAME : AXES of NAME : AXES with a = 128 -> OPERATION",
     "ignore": "ignore SIDE REGEX [when CONDITION]",
     "optional": "optional SIDE REGEX [when CONDITION]",
-    "require": "require CONDITION",
+    "require": "require CONDITION [when CONDITION]",
     "include": "include NAME",
 }
 _ARGUMENTS = {"alias": "aliases", "prefix": "prefixes"}
@@ -120,7 +120,8 @@ class _LayoutReader:
             sizes = tuple(self._sizes(found[6] or "").items())
             made = Scales(found[1], found[2], axes, found[4], of_axes, sizes, found[7], place)
         elif word == "require":
-            made = Statement("", " ".join(rest.split()), place=place)
+            text, _, when = " ".join(rest.split()).partition(" when ")
+            made = Statement("", text, when, place)
         else:
             found = self._match(_NAMES, word, rest)
             made = Statement(found[1], found[2], " ".join((found[3] or "").split()), place)
@@ -241,7 +242,7 @@ def to_text(layout: Content) -> str:
         f"layout {layout.name}  {layout.left} <-> {layout.right}" + (f"  for {layout.fits}" if layout.fits else "")
     ]
     lines += [f"include {name}" for name in layout.include]
-    lines += [f"require {statement.text}" for statement in layout.require]
+    lines += [f"require {s.text}" + (f" when {s.when}" if s.when else "") for s in layout.require]
     if layout.dims:
         lines += ["dims", *(f"    {name} = {text}" for name, text in layout.dims.items())]
     for word, statements in (("ignore", layout.ignore), ("optional", layout.optional)):
