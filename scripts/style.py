@@ -102,6 +102,7 @@ SMALL_MODULES: dict[str, str] = {
     "bytecheckpoint.monitoring.report.trace": "an output format of its own, beside the page",
     "bytecheckpoint.frameworks.coordinates": "all that a world takes from the frameworks",
     "bytecheckpoint.frameworks.fsdp1.adapter": "each framework has such a module",
+    "bytecheckpoint.frameworks.megatron.model_facts": "its importer is in another package",
     "bytecheckpoint.formats.rank_files": "each format has such a module",
     "bytecheckpoint.frameworks.objects.streams": "one form of states, beside the others",
     "bytecheckpoint.frameworks.providers.states": "one form of states, beside the others",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -92,67 +91,6 @@ class ModuleScan:
     values: dict[str, list[Any]] = field(default_factory=dict)
     setters: dict[str, list[Callable[[Any], None]]] = field(default_factory=dict)
     parameters: dict[int, ParameterName] = field(default_factory=dict)
-
-
-#: Functions that transformers and torch call by one name.
-_ACTIVATIONS = ("silu", "gelu", "relu", "quick_gelu")
-
-
-def configuration_of(states: Mapping[str, object]) -> dict[str, bool | int | float | str]:
-    """Return the plain values in the configurations of modules, under "hf." (transformers) or "megatron.".
-
-    A module in which transformers 5 has stacked the experts of a layer has `hf.fused_experts` and `hf5.model_type`, too.
-    """
-    found: dict[str, bool | int | float | str] = {}
-    for state, value in states.items():
-        for module in as_modules(state, value) or ():
-            with contextlib.suppress(Exception):  # a program's own `config` may do anything, and nothing depends on it
-                found |= _configuration_of(module)
-    return found
-
-
-def _configuration_of(module: nn.Module) -> dict[str, bool | int | float | str]:
-    config: Any = next((one.config for one in module.modules() if hasattr(one, "config")), None)
-    if hasattr(config, "to_dict") and hasattr(config, "model_type"):
-        found = _plain("hf", config.to_dict())
-        modules = module.named_modules()
-        if any(name.endswith(".experts") and "gate_up_proj" in one._parameters for name, one in modules):
-            found |= {"hf.fused_experts": True, "hf5.model_type": config.model_type}
-        return found
-    if not any(base.__name__ == "ModelParallelConfig" for base in type(config).__mro__):
-        return {}
-    inside = next((one for one in module.modules() if hasattr(one, "vocab_size")), None)  # the model in its wrappers
-    model = {name: getattr(inside, name, None) for name in ("rotary_base", "vocab_size")}
-    behind = {"rotary_type": _rotary_type(config, inside), "activation": _activation(config)}
-    return _plain("megatron", {**vars(config), **model, **behind})
-
-
-def _rotary_type(config: Any, model: Any) -> str | None:
-    """Return transformers' name of the rotary positions of a model of Megatron; None if nothing says how they scale."""
-    if "yarn" in (getattr(config, "rope_type", ""), getattr(model, "position_embedding_type", "")):
-        return "yarn"
-    if getattr(getattr(model, "rotary_pos_emb", None), "seq_len_interpolation_factor", None) is not None:
-        return "linear"
-    scaled = getattr(model, "rotary_scaling", None)
-    return None if scaled is None else "llama3" if scaled else "default"
-
-
-def _activation(config: Any) -> str | None:
-    """Return transformers' name of the activation in a configuration of Megatron; None for one that has none."""
-    if getattr(config, "activation_func_clamp_value", None) or getattr(config, "glu_linear_offset", 0):
-        return None  # of gpt-oss, which transformers does not name
-    name = getattr(getattr(config, "activation_func", None), "__name__", "")
-    return {"squared_relu": "relu2"}.get(name, name if name in _ACTIVATIONS else None)
-
-
-def _plain(prefix: str, values: Mapping[str, object]) -> dict[str, bool | int | float | str]:
-    """Return those of the values that JSON keeps exactly, without long texts."""
-    return {
-        f"{prefix}.{name}": value
-        for name, value in values.items()
-        if (isinstance(value, bool | int | float) and abs(value) < 1 << 53)
-        or (isinstance(value, str) and len(value) < 256)
-    }
 
 
 def as_modules(state_name: str, value: object) -> list[nn.Module] | None:

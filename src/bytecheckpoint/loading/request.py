@@ -10,8 +10,9 @@ import torch
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Destination, Framework, Strict, SupportsShards, is_strict
+from bytecheckpoint.frameworks.configurations import configuration_of
 from bytecheckpoint.frameworks.conversion_tables import layout_of_tables
-from bytecheckpoint.frameworks.modules import as_modules, configuration_of
+from bytecheckpoint.frameworks.modules import as_modules
 from bytecheckpoint.frameworks.selection import NameSelection
 from bytecheckpoint.layouts import Layout
 from bytecheckpoint.loading.decision import NamesReport

@@ -13,7 +13,7 @@ from bytecheckpoint.collectives import Collective
 from bytecheckpoint.engine.pieces import SharedCopy
 from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.errors import IncompatibleCheckpointError, StorageError
-from bytecheckpoint.frameworks.modules import configuration_of
+from bytecheckpoint.frameworks.configurations import configuration_of
 from bytecheckpoint.frameworks.selection import select_states
 from bytecheckpoint.handles import SaveReport
 from bytecheckpoint.planning.local_table import LocalTable, factored

@@ -1,0 +1,54 @@
+"""Configurations of live modules: the plain values by which layouts find sizes and compare models."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from bytecheckpoint.frameworks.megatron.model_facts import is_configuration, model_facts
+from bytecheckpoint.frameworks.modules import as_modules
+from bytecheckpoint.layouts.config import flattened
+
+__all__ = ["configuration_of"]
+
+#: Names of classes in transformers' configurations: perhaps thousands, of which no layout asks for one.
+_CLASSES = ("id2label", "label2id")
+
+
+def configuration_of(states: Mapping[str, object]) -> dict[str, bool | int | float | str]:
+    """Return the plain values in the configurations of modules, under "hf." (transformers) or "megatron.".
+
+    A module in which transformers 5 has stacked the experts of a layer has `hf.fused_experts` and `hf5.model_type`, too.
+    """
+    found: dict[str, bool | int | float | str] = {}
+    for state, value in states.items():
+        for module in as_modules(state, value) or ():
+            with contextlib.suppress(Exception):  # a program's own `config` may do anything, and nothing depends on it
+                found |= _plain(_configuration_of(module))
+    return found
+
+
+def _configuration_of(module: nn.Module) -> dict[str, object]:
+    config: Any = next((one.config for one in module.modules() if hasattr(one, "config")), None)
+    if hasattr(config, "to_dict") and hasattr(config, "model_type"):
+        found = flattened("hf", {key: value for key, value in config.to_dict().items() if key not in _CLASSES})
+        modules = module.named_modules()
+        if any(name.endswith(".experts") and "gate_up_proj" in one._parameters for name, one in modules):
+            found |= {"hf.fused_experts": True, "hf5.model_type": config.model_type}
+        return found
+    if is_configuration(config):
+        return {f"megatron.{name}": value for name, value in model_facts(config, module).items()}
+    return {}
+
+
+def _plain(values: Mapping[str, object]) -> dict[str, bool | int | float | str]:
+    """Return those of the values that JSON keeps exactly, without long texts."""
+    return {
+        name: value
+        for name, value in values.items()
+        if (isinstance(value, bool | int | float) and abs(value) < 1 << 53)
+        or (isinstance(value, str) and len(value) < 256)
+    }
