@@ -150,6 +150,28 @@ def test_names_of_old_files_of_bert():
         ("ernie4_5", "megatron.layernorm_zero_centered_gamma", True),
         ("glm4", "megatron.rotary_interleaved", False),
         ("olmoe", "hf.clip_qkv", 8.0),
+        ("gpt_oss", "megatron.activation_func_clamp_value", 0),
+        ("gpt_oss", "megatron.glu_linear_offset", 0.0),
+        ("gpt_oss", "megatron.activation", "silu"),
+        ("llama", "megatron.activation", "clamped_swiglu"),
+        ("gemma", "megatron.activation", "silu"),
+        ("gemma2", "megatron.sliding_window", 5),
+        ("gemma3_text", "megatron.query_scalar", 64),
+        ("starcoder2", "megatron.activation", "relu2"),
+        ("nemotron", "megatron.activation", "gelu"),
+        ("nemotron", "megatron.rotary_percent", 1.0),
+        ("stablelm", "megatron.rotary_percent", 1.0),
+        ("glm4", "megatron.rotary_percent", 1.0),
+        ("glm4_moe", "megatron.rotary_percent", 1.0),
+        ("qwen3_next", "megatron.rotary_percent", 1.0),
+        ("gpt_neox", "megatron.rotary_percent", 1.0),
+        ("gpt_neox", "megatron.activation", "relu"),
+        ("gpt2", "megatron.activation", "relu"),
+        ("gpt2", "hf.scale_attn_weights", False),
+        ("gpt2", "hf.scale_attn_by_inverse_layer_idx", True),
+        ("nemotron_h", "megatron.position_embedding_type", "rope"),
+        ("t5", "megatron.relative_attention_max_distance", 64),
+        ("bert", "megatron.activation", "relu"),
         ("bert", "megatron.apply_residual_connection_post_layernorm", False),
         ("megatron_bert", "megatron.apply_residual_connection_post_layernorm", True),
         ("megatron_bert", "megatron.layernorm_zero_centered_gamma", True),
@@ -189,7 +211,19 @@ def test_norms_and_rotary_positions_are_compared(name):
         ({"rope_scaling": {"type": "linear"}}, {"rotary_type": "linear"}, {"rotary_type": "default"}),
         ({"rope_scaling": None}, {"rotary_type": "default"}, {"rotary_type": "llama3"}),
         ({"hidden_act": "gelu"}, {"activation": "gelu"}, {"activation": "silu"}),
-        ({"num_experts_per_tok": 4}, {"moe_router_topk": 4}, {"moe_router_topk": 2}),
+        ({"hidden_act": "gelu_pytorch_tanh"}, {"activation": "gelu"}, {"activation": "silu"}),
+        ({"partial_rotary_factor": 0.5}, {"rotary_percent": 0.5}, {"rotary_percent": 1.0}),
+        ({"vocab_size": 5}, {"rotary_percent": 1.0}, {"rotary_percent": 0.5}),
+        ({"vocab_size": 5}, {"rotary_type": "default"}, {"rotary_type": "yarn"}),
+        ({"vocab_size": 5}, {"position_embedding_type": "rope"}, {"position_embedding_type": "none"}),
+        ({"sliding_window": 128}, {"sliding_window": 128}, {"sliding_window": 127}),
+        ({"sliding_window": None}, {"sliding_window": 0}, {"sliding_window": 127}),
+        ({"use_sliding_window": True, "sliding_window": 8}, {"sliding_window": 8}, {"sliding_window": 9}),
+        (
+            {"tie_word_embeddings": False},
+            {"share_embeddings_and_output_weights": False},
+            {"share_embeddings_and_output_weights": True},
+        ),
     ],
 )
 def test_models_that_differ_with_equal_weights(config, said, other):
@@ -199,7 +233,110 @@ def test_models_that_differ_with_equal_weights(config, said, other):
     )
     with pytest.raises(UsageError, match=f"megatron.{next(iter(other))} is"):
         MOE.check_config(keys | flattened("megatron", other))
-    assert any(f"megatron.{next(iter(said))}" in text for text in MOE.check_config(keys)), "not compared, and said"
+    if config not in ({"vocab_size": 5}, {"sliding_window": None}):  # of keys that the configuration lacks
+        assert any(f"megatron.{next(iter(said))}" in text for text in MOE.check_config(keys)), "not compared, and said"
+
+
+ROPES = {
+    "linear": {"factor": 2.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.0,
+        "truncate": True,
+    },
+}
+
+
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling", "rope_parameters.full_attention"])
+@pytest.mark.parametrize("kind", ROPES)
+def test_factors_of_scaled_positions(kind, place):
+    said = {f"megatron.rotary_{name}": value for name, value in ROPES[kind].items()} | {"megatron.rotary_type": kind}
+    config = {f"hf.{place}.{name}": value for name, value in ROPES[kind].items()} | {f"hf.{place}.rope_type": kind}
+    assert not any("megatron.rotary_type" in text for text in MOE.check_config(config | said))
+    for name, value in ROPES[kind].items():
+        other = not value if isinstance(value, bool) else value + 1
+        for key, its in ((f"hf.{place}.{name}", value), (f"megatron.rotary_{name}", value)):
+            with pytest.raises(UsageError, match=f"{key} is {other}") as error:
+                MOE.check_config(config | said | {key: other})
+            assert f"is {its}" in str(error.value)
+    short = {f"hf.{place}.factor": 4.0, f"hf.{place}.original_max_position_embeddings": 4096}
+    if kind == "yarn":  # the others have defaults
+        MOE.check_config(short | said | {f"hf.{place}.rope_type": "yarn"})
+
+
+ROUTED = {"megatron.num_moe_experts": 4}
+SOFTMAX = {
+    **ROUTED,
+    "megatron.moe_router_topk": 2,
+    "megatron.moe_router_score_function": "softmax",
+    "megatron.moe_router_pre_softmax": False,
+}
+SIGMOID = SOFTMAX | {"megatron.moe_router_score_function": "sigmoid"}
+GROUPS = {"megatron.moe_router_num_groups": 2, "megatron.moe_router_group_topk": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "edits"),
+    [
+        (
+            "mixtral",
+            SOFTMAX,
+            {"megatron.moe_router_pre_softmax": True, "megatron.moe_router_score_function": "sigmoid"},
+        ),
+        ("gpt_oss", SOFTMAX, {"megatron.moe_router_pre_softmax": True, "hf.num_experts_per_tok": 3}),
+        ("qwen3_next", SOFTMAX, {"hf.norm_topk_prob": False, "megatron.moe_router_topk_scaling_factor": 2.5}),
+        (
+            "qwen3_moe",
+            SOFTMAX | {"megatron.moe_router_pre_softmax": True},
+            {"hf.norm_topk_prob": True, "megatron.moe_router_num_groups": 2},
+        ),
+        ("qwen2_moe", SOFTMAX | {"megatron.moe_router_pre_softmax": True}, {"megatron.moe_router_pre_softmax": False}),
+        ("olmoe", SOFTMAX | {"megatron.moe_router_pre_softmax": True}, {"megatron.moe_router_topk": 1}),
+        (
+            "glm4_moe",
+            SIGMOID | GROUPS,
+            {"megatron.moe_router_score_function": "softmax", "hf.n_group": 4, "hf.topk_group": 2},
+        ),
+        (
+            "deepseek_v3",
+            SIGMOID | GROUPS | {"megatron.moe_router_topk_scaling_factor": 2.5},
+            {
+                "hf.routed_scaling_factor": 1.0,
+                "hf.norm_topk_prob": False,
+                "hf.rope_interleave": False,
+                "megatron.moe_router_num_groups": 4,
+                "megatron.moe_router_group_topk": 2,
+            },
+        ),
+        ("nemotron_h", SIGMOID, {"hf.n_group": 2, "hf.routed_scaling_factor": 2.0, "hf.mlp_hidden_act": "silu"}),
+    ],
+)
+def test_routers_that_differ(name, said, edits):
+    family = Family(name)
+    keys = family.keys() | said | ({"megatron.activation": "relu2"} if name == "nemotron_h" else {})
+    assert not any("moe_router" in text for text in layout_of(family).check_config(keys))
+    for key, value in edits.items():
+        with pytest.raises(UsageError, match=re.escape(f"{key} is {value}")):
+            layout_of(family).check_config(keys | {key: value})
+    if name == "deepseek_v3":
+        without = {key: value for key, value in keys.items() if key != "megatron.moe_router_topk_scaling_factor"}
+        with pytest.raises(UsageError, match=r"factor is 2.5, megatron\.moe_router_topk_scaling_factor is not set"):
+            layout_of(family).check_config(without)
+
+
+def test_a_model_without_experts_has_no_router():
+    dense = {"megatron.num_layers": 2, "megatron.moe_router_topk": 6}
+    find("nemotron_h").check_config(Family("nemotron_h").keys() | dense)
 
 
 @pytest.mark.parametrize(

@@ -30,15 +30,10 @@ _CONSTANTS = {"true": True, "false": False, "none": None}
 
 
 def flattened(prefix: str, values: Mapping[str, object]) -> dict[str, object]:
-    """Return a nested configuration with one key for each value, as `hf.rope_parameters.rope_theta`.
-
-    `"rope_scaling": null` of older configurations becomes `rope_scaling.rope_type` "default", as newer ones say it.
-    """
+    """Return a nested configuration with one key for each value, as `hf.rope_parameters.rope_theta`."""
     result: dict[str, object] = {}
     for key, value in values.items():
         name = f"{prefix}.{key}"
-        if key == "rope_scaling" and value is None:
-            result[f"{name}.rope_type"] = "default"
         result |= flattened(name, value) if isinstance(value, Mapping) else {name: value}
     return result
 

@@ -7,6 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 import bytecheckpoint
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.layouts.layout import find
+from bytecheckpoint.planning.part_space import _stored_config
 from bytecheckpoint.tools import export
 
 BASE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 37}
@@ -46,3 +49,27 @@ def test_files_and_models(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(value, files[1][key]) for key, value in files[0].items())
     again, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), torch.arange(5)[None]
     assert torch.equal(again(ids).logits, saved(ids).logits)
+
+
+@pytest.mark.parametrize("kind", ["default", "llama3"])
+def test_positions_of_a_live_model_are_compared(kind: str, tmp_path: Path) -> None:
+    """A model saved by this package is compared as its files are, with the parameters of its rotary positions."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    positions = {"rope_theta": 1e4, "rope_type": kind} | (scaling if kind == "llama3" else {})
+    sizes = BASE | {"vocab_size": 40 + len(positions)}  # saves of equal shapes share a plan, and what it says
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes, rope_parameters=positions))
+    bytecheckpoint.save(tmp_path / "own", {"model": model})
+    model.save_pretrained(tmp_path / "hf")
+    for folder in ("own", "hf"):
+        with bytecheckpoint.open(tmp_path / folder) as found:
+            config = _stored_config(found._catalog)
+        said = {f"megatron.rotary_{name}": value for name, value in scaling.items()}
+        layout = find("llama")
+        layout.check_config(config | said | {"megatron.rotary_type": kind})
+        with pytest.raises(UsageError, match=rf"rope_type is {kind}, megatron\.rotary_type is linear"):
+            layout.check_config(config | {"megatron.rotary_type": "linear"})
+        if kind == "llama3":
+            with pytest.raises(UsageError, match=r"rope_parameters\.factor is 8\.0, megatron\.rotary_factor is 2\.0"):
+                layout.check_config(config | said | {"megatron.rotary_type": kind, "megatron.rotary_factor": 2.0})
