@@ -1,14 +1,21 @@
 """Wrong layouts and wrong checkpoints: each message names the place, the tensor and the numbers."""
 
+import json
 import random
 import re
 
+import numpy as np
 import pytest
+import torch
+from safetensors.numpy import save_file
 
+import bytecheckpoint
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.layouts import Layout, Rule
 from bytecheckpoint.layouts.binding import bind
 from bytecheckpoint.layouts.matching import Side
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.wrappers import WrappedStorage
 
 LLAMA = """\
 layout llama  hf <-> megatron  for hf.model_type in llama
@@ -197,6 +204,68 @@ def test_wrong_tensors(name):
     sides = [side and Side(list(side), list(side.values())) for side in (left, right)]
     with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
         bind(layout, sides[0], sides[1], config)
+
+
+class Reads(WrappedStorage):
+    """A storage that notes the name and the end of each read."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.ends = []
+
+    def read(self, name):
+        data = super().read(name)
+        self.ends.append((name, len(data)))
+        return data
+
+    def open(self, name):
+        reader = super().open(name)
+        plain = reader.read_into
+
+        def read_into(offset, buffers):
+            self.ends.append((name, offset + sum(map(len, buffers))))
+            return plain(offset, buffers)
+
+        reader.read_into = read_into
+        return reader
+
+
+#: Keys of the live side come from a model of Megatron-Core.
+ON_DISK = [name for name, (*_, config, _) in WRONG_TENSORS.items() if not any("megatron." in key for key in config)]
+
+
+def written(folder, tensors, config):
+    """Write a folder whose header is longer than the first read of a file; return the first byte of its tensors."""
+    arrays = {name: np.ones(shape, np.float32) for name, shape in tensors.items()}
+    save_file(arrays, folder / "model.safetensors", {"padding": " " * (80 << 10)})
+    keys = {key.removeprefix("hf."): value for key, value in config.items()}
+    (folder / "config.json").write_text(json.dumps(keys | {"model_type": "llama"}))
+    return 8 + int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
+
+
+@pytest.mark.parametrize("name", [*ON_DISK, *WRONG_TEXTS])
+def test_no_byte_of_a_tensor_is_read(name, tmp_path):
+    left, right, config, _ = WRONG_TENSORS.get(name, (HF, MEGATRON, CONFIG, ""))
+    begin = written(tmp_path, left, config)
+    (tmp_path / "t.layout").write_text(name if name in WRONG_TEXTS else LLAMA)
+    storage = Reads(resolve(tmp_path))
+    live = {key: torch.full(shape, torch.nan) for key, shape in (right or MEGATRON).items()}
+    with pytest.raises(CheckpointError):
+        bytecheckpoint.load(storage, {"model": live}, layout=tmp_path / "t.layout")
+    assert all(tensor.isnan().all() for tensor in live.values())
+    assert all(end <= begin for file, end in storage.ends if file.endswith(".safetensors"))
+    assert {file for file, _ in storage.ends} <= {"model.safetensors", "config.json"}
+    assert storage.ends or name in WRONG_TEXTS
+
+
+def test_a_right_layout_reads_the_tensors(tmp_path):
+    """The reads above are noted."""
+    begin = written(tmp_path, HF, CONFIG)
+    storage = Reads(resolve(tmp_path))
+    live = {key: torch.full(shape, torch.nan) for key, shape in MEGATRON.items()}
+    bytecheckpoint.load(storage, {"model": live}, layout=Layout.from_text(LLAMA))
+    assert not any(tensor.isnan().any() for tensor in live.values())
+    assert max(end for _, end in storage.ends) > begin
 
 
 def test_the_layout_itself_is_right():
