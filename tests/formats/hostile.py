@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import struct
 import zipfile
@@ -201,3 +202,104 @@ def _zips() -> dict[str, bytes]:
     for name, value in names.items():
         files[f"name_{name}"] = patched(sound, second + 46, value)
     return {f"{name}.pt": data for name, data in files.items()}
+
+
+def folders() -> dict[str, dict[str, bytes]]:
+    """Return hostile folders of Hugging Face by name: files by name, the first of which is the hostile one."""
+    found = {name: {"model.safetensors": data} for name, data in _headers().items()}
+    index, file = "model.safetensors.index.json", {"a.safetensors": safetensors({"w": _entry((4,), 0, 16)}, 16)}
+    indexes = _texts() | {
+        "outside": _json(weight_map={"w": "../a.safetensors"}),
+        "absolute": _json(weight_map={"w": "/etc/passwd"}),
+        "missing_file": _json(weight_map={"w": "b.safetensors"}),
+        "missing_tensor": _json(weight_map={"v": "a.safetensors"}),
+        "no_text": _json(weight_map={"w": 1}),
+        "file_is_a_list": _json(weight_map={"w": ["a.safetensors"]}),
+        "no_map": _json(metadata={}),
+        "many_files": _json(weight_map={f"w{n}": f"{n}.safetensors" for n in range(200_000)}),
+    }
+    found |= {f"index_{name}": {index: data, **file} for name, data in indexes.items()}
+    return found | {
+        f"config_{name}": {"config.json": data, "model.safetensors": file["a.safetensors"]}
+        for name, data in _texts().items()
+    }
+
+
+def safetensors(header: object, length: int) -> bytes:
+    """Return a file of safetensors with a header and some bytes of tensors."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + b"\0" * length
+
+
+def _entry(shape: object, begin: int, end: int, dtype: object = "F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def _json(**content: object) -> bytes:
+    return json.dumps(content).encode()
+
+
+def _texts() -> dict[str, bytes]:
+    """Return texts that are no JSON, or too much of it."""
+    return {
+        "empty": b"",
+        "cut": b'{"a": {"b": 1',
+        "no_utf8": b'{"a": "\xff\xfe"}',
+        "list": b"[]",
+        "pickle": b"cos\nsystem\n(S'id'\ntR.",
+        "surrogate": b'{"\\ud800": 1}',
+        "deep_list": b'{"a": ' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}",
+        "deep_dict": b'{"a":' * 1_000_000 + b"1" + b"}" * 1_000_000,
+        "deep_in_python": b'{"b": NaN, "a": ' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}",
+        "many_lists": b'{"a": [' + b"[]," * 20_000_000 + b"[]]}",
+        "many_dicts": b'{"a": [' + b"{}," * 10_000_000 + b"{}]}",
+        "many_numbers": b'{"b": NaN, "a": [' + b"300," * 10_000_000 + b"1]}",
+        "long_number": b'{"b": NaN, "a": ' + b"9" * 10_000_000 + b"}",
+    }
+
+
+def _headers() -> dict[str, bytes]:
+    """Return files of safetensors whose headers lie."""
+    sound = {"w": _entry((4,), 0, 16)}
+    cases = {
+        "overlap": {**sound, "v": _entry((4,), 0, 16)},
+        "gap": {**sound, "v": _entry((1,), 20, 24)},
+        "outside": {"w": _entry((4,), 0, 1 << 60)},
+        "negative": {"w": _entry((4,), -16, 0)},
+        "backwards": {"w": _entry((4,), 16, 0)},
+        "huge_offset": {"w": _entry((4,), 1 << 70, 1 << 71)},
+        "offset_is_no_number": {"w": {**_entry((4,), 0, 16), "data_offsets": ["0", "16"]}},
+        "offsets_missing": {"w": {"dtype": "F32", "shape": [4]}},
+        "shape_of_2_60": {"w": _entry((1 << 60,), 0, 16)},
+        "shape_overflows": {"w": _entry((1 << 32, 1 << 32, 1 << 32), 0, 16)},
+        "shape_overflows_to_size": {"w": _entry(((1 << 62) + 1, 4), 0, 16)},
+        "shape_negative": {"w": _entry((-4,), 0, 16)},
+        "shape_of_floats": {"w": _entry((4.5,), 0, 16)},
+        "shape_of_many": {"w": _entry((1,) * 1_000_000, 0, 4)},
+        "dtype_unknown": {"w": _entry((4,), 0, 16, "os.system")},
+        "dtype_is_a_list": {"w": _entry((4,), 0, 16, ["F32"])},
+        "entry_is_a_number": {"w": 1},
+        "entries_are_numbers": {f"w{n}": n for n in range(300_000)},
+        "metadata_is_a_list": {**sound, "__metadata__": ["format", "pt"]},
+        "metadata_is_deep": {**sound, "__metadata__": {"format": {"a": {}}}},
+        "claims_to_be_own": {**sound, "__metadata__": {"bytecheckpoint.version": "1"}},
+        "sharding": {**sound, "__metadata__": {"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [-1]}}'}},
+        "sharding_of_another": {**sound, "__metadata__": {"DCP_SHARDING_INFO": "{}"}},
+        "sharding_is_deep": {**sound, "__metadata__": {"DCP_SHARDING_INFO": "[" * 100_000}},
+        "sharding_overflows": {
+            **sound, "__metadata__": {"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [4611686018427387903]}}'}
+        },
+    }  # fmt: skip
+    found = {name: safetensors(header, 16) for name, header in cases.items()}
+    found |= {f"header_{name}": safetensors(text, 16) for name, text in _texts().items()}
+    text = json.dumps(sound).encode()
+    lengths = {
+        "zero": 0,
+        "one": 1,
+        "longer": len(text) + 17,
+        "shorter": len(text) - 1,
+        "2_31": 1 << 31,
+        "2_63": 1 << 63,
+    }
+    found |= {f"length_{name}": struct.pack("<Q", n) + text + b"\0" * 16 for name, n in lengths.items()}
+    return found | {"no_bytes": b"", "length_cut": b"\x10\0", "tail_missing": safetensors(sound, 15)}

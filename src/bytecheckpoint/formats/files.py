@@ -28,6 +28,8 @@ _GAP, _LONGEST_RUN = 4096, 8 << 20
 #: Most requests, one after the other, that have one time limit together.
 _MOST_IN_GROUP: Final = 64
 _MOST_JSON: Final = 64 << 20
+#: Most values in a text of JSON, each of which takes up to a hundred bytes of memory.
+_MOST_VALUES: Final = 1 << 20
 _S = TypeVar("_S")
 _T = TypeVar("_T")
 
@@ -118,7 +120,7 @@ class RangedFile:
         """Return the content of a file of JSON as a type.
 
         Raises:
-            IncompatibleCheckpointError: the file is too large.
+            IncompatibleCheckpointError: the file is too large, or has too many values.
             CorruptCheckpointError: it is no JSON of this type.
         """
         if self.size > _MOST_JSON:
@@ -132,6 +134,8 @@ class RangedFile:
         `{"__float__": "Infinity"}`, the form of newer ones.
         """
         raw = text.encode() if isinstance(text, str) else text
+        if sum(map(raw.count, (b",", b"[", b"{"))) > _MOST_VALUES:
+            raise IncompatibleCheckpointError(f"{self.label}: {what} has more than {_MOST_VALUES} values")
         try:
             if b"Infinity" in raw or b"NaN" in raw:
                 content = json.loads(raw, parse_constant=lambda name: {"__float__": name})
