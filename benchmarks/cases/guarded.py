@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import bytecheckpoint
 from benchmarks.bench import Bench
 from benchmarks.measure import Arm
 from benchmarks.peers.dcp import DCP
@@ -26,6 +28,7 @@ def guarded(bench: Bench) -> None:
     if bench.world.size == 1:
         _tensors(bench, small(bench.options.tensors))
         _bytes(bench, dense(bench.options.nbytes))
+        _index(bench, small(bench.options.tensors))
     for peer in (Ours(), DCP()):
         for number in range(_REPETITIONS):
             peer.save(bench.folder / f"{peer.name}-{number}", few)
@@ -65,3 +68,17 @@ def _bytes(bench: Bench, state: Tensors) -> None:
     bench.measure("save of bytes", size_of(state), saves)
     loads = [Arm(ours.name, partial(ours.load, path, target)), Arm("raw", partial(raw.read, raw_path))]
     bench.measure("load of bytes", size_of(state), loads, rounds=2 * bench.options.rounds)
+
+
+def _index(bench: Bench, state: Tensors) -> None:
+    """Measure the index that ours makes of a checkpoint of DCP, beside the unpickling of its metadata, DCP's first step."""
+    path = bench.folder / "dcp"
+    DCP().save(path, state)
+    metadata = (path / ".metadata").read_bytes()
+
+    def unpickle() -> None:
+        pickle.loads(metadata)
+
+    arms = [Arm(Ours.name, lambda: bytecheckpoint.open(path).close()), Arm("raw", unpickle)]
+    bench.measure("index of DCP", len(metadata), arms)
+    bench.clear("dcp")

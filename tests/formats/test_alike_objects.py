@@ -11,7 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError
 from bytecheckpoint.formats.inert import AlikeObjects, CallRecord
@@ -53,6 +58,10 @@ def has_alike(value: Any) -> bool:
     return any(isinstance(item, AlikeObjects) for item in value)
 
 
+def tensor(size: torch.Size, chunks: list[ChunkStorageMetadata], **properties: Any) -> TensorStorageMetadata:
+    return TensorStorageMetadata(properties=TensorProperties(**properties), size=size, chunks=chunks)
+
+
 def outcome(act: Callable[[], Any]) -> Any:
     try:
         return repr(act())
@@ -79,7 +88,19 @@ def test_lists_and_dicts_of_alike_objects(data):
         for _ in range(count)
     ]
     chunks = [ChunkStorageMetadata(offsets=data.draw(sizes), sizes=data.draw(sizes)) for _ in range(count)]
+    dtypes, flags = st.sampled_from([torch.float32, torch.bfloat16]), st.booleans()
+    tensors = {
+        data.draw(name) + str(k): tensor(
+            data.draw(sizes),
+            chunks[k : k + data.draw(st.integers(0, 2))],
+            dtype=data.draw(dtypes),
+            requires_grad=data.draw(flags),
+        )
+        for k in range(count)
+    }
     saved = pickle.dumps([chunks, dict(pairs), chunks[0], [key for key, _ in pairs]], 4)
+    assert plain(read(saved, alike=True)) == plain(read(saved, alike=False))
+    saved = pickle.dumps([tensors, dict(pairs), tensors], 4)
     assert plain(read(saved, alike=True)) == plain(read(saved, alike=False))
 
 
@@ -89,13 +110,19 @@ def alike(count: int = 300) -> bytes:
         MetadataIndex(fresh(f"layers.{k % 40}"), torch.Size((k,)), k): _StorageInfo(fresh(f"__{k % 5}"), k * 100, 99)
         for k in range(count)
     }
-    return pickle.dumps([chunks, stored], 4)
+    tensors = {
+        f"layers.{k}.bias": tensor(torch.Size((k,)), [ChunkStorageMetadata(torch.Size((k,)), torch.Size((3,)))])
+        for k in range(count)
+    }
+    return pickle.dumps([chunks, stored, tensors], 4)
 
 
 def test_alike_objects_are_columns():
-    chunks, stored = read(alike(), alike=True)
+    chunks, stored, tensors = read(alike(), alike=True)
     assert len(chunks) < 10 and has_alike(chunks) and has_alike(stored) and len(stored) < 20
     assert len(plain(chunks)) == len(plain(stored)) == 300
+    flags = [one.state["properties"] for one in tensors.values()]
+    assert len(tensors) == 300 and len({id(one) for one in flags}) < 10, "not interpreted: equal ones are one object"
 
 
 @pytest.mark.parametrize(

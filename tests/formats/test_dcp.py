@@ -58,6 +58,18 @@ def test_files_of_torch_2_4(name):
         assert_same(found[state], theirs[state])
 
 
+def test_tensors_beyond_the_usual_number_of_values(tmp_path, monkeypatch):
+    """Metadata have room for a value in each 64 bytes; a pickle of references to one object does not grow with them."""
+    monkeypatch.setattr("bytecheckpoint.formats.trees._MOST_VALUES", 50)
+    saved = {"model": {f"w{k}": torch.full((2,), float(k)) for k in range(200)}}
+    dcp.save(saved, checkpoint_id=tmp_path / "many", no_dist=True)
+    with bytecheckpoint.open(tmp_path / "many") as found:
+        assert len(found.tensors) == 200 and found["model/w199"][:].tolist() == [199.0, 199.0]
+    dcp.save({"plain": [[0] * 10] * 100_000}, checkpoint_id=tmp_path / "laughs", no_dist=True)
+    with pytest.raises(IncompatibleCheckpointError, match=r"more than \d+ values"):
+        bytecheckpoint.open(tmp_path / "laughs")
+
+
 def test_requests_are_few(tmp_path, monkeypatch):
     saved(tmp_path, {"model": {str(k): torch.zeros(100_000) for k in range(30)}})
     counted, plain = [], RangedFile.read

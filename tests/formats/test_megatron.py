@@ -17,6 +17,7 @@ from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, Incom
 from bytecheckpoint.formats import megatron
 from bytecheckpoint.formats.dcp import read_content
 from bytecheckpoint.formats.detect import detect
+from bytecheckpoint.formats.files import open_file
 from bytecheckpoint.formats.foreign import ForeignColumns
 from bytecheckpoint.formats.megatron import read_megatron
 from bytecheckpoint.formats.megatron_buckets import (
@@ -194,8 +195,9 @@ def test_huge_stacks_are_refused_before_memory_is_taken() -> None:
     boxes = BoxTable.build([], [], [], 2)
     rows = RowColumns(boxes, np.zeros(0, np.int32), np.zeros(0, np.int64), row_major(boxes.lengths))
     content = megatron.DcpContent(columns, rows, ["layers.weight"], {}, None, None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no stack of tensors"):
-        megatron._TorchDist(resolve(str(GOLDEN)), content, None).add_tensors()  # type: ignore[arg-type]
+    storage = resolve(str(GOLDEN / "fully_reshardable"))
+    with open_file(storage, ".metadata") as file, pytest.raises(ValueError, match="no stack of tensors"):
+        megatron._TorchDist(storage, content, file).add_tensors()
 
 
 @pytest.mark.parametrize(("decayed_norms", "noted"), [(True, False), (False, False), (None, True)])

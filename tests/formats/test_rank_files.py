@@ -50,7 +50,8 @@ torch.save(states, f"{folder}/model_world_size_4_rank_{rank}.pt")
 optim = {"state": {0: {"exp_avg": states["both"], "step": torch.tensor(4.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
 torch.save(optim, f"{folder}/optim_world_size_4_rank_{rank}.pt")
 torch.save({"rng": torch.full((3,), rank), "epoch": 2}, f"{folder}/extra_state_world_size_4_rank_{rank}.pt")
-torch.save({"w": DTensor.from_local(whole, mesh, [Partial(), Replicate()])}, f"{folder}/partial.pt")
+if rank == 0:
+    torch.save({"w": DTensor.from_local(whole, mesh, [Partial(), Replicate()])}, f"{folder}/partial.pt")
 dist.destroy_process_group()
 """
 

@@ -1,8 +1,8 @@
 """Alike objects that follow each other in a pickle, read as columns.
 
-The metadata of DCP take three objects for each chunk. An object that has been interpreted gives a regular expression, in
-which its classes and the names of its attributes are fixed, and its numbers and references are open. Where the bytes that
-follow match it again and again, nothing is interpreted.
+The metadata of DCP take three objects for each chunk, and two for each tensor. An object that has been interpreted gives a
+regular expression, in which its classes and the names of its attributes are fixed, and its numbers and references are open.
+Where the bytes that follow match it again and again, nothing is interpreted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from bytecheckpoint.formats.inert import AlikeObjects, GlobalName
+from bytecheckpoint.formats.inert import AlikeObjects, CallRecord, GlobalName
 
 __all__ = ["SKIPPED", "AlikeFinder", "SharedError", "column"]
 
@@ -21,11 +21,11 @@ SKIPPED: Final = object()
 #: Forms that are tried, and elements one after another that may give no run before the search ends.
 _MOST_FORMS, _MOST_VAIN = 8, 1000
 #: Bytes of the longest object, or key with its value, that gives a form.
-_LONGEST: Final = 512
+_LONGEST: Final = 1024
 _INT = rb"(K.|M..|J.{4}|\x8a(?:\x04.{4}|\x05.{5}|\x06.{6}))"
 #: A reference, or a text of ASCII that is remembered; its end is where no character of it can be.
 _TEXT = rb"(h.|j.{4}|\x8c.[\x20-\x7e]*\x94)"
-_TOKEN = re.compile(_INT + b"|" + _TEXT + rb"|([\x94)\x81}(ub\x85\x86\x87RN])", re.DOTALL)
+_TOKEN = re.compile(_INT + b"|" + _TEXT + rb"|([\x94)\x81}(ub\x85\x86\x87tRN\x88\x89\]ae])", re.DOTALL)
 _LITERAL: Final = 0x8C
 _TUPLES = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
 
@@ -51,10 +51,13 @@ class _FormCall:
 
 @dataclass
 class _FormObject:
-    """An object in a form: the token of its class, and its attributes by the tokens of their names."""
+    """An object in a form: its class, and its attributes by their names, or a state that is a tuple.
 
-    target: int
-    state: dict[int, Any] | None = None
+    Classes and names are tokens, until the form is complete.
+    """
+
+    target: Any
+    state: Any = None
 
 
 @dataclass
@@ -63,20 +66,22 @@ class _Form:
 
     Attributes:
         pattern: regular expression of the objects that one element of the run consists of.
-        objects: class of each of them, and what its attributes are made of.
+        objects: the objects. A text as a key is the token of its group, and then nothing is a column.
         columns: group of each open token.
         texts: groups that may be texts, each with the number of objects that an element remembers before it.
         remembered: objects that each element remembers beside texts.
     """
 
     pattern: re.Pattern[bytes]
-    objects: list[tuple[GlobalName, dict[str, Any]]]
+    objects: list[Any]
     columns: dict[int, int]
     texts: list[tuple[int, int]]
     remembered: int
 
-    def runs(self, data: bytes, i: int, memo: list[Any]) -> tuple[list[AlikeObjects], int]:
+    def runs(self, data: bytes, i: int, memo: list[Any]) -> tuple[list[Any], int]:
         """Return the runs that begin at a position, one for each object of an element, and their end.
+
+        Elements whose key is a text are keys and values one after the other.
 
         Raises:
             SharedError: an object refers to a part of another one.
@@ -94,9 +99,12 @@ class _Form:
         else:
             memo += [SKIPPED] * (self.remembered * len(rows))
         values = [_values(column, known, memo) for column, known in zip(columns, tokens, strict=True)]
+        if type(self.objects[0]) is int:
+            made = [self._made(part, values, len(rows)) for part in self.objects]
+            return [one for element in zip(*made, strict=True) for one in element], i
         runs = [
-            AlikeObjects(target, {name: self._made(part, values, len(rows)) for name, part in state.items()})
-            for target, state in self.objects
+            AlikeObjects(one.target, {name: self._made(part, values, len(rows)) for name, part in one.state.items()})
+            for one in self.objects
         ]
         return runs, i
 
@@ -106,8 +114,18 @@ class _Form:
             return columns[self.columns[part]]
         if type(part) is tuple and part:
             return list(zip(*(self._made(one, columns, count) for one in part), strict=True))
+        if type(part) is list:
+            return list(map(list, zip(*(self._made(one, columns, count) for one in part), strict=True)))
         if type(part) is _FormCall:
             return _results(part.function, self._made(part.args, columns, count))
+        if type(part) is _FormObject:
+            target = part.target
+            if type(part.state) is tuple:
+                return _results(
+                    lambda *state: CallRecord(target, (), None, state), self._made(part.state, columns, count)
+                )
+            attributes = zip(*(self._made(one, columns, count) for one in part.state.values()), strict=True)
+            return [CallRecord(target, (), None, dict(zip(part.state, one, strict=True))) for one in attributes]
         return [part] * count
 
     def _remember(self, rows: list[tuple[bytes, ...]], memo: list[Any]) -> None:
@@ -172,8 +190,8 @@ class _FormReader:
             elif op in _TUPLES:
                 count = _TUPLES[op]
                 self.stack[-count:] = [self._own(count)]
-            elif op in b")}N":
-                self.stack.append({b")": (), b"}": {}, b"N": None}[op])
+            elif op in b")}N\x88\x89]":
+                self.stack.append({b")": (), b"}": {}, b"N": None, b"\x88": True, b"\x89": False, b"]": []}[op])
             elif op == b"(":
                 self.marks.append(len(self.stack))
             elif op in b"R\x81":
@@ -182,12 +200,19 @@ class _FormReader:
                     raise TypeError
                 self.stack[-2:] = [_FormCall(function, args) if op == b"R" else _FormObject(function)]
                 self.fixed.add(function)
-            elif op == b"u":
+            elif op == b"a":
+                self.stack[-2:-1][0].append(self.stack.pop())
+            elif op in b"ute":
                 place = self.marks.pop()
-                names, values = self.stack[place::2], self.stack[place + 1 :: 2]
+                items = self.stack[place:]
                 del self.stack[place:]
-                self.stack[-1].update(zip(names, values, strict=True))
-                self.fixed.update(names)
+                if op == b"t":
+                    self.stack.append(tuple(items))
+                elif op == b"e":
+                    self.stack[-1].extend(items)
+                else:
+                    self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
+                    self.fixed.update(items[::2])
             else:
                 made, state = self._own(2)
                 if made.state is not None:
@@ -223,28 +248,34 @@ def _form_of(data: bytes, memo: list[Any], count: int) -> _Form | None:
         return value
 
     def bound(part: Any) -> Any:
-        if type(part) is tuple:
-            return tuple(map(bound, part))
+        if type(part) is tuple or (type(part) is list and part):
+            return type(part)(map(bound, part))
         if type(part) is _FormCall:
             meaning = named(part.function, GlobalName).meaning
             if meaning is None:
                 raise TypeError
             return _FormCall(meaning, bound(part.args))
-        if type(part) is not int and part is not None:
+        if type(part) is _FormObject:
+            target = named(part.target, GlobalName)
+            if target.meaning is not None or not part.state:
+                raise TypeError
+            if type(part.state) is tuple:
+                return _FormObject(target, bound(part.state))
+            return _FormObject(target, {named(name, str): bound(one) for name, one in part.state.items()})
+        if type(part) is not int and part not in (None, True, False):
             raise TypeError
         return part
 
     try:
         reader.run()
-        objects = []
-        for made in reader.stack:
-            target = named(made.target, GlobalName)
-            if target.meaning is not None or not made.state:
-                return None
-            objects.append((target, {named(name, str): bound(part) for name, part in made.state.items()}))
+        objects = [*map(bound, reader.stack)]
+        if type(objects[0]) is int:
+            named(objects[0], str)
     except (IndexError, TypeError, ValueError, AttributeError, SharedError):
         return None
-    if len(objects) != count or reader.marks:
+    kinds = [type(one) for one in objects]
+    of_columns = all(kind is _FormObject and type(one.state) is dict for kind, one in zip(kinds, objects, strict=True))
+    if len(objects) != count or reader.marks or not (of_columns or kinds == [int, _FormObject]):
         return None
     pieces, texts = [], []
     columns: dict[int, int] = {}
@@ -315,7 +346,7 @@ class AlikeFinder:
         runs, end = form.runs(self.data, i, self.memo)
         if runs:
             self._vain = 0
-            self._made.update(map(id, runs))
+            self._made.update(id(run) for run in runs if type(run) is AlikeObjects)
         stack += runs
         self._ends[place] = end
         return end

@@ -234,8 +234,10 @@ class DcpContent:
 def read_dcp(storage: Storage) -> ForeignCheckpoint:
     """Read a checkpoint of DCP."""
     content = read_content(storage)
-    tree = Tree(storage.url)
-    with open_file(storage, metadata_files([name for name, _ in storage.list()])[0]) as file, damage(file, "DCP"):
+    sizes = dict(storage.list())
+    names = metadata_files(list(sizes))
+    tree = Tree(storage.url, sum(sizes[name] for name in names))
+    with open_file(storage, names[0]) as file, damage(file, "DCP"):
         values = _values(content, tree)
     tree.notes += content.metadata.notes
     return ForeignCheckpoint("dcp", content.columns, values, tree.notes, content.rows, content.sums, made=content.made)

@@ -87,7 +87,7 @@ class _TorchDist:
     def __init__(self, storage: Storage, content: DcpContent, file: RangedFile) -> None:
         self._storage, self._old, self._file = storage, content, file
         self._columns = ForeignColumns(files=content.columns.files, places=content.columns.places)
-        self._tree = Tree(storage.url)
+        self._tree = Tree(storage.url, file.size)
         self._slots: dict[str, dict[str, Any]] = {}  # by parameter
         self._shapes: dict[str, tuple[int, ...]] = {}  # of the parameters that have slots
 

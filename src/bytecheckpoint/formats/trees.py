@@ -28,8 +28,8 @@ from bytecheckpoint.representation.values.tree import MAX_DEPTH, TENSOR_CLASS, T
 
 __all__ = ["Tree"]
 
-#: Values of all trees of one file, long ones counted by their bytes. A pickle may refer to one object from many places, so
-#: a small pickle can be a huge tree.
+#: Values of all trees of one file, if it is no metadata of many tensors; long ones are counted by their bytes. A pickle may
+#: refer to one object from many places, so a small pickle can be a huge tree.
 _MOST_VALUES: Final = 500_000
 _BYTES_PER_VALUE: Final = 64
 _INT64_MIN, _UINT64_MAX = -(2**63), 2**64 - 1
@@ -44,18 +44,22 @@ _pack = msgspec.msgpack.Encoder().encode
 class Tree:
     """The encoder of the trees of one file.
 
+    Args:
+        file: address of the file, for messages.
+        metadata_bytes: bytes of metadata, in proportion to which there may be more values than usual.
+
     Attributes:
         tensors: tensors of the tree that was encoded last, by name.
         sharded: its tensors of which a file holds parts, by name.
         notes: values that were left out, in words.
     """
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, metadata_bytes: int = 0) -> None:
         self.tensors: dict[str, StoredTensor] = {}
         self.sharded: dict[str, ShardedValue] = {}
         self.notes: list[str] = []
         self._file = file
-        self._left = _MOST_VALUES
+        self._left = self._most = max(_MOST_VALUES, metadata_bytes // _BYTES_PER_VALUE)
         self._path: list[object] = []
 
     def encode(self, value: object) -> bytes:
@@ -79,7 +83,7 @@ class Tree:
     def _charge(self, nbytes: int) -> None:
         self._left -= 1 + nbytes // _BYTES_PER_VALUE
         if self._left < 0:
-            self._refuse(f"it holds more than {_MOST_VALUES} values, or values of too many bytes")
+            self._refuse(f"it holds more than {self._most} values, or values of too many bytes")
 
     def _refuse(self, what: str) -> None:
         raise IncompatibleCheckpointError(f"{self._file}: {what}")
