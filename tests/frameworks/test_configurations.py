@@ -1,7 +1,10 @@
 """Plain values in the configurations of live modules."""
 
+import pytest
 from torch import nn
 
+import bytecheckpoint
+from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.frameworks.configurations import configuration_of
 
 
@@ -40,3 +43,21 @@ def test_a_configuration_that_fails_is_none():
     module.config = NestedConfig()
     module.config.to_dict = lambda: 1 / 0
     assert configuration_of({"model": module}) == {}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_each_save_has_the_configuration_of_its_model(tmp_path, size):
+    """Also if the plan of an earlier save is used, which holds for any model with equal tensors."""
+
+    def save(collective: Collective) -> None:
+        for number in range(3):
+            module = nn.LayerNorm(4)
+            module.config = NestedConfig()
+            module.config.to_dict = lambda number=number: {"vocab_size": number}
+            bytecheckpoint.save(tmp_path / str(number), {"model": module})
+
+    ThreadWorld(size).run(save, timeout=60)
+    for number in range(3):
+        with bytecheckpoint.open(tmp_path / str(number)) as found:
+            assert found.info["layout"]["config"] == {"hf.vocab_size": number}
+            assert found.info["layout"]["kinds"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from bytecheckpoint.frameworks.megatron.model_facts import is_configuration, model_facts
+from bytecheckpoint.frameworks.megatron.model_facts import is_configuration, model_facts, modules_of
 from bytecheckpoint.frameworks.modules import as_modules
 from bytecheckpoint.layouts.config import flattened
 
@@ -32,11 +32,11 @@ def configuration_of(states: Mapping[str, object]) -> dict[str, bool | int | flo
 
 
 def _configuration_of(module: nn.Module) -> dict[str, object]:
-    config: Any = next((one.config for one in module.modules() if hasattr(one, "config")), None)
+    config: Any = next((one.config for one in modules_of(module) if hasattr(one, "config")), None)
     if hasattr(config, "to_dict") and hasattr(config, "model_type"):
         found = flattened("hf", {key: value for key, value in config.to_dict().items() if key not in _CLASSES})
-        modules = module.named_modules()
-        if any(name.endswith(".experts") and "gate_up_proj" in one._parameters for name, one in modules):
+        experts = (one._modules.get("experts") for one in modules_of(module))
+        if any(one is not None and "gate_up_proj" in one._parameters for one in experts):
             found |= {"hf.fused_experts": True, "hf5.model_type": config.model_type}
         return found
     if is_configuration(config):

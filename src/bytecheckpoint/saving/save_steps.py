@@ -159,10 +159,11 @@ class Save:
         self._operation.phase = "plan"
         table, key = captured.describe()
         plan = None if dry else self._resources.plans.get(key)
+        # Not kept with the plan, which holds for any model with equal tensors.
+        layout = self._layout(captured) if self._origin.rank == 0 else b""
         if plan is not None:
-            agreed = AgreedPlan(captured, key, plan, cached=True)
+            agreed = AgreedPlan(captured, key, replace(plan, layout=layout), cached=True)
         else:
-            layout = self._layout(captured) if self._origin.rank == 0 else b""
             if self._origin.world_size > 1:
                 captured.hash_values()  # the coordinator compares them between ranks
             values = [value.record() for value in captured.values]
