@@ -8,6 +8,7 @@ import subprocess
 import pytest
 import torch
 
+import bytecheckpoint
 from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.formats.detect import detect
 from bytecheckpoint.formats.rank_files import read_rank_files
@@ -105,3 +106,34 @@ def test_missing_parts_are_refused(saved, tmp_path):
     shutil.copy(tmp_path / "model_world_size_4_rank_1.pt", tmp_path / "model_world_size_2_rank_1.pt")
     with pytest.raises(IncompatibleCheckpointError, match="several numbers of ranks"):
         read_rank_files(storage)
+
+
+def test_files_of_torch_checkpointing(saved, tmp_path):
+    """A file for each item and rank, without the number of ranks."""
+    for rank in range(4):
+        for name in ("model", "optim", "extra_state"):
+            shutil.copy(saved / f"{name}_world_size_4_rank_{rank}.pt", tmp_path / f"{name}_{rank}.pt")
+    expected = read_tensors(saved, read_rank_files(resolve(str(saved))))
+    storage = resolve(str(tmp_path))
+    found = read_tensors(tmp_path, detect(storage).read(storage))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    state = {"both": torch.zeros(7, 11), "0.weight": torch.zeros(12, 10)}
+    bytecheckpoint.load(tmp_path, {"model": state}, strict=False)
+    assert torch.equal(state["both"], torch.arange(77.0).view(7, 11))
+    (tmp_path / "model_3.pt").unlink()
+    with pytest.raises(CheckpointNotFoundError, match=r"ranks \[3\] of 4 of 'model'"):
+        read_rank_files(storage)
+
+
+@pytest.mark.parametrize("names", [["model_0", "model_1", "optim_0", "optim_1"], ["epoch_1", "epoch_2"], ["a", "b_0"]])
+def test_numbers_that_are_no_ranks(tmp_path, names):
+    """A script that numbers its epochs has whole tensors in each file."""
+    for number, name in enumerate(names):
+        torch.save({"w": torch.full((3,), float(number))}, tmp_path / f"{name}.pt")
+    with pytest.raises(IncompatibleCheckpointError, match=r"files of torch\.save .*give one"):
+        bytecheckpoint.open(tmp_path)
+    for name in names[1:]:
+        (tmp_path / f"{name}.pt").unlink()
+    with bytecheckpoint.open(tmp_path) as found:
+        assert found["model/w"][:].tolist() == [0.0] * 3

@@ -74,6 +74,25 @@ def test_load_onto_a_mesh(path: str) -> None:
         assert isinstance(turned, DTensor) and torch.equal(turned.full_tensor(), net()[0].weight.t())
 
 
+@on_ranks(2)
+def test_folders_of_torch_checkpointing(path: str) -> None:
+    """The real package saves on two ranks; each loads other parts of the same tensors."""
+    import torch_checkpointing
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    mesh, whole = init_device_mesh("cpu", (2,)), torch.arange(77.0).view(7, 11)
+    state = {"rows": distribute_tensor(whole, mesh, [Shard(0)]), "plain": whole.t()}
+    saver = torch_checkpointing.SyncCheckpointSaverConfig()
+    options = LocalFileSystemStorageConfig(use_direct_io=False)
+    manager = torch_checkpointing.CheckpointManager.Config(save=saver, storage_config=options).build()
+    manager.save(path, {"model": state, "step": 3})
+    manager.close()
+    dist.barrier()
+    target = {"rows": distribute_tensor(torch.zeros(7, 11), mesh, [Shard(1)]), "plain": torch.zeros(11, 7)}
+    bytecheckpoint.load(path, {"model": target})
+    assert torch.equal(target["rows"].full_tensor(), whole) and torch.equal(target["plain"], whole.t())
+
+
 def test_what_is_there_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("nothing")
     with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):

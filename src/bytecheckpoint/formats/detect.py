@@ -21,7 +21,7 @@ from bytecheckpoint.formats.megatron import MARKER, read_megatron
 from bytecheckpoint.formats.megatron_ranks import MODEL_FILE, read_megatron_ranks
 from bytecheckpoint.formats.orbax import METADATA as METADATA_OF_ORBAX
 from bytecheckpoint.formats.orbax import item_folder, read_orbax
-from bytecheckpoint.formats.rank_files import RANK_FILE, read_rank_files
+from bytecheckpoint.formats.rank_files import RANK_FILE, are_numbered, read_rank_files
 from bytecheckpoint.formats.torch_save import read_torch_save
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage, resolve
@@ -100,6 +100,8 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
     torch_files = [name for name in names if name.endswith(_TORCH)]
     if len(torch_files) == 1:
         return FormatReader("torch-save", partial(read_torch_save, name=torch_files[0]))
+    if torch_files and are_numbered(torch_files):
+        return FormatReader("rank-files", read_rank_files)
     if torch_files:
         listed = ", ".join(torch_files[:5])
         raise IncompatibleCheckpointError(

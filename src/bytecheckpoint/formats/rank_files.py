@@ -1,7 +1,8 @@
-"""Read folders in which each rank saved its own part with torch.save: `model_world_size_8_rank_3.pt` and the like.
+"""Read folders in which each rank saved its own part with torch.save: `model_world_size_8_rank_3.pt`, `model_3.pt`.
 
 DTensors and ShardedTensors are joined by the places that their pickles state. A plain tensor is one tensor if
-its ranks have equal bytes, by their CRC32, and otherwise a tensor of each rank.
+its ranks have equal bytes, by their CRC32, and otherwise a tensor of each rank. The short names are those of
+torch_checkpointing; a program may number its epochs so, too, whose files hold no part of a tensor.
 """
 
 from __future__ import annotations
@@ -17,18 +18,34 @@ from bytecheckpoint.formats.torch_save import TorchFiles
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.storage import Storage
 
-__all__ = ["RANK_FILE", "read_rank_files"]
+__all__ = ["RANK_FILE", "are_numbered", "read_rank_files"]
 
 RANK_FILE: Final = re.compile(r"(?:([^/]*?)_)?world_size_(\d{1,7})_rank_(\d{1,7})\.(?:pt|pth)")
 """Name of a rank's file: state, number of ranks, rank."""
+_NUMBERED: Final = re.compile(r"([^/]+)_(0|[1-9]\d{0,6})\.pt")
+
+
+def are_numbered(names: Sequence[str]) -> bool:
+    """Return whether files may be those of torch_checkpointing, by their names: each state has all numbers."""
+    numbers: dict[str, set[int]] = {}
+    for name in names:
+        if (found := _NUMBERED.fullmatch(name)) is None:
+            return False
+        numbers.setdefault(found[1], set()).add(int(found[2]))
+    return all(held == {*range(len(held))} for held in numbers.values())
 
 
 def read_rank_files(storage: Storage) -> ForeignCheckpoint:
     """Read a folder with a file of each rank; the text before `world_size` is the state."""
     groups: dict[tuple[str, int], dict[int, str]] = {}
-    for name, _ in storage.list():
+    listed = [name for name, _ in storage.list()]
+    for name in listed:
         if found := RANK_FILE.fullmatch(name):
             groups.setdefault((found[1] or "model", int(found[2])), {})[int(found[3])] = name
+    numbered = [] if groups else [found for name in listed if (found := _NUMBERED.fullmatch(name))]
+    for found in numbered:
+        count = 1 + max(int(other[2]) for other in numbered)
+        groups.setdefault((found[1], count), {})[int(found[2])] = found[0]
     if not groups:
         raise CheckpointNotFoundError(f"{storage.url} has no file of a rank")
     if len({state for state, _ in groups}) != len(groups):
@@ -38,6 +55,7 @@ def read_rank_files(storage: Storage) -> ForeignCheckpoint:
     columns, tree = ForeignColumns(), Tree(storage.url)
     files = TorchFiles(storage, columns)
     values: dict[str, bytes] = {}
+    divided = False
     for (state, count), names in groups.items():
         if missing := [rank for rank in range(count) if rank not in names]:
             raise CheckpointNotFoundError(
@@ -52,8 +70,14 @@ def read_rank_files(storage: Storage) -> ForeignCheckpoint:
         values[state] = blobs[0]
         if any(blob != blobs[0] for blob in blobs):
             tree.notes.append(f"{state}: the ranks have different plain values; those of rank 0 are kept")
+        divided = divided or any(sharded)
         columns.add_sharded(state, sharded, storage.url)
         _add_whole(columns, state, whole, files)
+    if numbered and not divided and count > 1:
+        raise IncompatibleCheckpointError(
+            f"{storage.url} has {len(numbered)} files of torch.save ({numbered[0][0]}, ...), and none holds "
+            "a part of a tensor: give one"
+        )
     facts = {"world_size": max(count for _, count in groups)}
     return ForeignCheckpoint("rank-files", columns, values, tree.notes, sums=files.sums(), facts=facts)
 
