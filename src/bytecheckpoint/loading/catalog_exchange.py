@@ -48,10 +48,7 @@ class OpenCheckpoint:
 
     @contextlib.contextmanager
     def detect_replacement(self) -> Iterator[None]:
-        """Raise CheckpointReplacedError if the files that a `with` block has read belong to several saves.
-
-        A damaged read becomes one if another save replaced the catalog.
-        """
+        """Turn a damaged read in a `with` block into `CheckpointReplacedError` if another save replaced the files."""
         try:
             yield
         except CorruptCheckpointError as error:
@@ -59,7 +56,6 @@ class OpenCheckpoint:
             if self.reader.replaced():
                 raise CheckpointReplacedError(str(error)) from error
             raise
-        self.files.check_unchanged()
 
 
 class CatalogExchange:

@@ -411,6 +411,7 @@ class Load:
                 nbytes, received = exchange.read, exchange.received
             threads = self._settings.storage.read_threads
             nbytes += read_all(files, scatter, private, threads=threads, chunk_bytes=fitted.fit.chunk_bytes)
+            files.check_unchanged()
             if fitted.fit.parts is not None:
                 fitted.fit.parts.finish()
             destination.check()
