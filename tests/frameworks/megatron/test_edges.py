@@ -314,9 +314,6 @@ def test_different_steps_in_one_group_are_refused(worlds: Worlds, path: str) -> 
 
 
 def unsupported_states(layout: Layout, what: str) -> dict[str, Any]:
-    if what == "offload":
-        options = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
-        return VariantModel(VARIANT, layout, stepped=False, **options).states()
     trained = VariantModel(VARIANT, layout)
     if what == "layer-wise":
         from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
@@ -335,7 +332,6 @@ def unsupported_states(layout: Layout, what: str) -> dict[str, Any]:
     ("what", "message"),
     [
         ("layer-wise", "optimizer: LayerWiseDistributedOptimizer with overlap_param_gather is not supported"),
-        ("offload", "optimizer: DistributedOptimizer with optimizer_cpu_offload is not supported"),
         ("precision-aware", "optimizer: DistributedOptimizer with use_precision_aware_optimizer"),
     ],
 )

@@ -52,6 +52,33 @@ def _gather_uneven(parts: list[torch.Tensor], own: torch.Tensor, group: Any = No
         dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
 
 
+class _SplitDevices(TorchFunctionMode):
+    """Makes all tensors pass for those of a device, except for the copies that are made for the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._on_cpu: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_on_cpu = any(args[0] is tensor for tensor in self._on_cpu)
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return not is_on_cpu
+        made = args[0] if func is torch.Tensor.pin_memory else func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and (is_on_cpu or func is torch.Tensor.cpu):
+            self._on_cpu.append(made)
+        return made
+
+
+def _split_devices(function: Any) -> Any:
+    """Return the function that divides parameters between a device and the CPU, for a machine without a device."""
+
+    def split(*args: Any) -> Any:
+        with _SplitDevices():
+            return function(*args)
+
+    return split
+
+
 class _NoOp:
     """A stream or event: every method exists and does nothing."""
 
@@ -67,6 +94,7 @@ def use_cpu() -> None:
         return
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     import megatron.core.models.gpt  # before the replacements: decorators of torch look at what they find
+    from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer as Hybrid
 
     cuda: Any = torch.cuda
     cuda.current_device = lambda: CPU
@@ -90,6 +118,7 @@ def use_cpu() -> None:
         utilities, "te_general_gemm", None
     )  # 0.16 forgets it without Transformer Engine
     sys.modules["megatron.core.transformer.torch_norm"].WrappedTorchNorm.__new__ = _norm
+    Hybrid._get_sub_optimizer_param_groups = _split_devices(Hybrid._get_sub_optimizer_param_groups)
     del megatron
     _state.mode = OnCpu()
     _state.mode.__enter__()

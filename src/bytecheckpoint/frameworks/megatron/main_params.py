@@ -3,13 +3,14 @@
 The distributed optimizer joins the parameters of a model in buffers, cuts each bucket of a buffer into equal ranges, one
 per data-parallel rank, and steps 1-D tensors that hold this rank's range of one parameter. Its `gbuf_ranges` say which.
 The float16 optimizer steps fp32 copies of whole parameters, the FP32 optimizer steps the parameters themselves. Those of a
-layer-wise optimizer have the parameters that this rank steps.
+layer-wise optimizer have the parameters that this rank steps. With `optimizer_cpu_offload` any of them steps copies, which
+a HybridDeviceOptimizer keeps on the CPU, or in fp32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from bytecheckpoint.frameworks.megatron.detection import (
 )
 
 __all__ = [
-    "MainParam", "as_megatron_optimizers", "flatten_chain", "is_layer_wise", "main_params", "params_with_masters"
+    "MainParam", "as_megatron_optimizers", "finish_hybrid", "flatten_chain", "is_hybrid", "is_layer_wise", "main_params",
+    "params_with_masters",
 ]  # fmt: skip
 
 _STEP_IN_GROUP = ("apex", "transformer_engine")  # packages whose optimizers keep one step per param group
@@ -41,6 +43,7 @@ class MainParam:
         tensor: the tensor; the optimizer's state is under it.
         model_param: the model's parameter.
         start: number of the flat range's first element in the parameter; None: the tensor has all elements.
+        settings: param group with the hyperparameters, that of the optimizer around `inner` if there is one.
     """
 
     inner: Optimizer
@@ -48,15 +51,22 @@ class MainParam:
     tensor: torch.Tensor
     model_param: torch.Tensor
     start: int | None
+    settings: dict[str, Any]
+
+    @property
+    def is_copy(self) -> bool:
+        """True if the tensor has memory of its own beside the model's parameter."""
+        return self.tensor.untyped_storage().data_ptr() != self.model_param.untyped_storage().data_ptr()
 
     @property
     def is_master(self) -> bool:
-        """True if the tensor is a master weight: memory of its own beside the model's parameter."""
-        return self.tensor.untyped_storage().data_ptr() != self.model_param.untyped_storage().data_ptr()
+        """True if the tensor is a master weight: a copy in higher precision than the model's parameter."""
+        return self.is_copy and self.tensor.dtype != self.model_param.dtype
 
     def state(self) -> Mapping[Any, Any]:
-        """Return the live optimizer state; empty where there is none."""
-        return self.inner.state.get(self.tensor) or {}
+        """Return the live optimizer state, without the tensor itself; empty where there is none."""
+        state = self.inner.state.get(self.tensor) or {}
+        return {slot: value for slot, value in state.items() if value is not self.tensor}
 
     @property
     def step_in_group(self) -> bool:
@@ -107,6 +117,12 @@ def is_layer_wise(optimizer: object) -> bool:
     return any(map(is_layer_wise, getattr(optimizer, "chained_optimizers", ())))
 
 
+def is_hybrid(inner: object) -> bool:
+    """Return whether an optimizer has other optimizers step copies of its parameters, on the CPU or in fp32."""
+    hybrid = megatron_class("optimizer.cpu_offloading.hybrid_optimizer", "HybridDeviceOptimizer")
+    return hybrid is not None and isinstance(inner, hybrid)
+
+
 def main_params(state_name: str, optimizers: Iterable[Any]) -> list[list[MainParam]]:
     """Return the main params of each optimizer on this rank; chains are flattened.
 
@@ -132,21 +148,24 @@ def params_with_masters(state_name: str, optimizers: Iterable[Any]) -> Iterator[
 
 def _main_params_of(state_name: str, optimizer: Any) -> list[MainParam]:
     if isinstance(optimizer, Optimizer):
-        return [MainParam(optimizer, group, p, p, None) for group in optimizer.param_groups for p in group["params"]]
+        return _whole_params(optimizer, {})
     require(state_name, optimizer, "optimizer", "config")
     inner = optimizer.optimizer
     name = type(optimizer).__name__
     if not isinstance(inner, Optimizer):
         raise UsageError(f"{state_name}: {name} around a {type(inner).__name__} is not supported")
-    if type(inner).__name__ == "HybridDeviceOptimizer":
-        raise UsageError(
-            f"{state_name}: {name} with optimizer_cpu_offload is not supported: keep the state where the model is"
-        )
+    if is_hybrid(inner):
+        return _inside_hybrid(state_name, inner, _outer_params_of(state_name, optimizer, inner))
     if getattr(optimizer.config, "use_precision_aware_optimizer", False):
         raise UsageError(
             f"{state_name}: {name} with use_precision_aware_optimizer keeps scaled state, and main weights inside the "
             "optimizer, which is not supported: train without it"
         )
+    return _outer_params_of(state_name, optimizer, inner)
+
+
+def _outer_params_of(state_name: str, optimizer: Any, inner: Optimizer) -> list[MainParam]:
+    """Return the main params that an optimizer of Megatron gives to the optimizer inside it."""
     if _is_distributed(optimizer):
         return _distributed_main_params(state_name, optimizer, inner)
     if hasattr(optimizer, "fp32_from_float16_groups"):
@@ -156,17 +175,51 @@ def _main_params_of(state_name: str, optimizer: Any) -> list[MainParam]:
             for low, high in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
             for parameter, main in zip(low, high, strict=True)
         }
-    elif name == "FP32Optimizer":
+    elif type(optimizer).__name__ == "FP32Optimizer":
         model_params = {}
     else:
         raise UsageError(
-            f"{state_name}: {name} is not supported: use DistributedOptimizer, or the float16 and FP32 optimizers"
+            f"{state_name}: {type(optimizer).__name__} is not supported: use DistributedOptimizer, or the float16 and "
+            "FP32 optimizers"
         )
+    return _whole_params(inner, model_params)
+
+
+def _whole_params(inner: Optimizer, model_params: Mapping[int, torch.Tensor]) -> list[MainParam]:
     return [
-        MainParam(inner, group, p, model_params.get(id(p), p), None)
+        MainParam(inner, group, p, model_params.get(id(p), p), None, group)
         for group in inner.param_groups
         for p in group["params"]
     ]
+
+
+def _inside_hybrid(state_name: str, hybrid: Any, outer: Iterable[MainParam]) -> list[MainParam]:
+    """Replace the parameters of a HybridDeviceOptimizer by the copies that the optimizers inside it step.
+
+    The hyperparameters stay those of its own param groups, because its step copies them into the groups inside.
+    """
+    require(state_name, hybrid, "sub_optimizers", "param_to_inner_param", "_sync_sub_optimizers_state_to_hdo")
+    owners = {id(p): (o, group) for o in hybrid.sub_optimizers for group in o.param_groups for p in group["params"]}
+    mains = []
+    for main in outer:
+        tensor = hybrid.param_to_inner_param.get(main.tensor)
+        if id(tensor) not in owners:
+            raise unknown_structure(
+                state_name, f"{type(hybrid).__name__} does not step all parameters that it is given"
+            )
+        inner, group = owners[id(tensor)]
+        mains.append(replace(main, inner=inner, group=group, tensor=tensor))
+    return mains
+
+
+def finish_hybrid(hybrid: Any) -> None:
+    """Copy loaded state from the optimizers inside a HybridDeviceOptimizer into its own, as its step does."""
+    for param, tensor in hybrid.param_to_inner_param.items():
+        if tensor is not param:
+            param.detach().copy_(tensor.detach())
+    for group in hybrid.param_groups:
+        group.pop("step", None)  # Megatron's own load leaves it, and each step would reset the steps inside to it
+    hybrid._sync_sub_optimizers_state_to_hdo()
 
 
 def _distributed_main_params(state_name: str, optimizer: Any, inner: Optimizer) -> list[MainParam]:
@@ -190,7 +243,7 @@ def _distributed_main_params(state_name: str, optimizer: Any, inner: Optimizer) 
                             f"{type(optimizer).__name__} steps a tensor of shape {tuple(tensor.shape)} for the elements "
                             f"{param_range.start} to {param_range.end} of a parameter",
                         )
-                    found[id(tensor)] = MainParam(inner, group, tensor, model_param, param_range.start)
+                    found[id(tensor)] = MainParam(inner, group, tensor, model_param, param_range.start, group)
     stepped = [tensor for group in inner.param_groups for tensor in group["params"]]
     if not all(id(tensor) in found for tensor in stepped):
         raise unknown_structure(state_name, f"gbuf_ranges of {type(optimizer).__name__} do not have all that it steps")

@@ -100,7 +100,9 @@ def load_megatron_modules(
         tensor = layout.tensor
         is_linked = id(tensor) not in with_masters and _has_linked_master(tensor)
         master = _linked_master(tensor, scan.stepped_ranges) if is_linked else None
-        if is_linked and master is None and getattr(tensor, "main_param", None) is not None:
+        # The copies of an optimizer with offload are linked to no parameter.
+        is_stepped = getattr(tensor, "main_param", None) is not None or bool(scan.stepped_ranges.get(id(tensor)))
+        if is_linked and master is None and is_stepped:
             without_master.append(layout.names[0])
             is_linked = False  # nothing holds the exact value, so rounding needs a cast
         computed = scan.computed.get(id(layout))

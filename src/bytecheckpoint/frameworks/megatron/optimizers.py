@@ -15,7 +15,13 @@ import torch
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.megatron.layouts import ParameterLayout, ShardCollector
-from bytecheckpoint.frameworks.megatron.main_params import MainParam, flatten_chain, main_params
+from bytecheckpoint.frameworks.megatron.main_params import (
+    MainParam,
+    finish_hybrid,
+    flatten_chain,
+    is_hybrid,
+    main_params,
+)
 from bytecheckpoint.frameworks.optimizers.capture import capture_optimizers
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames
 from bytecheckpoint.frameworks.optimizers.tree import pack_tensors
@@ -24,8 +30,13 @@ from bytecheckpoint.representation.shards import MASTER, LiveState
 
 __all__ = ["MegatronOptimizerView", "ViewParam", "capture_megatron_optimizers"]
 
-# Keys of a param group that depend on how the parameters are laid out over the ranks.
-_LAYOUT_SETTINGS = frozenset({"params", "param_names", "is_expert_parallel"})
+# Keys of a param group that depend on how the parameters are laid out over the ranks and devices.
+_LAYOUT_SETTINGS = frozenset(
+    {
+        "params", "param_names", "is_expert_parallel", "offload_fraction", "cpu_optimizer_cls", "gpu_optimizer_cls",
+        "param_update_in_fp32", "pin_cpu_grads", "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d",
+    }
+)  # fmt: skip
 _SCALER = "grad_scaler"
 
 
@@ -79,6 +90,7 @@ class MegatronOptimizerView:
     ) -> None:
         flat = list(flatten_chain(state_name, optimizers))
         self._scalers = [s for optimizer in flat if (s := getattr(optimizer, "grad_scaler", None)) is not None]
+        self._hybrids = [o.optimizer for o in flat if is_hybrid(getattr(o, "optimizer", None))]
         self.optimizer = optimizer_view(type(flat[0]).__name__ if flat else "Optimizer")
         self.params: list[ViewParam] = []
         self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []  # (live, in the view)
@@ -96,14 +108,14 @@ class MegatronOptimizerView:
                     )
                 if layout.saved_by_other_stage and not with_copies:
                     continue
-                if id(main.group) not in groups:
-                    groups[id(main.group)] = self._add_group(main)
+                if id(main.settings) not in groups:
+                    groups[id(main.settings)] = self._add_group(main)
                 form = main.tensor.dtype, main.tensor.device
                 if form not in scalars:
                     scalars[form] = main.tensor.detach().new_empty(())
                 for part in layout.parts or [layout]:
                     placeholder = placeholder_parameter(tuple(part.tensor.shape), scalars[form])
-                    groups[id(main.group)]["params"].append(placeholder)
+                    groups[id(main.settings)]["params"].append(placeholder)
                     name = (part.names[0], part.names[1:]) if layout.parts else by_id[id(main.model_param)]
                     by_id[id(placeholder)] = name
                     self.params.append(ViewParam(main, part, placeholder))
@@ -118,12 +130,12 @@ class MegatronOptimizerView:
 
     def _add_group(self, main: MainParam) -> dict[str, Any]:
         """Add the param group of `main`, without parameters, to the view."""
-        group = {key: value for key, value in main.group.items() if key not in _LAYOUT_SETTINGS}
-        if main.step_in_group:
+        group = {key: value for key, value in main.settings.items() if key not in _LAYOUT_SETTINGS}
+        if main.step_in_group or main.settings is not main.group:
             group.pop("step", None)
         group["params"] = []
         self.optimizer.param_groups.append(group)
-        self._groups.append((main.group, group))
+        self._groups.append((main.settings, group))
         return group
 
     def add_scaler(self) -> None:
@@ -133,9 +145,11 @@ class MegatronOptimizerView:
             state[_SCALER] = pack_tensors(scaler.state_dict())
 
     def write_back(self) -> None:
-        """Copy the view's hyperparameters and the loss scaler's state into the live optimizers."""
+        """Complete a load: copy the view's hyperparameters and the loss scaler's state into the live optimizers."""
         for live, shown in self._groups:
             live.update((key, value) for key, value in shown.items() if key not in _LAYOUT_SETTINGS)
+        for hybrid in self._hybrids:
+            finish_hybrid(hybrid)
         scaler_state: Any = self.optimizer.state.get(_SCALER)  # type: ignore[call-overload]
         for scaler in self._scalers if scaler_state is not None else ():
             scaler.load_state_dict(

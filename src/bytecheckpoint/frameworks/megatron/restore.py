@@ -146,7 +146,7 @@ class _ParamLoad:
                 for name in names:
                     # Tied here, but stored separately: the other copies are claimed too.
                     destination.recognized.update(other.key for other in saved.slots(state_name, (name,)))
-        if self.param.main.is_master:
+        if self.param.main.is_copy:
             for box in boxes:
                 if box in filled.get(MASTER, ()):
                     continue
@@ -173,7 +173,7 @@ class _ParamLoad:
         slot, shape = found.key.slot, found.global_shape
         if (found.key.fqn, slot) in trees.nested:
             raise self._incompatible(found, "is inside a container")
-        if slot == MASTER and not self.param.main.is_master:
+        if slot == MASTER and not self.param.main.is_copy:
             return
         is_elementwise = shape == box.global_shape or (box.resizable and len(shape) == len(box.global_shape))
         if is_elementwise and slot not in SINGLE_VALUE_SLOTS:
