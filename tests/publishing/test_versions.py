@@ -28,11 +28,14 @@ from bytecheckpoint import (
 )
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.collectives import Collective, ThreadWorld
+from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.publishing import Follower, Publisher
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.deltas.coding import PREFIX_BYTES, DeltaHead, decode_prefix, encode_head
 from bytecheckpoint.storage.deltas.writing import DeltaStorage, KeptFiles
-from bytecheckpoint.tools import fingerprint
+from bytecheckpoint.tiers.storage import TierStorage
+from bytecheckpoint.tools import collect_garbage, fingerprint
+from bytecheckpoint.tools.retirement import finish_retirement, retire, tombstones
 from bytecheckpoint.tuning import tuned
 from tests.loading.test_layouts import assert_holds, fused, module_of, sized, weights
 from tests.saving.test_tiles import FSDP, TP, states
@@ -140,7 +143,7 @@ def test_a_damaged_version_is_never_applied(pair: tuple[Trainer, Engine], how: s
     found = engine.update()
     assert any(isinstance(error, CorruptCheckpointError) for error in found), found
     assert all(isinstance(error, CorruptCheckpointError) for error in found), found
-    assert rank in str(found[0])
+    assert f"{file.parents[1]}" in str(found[0]) and rank in str(found[0])
     assert all(torch.equal(a, b) for a, b in zip(before, engine.snapshot(), strict=True))
     with pytest.raises(CorruptCheckpointError):
         bytecheckpoint.load(Path(trainer.root) / "step_00000002", trainer.model.held(cut_by(1, 0), 0, blank=True))
@@ -217,6 +220,113 @@ def test_versions_that_are_gone_or_of_another_publisher_are_loaded_whole(pair: t
     trainer.publish()
     assert {report.versions for report in fine(engine.update())} == {1}
     engine.check()
+
+
+# --- differences beside whole versions ---------------------------------------------------------------------------------
+
+
+def followed_to_a_whole_version(path: Path, ranks: int = 2) -> tuple[Trainer, Engine]:
+    """Return a trainer that has published version 4 whole, and an engine at version 3."""
+    trainer = Trainer(path, ranks, full_every=3)
+    engine = Engine(trainer.model, path, 3, 1)
+    for _ in range(3):
+        fine(trainer.publish())
+        fine(engine.update())
+    fine(trainer.publish())
+    return trainer, engine
+
+
+def test_followers_take_the_differences_beside_a_whole_version(tmp_path: Path) -> None:
+    trainer, engine = followed_to_a_whole_version(tmp_path)
+    new, folder = Engine(trainer.model, tmp_path, 3, 1), tmp_path / "step_00000004"
+    whole = sum(report.bytes_read for report in fine(new.update()))
+    reports = fine(engine.update())
+    assert {(report.versions, report.unproven) for report in reports} == {(1, ())}
+    assert sum(report.bytes_read for report in reports) < 0.4 * whole  # tensors are small, so the indices count
+    engine.check()
+    new.check()
+    assert [len([*folder.rglob(f"*.{suffix}")]) for suffix in ("safetensors", "delta")] == [3, 2]  # one of values
+    for folder in tmp_path.glob("step_*"):
+        assert run(["verify", str(folder)]) == 0
+    bytecheckpoint.tools.copy(tmp_path / "step_00000004", tmp_path / "copy")
+    assert run(["diff", str(tmp_path / "step_00000004"), str(tmp_path / "copy")]) == 0
+
+
+def test_followers_go_through_one_whole_version(tmp_path: Path) -> None:
+    """By all differences on the way, but not through two: a load of the newest one takes no longer then."""
+    trainer, first = followed_to_a_whole_version(tmp_path)
+    second = Engine(trainer.model, tmp_path, 2, 0)
+    fine(second.update(step=2))
+    for _ in range(2):
+        trainer.publish()
+    fine(second.update())
+    assert {report.versions for report in fine(first.update())} == {3}
+    trainer.publish()  # whole
+    fine(second.update(step=3))
+    for engine, versions in ((first, 1), (second, 0)):
+        assert {report.versions for report in fine(engine.update())} == {versions}
+        engine.check()
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "extend", "remove", "index", "prefix", "another"])
+def test_differences_beside_a_whole_version_that_are_damaged_cost_time_only(tmp_path: Path, how: str) -> None:
+    trainer, engine = followed_to_a_whole_version(tmp_path)
+    file = next((tmp_path / "step_00000004" / "model").glob("rank-00001*.delta"))
+    if how == "another":
+        shutil.copy(next((tmp_path / "step_00000003" / "model").glob("rank-00001*.delta")), file)
+    else:
+        places = {"flip": PREFIX_BYTES + 20, "index": -20, "prefix": 12}
+        damage(file, how if how in ("cut", "extend", "remove") else "flip", places.get(how, 0))
+    assert run(["verify", str(tmp_path / "step_00000004")]) == 0
+    for versions in (0, 1):
+        assert {report.versions for report in fine(engine.update())} == {versions}
+        engine.check()
+        trainer.publish()
+
+
+def test_a_follower_that_was_changed_loads_a_whole_version(tmp_path: Path) -> None:
+    _, engine = followed_to_a_whole_version(tmp_path)
+    changed = engine.states[1]["model"]["w"].tensors[0]
+    changed += 1
+    assert {report.versions for report in fine(engine.update())} == {0}
+    engine.check()
+
+
+def test_a_whole_version_that_is_damaged_too_is_never_applied(tmp_path: Path) -> None:
+    _, engine = followed_to_a_whole_version(tmp_path)
+    before = engine.snapshot()
+    for suffix in ("delta", "safetensors"):
+        damage(next((tmp_path / "step_00000004" / "model").glob(f"rank-00001*.{suffix}")), "flip", -20)
+    assert all(isinstance(error, CorruptCheckpointError) for error in engine.update())
+    assert all(torch.equal(a, b) for a, b in zip(before, engine.snapshot(), strict=True))
+
+
+def test_differences_beside_a_whole_version_stay_and_go_with_it(tmp_path: Path) -> None:
+    trainer, _ = followed_to_a_whole_version(tmp_path)
+    trainer.end()
+    folder = tmp_path / "step_00000004"
+    assert collect_garbage(tmp_path, older_than=-60) == []
+    assert len([*folder.rglob("*.delta")]) == 2
+    assert not retire(resolve(folder), read_catalog(resolve(folder))[0].info["created"])
+    for name in tombstones(resolve(folder)):
+        finish_retirement(resolve(folder), name)
+    assert not folder.exists()
+
+
+def test_a_whole_version_without_its_catalog_is_repaired(tmp_path: Path) -> None:
+    trainer, _ = followed_to_a_whole_version(tmp_path)
+    (tmp_path / "step_00000004" / "metadata.parquet").unlink()
+    assert collect_garbage(tmp_path, older_than=-60)[0].kept
+    assert run(["repair", str(tmp_path / "step_00000004")]) == 0
+    states = trainer.model.held(cut_by(1, 0), 0, blank=True)
+    bytecheckpoint.load(tmp_path / "step_00000004", states)
+    check(states, trainer.model)
+
+
+def test_another_save_removes_the_differences_beside_the_files_it_replaces(tmp_path: Path) -> None:
+    trainer, _ = followed_to_a_whole_version(tmp_path)
+    bytecheckpoint.save(tmp_path / "step_00000004", trainer.model.held(cut_by(1, 0), 0)).result()
+    assert not [*(tmp_path / "step_00000004").rglob("*.delta")]
 
 
 def test_a_publisher_that_went_back(pair: tuple[Trainer, Engine]) -> None:
@@ -440,13 +550,20 @@ def test_catalogs_with_tilings(tmp_path: Path) -> None:
 def test_a_tier_keeps_versions_in_memory_and_flushes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = f"tier+file://{tmp_path}/run"
     with hot_tier(monkeypatch):
-        trainer = Trainer(root, 1)
+        trainer = Trainer(root, 1, full_every=2)
         engine = Engine(trainer.model, root, 1, 0)
-        for _ in range(3):
+        for versions in (0, 1, 1):  # the third version is whole
             fine(trainer.publish())
-            fine(engine.update())
+            assert {report.versions for report in fine(engine.update())} == {versions}
             engine.check()
         trainer.end()
+        storage = resolve(f"{root}/step_00000003")
+        assert isinstance(storage, TierStorage)
+        assert any(name.endswith(".delta") for name, _ in storage.hot.list())
+        catalog = storage.hot_folder.catalog()
+        assert catalog is not None
+        storage.hot_folder.remove_step(catalog)
+        assert not any(name.startswith("model/") for name, _ in storage.hot.list())
     durable = Follower(tmp_path / "run")
     states = trainer.model.held(cut_by(1, 0), 0, blank=True)
     assert durable.update(states).step == 3  # type: ignore[union-attr]

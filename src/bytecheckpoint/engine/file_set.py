@@ -28,7 +28,7 @@ from bytecheckpoint.formats.foreign_storage import ForeignStorage
 from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import FOREIGN, Catalog
-from bytecheckpoint.representation.names import is_uri
+from bytecheckpoint.representation.names import delta_name, is_uri
 from bytecheckpoint.storage import FileReader, Storage, open_differences, open_stored, resolve
 from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.storage.optional import is_cached
@@ -214,12 +214,12 @@ class FileSet:
         return self._catalog
 
     def differences(self, file: int) -> DeltaReader:
-        """Open a file that is kept as differences; the caller closes it. Raises as `fetch`."""
+        """Open a file's differences, its own or those beside it; the caller closes it. Raises as `fetch`."""
         entry = self._catalog.files[file]
         try:
             return open_differences(self._storage, entry)
         except FileNotFoundError:
-            raise self._missing(entry.name) from None
+            raise self._missing(delta_name(entry.name)) from None
 
     def check_unchanged(self, files: Iterable[int] | None = None) -> None:
         """Prove that bytes read from files of another program belong together; files of this package have checksums.

@@ -24,13 +24,13 @@ from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, liste
 from bytecheckpoint.loading.decision import FitDecision
 from bytecheckpoint.loading.steps import FilledStates, FittedLoad, Load
 from bytecheckpoint.representation.boxes import Int64s, row_major
-from bytecheckpoint.representation.catalog import DELTA, Catalog
+from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.fingerprints import Sums, change_sums
 from bytecheckpoint.representation.names import is_of_values
 from bytecheckpoint.representation.plans import Copies
 from bytecheckpoint.settings import Settings
-from bytecheckpoint.storage.deltas.coding import Changes, changes_of, held_sum
+from bytecheckpoint.storage.deltas.coding import Changes, held_sum
 from bytecheckpoint.storage.deltas.reading import DeltaReader
 
 __all__ = ["CONVERTED", "ChangesReport", "NeedsWholeLoad", "ProvenLoad", "VersionLoad"]
@@ -296,8 +296,6 @@ class _Finder:
         entry = self._catalog.files[file]
         if is_of_values(entry.name):
             return
-        if entry.format != DELTA:
-            raise NeedsWholeLoad(f"{entry.name} is whole")
         reader = self._files.differences(file)
         try:
             if not reader.head.base:
@@ -314,7 +312,7 @@ class _Finder:
             spans = np.where(
                 copies.flat, copies.elements, ((copies.lengths - 1) * copies.source_strides).sum(axis=1) + 1
             )
-            decode = functools.lru_cache(_KEPT_SEGMENTS)(functools.partial(_decoded, reader))
+            decode = functools.lru_cache(_KEPT_SEGMENTS)(reader.changes)
             read: set[int] = set()
             for number, span in enumerate(spans.tolist()):
                 target = self._fitted.fit.targets[int(copies.wanted[number])]
@@ -406,10 +404,6 @@ def _places(element: Int64s, data: torch.Tensor, copies: Copies, number: int) ->
     return place[chosen], chosen
 
 
-def _decoded(reader: DeltaReader, number: int) -> Changes:
-    return changes_of(reader.segments[number], reader.payload(number))
-
-
 class _Holders:
     """Numbers of ranks that hold the changed elements of each tensor, as far as their reports show it.
 
@@ -429,7 +423,7 @@ class _Holders:
         self._times: dict[int, set[int | None]] = {}
         rows = _RowsOfFiles(catalog)
         for file, entry in enumerate(catalog.files):
-            if entry.format != DELTA:
+            if is_of_values(entry.name):  # they have no fingerprints
                 continue
             reader = differences(file)
             reader.close()

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bytecheckpoint.engine.catalogs import read_catalog
-from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
+from bytecheckpoint.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    UsageError,
+)
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.layouts import LayoutArgument
 from bytecheckpoint.loading import load_by
@@ -179,7 +185,12 @@ class Follower:
             made[-1].base, made[-1].reached = self._fingerprints, {}
             return made[-1]
 
-        report = self._load(make, version, states)
+        try:
+            report = self._load(make, version, states)
+        except CorruptCheckpointError as error:
+            if version.base:
+                raise
+            raise NeedsWholeLoad(str(error)) from error  # its files are whole, and prove themselves
         self._fingerprints = made[-1].reached
         return report, *made[-1].outcome
 

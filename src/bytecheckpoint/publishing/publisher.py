@@ -84,7 +84,8 @@ class Publisher:
     Args:
         root: folder or URL of the versions.
         full_every: number n: each n-th version is whole, so that a version builds on n - 1 others at most; at most, and for
-            None, 100. A version is also whole once those since the last whole one are as long together.
+            None, 100. A version is also whole once those since the last whole one are as long together. Its difference from
+            the version before is kept beside it, for followers that have that one.
         keep: number of whole versions to keep, with all that builds on them. Older ones go once nobody has read them for
             `grace` seconds.
         grace: seconds for which readers may still read a version that is not kept.
@@ -130,7 +131,7 @@ class Publisher:
         self._kept = KeptFiles()
         self._last: SaveHandle | None = None
         self._step, self._since_full = -1, 0
-        self._id = ""  # of the version before, on rank 0; "" if there is none to build on
+        self._id = ""  # of the version before, on rank 0
         self._builds = False  # True if there is one, on all ranks
         self._written = [0, 0]  # bytes of this rank: of the last whole version, and of those since
 
@@ -154,8 +155,8 @@ class Publisher:
         """
         number = check_step(step)
         whole = self._plan(number)
-        base, self._id = "" if whole else self._id, secrets.token_hex(12)
-        facts = {**(metadata or {}), FACTS: {"id": self._id, "base": base}}
+        before, self._id = self._id if self._builds else "", secrets.token_hex(12)
+        facts = {**(metadata or {}), FACTS: {"id": self._id, "base": "" if whole else before, "before": before}}
         target = DeltaStorage(resolve(step_folder(self._root, number)), self._kept, whole=whole)
         arguments = {**self._options.arguments(), "metadata": step_metadata(number, {}, facts)}
         self._builds = False

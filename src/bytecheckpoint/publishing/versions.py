@@ -23,22 +23,27 @@ class PublishedVersion:
         path: address of its checkpoint.
         id: id that no other version has; "" for a checkpoint that no publisher wrote.
         base: id of the version on which it builds, "" for one that is whole.
+        before: id of the version from which it has the differences, beside its files if it is whole; "" for none.
     """
 
     step: int
     path: str
     id: str
     base: str
+    before: str
 
     @staticmethod
     def of(info: StepInfo) -> PublishedVersion:
         """Return the version in a step's folder."""
         facts: Mapping[str, Any] = info.metadata.get(FACTS, {})
-        return PublishedVersion(info.step, info.path, facts.get("id", ""), facts.get("base", ""))
+        base = facts.get("base", "")
+        return PublishedVersion(info.step, info.path, facts.get("id", ""), base, facts.get("before", base))
 
 
 def path_to(versions: Sequence[PublishedVersion], held: str) -> list[PublishedVersion]:
     """Return the versions to apply one after the other to reach the last one; none if that has to be loaded whole.
+
+    At most one of them is whole: a load takes no longer than the differences since the whole version before.
 
     Args:
         versions: all versions, by step.
@@ -47,11 +52,11 @@ def path_to(versions: Sequence[PublishedVersion], held: str) -> list[PublishedVe
     by_id = {version.id: version for version in versions if version.id}
     found: list[PublishedVersion] = []
     at: PublishedVersion | None = versions[-1]
-    while at is not None and at.base and at not in found:
+    while at is not None and at.before and at not in found and sum(not each.base for each in (at, *found)) < 2:
         found.insert(0, at)
-        if at.base == held:
+        if at.before == held:
             return found
-        at = by_id.get(at.base)
+        at = by_id.get(at.before)
     return []
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import Final
 
 import xxhash
@@ -16,6 +16,8 @@ __all__ = [
     "METRICS_FOLDER",
     "STEP_FOLDER",
     "check_file_name",
+    "companions",
+    "delta_name",
     "escape",
     "file_stem",
     "generation_of",
@@ -100,6 +102,16 @@ def values_file_name(state: str, rank: int, generation: str, part: int = 0, suff
 def file_stem(name: str) -> str:
     """Return the part of a storage file's name that is the same in every save, e.g. "model/rank-00003-p001"."""
     return name.rsplit(".", 2)[0]
+
+
+def delta_name(name: str) -> str:
+    """Return the name of the file with the differences of a storage file: its own, or that of the one beside it."""
+    return f"{name.rpartition('.')[0]}.delta"
+
+
+def companions(names: Iterable[str]) -> set[str]:
+    """Return the names of the files of differences that may lie beside whole storage files; no catalog has them."""
+    return {delta_name(name) for name in names if name.endswith(".safetensors")}
 
 
 def generation_of(name: str) -> str | None:

@@ -17,7 +17,7 @@ from bytecheckpoint.errors import StorageConflictError, StorageError, StorageUna
 from bytecheckpoint.planning.planned_rows import SavePlan
 from bytecheckpoint.representation.boxes import BoxTable
 from bytecheckpoint.representation.catalog import DELTA, SHARED, Catalog, StorageFile, TensorTable
-from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, unescape
+from bytecheckpoint.representation.names import CATALOG_NAME, companions, generation_of, unescape
 from bytecheckpoint.saving.messages import FileRecord, WriteReport
 from bytecheckpoint.saving.plans import owners_of_values
 from bytecheckpoint.storage import Storage
@@ -184,7 +184,8 @@ def stale_files(storage: Storage, named: Mapping[str, int], replaces: str, view:
             storage.capabilities.parallel_reads,
             "bytecheckpoint-stat",
         )
-    stale = [name for name in present if generation_of(name) is not None and name not in named]
+    kept = {*named, *companions(named)}
+    stale = [name for name in present if generation_of(name) is not None and name not in kept]
     old_view = committed_view(storage, present)
     return [*(name for name in old_view if name == VIEW_INDEX or name not in view), *stale]
 

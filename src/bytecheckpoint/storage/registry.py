@@ -21,7 +21,7 @@ import xxhash
 from bytecheckpoint._distribution import install_command
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, StorageError, UsageError
 from bytecheckpoint.representation.catalog import DELTA, FOREIGN, StorageFile
-from bytecheckpoint.representation.names import generation_of, is_uri
+from bytecheckpoint.representation.names import delta_name, generation_of, is_uri
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.base import FileReader, Storage
 from bytecheckpoint.storage.posix.storage import LocalStorage, PosixStorage
@@ -150,26 +150,35 @@ def open_stored(storage: Storage, file: StorageFile) -> FileReader:
 
 
 def open_differences(storage: Storage, file: StorageFile) -> DeltaReader:
-    """Open a file that is kept as differences from one of an earlier checkpoint, in a folder beside this one.
+    """Open the differences of a file from one of an earlier checkpoint, in a folder beside this one.
 
-    Raises as `open_stored`.
+    They are what the file is kept as, or lie beside a whole file. Raises as `open_stored`.
     """
-    stored = open_named(storage, file.name)
-    if not stored.match_size(file.stored):
+    name = delta_name(file.name)
+    stored = open_named(storage, name)
+    try:
+        if file.format == DELTA and not stored.match_size(file.stored):
+            raise CorruptCheckpointError(
+                f"{storage.url}: {name} has {stored.size} bytes, the catalog says {file.stored}; the file was cut, "
+                "extended or replaced; use another checkpoint",
+                file=name,
+            )
+        reader = _decoded(storage, name, stored)
+        if reader.size != file.size:
+            raise CorruptCheckpointError(
+                f"{storage.url}: {name} holds the differences of another file; use another checkpoint", file=name
+            )
+    except BaseException:
         stored.close()
-        raise CorruptCheckpointError(
-            f"{storage.url}: {file.name} has {stored.size} bytes, the catalog says {file.stored}; the file was cut, "
-            "extended or replaced; use another checkpoint",
-            file=file.name,
-        )
-    return _decoded(storage, file.name, stored)
+        raise
+    return reader
 
 
 def _decoded(storage: Storage, name: str, stored: FileReader, depth: int = 0) -> DeltaReader:
     from bytecheckpoint.storage.deltas.coding import LONGEST_CHAIN  # pyarrow, which the helper process does without
     from bytecheckpoint.storage.deltas.reading import DeltaReader
 
-    label = f"{storage.url}/{name}" if depth else name
+    label = f"{storage.url}/{name}"
 
     def open_base(base: str) -> FileReader:
         folder, _, inside = base.partition("/")
@@ -185,7 +194,7 @@ def _decoded(storage: Storage, name: str, stored: FileReader, depth: int = 0) ->
             ) from None
         return found if not inside.endswith(f".{DELTA}") else _decoded(place, inside, found, depth + 1)
 
-    return DeltaReader(label, stored, open_base)
+    return DeltaReader(label, name, stored, open_base)
 
 
 def adopted_version(storage: Storage, name: str) -> int:

@@ -30,7 +30,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_file import encode
-from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, is_uri, natural_order
+from bytecheckpoint.representation.names import CATALOG_NAME, companions, generation_of, is_uri, natural_order
 from bytecheckpoint.storage import COLD_FOLDERS, Storage, resolve
 from bytecheckpoint.tiers.copying import commit, copy_files, own_files
 from bytecheckpoint.tiers.lease import LEASE_FILE, Lease, leased
@@ -324,7 +324,7 @@ def _remove_moved(hot: Storage) -> None:
             for name, size in sizes.items():
                 if cold_sizes.get(name) != size:
                     raise CorruptCheckpointError(f"{folder}/{name} is not there with its {size} bytes", file=name)
-            hot.delete(sizes)
+            hot.delete([*sizes, *companions(sizes)])
 
 
 def _same_folder_error(hot: Storage, cold: Storage) -> UsageError:

@@ -21,7 +21,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.representation.catalog import DELTA, Catalog
 from bytecheckpoint.representation.checksums import block_sum, block_sums
-from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, is_uri, natural_order
+from bytecheckpoint.representation.names import CATALOG_NAME, companions, generation_of, is_uri, natural_order
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import FileReader, NewFile, Storage, resolve
 from bytecheckpoint.storage.base import call_timeout, file_size
@@ -118,7 +118,7 @@ def _pieces_of(
         return _VerifiedPieces(reader, label, catalog, number, progress)
 
     def pieces(start: int = 0, stop: int = _EVERYTHING) -> Iterator[memoryview]:
-        data = stored_differences(label, reader)
+        data = stored_differences(label, catalog.files[number].name, reader)
         progress(len(data))
         yield from (part for part in (data[:PREFIX_BYTES][start:stop], data[max(start, PREFIX_BYTES) : stop]) if part)
 
@@ -346,7 +346,8 @@ def commit(source: Storage, target: Storage, catalog: Catalog, data: bytes, expe
     for name, size in named.items():
         if present.get(name) != size and file_size(target, name) != size:
             raise StorageError(f"{target.url}: {name} is not there with its {size} bytes, so nothing is committed")
-    stale = [name for name in present if generation_of(name) is not None and name not in named]
+    kept = {*named, *companions(named)}
+    stale = [name for name in present if generation_of(name) is not None and name not in kept]
     if not _has_catalog(target, data):
         view = committed_view(target, present)
         target.delete(view[:1])  # the index, which would show the weights of the replaced checkpoint

@@ -12,7 +12,7 @@ import msgspec
 from bytecheckpoint.engine.view_files import view_names
 from bytecheckpoint.errors import StorageError, StorageUnavailableError
 from bytecheckpoint.representation.catalog_file import decode_outline
-from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
+from bytecheckpoint.representation.names import CATALOG_NAME, companions, is_uri
 from bytecheckpoint.storage.base import Storage
 from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.tiers.names import INTERNAL_FILES, IS_RECORD, LOCK, record_name
@@ -170,9 +170,10 @@ class HotFolder:
         self.remove([record_name(catalog), *self._names_in(catalog)])
 
     def _names_in(self, catalog: bytes) -> list[str]:
-        """Return the names of the storage files and of the view of the step with this catalog."""
+        """Return the names of the storage files, of those beside them, and of the view of the step with this catalog."""
         files, info = decode_outline(catalog)
-        return [*view_names(info, self.files()), *(file.name for file in files if not is_uri(file.name))]
+        names = [file.name for file in files if not is_uri(file.name)]
+        return [*view_names(info, self.files()), *names, *companions(names)]
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files, and then the folder if only internal files are left in it."""

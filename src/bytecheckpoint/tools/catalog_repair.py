@@ -18,7 +18,7 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.representation.catalog import StorageFile
 from bytecheckpoint.representation.catalog_file import encode
 from bytecheckpoint.representation.header_reader import StorageHeader, parse_header
-from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
+from bytecheckpoint.representation.names import CATALOG_NAME, companions, generation_of
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tools.progress import Progress
@@ -131,9 +131,11 @@ def _generations(storage: Storage) -> list[Generation]:
     """Return the saves whose files are in the folder, newest first."""
     storage = with_time_limits(storage)  # one wrapper for all files: a file system that hangs costs one timeout
     found: dict[str, Generation] = {}
-    for name, size in storage.list():
+    present = storage.list()
+    beside = companions(name for name, _ in present)
+    for name, size in present:
         generation = generation_of(name)
-        if generation is None:
+        if generation is None or name in beside:
             continue
         group = found.setdefault(generation, Generation(generation))
         group.nbytes += size

@@ -24,6 +24,7 @@ from bytecheckpoint.representation.names import (
     CATALOG_NAME,
     METRICS_FOLDER,
     STEP_FOLDER,
+    companions,
     generation_of,
     natural_order,
     view_generation_of,
@@ -264,7 +265,7 @@ def _collect(storage: Storage, before: Callable[[], float], dry_run: bool) -> It
     try:
         named = read_outline(storage).files if saves else ()
         needed, made = {file.name for file in named}, {file.generation for file in named}
-        needed |= {name for name in present if view_generation_of(name) in made}
+        needed |= {*companions(needed), *(name for name in present if view_generation_of(name) in made)}
     except CheckpointNotFoundError:
         needed = set()
         whole = generations_of_whole_saves(storage)

@@ -17,7 +17,7 @@ from bytecheckpoint.engine.catalogs import read_outline
 from bytecheckpoint.engine.file_set import other_folders
 from bytecheckpoint.engine.view_files import VIEW_INDEX, VIEW_KEY, view_names
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
-from bytecheckpoint.representation.names import CATALOG_NAME, METRICS_FOLDER, is_uri
+from bytecheckpoint.representation.names import CATALOG_NAME, METRICS_FOLDER, companions, is_uri
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.storage.posix.storage import PosixStorage
@@ -125,12 +125,13 @@ def finish_retirement(storage: Storage, stone: str, *, dry_run: bool = False) ->
     try:
         found = json.loads(storage.read(stone))
         named, present = {*found["files"]}, dict(storage.list())
-        named |= {*view_names(found.get("info", {}), present)}
+        named |= {*view_names(found.get("info", {}), present), *companions(named)}
     except FileNotFoundError:  # somebody else was quicker
         return {}
     try:
         catalog = read_outline(storage)
-        named -= {*view_names(catalog.info, present), *(file.name for file in catalog.files)}
+        kept = {file.name for file in catalog.files}
+        named -= {*view_names(catalog.info, present), *kept, *companions(kept)}
     except CheckpointNotFoundError:
         named |= {name for name in present if name.startswith(f"{METRICS_FOLDER}/")}  # its own
     except CheckpointError:  # damaged, or of a newer version: nobody knows what it names

@@ -18,7 +18,7 @@ from bytecheckpoint.planning.coverage import overlapping
 from bytecheckpoint.representation.catalog import FOREIGN, VALUES_SLOT, Catalog
 from bytecheckpoint.representation.checksums import block_sums
 from bytecheckpoint.representation.header_reader import StorageHeader, parse_header
-from bytecheckpoint.representation.names import CATALOG_NAME, METRICS_FOLDER, escape, generation_of
+from bytecheckpoint.representation.names import CATALOG_NAME, METRICS_FOLDER, companions, escape, generation_of
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import FileReader, Storage, open_stored
 from bytecheckpoint.storage.time_limits import with_time_limits
@@ -319,7 +319,8 @@ def _view_findings(storage: Storage, catalog: Catalog) -> list[VerifyFinding]:
 
 
 def _notes(storage: Storage, catalog: Catalog) -> tuple[str, ...]:
-    named = {file.name for file in catalog.files} | {CATALOG_NAME}
+    named = {file.name for file in catalog.files}
+    named |= {CATALOG_NAME, *companions(named)}
     try:
         present = dict(storage.list())
         stray = [(name, size) for name, size in present.items() if name not in named]

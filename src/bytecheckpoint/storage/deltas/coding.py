@@ -223,7 +223,7 @@ def apply_segment(segment: np.void, payload: memoryview, content: NDArray[np.uin
         found[changes.places // unit] ^= changes.bits
 
 
-def check_payload(segment: np.void, payload: memoryview, name: str) -> None:
+def check_payload(segment: np.void, payload: memoryview) -> None:
     """Check the bytes of a payload.
 
     Raises:
@@ -231,9 +231,8 @@ def check_payload(segment: np.void, payload: memoryview, name: str) -> None:
     """
     if len(payload) != int(segment["length"]) or xxhash.xxh3_64_intdigest(payload) != int(segment["sum"]):
         raise CorruptCheckpointError(
-            f"{name}: the differences for bytes {int(segment['start'])} to "
-            f"{int(segment['start']) + int(segment['nbytes'])} do not match their checksum; use another checkpoint",
-            file=name,
+            f"its differences for bytes {int(segment['start'])} to {int(segment['start']) + int(segment['nbytes'])} do not "
+            "match their checksum"
         )
 
 

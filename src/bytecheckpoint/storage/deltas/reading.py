@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -18,8 +19,10 @@ from bytecheckpoint.storage.deltas.coding import (
     SEGMENT_BYTES,
     SPARSE,
     WHOLE,
+    Changes,
     DeltaHead,
     apply_segment,
+    changes_of,
     check_payload,
     decode_prefix,
 )
@@ -36,7 +39,8 @@ class DeltaReader(FileReader):
     """A file of differences, decoded as it is read. Nothing proves the result but the sums in the catalog.
 
     Args:
-        name: name of the file, for messages.
+        label: address of the file, for messages.
+        name: its name in the checkpoint.
         stored: the file as it is stored.
         open_base: function that opens the earlier file, decoded, by its name from the folder of the run.
 
@@ -51,19 +55,27 @@ class DeltaReader(FileReader):
 
     preferred_bytes = 4 * SEGMENT_BYTES
 
-    def __init__(self, name: str, stored: FileReader, open_base: Callable[[str], FileReader]) -> None:
-        self._name, self._stored, self._open_base = name, stored, open_base
+    def __init__(self, label: str, name: str, stored: FileReader, open_base: Callable[[str], FileReader]) -> None:
+        self._label, self._name, self._stored, self._open_base = label, name, stored, open_base
         self._lock = threading.Lock()
         self._base: FileReader | None = None
         self._window: tuple[int, bytes] = (0, b"")  # its first byte, and its content
-        try:
+        with self._located():
             self.head = self._read_head()
-        except CorruptCheckpointError as error:
-            raise CorruptCheckpointError(f"{name}: {error}; use another checkpoint", file=name) from None
         self.size = self.head.size
         self.segments = self.head.segments()
         self._starts = self.segments["start"].astype(np.int64)
         self._ends = self._starts + self.segments["nbytes"]
+
+    @contextlib.contextmanager
+    def _located(self) -> Iterator[None]:
+        """Name the file in errors."""
+        try:
+            yield
+        except CorruptCheckpointError as error:
+            if error.file:
+                raise
+            raise CorruptCheckpointError(f"{self._label}: {error}; use another checkpoint", file=self._name) from None
 
     def _read_head(self) -> DeltaHead:
         offset, length, digest = decode_prefix(self._read(0, PREFIX_BYTES))
@@ -115,8 +127,20 @@ class DeltaReader(FileReader):
         if not first <= at <= at + length <= first + len(window):
             first, window = self._window = at, self._read(at, max(length, _WINDOW))
         found = memoryview(window)[at - first : at - first + length]
-        check_payload(segment, found, self._name)
+        with self._located():
+            check_payload(segment, found)
         return found
+
+    def changes(self, number: int) -> Changes:
+        """Return the changed elements of a segment. Raises as `payload`."""
+        with self._located():
+            return changes_of(self.segments[number], self.payload(number))
+
+    def check(self, data: memoryview) -> None:
+        """Prove all payloads in the bytes of the stored file. Raises as `payload`."""
+        with self._located():
+            for segment in self.segments:
+                check_payload(segment, data[int(segment["at"]) :][: int(segment["length"])])
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
         begin = offset
@@ -148,12 +172,8 @@ class DeltaReader(FileReader):
             content[begin - start : stop - start] = segment[begin - first : stop - first]
 
     def _apply(self, number: int, content: NDArray[np.uint8]) -> None:
-        try:
+        with self._located():
             apply_segment(self.segments[number], self.payload(number), content)
-        except CorruptCheckpointError as error:
-            if error.file:
-                raise
-            raise CorruptCheckpointError(f"{self._name}: {error}; use another checkpoint", file=self._name) from error
 
     def _read_base(self, start: int, content: NDArray[np.uint8]) -> None:
         with self._lock:
@@ -161,13 +181,14 @@ class DeltaReader(FileReader):
                 self._base = self._open_base(self.head.base)
                 if not self._base.match_size(self.size):
                     raise CorruptCheckpointError(
-                        f"{self._name}: {self.head.base}, on which it builds, has {self._base.size} bytes, not {self.size}",
+                        f"{self._label}: {self.head.base}, on which it builds, has {self._base.size} bytes, not "
+                        f"{self.size}",
                         file=self._name,
                     )
         got = self._base.read_into(start, [memoryview(content)])
         if got != len(content):
             raise CorruptCheckpointError(
-                f"{self._name}: {self.head.base}, on which it builds, was cut", file=self._name
+                f"{self._label}: {self.head.base}, on which it builds, was cut", file=self._name
             )
 
     def close(self) -> None:
@@ -176,11 +197,12 @@ class DeltaReader(FileReader):
             self._base.close()
 
 
-def stored_differences(name: str, stored: FileReader) -> memoryview:
+def stored_differences(label: str, name: str, stored: FileReader) -> memoryview:
     """Read a file of differences as it is stored, and prove all of it by its own checksums.
 
     Args:
-        name: name of the file, for messages.
+        label: address of the file, for messages.
+        name: its name in the checkpoint.
         stored: the file; the caller closes it.
 
     Raises:
@@ -190,9 +212,8 @@ def stored_differences(name: str, stored: FileReader) -> memoryview:
     def refuse(base: str) -> FileReader:
         raise AssertionError(f"nothing is decoded, so {base} is not needed")
 
-    segments = DeltaReader(name, stored, refuse).segments
+    reader = DeltaReader(label, name, stored, refuse)
     data = memoryview(bytearray(stored.size))
     stored.read_into(0, [data])
-    for segment in segments:
-        check_payload(segment, data[int(segment["at"]) :][: int(segment["length"])], name)
+    reader.check(data)
     return data

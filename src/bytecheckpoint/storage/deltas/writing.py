@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.header_reader import header_bytes_needed, parse_header
-from bytecheckpoint.representation.names import file_stem
+from bytecheckpoint.representation.names import delta_name, file_stem, is_of_values
 from bytecheckpoint.storage.base import FileWriter, NewFile, Storage
 from bytecheckpoint.storage.deltas.coding import (
     INDEX,
@@ -73,7 +73,7 @@ class DeltaStorage(WrappedStorage):
     Args:
         inner: storage of the checkpoint.
         kept: contents of the files published last; those of this save replace them.
-        whole: True to write the files whole, and only keep them.
+        whole: True to write the files whole, and the differences of tensors beside them.
     """
 
     def __init__(self, inner: Storage, kept: KeptFiles, *, whole: bool) -> None:
@@ -85,10 +85,19 @@ class DeltaStorage(WrappedStorage):
 
     def create(self, request: NewFile) -> FileWriter:
         file, base = self._kept.begin(f"{self._folder}/{request.name}", request.size)
-        if self._whole:
-            return _KeepingWriter(super().create(replace(request, direct=False)), file)
-        inner = super().create(replace(request, direct=False, stable=False))
-        return _DeltaWriter(inner, file, base, self._encoded)
+        whole = super().create(replace(request, direct=False)) if self._whole else None
+        if whole is not None and (not base or is_of_values(request.name)):  # followers read values whole
+            return _KeepingWriter(whole, file)
+        # Beside a whole file they are expected to be short: its length is not reserved twice.
+        size = request.size if whole is None else request.size // 8
+        try:
+            inner = super().create(NewFile(delta_name(request.name), size))
+        except BaseException:
+            if whole is not None:
+                whole.abort()
+            raise
+        differences = _DeltaWriter(inner, file, base, {} if whole is not None else self._encoded)
+        return differences if whole is None else _PairWriter(whole, differences)
 
     @property
     def file_suffix(self) -> str:  # type: ignore[override]
@@ -129,6 +138,35 @@ class _KeepingWriter(FileWriter):
 
     def abort(self) -> None:
         self._inner.abort()
+
+
+class _PairWriter(FileWriter):
+    """Writes a file whole, and its differences beside it.
+
+    Args:
+        whole: writer of the file.
+        differences: writer of its differences, which also keeps its content.
+    """
+
+    def __init__(self, whole: FileWriter, differences: FileWriter) -> None:
+        self._both = (whole, differences)
+        self.preferred_bytes = whole.preferred_bytes
+
+    def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        for writer in self._both:
+            writer.write_at(offset, buffers)
+
+    def finish(self, size: int) -> None:
+        for writer in self._both:
+            writer.finish(size)
+
+    def interrupt(self) -> None:
+        for writer in self._both:
+            writer.interrupt()
+
+    def abort(self) -> None:
+        for writer in self._both:
+            writer.abort()
 
 
 class _DeltaWriter(FileWriter):

@@ -19,7 +19,7 @@ from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerL
 from bytecheckpoint.handles import SaveHandle, SaveReport, fail_handle
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_file import decode
-from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
+from bytecheckpoint.representation.names import CATALOG_NAME, companions, generation_of
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.tiers.copying import own_files
 from bytecheckpoint.tiers.flush.job import flush_together, transfer_limit
@@ -199,6 +199,7 @@ class Flusher:
             return
         storage.hot_folder.write_record(step.catalog, msgspec.structs.replace(step.record, ranks=ranks, saved=saved))
         named = {file.name for file in flush.catalog.files}
+        named |= companions(named)
         replaced = [name for name, _ in storage.hot.list() if generation_of(name) is not None and name not in named]
         storage.hot.publish(CATALOG_NAME, step.catalog)
         storage.hot.delete(replaced)
