@@ -257,7 +257,7 @@ class CatalogReader:
 
     def head(self) -> CatalogHead:
         """Return the part that every rank needs, for other ranks."""
-        versions = dict(self._storage.versions()) if isinstance(self._storage, ForeignStorage) else {}
+        versions = self._storage.versions() if isinstance(self._storage, ForeignStorage) else {}
         if self.groups is None:
             return CatalogHead(self.identity, versions=versions)
         pieces = {offset: bytes(piece) for offset, piece in self._pieces.items()}

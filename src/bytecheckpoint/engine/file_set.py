@@ -231,10 +231,14 @@ class FileSet:
             CheckpointReplacedError: a file was written to meanwhile.
         """
         if isinstance(self._storage, ForeignStorage):
-            names = [file.name for file in self._catalog.files]
-            self._storage.check_unchanged(
-                [names[file] for file in (tuple(self._users) if files is None else files)], names
-            )
+            read = tuple(self._users) if files is None else files
+            self._storage.check_unchanged({self._catalog.files[file].name for file in read} | self._index)
+
+    @lazy
+    def _index(self) -> set[str]:
+        """Names of the files of another program that have no tensors, and were opened for the catalog."""
+        assert isinstance(self._storage, ForeignStorage)
+        return self._storage.versions().keys() - {file.name for file in self._catalog.files}
 
     def _missing(self, name: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(

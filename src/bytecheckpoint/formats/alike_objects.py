@@ -201,7 +201,8 @@ class _FormReader:
                 self.stack[-2:] = [_FormCall(function, args) if op == b"R" else _FormObject(function)]
                 self.fixed.add(function)
             elif op == b"a":
-                self.stack[-2:-1][0].append(self.stack.pop())
+                item = self.stack.pop()
+                self.stack[-1].append(item)
             elif op in b"ute":
                 place = self.marks.pop()
                 items = self.stack[place:]

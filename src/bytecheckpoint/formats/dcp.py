@@ -122,6 +122,7 @@ class _JoinedMetadata:
         paths: path of each name in the saved dict.
         compressed: items that zstd has compressed, each by its tensor or value and the offsets of its box.
         notes: facts that a user should know.
+        nbytes: length of all pickles.
     """
 
     tensors: dict[str, _Described] = field(default_factory=dict)
@@ -129,6 +130,7 @@ class _JoinedMetadata:
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     compressed: list[tuple[_Described, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    nbytes: int = 0
 
     def add(self, state: Any, rank: int = 0) -> None:
         """Add the metadata of one rank, or of all."""
@@ -234,10 +236,8 @@ class DcpContent:
 def read_dcp(storage: Storage) -> ForeignCheckpoint:
     """Read a checkpoint of DCP."""
     content = read_content(storage)
-    sizes = dict(storage.list())
-    names = metadata_files(list(sizes))
-    tree = Tree(storage.url, sum(sizes[name] for name in names))
-    with open_file(storage, names[0]) as file, damage(file, "DCP"):
+    tree = Tree(storage.url, content.metadata.nbytes)
+    with open_file(storage, metadata_files([name for name, _ in storage.list()])[0]) as file, damage(file, "DCP"):
         values = _values(content, tree)
     tree.notes += content.metadata.notes
     return ForeignCheckpoint("dcp", content.columns, values, tree.notes, content.rows, content.sums, made=content.made)
@@ -255,6 +255,7 @@ def read_content(storage: Storage) -> DcpContent:
             if file.size > MAX_PICKLE_BYTES:
                 raise IncompatibleCheckpointError(f"{file.label} has {file.size} bytes, more than {MAX_PICKLE_BYTES}")
             data = file.read(0, file.size)
+            metadata.nbytes += file.size
             with damage(file, "DCP"):
                 value: Any = read_pickle(data, file=file.label, meanings=MEANINGS, constants=CONSTANTS, alike=True)[0]
                 metadata.add(value.state, rank)

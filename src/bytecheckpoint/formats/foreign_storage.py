@@ -69,7 +69,7 @@ class ForeignStorage(WrappedStorage):
                     self._found = tuple(found.notes), found.sums, {CATALOG_NAME: encode(catalog), **files}
             return self._found
 
-    def versions(self) -> Mapping[str, str]:
+    def versions(self) -> dict[str, str]:
         """Return the versions of the files from before they were read, by name, for the ranks that use the same catalog."""
         return {**self._pinned.versions}
 
@@ -77,18 +77,13 @@ class ForeignStorage(WrappedStorage):
         """Take over what `versions` has returned on the rank that has read the index."""
         self._pinned.versions.update(versions)
 
-    def check_unchanged(self, read: Iterable[str], data: Iterable[str]) -> None:
-        """Compare the versions of files with those from before they were read.
-
-        Args:
-            read: names of the files whose tensors were read.
-            data: names of all files with tensors; what was opened besides them is the index.
+    def check_unchanged(self, names: Iterable[str]) -> None:
+        """Compare the versions of those of some files that lie in the folder with those from before they were read.
 
         Raises:
-            CheckpointReplacedError: another program has written to one of them, or to the index.
+            CheckpointReplacedError: another program has written to one of them.
         """
-        versions = self._pinned.versions
-        self._pinned.check(sorted({*read} & versions.keys() | versions.keys() - {*data}))
+        self._pinned.check(sorted({*names} & self._pinned.versions.keys()))
 
     def _made(self, name: str) -> bytes | Decoded | None:
         """Return the content of a file that the folder does not hold, None for one that it may hold."""

@@ -43,9 +43,9 @@ def read_rank_files(storage: Storage) -> ForeignCheckpoint:
         if found := RANK_FILE.fullmatch(name):
             groups.setdefault((found[1] or "model", int(found[2])), {})[int(found[3])] = name
     numbered = [] if groups else [found for name in listed if (found := _NUMBERED.fullmatch(name))]
+    ranks = 1 + max((int(found[2]) for found in numbered), default=0)
     for found in numbered:
-        count = 1 + max(int(other[2]) for other in numbered)
-        groups.setdefault((found[1], count), {})[int(found[2])] = found[0]
+        groups.setdefault((found[1], ranks), {})[int(found[2])] = found[0]
     if not groups:
         raise CheckpointNotFoundError(f"{storage.url} has no file of a rank")
     if len({state for state, _ in groups}) != len(groups):
@@ -73,7 +73,7 @@ def read_rank_files(storage: Storage) -> ForeignCheckpoint:
         divided = divided or any(sharded)
         columns.add_sharded(state, sharded, storage.url)
         _add_whole(columns, state, whole, files)
-    if numbered and not divided and count > 1:
+    if ranks > 1 and not divided:
         raise IncompatibleCheckpointError(
             f"{storage.url} has {len(numbered)} files of torch.save ({numbered[0][0]}, ...), and none holds "
             "a part of a tensor: give one"

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from bytecheckpoint.frameworks.megatron.model_facts import is_configuration, model_facts, modules_of
-from bytecheckpoint.frameworks.modules import as_modules
+from bytecheckpoint.frameworks.megatron.model_facts import is_configuration, model_facts
+from bytecheckpoint.frameworks.modules import as_modules, modules_of
 from bytecheckpoint.layouts.config import flattened
 
 __all__ = ["configuration_of"]

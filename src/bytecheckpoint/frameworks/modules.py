@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -34,6 +34,7 @@ __all__ = [
     "capture_modules",
     "find_saved_parameter",
     "load_modules",
+    "modules_of",
     "scan_modules",
 ]
 
@@ -91,6 +92,17 @@ class ModuleScan:
     values: dict[str, list[Any]] = field(default_factory=dict)
     setters: dict[str, list[Callable[[Any], None]]] = field(default_factory=dict)
     parameters: dict[int, ParameterName] = field(default_factory=dict)
+
+
+def modules_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Iterate over a module and those inside it in the order of `modules`, but quicker: each save waits for it.
+
+    A module that has two places comes twice.
+    """
+    waiting = [module]
+    while waiting:
+        yield (one := waiting.pop())
+        waiting.extend(inner for inner in reversed(one._modules.values()) if inner is not None)
 
 
 def as_modules(state_name: str, value: object) -> list[nn.Module] | None:

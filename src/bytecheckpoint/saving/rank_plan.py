@@ -77,7 +77,6 @@ class RankPlan:
         image: planned shards that this rank writes.
         values: values that this rank writes.
         copies: copies of this rank's boxes.
-        layout: on rank 0, JSON that describes how the objects are distributed.
         nbytes: bytes of the tensors that all ranks write.
         spared: bytes of this rank's shards that others write, because they hold the same.
         compared: True if a save by this plan was committed, so copies on other ranks were compared.
@@ -88,7 +87,6 @@ class RankPlan:
     image: RankImage
     values: ValueShares
     copies: KnownCopies
-    layout: bytes
     nbytes: int
     spared: int
     compared: bool = False
@@ -107,23 +105,23 @@ class AgreedPlan:
         key: key of the plan in the plan cache.
         plan: this rank's part.
         cached: True if the plan of an earlier save is used.
+        layout: on rank 0, JSON that describes how the objects are distributed, and what their configurations say. The plan
+            holds for any objects with equal tensors.
     """
 
     captured: CapturedState
     key: bytes
     plan: RankPlan
     cached: bool
+    layout: bytes
 
 
-def make_rank_plan(
-    captured: CapturedState, table: LocalTable, layout: bytes, origin: FileOrigin, response: PlanResponse
-) -> RankPlan:
+def make_rank_plan(captured: CapturedState, table: LocalTable, origin: FileOrigin, response: PlanResponse) -> RankPlan:
     """Lay out the files that the coordinator's response assigns to this rank.
 
     Args:
         captured: live objects of this rank.
         table: table of its shards.
-        layout: on rank 0, JSON that describes how the objects are distributed.
         origin: origin of the files.
         response: the coordinator's response.
     """
@@ -139,7 +137,6 @@ def make_rank_plan(
             frozenset(unescaped(value) for value in response.values), frozenset(v.key for v in captured.values)
         ),
         copies=KnownCopies(repeated_rows(group_equal(all_rows([table])[1])), np.frombuffer(response.copied, np.int64)),
-        layout=layout,
         nbytes=response.nbytes,
         spared=nbytes - sum(file.image.nbytes for file in files),
     )

@@ -159,10 +159,9 @@ class Save:
         self._operation.phase = "plan"
         table, key = captured.describe()
         plan = None if dry else self._resources.plans.get(key)
-        # Not kept with the plan, which holds for any model with equal tensors.
         layout = self._layout(captured) if self._origin.rank == 0 else b""
         if plan is not None:
-            agreed = AgreedPlan(captured, key, replace(plan, layout=layout), cached=True)
+            agreed = AgreedPlan(captured, key, plan, cached=True, layout=layout)
         else:
             if self._origin.world_size > 1:
                 captured.hash_values()  # the coordinator compares them between ranks
@@ -170,8 +169,8 @@ class Save:
             selection = self._request.states.selection.report(look_for_similar=True)
             table = factored(table)
             response = self._ask_for_plan(PlanRequest(self._url, table, values, dry, self._collective.host, selection))
-            plan = make_rank_plan(captured, table, layout, self._origin, response)
-            agreed = self._adopt(AgreedPlan(captured, key, plan, cached=False), response)
+            plan = make_rank_plan(captured, table, self._origin, response)
+            agreed = self._adopt(AgreedPlan(captured, key, plan, cached=False, layout=layout), response)
         if not dry:
             self._operation.count("left to others", nbytes=agreed.plan.spared)
             self._operation.count("cached plan", int(agreed.cached))
@@ -345,7 +344,7 @@ class Save:
         """Report the written files to the coordinator."""
         agreed, files = written.agreed, written.files
         piece_files, pieces = self._pieces.records(len(files.adopted) + len(files.records))
-        facts = CommitFacts(files.replaces, agreed.plan.layout) if self._origin.rank == 0 else None
+        facts = CommitFacts(files.replaces, agreed.layout) if self._origin.rank == 0 else None
         return self._channel.ask(
             WriteReport(
                 self._url,
@@ -376,8 +375,8 @@ class Save:
             # The cached plan no longer fits the states of the other ranks.
             if not self._live:
                 raise IncompatibleCheckpointError(f"{MIXED_PLANS}: {request.reason}")
-            plan = make_rank_plan(captured, agreed.plan.table, agreed.plan.layout, self._origin, request.plan)
-            agreed = self._adopt(AgreedPlan(captured, agreed.key, plan, cached=False), request.plan)
+            plan = make_rank_plan(captured, agreed.plan.table, self._origin, request.plan)
+            agreed = self._adopt(replace(agreed, plan=plan, cached=False), request.plan)
             return replace(written, agreed=agreed, files=self._writer.write_anew(agreed))
         assert isinstance(request, ValuesRequest), request
         keys = frozenset(unescaped(key) for key in request.keys)

@@ -111,8 +111,7 @@ def adopt(checkpoint: Subject, target: str, *, hash: bool = True, progress: Prog
         for number, found in _hashed(source, catalog, foreign, counted).items():
             files[number], sums[number] = replace(files[number], block_bytes=block_bytes(files[number].size)), found
     versions = {number: adopted_version(source.inner, files[number].name) for number in foreign}
-    names = [files[number].name for number in foreign]
-    source.check_unchanged(names, names)
+    source.check_unchanged(source.versions())
     for number in foreign:
         name = check_file_name(file_uri(source.inner, files[number].name))
         files[number] = replace(files[number], name=name, header_sum=0 if hash else versions[number])

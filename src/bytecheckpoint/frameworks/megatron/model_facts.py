@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-__all__ = ["is_configuration", "model_facts", "modules_of"]
+from bytecheckpoint.frameworks.modules import modules_of
+
+__all__ = ["is_configuration", "model_facts"]
 
 #: Attributes of models that their configurations do not have.
 _OF_MODELS = (
@@ -22,17 +24,6 @@ _OF_MODELS = (
 #: transformers' name of an activation by the name of the function. Exact and approximate gelu count as one.
 _ACTIVATIONS = {"silu": "silu", "relu": "relu", "squared_relu": "relu2", "quick_gelu": "quick_gelu"}
 _ACTIVATIONS |= dict.fromkeys(("gelu", "erf_gelu", "fast_gelu", "openai_gelu"), "gelu")
-
-
-def modules_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Iterate over a module and those inside it in the order of `modules`, but quicker: each save waits for it.
-
-    A module that has two places comes twice.
-    """
-    waiting = [module]
-    while waiting:
-        yield (one := waiting.pop())
-        waiting.extend(inner for inner in reversed(one._modules.values()) if inner is not None)
 
 
 def is_configuration(config: object) -> bool:
