@@ -14,7 +14,7 @@ import torch
 
 import bytecheckpoint
 from benchmarks.bench import Bench
-from benchmarks.measure import Arm
+from benchmarks.measure import Arm, read_bytes
 from benchmarks.state import Tensors, dense, size_of
 from bytecheckpoint.publishing import Follower, Publisher
 
@@ -52,6 +52,40 @@ def publishing(bench: Bench) -> None:
             Arm("load", lambda: bytecheckpoint.load(plain, {"model": other}, prepare_save=False) and None),
         ]
         bench.measure("publishing", size_of(state), arms)
+    bench.clear_all()
+    _whole_versions(bench, state, engine)
+
+
+def _whole_versions(bench: Bench, state: Tensors, engine: Tensors) -> None:
+    """Measure a follower one version behind a whole version, with the differences beside its files and without them."""
+    root = f"{bench.folder}/versions"
+    follower, steps = Follower(root), itertools.count(1)
+    with Publisher(root, full_every=1, keep=1, grace=0.0) as publisher:
+
+        def publish() -> None:
+            _change(state)
+            publisher.publish({"model": state}, next(steps)).result()
+
+        def publish_alone() -> None:
+            publish()
+            if bench.world.rank == 0:
+                for path in bench.folder.rglob("*.delta"):
+                    path.unlink()
+
+        def follow(versions: int) -> dict[str, float]:
+            before = read_bytes()
+            report = follower.update({"model": engine})
+            assert report is not None
+            assert report.versions == versions  # 0: loaded whole
+            return {"read_sum": float(read_bytes() - before)}
+
+        publish()
+        follow(0)
+        arms = [
+            Arm("by its differences", lambda: follow(1), before=publish),
+            Arm("without differences", lambda: follow(0), before=publish_alone),
+        ]
+        bench.measure("follow a whole version", size_of(state), arms)
     bench.clear_all()
 
 
