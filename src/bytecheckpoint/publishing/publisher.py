@@ -16,7 +16,8 @@ from bytecheckpoint.errors import CheckpointError, StorageConflictError, UsageEr
 from bytecheckpoint.handles import SaveHandle
 from bytecheckpoint.manager.run_folder import RunFolder, step_folder, step_metadata
 from bytecheckpoint.options import SaveOptions
-from bytecheckpoint.publishing.versions import FACTS, LastChains
+from bytecheckpoint.publishing.versions import LastChains
+from bytecheckpoint.representation.catalog import PUBLISHED
 from bytecheckpoint.saving import save
 from bytecheckpoint.saving.steps import check_step
 from bytecheckpoint.storage import resolve
@@ -156,7 +157,7 @@ class Publisher:
         number = check_step(step)
         whole = self._plan(number)
         before, self._id = self._id if self._builds else "", secrets.token_hex(12)
-        facts = {**(metadata or {}), FACTS: {"id": self._id, "base": "" if whole else before, "before": before}}
+        facts = {**(metadata or {}), PUBLISHED: {"id": self._id, "base": "" if whole else before, "before": before}}
         target = DeltaStorage(resolve(step_folder(self._root, number)), self._kept, whole=whole)
         arguments = {**self._options.arguments(), "metadata": step_metadata(number, {}, facts)}
         self._builds = False

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from bytecheckpoint.manager.rules import StepInfo
+from bytecheckpoint.representation.catalog import published_facts
 
-__all__ = ["FACTS", "LastChains", "PublishedVersion", "path_to"]
-
-#: Name of the publisher's facts in the metadata of a version.
-FACTS = "published"
+__all__ = ["LastChains", "PublishedVersion", "path_to"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class PublishedVersion:
     @staticmethod
     def of(info: StepInfo) -> PublishedVersion:
         """Return the version in a step's folder."""
-        facts: Mapping[str, Any] = info.metadata.get(FACTS, {})
+        facts = published_facts(info.metadata)
         base = facts.get("base", "")
         return PublishedVersion(info.step, info.path, facts.get("id", ""), base, facts.get("before", base))
 

@@ -25,12 +25,14 @@ __all__ = [
     "DELTA",
     "FOREIGN",
     "MAX_DIMS",
+    "PUBLISHED",
     "SHARED",
     "VALUES_SLOT",
     "Catalog",
     "CatalogSummary",
     "StorageFile",
     "TensorTable",
+    "published_facts",
     "row_order",
 ]
 
@@ -46,8 +48,17 @@ FOREIGN: Final = "foreign"
 DELTA: Final = "delta"
 """The format of files that are kept as differences from an earlier file."""
 
+PUBLISHED: Final = "published"
+"""Name of a publisher's facts in the metadata of a version."""
+
 MAX_DIMS: Final = 64
 """Largest number of dimensions of a tensor, as in torch."""
+
+
+def published_facts(metadata: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return the publisher's facts in the metadata of a checkpoint; a name of the user's own is none."""
+    facts = metadata.get(PUBLISHED)
+    return {key: value for key, value in facts.items() if isinstance(value, str)} if isinstance(facts, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +260,16 @@ class Catalog(TensorTable):
     def has_differences(self) -> bool:
         """True if files are kept as differences from those of an earlier checkpoint."""
         return any(file.format == DELTA for file in self.files)
+
+    @lazy
+    def published(self) -> Mapping[str, str]:
+        """The publisher's facts about a version: its id, that of its base, and so on; empty for other checkpoints."""
+        return published_facts(self.info.get("metadata", {}))
+
+    @lazy
+    def has_differences_beside(self) -> bool:
+        """True if the files are whole, and their differences from those of an earlier version may lie beside them."""
+        return bool(self.published.get("before")) and not self.has_differences
 
     @lazy
     def runs(self) -> tuple[NDArray[np.int32], Int64s, Int64s]:

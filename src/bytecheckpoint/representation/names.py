@@ -132,8 +132,9 @@ def view_generation_of(name: str) -> str | None:
 
 
 def is_of_values(name: str) -> bool:
-    """Return whether a storage file holds plain values, not the tensors of modules and optimizers."""
-    return generation_of(name) is not None and "/values-" in name
+    """Return whether a storage file, by its name or URI, holds plain values, not the tensors of modules and optimizers."""
+    inside = "/".join(name.rsplit("/", 2)[-2:])
+    return generation_of(inside) is not None and "/values-" in inside
 
 
 def new_generation(world_id: str, sequence: int) -> str:

@@ -105,6 +105,7 @@ def plan_cooldown(
     kept = {step.name: "too young" for step in steps if now - step.created < age}
     kept.update(dict.fromkeys(_newest_names(steps, keep), "one of the newest"))
     users = {file.name: step.name for step in steps for file in step.catalog.files if is_uri(file.name)}
+    users |= {base: step.name for step in steps if (base := step.catalog.published.get("base"))}
     plan = unreadable + [_plan_step(step, kept, users) for step in steps]
     return sorted(plan, key=lambda step: (step.created, natural_order(step.name)))
 
@@ -168,7 +169,13 @@ def _newest_names(steps: Sequence[_ReadStep], keep: int) -> set[str]:
 
 
 def _plan_step(step: _ReadStep, kept: Mapping[str, str], users: Mapping[str, str]) -> CoolStep:
-    """Plan the action for one step. `kept`: step to stay -> reason; `users`: URI of a file -> a step that names it."""
+    """Plan the action for one step.
+
+    Args:
+        step: the step.
+        kept: reason by name of the steps to stay.
+        users: a step that names a file by the file's URI, and one that builds on a version by the version's id.
+    """
     files = step.catalog.files
     if step.catalog.is_foreign:
         return step.planned("keep", "it names files of another program")
@@ -180,6 +187,10 @@ def _plan_step(step: _ReadStep, kept: Mapping[str, str], users: Mapping[str, str
         return step.planned("cold", "moved")
     if step.name in kept:
         return step.planned("keep", kept[step.name])
+    if step.catalog.has_differences:
+        return step.planned("skip", "it is kept as differences from the versions beside it")
+    if user := users.get(step.catalog.published.get("id", ""), ""):
+        return step.planned("skip", f"{user} builds on it")
     for file in own:
         user = users.get(file_uri(step.storage, file.name), step.name)
         if user != step.name:
@@ -248,7 +259,8 @@ def _move(hot: Storage, cold: Storage, progress: Callable[[int], None]) -> None:
     try:
         view = view_names(catalog.info, dict(hot.list()))
         hot.delete(view[:1])  # the index
-        hot.delete([*view[1:], *(catalog.files[number].name for number in own)])
+        names = [catalog.files[number].name for number in own]
+        hot.delete([*view[1:], *names, *companions(names)])
     except StorageError as error:  # the step is moved; the next run removes the files
         _log.warning("%s: moved files could not be removed: %s", hot.url, error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -21,7 +22,15 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.representation.catalog import DELTA, Catalog
 from bytecheckpoint.representation.checksums import block_sum, block_sums
-from bytecheckpoint.representation.names import CATALOG_NAME, companions, generation_of, is_uri, natural_order
+from bytecheckpoint.representation.names import (
+    CATALOG_NAME,
+    companions,
+    delta_name,
+    generation_of,
+    is_of_values,
+    is_uri,
+    natural_order,
+)
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import FileReader, NewFile, Storage, resolve
 from bytecheckpoint.storage.base import call_timeout, file_size
@@ -116,13 +125,15 @@ def _pieces_of(
     """Return the proven pieces of a file as it is stored, as `_VerifiedPieces` yields them."""
     if catalog.files[number].format != DELTA:
         return _VerifiedPieces(reader, label, catalog, number, progress)
+    return functools.partial(_pieces_of_differences, reader, label, catalog.files[number].name, progress)
 
-    def pieces(start: int = 0, stop: int = _EVERYTHING) -> Iterator[memoryview]:
-        data = stored_differences(label, catalog.files[number].name, reader)
-        progress(len(data))
-        yield from (part for part in (data[:PREFIX_BYTES][start:stop], data[max(start, PREFIX_BYTES) : stop]) if part)
 
-    return pieces
+def _pieces_of_differences(
+    reader: FileReader, label: str, name: str, progress: Progress, start: int = 0, stop: int = _EVERYTHING
+) -> Iterator[memoryview]:
+    data = stored_differences(label, name, reader)
+    progress(len(data))
+    yield from (part for part in (data[:PREFIX_BYTES][start:stop], data[max(start, PREFIX_BYTES) : stop]) if part)
 
 
 def copy_file(source: Storage, target: Storage, catalog: Catalog, number: int, progress: Progress = _ignore) -> None:
@@ -153,28 +164,46 @@ def _copy_file(source: Storage, target: Storage, catalog: Catalog, number: int, 
         size = file.stored_bytes
         if not reader.match_size(size):
             raise CorruptCheckpointError(f"{label} has {reader.size} bytes instead of {size}", file=file.name)
-        pieces = _pieces_of(reader, label, catalog, number, progress)
-        if isinstance(target, UploadingStorage):
-            upload = functools.partial(target.upload, file.name, size, pieces)
-            call_with_timeout(call_timeout(target, size), upload, f"cannot upload {target.url}/{file.name}")
-            return
-        writer = with_time_limits(target).create(NewFile(file.name, size))
-        try:
-            position, header = 0, memoryview(b"")
-            for piece in pieces():
-                if position == 0:
-                    header = piece  # written last, as in a save
-                else:
-                    writer.write_at(position, [piece])
-                position += len(piece)
-            writer.write_at(0, [header])
-            writer.finish(size)
-        except BaseException:
-            writer.abort()
-            raise
-        target.sync([file.name])
+        _write(target, file.name, size, _pieces_of(reader, label, catalog, number, progress))
     finally:
         reader.close()
+
+
+def _write(target: Storage, name: str, size: int, pieces: Callable[..., Iterator[memoryview]]) -> None:
+    """Write a file that consists of pieces, and make it durable."""
+    if isinstance(target, UploadingStorage):
+        upload = functools.partial(target.upload, name, size, pieces)
+        call_with_timeout(call_timeout(target, size), upload, f"cannot upload {target.url}/{name}")
+        return
+    writer = with_time_limits(target).create(NewFile(name, size))
+    try:
+        position, header = 0, memoryview(b"")
+        for piece in pieces():
+            if position == 0:
+                header = piece  # written last, as in a save
+            else:
+                writer.write_at(position, [piece])
+            position += len(piece)
+        writer.write_at(0, [header])
+        writer.finish(size)
+    except BaseException:
+        writer.abort()
+        raise
+    target.sync([name])
+
+
+def _copy_beside(source: Storage, target: Storage, file: str) -> None:
+    """Copy the differences beside a whole file, if it has some. Followers read whole files without them: never raise."""
+    name = delta_name(file)
+    label = f"{source.url}/{name}"
+    try:
+        with contextlib.closing(with_time_limits(source).open(name)) as reader:
+            target.delete([name])  # a copy that was killed has left it
+            _write(target, name, reader.size, functools.partial(_pieces_of_differences, reader, label, name, _ignore))
+    except FileNotFoundError:
+        pass  # the file had no earlier version
+    except CheckpointError as error:
+        _log.warning("%s was not copied to %s, so followers read the whole file: %s", label, target.url, error)
 
 
 def is_sound(storage: Storage, catalog: Catalog, number: int) -> bool:
@@ -246,6 +275,8 @@ def copy_if_missing(
 ) -> int:
     """Copy one file, unless `target` has a sound copy already, or another step of its run has the file.
 
+    The differences beside a file are copied before it, so that a copy that is killed makes up for them.
+
     Args:
         source: the storage that has the file.
         target: the storage that gets it.
@@ -258,12 +289,18 @@ def copy_if_missing(
     Returns:
         Bytes that were copied.
     """
-    size = catalog.files[number].stored_bytes
+    size, name = catalog.files[number].stored_bytes, catalog.files[number].name
+    if present is None:
+        check()
+        if catalog.has_differences_beside and not is_of_values(name):
+            _copy_beside(source, target, name)
+        if copy_on_server(source, target, name, size):
+            present = size  # and verified next
     if present == size and is_sound(target, catalog, number):
         return 0
-    check()
     if present is not None:
-        target.delete([catalog.files[number].name])
+        check()
+        target.delete([name])
     elif link_if_beside(target, catalog, number):
         return 0
     copy_file(source, target, catalog, number, progress)
@@ -306,10 +343,7 @@ def copy_files(
     def copy(number: int) -> int:
         file = catalog.files[number]
         try:
-            there = present.get(file.name)
-            if there is None and copy_on_server(source, target, file.name, file.stored_bytes):
-                there = file.stored_bytes  # and verified next
-            copied = copy_if_missing(source, target, catalog, number, there, check, moved)
+            copied = copy_if_missing(source, target, catalog, number, present.get(file.name), check, moved)
             if not copied:
                 moved(file.stored_bytes)
             elif read_back and not is_sound(target, catalog, number):

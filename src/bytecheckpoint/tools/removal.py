@@ -20,6 +20,7 @@ from bytecheckpoint.errors import (
     StorageError,
     UsageError,
 )
+from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.names import (
     CATALOG_NAME,
     METRICS_FOLDER,
@@ -91,7 +92,8 @@ def remove(checkpoint: Subject, *, cold: bool = False, dry_run: bool = False) ->
 
     Raises:
         CheckpointNotFoundError: there is none.
-        UsageError: files are in other folders, and `cold` is False; or another step of the run uses this one's files.
+        UsageError: files are in other folders, and `cold` is False; or another step of the run uses this one's files, or
+            builds on it.
         StorageConflictError: the step is being flushed.
         StorageError: the storage fails, perhaps for a catalog beside, which may name files of this one.
     """
@@ -138,10 +140,16 @@ def remove(checkpoint: Subject, *, cold: bool = False, dry_run: bool = False) ->
 
 
 def _user(storage: Storage) -> str:
-    """Return a checkpoint beside a folder whose catalog names files in it, or ""."""
+    """Return a checkpoint beside a folder whose catalog names files in it, or that builds on its version, or ""."""
     run = with_time_limits(resolve(storage.url.rpartition("/")[0] or "/"))
-    users = users_in(run, lambda name: _other_folders(with_time_limits(resolve(f"{run.url}/{name}"))))
-    return users.get(file_uri(storage, "").removesuffix("/"), "")
+
+    def needs(name: str) -> set[str]:
+        catalog = _outline(with_time_limits(resolve(f"{run.url}/{name}")))
+        return set() if catalog is None else {*other_folders(catalog, own=True), catalog.published.get("base", "")}
+
+    users, catalog = users_in(run, needs), _outline(storage)
+    version = "none" if catalog is None else catalog.published.get("id", "none")  # "" is the base of whole versions
+    return users.get(file_uri(storage, "").removesuffix("/")) or users.get(version, "")
 
 
 def _has_foreign_catalog(storage: Storage) -> bool:
@@ -170,10 +178,15 @@ def _own_names(storage: Storage, *, hot: bool) -> dict[str, int]:
 
 
 def _other_folders(storage: Storage) -> set[str]:
+    catalog = _outline(storage)
+    return set() if catalog is None else other_folders(catalog, own=True)
+
+
+def _outline(storage: Storage) -> Catalog | None:
     try:
-        return other_folders(read_outline(storage), own=True)
+        return read_outline(storage)
     except (CheckpointNotFoundError, CorruptCheckpointError):
-        return set()
+        return None
 
 
 def collect_garbage(checkpoint: Subject, *, older_than: float, dry_run: bool = False) -> list[Removal]:
