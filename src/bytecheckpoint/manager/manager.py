@@ -267,6 +267,8 @@ class CheckpointManager:
         if restored is not None:
             self._saves.prepared = True  # by the load
             self._keeper.note_restore(restored.step)
+            if self._saves.options.view is not None:
+                self._saves.complete_view(restored.path, self._conversations.begin())
             if self._saves.options.incremental:
                 steps = self._keeper.folder.steps
                 found = self.ask_rank_0(lambda: [info.since_full for info in steps() if info.step == restored.step])

@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from bytecheckpoint.arguments import checked
+from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.errors import (
     CheckpointError,
     IncompatibleCheckpointError,
@@ -27,9 +29,14 @@ from bytecheckpoint.manager.run_folder import step_metadata
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.saving import prepare, save
 from bytecheckpoint.saving.background import StillnessTrial
+from bytecheckpoint.saving.request import RequestedStates
+from bytecheckpoint.saving.step_view import complete_view
 from bytecheckpoint.settings import settings
+from bytecheckpoint.storage import resolve
 from bytecheckpoint.threads import wait_for_any
+from bytecheckpoint.tiers.storage import tier_of
 from bytecheckpoint.tools.fingerprints import fingerprint
+from bytecheckpoint.world import world_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -229,6 +236,31 @@ class RunSaves:
     def restart_clock(self) -> None:
         """Count the seconds until the next save from now on, also after a save that is skipped."""
         self._began, self._clock_asked = time.monotonic(), False
+
+    def complete_view(self, path: str, agreement: Agreement) -> None:
+        """Write the view of a restored step in the background, if a kill has left it without one. Never raise.
+
+        Args:
+            path: address of its checkpoint.
+            agreement: ranks of the run.
+        """
+        chosen, storage = self.options, resolve(path)
+        durable = tier.durable if (tier := tier_of(storage)) is not None else storage
+        selected = chosen.framework, chosen.names, chosen.include, chosen.exclude
+        view = checked(lambda: RequestedStates.of(self.states, *selected, chosen.view).view)
+        assert view is not None, "it is among the options"
+
+        def complete() -> None:
+            try:
+                if complete_view(agreement, view, durable):
+                    _log.info("%s: the view that was missing is there now", path)
+            except CheckpointError as error:
+                _log.warning("%s stays without its view, which `export` writes elsewhere: %s", path, error)
+
+        try:
+            world_of(agreement.collective).saves.submit_behind(complete)
+        except CheckpointError as error:
+            _log.warning("%s stays without its view: %s", path, error)
 
     @property
     def busy(self) -> bool:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
+from bytecheckpoint.arguments import value_of
 from bytecheckpoint.collectives.agreement import Agreement
+from bytecheckpoint.engine.catalogs import read_catalog, read_outline
+from bytecheckpoint.engine.view_files import VIEW_INDEX, VIEW_KEY, publish_view, view_info
+from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.frameworks.selection import NameSelection
 from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.names import view_generation_of
 from bytecheckpoint.storage import Storage
 
-__all__ = ["VIEW_STEP", "StepView", "ViewOfSave"]
+__all__ = ["VIEW_STEP", "StepView", "ViewOfSave", "complete_view"]
 
 #: Name of the first agreement of `ViewOfSave.write`.
 VIEW_STEP = "view"
@@ -60,3 +65,39 @@ class ViewOfSave(ABC):
         Raises:
             CheckpointError: a rank failed, or the checkpoint was replaced or removed; there is no index then.
         """
+
+
+def complete_view(agreement: Agreement, view: ViewOfSave | Exception, storage: Storage) -> bool:
+    """Write the view of a committed checkpoint that a kill has left without one. All ranks call it together.
+
+    Args:
+        agreement: the ranks.
+        view: view of the states as they are now, or the error of this rank's states.
+        storage: storage of the checkpoint, which lasts.
+
+    Returns:
+        Whether a view was missing.
+
+    Raises:
+        CheckpointError: a rank failed, or the view would differ from that of the save; there is no index then.
+    """
+
+    def check() -> None:
+        value_of(view)
+
+    def begin(_: list[None]) -> tuple[bool, str]:
+        info, present = read_outline(storage).info, dict(storage.list())
+        if VIEW_KEY not in info or VIEW_INDEX in present or "moved_to" in info:
+            return False, ""
+        generation = info[VIEW_KEY]["generation"]
+        files = value_of(view).describe(read_catalog(storage)[0])[0]
+        if view_info(files, generation)[VIEW_KEY] != info[VIEW_KEY]:
+            raise IncompatibleCheckpointError("its configuration differs from that of the model now")
+        storage.delete([name for name in present if view_generation_of(name) is not None])  # parts of files
+        publish_view(storage, files)
+        return True, "" if VIEW_INDEX in files else generation
+
+    missing, generation = agreement.agree("complete", check, begin)
+    if generation:
+        value_of(view).write(agreement, storage, generation)
+    return bool(missing)

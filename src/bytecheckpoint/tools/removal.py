@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from bytecheckpoint.engine.catalogs import is_sealed, read_outline
 from bytecheckpoint.engine.file_set import other_folders
-from bytecheckpoint.engine.view_files import committed_view
+from bytecheckpoint.engine.view_files import VIEW_INDEX, committed_view
 from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -278,7 +278,9 @@ def _collect(storage: Storage, before: Callable[[], float], dry_run: bool) -> It
     try:
         named = read_outline(storage).files if saves else ()
         needed, made = {file.name for file in named}, {file.generation for file in named}
-        needed |= {*companions(needed), *(name for name in present if view_generation_of(name) in made)}
+        needed |= companions(needed)
+        if VIEW_INDEX in present:  # else they are parts of a view that was not completed
+            needed |= {name for name in present if view_generation_of(name) in made}
     except CheckpointNotFoundError:
         needed = set()
         whole = generations_of_whole_saves(storage)

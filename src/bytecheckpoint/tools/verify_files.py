@@ -30,7 +30,9 @@ __all__ = ["NO_VIEW", "VerifyFinding", "VerifyReport", "coverage_findings", "fin
 _CHUNK, _SECTION = 8 << 20, 64 << 20
 _MAX_NAMED_TENSORS = 20
 #: Note on a checkpoint without the view that it should have.
-NO_VIEW = "its view for other programs is not there, or not yet: `export` writes one elsewhere"
+NO_VIEW = (
+    "its view for other programs is not there, or not yet: a run that resumes it writes it, `export` one elsewhere"
+)
 
 
 @dataclass(frozen=True, slots=True)
