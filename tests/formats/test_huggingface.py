@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file, save_model
 
+from bytecheckpoint import load
 from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -55,6 +56,12 @@ def same(folder: Path, format: str = "huggingface") -> None:
     found = found_in(folder)
     assert_same(dict(sorted(found.items())), dict(sorted(WEIGHTS.items())))
     assert detect(resolve(str(folder))).format == format
+
+
+def test_names_of_another_framework_are_advised_to_look_for_a_layout(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    with pytest.raises(IncompatibleCheckpointError, match=r'lacks .* layout="auto" loads the same model'):
+        load(tmp_path, {"model": {"decoder.weight": torch.ones(4, 4)}})
 
 
 def test_one_file(tmp_path):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import bytecheckpoint
 from bytecheckpoint import CorruptCheckpointError, IncompatibleCheckpointError, UsageError
+from bytecheckpoint.layouts import Layout, Rule
 from bytecheckpoint.tools import export
 from tests.support.damage import flip_bit
 from tests.support.layouts import coded
@@ -130,6 +131,7 @@ def test_a_damaged_block_leaves_nothing(saved: Path, tmp_path: Path) -> None:
 
 _PEAK = """
 import resource, sys, threading, torch, bytecheckpoint
+from bytecheckpoint.layouts import Layout, Rule
 from bytecheckpoint.tools import export
 path, target = sys.argv[1:]
 def peak():
@@ -164,6 +166,22 @@ def test_a_forced_export_replaces_one_file_of_weights_at_once(
     monkeypatch.setattr(os, "unlink", lambda path, **_: removed.append(str(path)))
     export(saved, tmp_path / "hf", files_from=tmp_path / "base", force=True)
     assert not [path for path in removed if path.endswith("hf/model.safetensors")]
+
+
+@pytest.mark.parametrize("layout", [None, Layout("mine", "hf", "mine", rules=[Rule({"w": "h"}, {"renamed": "h"})])])
+def test_a_folder_of_hugging_face_keeps_its_configuration(tmp_path: Path, layout: Layout | None) -> None:
+    """But for weights under other names, which it would not describe."""
+    folder, out = tmp_path / "hf", tmp_path / "out"
+    folder.mkdir()
+    save_file({"w": torch.ones(4)}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "llama", "dtype": "float32"}')
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_text("other weights")
+    with bytecheckpoint.open(folder, layout=layout) as found:
+        report = export(found, out, dtype="bfloat16")
+    assert {*report.others} == (set() if layout else {"config.json", "tokenizer.json"})
+    if layout is None:
+        assert json.loads((out / "config.json").read_text()) == {"model_type": "llama", "dtype": "bfloat16"}
 
 
 def test_weights_that_are_no_longer_quantised_are_not_said_to_be(tmp_path: Path) -> None:

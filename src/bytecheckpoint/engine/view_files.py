@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,8 @@ from bytecheckpoint.representation.names import CATALOG_NAME, view_generation_of
 from bytecheckpoint.storage import FileReader, NewFile, Storage
 
 __all__ = [
-    "VIEW_INDEX", "VIEW_KEY", "committed_view", "copy_view", "publish_view", "sum_of", "view_info", "view_names",
-    "view_sums",
+    "VIEW_INDEX", "VIEW_KEY", "committed_view", "copy_view", "publish_view", "sum_of", "view_files", "view_info",
+    "view_names", "view_sums",
 ]  # fmt: skip
 
 #: The file without which a view is none.
@@ -60,6 +60,27 @@ def committed_view(storage: Storage, present: Iterable[str]) -> list[str]:
         with contextlib.suppress(CheckpointError):
             found = view_names(read_outline(storage).info, beside)
     return [*found, *(name for name in beside if view_generation_of(name) is not None and name not in found)]
+
+
+def view_files(storage: Storage, info: Mapping[str, Any], names: Collection[str]) -> dict[str, bytes]:
+    """Return the small files of a view that shows tensors under these names, none of another view or without an index.
+
+    Raises:
+        CorruptCheckpointError: a file is damaged.
+    """
+    if not isinstance(view := info.get(VIEW_KEY), dict):
+        return {}
+    try:
+        shown = json.loads(storage.read(VIEW_INDEX))["weight_map"].keys()
+        found = {name: storage.read(name) for name in view["files"] if name != VIEW_INDEX}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(f"{storage.url}/{VIEW_INDEX} is damaged: {error}", file=VIEW_INDEX) from error
+    for name, data in found.items():
+        if [len(data), xxhash.xxh3_64_hexdigest(data)] != [*view["files"][name]]:
+            raise CorruptCheckpointError(f"{storage.url}/{name} is damaged: its sum differs", file=name)
+    return found if shown <= set(names) else {}
 
 
 def view_sums(storage: Storage, info: Mapping[str, Any]) -> dict[str, tuple[int, str]] | None:

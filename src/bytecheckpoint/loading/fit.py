@@ -72,20 +72,20 @@ class Fit:
     parts: PartReads | None = None
 
 
-def refuse_missing(url: str, missing: Sequence[str], others: Iterable[str], unmatched: Sequence[str] = ()) -> None:
+def refuse_missing(url: str, missing: Sequence[str], others: Iterable[str], advice: str = "") -> None:
     """Refuse a checkpoint that lacks names that the program wants.
 
     Args:
         url: URL of the checkpoint.
         missing: names that it lacks.
         others: names that it holds instead, for the message.
-        unmatched: patterns of `include` and `exclude` that match nothing on this rank, for the message.
+        advice: end of the message.
     """
     if missing:
         names = _with_similar(missing, others, "did you mean {!r}?")
         raise IncompatibleCheckpointError(
             f"{url} lacks {listed(names)}, which the program wants; load with strict=False to leave that as it is"
-            + (f"; no name here matches the pattern {unmatched[0]!r}" if unmatched else "")
+            f"{advice}"
         )
 
 

@@ -285,6 +285,7 @@ class Load:
         request, matching, world_size = opened.request, opened.request.matching, self._collective.world_size
         checkpoint = opened.exchange.complete(opened.own, opened.decision)
         catalog, groups, url = checkpoint.reader.catalog, checkpoint.reader.groups, checkpoint.files.url
+        advised = catalog.is_foreign and matching.layout is None
         with checkpoint.detect_replacement():
             chunk_bytes = read_length(catalog, world_size, self._settings)
             laid = None
@@ -321,7 +322,10 @@ class Load:
                 missing = list(filter(request.strict_about, destination.missing))
                 live.note_saved(chain((TensorKey(s, "", VALUES_SLOT) for s in request.states), view.index.keys))
                 refuse_shared_memory(destination.wanted)
-                refuse_missing(url, missing, view.other_names(destination.recognized), selection.unmatched)
+                advice = '; layout="auto" loads the same model under other names' if advised else ""
+                if selection.unmatched:
+                    advice = f"; no name here matches the pattern {selection.unmatched[0]!r}"
+                refuse_missing(url, missing, view.other_names(destination.recognized), advice)
                 if laid is not None:
                     destination.notes += laid.notes
                 destination.mismatches += lost_positions(catalog, request.states, world_size)

@@ -11,6 +11,7 @@ from bytecheckpoint.opening.checkpoint import Checkpoint
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.values.codec import decode
+from bytecheckpoint.storage import Storage
 
 __all__ = ["CheckpointView"]
 
@@ -27,6 +28,16 @@ class CheckpointView(Checkpoint):
     def catalog(self) -> Catalog:
         """The catalog of the checkpoint; of a large one the tensors, the files and some of the rows."""
         return self._catalog
+
+    @property
+    def storage(self) -> Storage:
+        """The storage of the checkpoint."""
+        return self._reader.storage
+
+    @property
+    def is_renamed(self) -> bool:
+        """True if a layout shows the tensors under other names."""
+        return bool(self._reader.shown_names)
 
     def for_rank(self, rank: int | None) -> CheckpointView:
         """Return the checkpoint as another rank sees it."""

@@ -63,7 +63,7 @@ def export(
     "hf" holds all tensors of one state as consolidated safetensors.
     Steps of a Trainer, and others with a state `describe_pretrained(model)` under the name "huggingface", hold the model's
     configuration too: then the folder is complete for `from_pretrained`, or, for a model with adapters, for
-    `PeftModel.from_pretrained`. A tokenizer is in no step.
+    `PeftModel.from_pretrained`. A folder of Hugging Face, and a step with a view, give theirs, and a tokenizer.
 
     One `model.safetensors`, or `model-00001-of-0000N.safetensors` with an index. Tied tensors are written once, under
     the name under which the checkpoint stores them. Tensors are streamed, so the memory needed depends neither on the
@@ -81,7 +81,7 @@ def export(
         adapter: "hf" only: name of the adapter of PEFT to export, under the names that PEFT reads; None for the one in
             training that the checkpoint describes, and for all tensors if it describes none.
         files_from: "hf" only: local folder of a model, from which all files but the weights are copied: configuration,
-            tokenizer.
+            tokenizer. None for those in the checkpoint's own folder, where the weights have the same names.
         force: replace weights at the target. Other files of the folder stay. On storages other than local folders the
             old weights are removed first.
         progress: function of (bytes read, bytes in all).

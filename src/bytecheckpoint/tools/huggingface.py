@@ -32,9 +32,9 @@ from bytecheckpoint.storage.wrappers import Call
 from bytecheckpoint.tools.export_target import ExportReport, check_target, translated
 from bytecheckpoint.tools.huggingface_description import (
     ModelDescription,
-    contents_of,
     files_beside,
-    without_quantization,
+    files_of,
+    fitted,
 )
 from bytecheckpoint.tools.huggingface_layout import (
     ADAPTER_FILE,
@@ -104,8 +104,13 @@ def export_huggingface(
         files = distribute(tensors, *((max_shard_bytes, ranks.count) if described is None else (sys.maxsize, 1)))
         if described is not None:
             files[0].name = ADAPTER_FILE
-        copied = without_quantization(copied, {tensor.dtype for tensor in tensors})
-        others = copied | contents_of((described or description).files, wanted)
+        if files_from is None and state == "model" and described is None:
+            copied = files_of(view)
+        others = fitted(
+            {**copied, **(described or description).files},
+            wanted,
+            quantised=any(tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool for tensor in tensors),
+        )
         others = {name: data for name, data in others.items() if name not in present or _WEIGHTS.fullmatch(name)}
         weights = WeightFiles(view, files, ranks, progress)
         running = _Export(weights, [file.name for file in files], others)

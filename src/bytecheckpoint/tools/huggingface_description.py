@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 import torch
 
+from bytecheckpoint.engine.view_files import view_files
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.representation.names import CATALOG_NAME
 
 __all__ = [
-    "AdapterDescription", "ModelDescription", "configuration_files", "contents_of", "files_beside", "texts_written_by",
-    "without_quantization",
+    "AdapterDescription", "ModelDescription", "configuration_files", "files_beside", "files_of", "fitted",
+    "texts_written_by",
 ]  # fmt: skip
 
 _STATE = "huggingface"
@@ -120,14 +122,42 @@ def texts_written_by(save: Callable[[str], object]) -> dict[str, str]:
     return texts
 
 
-def contents_of(files: Mapping[str, str], dtype: torch.dtype | None) -> dict[str, bytes]:
-    """Return configuration files for weights that are converted to a dtype, or are not, for None."""
-    found = {name: text.encode() for name, text in files.items()}
-    if dtype is not None and _CONFIG in found:
-        config = msgspec.json.decode(found[_CONFIG])
-        config |= {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in config}
-        found[_CONFIG] = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
+def fitted(files: Mapping[str, str | bytes], dtype: torch.dtype | None, *, quantised: bool) -> dict[str, bytes]:
+    """Return files beside weights with a `config.json` that says of the weights what is true.
+
+    Args:
+        files: their contents.
+        dtype: dtype to which floating tensors are converted; None if they are not.
+        quantised: True if some weights have fewer bits than a dtype to compute in.
+    """
+    found = {name: text.encode() if isinstance(text, str) else text for name, text in files.items()}
+    config: Any = None
+    with contextlib.suppress(msgspec.DecodeError):  # a user's file may hold anything
+        config = msgspec.json.decode(found.get(_CONFIG, b""))
+    if isinstance(config, dict):
+        true = dict(config)
+        if dtype is not None:
+            true |= {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in config}
+        if not quantised:
+            true.pop("quantization_config", None)
+        if true != config:
+            found[_CONFIG] = msgspec.json.format(msgspec.json.encode(true), indent=2) + b"\n"
     return found
+
+
+def files_of(source: CheckpointView) -> dict[str, bytes]:
+    """Return the configuration and tokenizer in the folder of a checkpoint whose tensors have Hugging Face's names there.
+
+    That is a folder of Hugging Face, or a step with a view. Through a layout the tensors have other names.
+
+    Raises:
+        CorruptCheckpointError: a file of a view is damaged.
+    """
+    if source.is_renamed:
+        return {}
+    if source.info.get("format") == "huggingface":
+        return {name: source.storage.read(name) for name in _without_weights(name for name, _ in source.storage.list())}
+    return view_files(source.storage, source.info, source.catalog.fqns("model"))
 
 
 def files_beside(folder: str | os.PathLike[str]) -> Iterator[tuple[str, bytes]]:
@@ -137,8 +167,7 @@ def files_beside(folder: str | os.PathLike[str]) -> Iterator[tuple[str, bytes]]:
         UsageError: there is no such folder, or no such file in it.
     """
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    names = [one for one in names if not one.endswith(_WEIGHTS) and not one.startswith((CATALOG_NAME, "."))]
-    names = [one for one in names if os.path.isfile(os.path.join(folder, one))]
+    names = [one for one in _without_weights(names) if os.path.isfile(os.path.join(folder, one))]
     if not names:
         raise UsageError(f"{os.fspath(folder)} holds no files to copy: give the local folder of a Hugging Face model")
     for name in names:
@@ -146,14 +175,7 @@ def files_beside(folder: str | os.PathLike[str]) -> Iterator[tuple[str, bytes]]:
             yield name, file.read()
 
 
-def without_quantization(files: Mapping[str, bytes], dtypes: set[torch.dtype]) -> dict[str, bytes]:
-    """Return files beside weights; `config.json` does not say that they are quantised if their dtypes are not."""
-    result = dict(files)
-    if _CONFIG in result and all(dtype.itemsize > 1 or dtype == torch.bool for dtype in dtypes):
-        try:
-            config = msgspec.json.decode(result[_CONFIG])
-        except msgspec.DecodeError:
-            return result
-        if isinstance(config, dict) and config.pop("quantization_config", None) is not None:
-            result[_CONFIG] = msgspec.json.format(msgspec.json.encode(config), indent=2)
-    return result
+def _without_weights(names: Iterable[str]) -> list[str]:
+    """Return the names of files in a folder of Hugging Face that hold no weights."""
+    hidden = (CATALOG_NAME, ".")
+    return [one for one in names if not one.endswith(_WEIGHTS) and not one.startswith(hidden) and "/" not in one]

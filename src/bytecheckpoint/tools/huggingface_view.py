@@ -38,9 +38,8 @@ from bytecheckpoint.tiers.storage import tier_of
 from bytecheckpoint.tools.huggingface import WeightFiles
 from bytecheckpoint.tools.huggingface_description import (
     configuration_files,
-    contents_of,
     files_beside,
-    without_quantization,
+    fitted,
 )
 from bytecheckpoint.tools.huggingface_layout import distribute, export_dtype, tensors_to_export
 from bytecheckpoint.tools.ranks import ToolRanks
@@ -122,8 +121,10 @@ class _ModelView(ViewOfSave):
     def describe(self, catalog: Catalog) -> tuple[dict[str, bytes], Catalog]:
         """Return the configuration, the files beside it, and the index if all tensors lie whole."""
         wanted, state, dtype = self._wanted, self._wanted.state, export_dtype(self._wanted.dtype)
-        files = {} if wanted.files_from is None else without_quantization(dict(files_beside(wanted.files_from)), set())
-        files |= contents_of(configuration_files(self._models[0]) if self._models else {}, dtype)
+        copied = {} if wanted.files_from is None else dict(files_beside(wanted.files_from))
+        files = fitted(
+            {**copied, **(configuration_files(self._models[0]) if self._models else {})}, dtype, quantised=False
+        )
         if "config.json" not in files:
             raise UsageError(
                 "HuggingFaceView: rank 0 has no configuration: give files_from=, a folder with config.json"

@@ -16,6 +16,7 @@ from bytecheckpoint import CheckpointManager, HuggingFaceView, SaveOptions
 from bytecheckpoint.engine.view_files import VIEW_INDEX
 from bytecheckpoint.integrations.transformers import attach
 from bytecheckpoint.manager import Retention
+from bytecheckpoint.tools import export
 from bytecheckpoint.tools.huggingface import WeightFiles
 from tests.integrations.transformers.jobs import make
 from tests.support.worlds import Worlds, on_ranks
@@ -62,6 +63,8 @@ def test_one_process(tmp_path: Path, tied: bool) -> None:
     handle = bytecheckpoint.save(tmp_path / "half", states, view=HuggingFaceView(dtype="bfloat16"))
     handle.viewed.result()
     check(tmp_path / "half", model.state_dict(), torch.bfloat16)
+    export(tmp_path / "half", tmp_path / "exported", dtype="float16")  # with the configuration of the view
+    check(tmp_path / "exported", model.state_dict(), torch.float16)
     (tmp_path / "half" / VIEW_INDEX).unlink()
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
         check(tmp_path / "half", model.state_dict())
