@@ -14,6 +14,7 @@ import torch
 
 import bytecheckpoint
 from benchmarks.bench import Bench
+from benchmarks.cases.verl_delta import VerlDelta
 from benchmarks.measure import Arm, read_bytes
 from benchmarks.state import Tensors, dense, size_of
 from bytecheckpoint.publishing import Follower, Publisher
@@ -35,12 +36,14 @@ def publishing(bench: Bench) -> None:
     follower, steps = Follower(root), iter(range(1, 10_000))
     with Publisher(root, full_every=None) as publisher:
 
-        def publish() -> None:
+        def publish() -> dict[str, float]:
             _change(state)
-            publisher.publish({"model": state}, next(steps)).result()
+            return {"bytes_sum": float(publisher.publish({"model": state}, next(steps)).result().bytes_written)}
 
-        def follow() -> None:
-            follower.update({"model": engine})
+        def follow() -> dict[str, float]:
+            report = follower.update({"model": engine})
+            assert report is not None
+            return {"bytes_sum": float(report.bytes_read)}
 
         publish()
         follow()
@@ -50,10 +53,31 @@ def publishing(bench: Bench) -> None:
             Arm("change and publish", publish, after=follow),
             Arm("follow", follow, before=publish),
             Arm("load", lambda: bytecheckpoint.load(plain, {"model": other}, prepare_save=False) and None),
+            *_verl_arms(state),
         ]
         bench.measure("publishing", size_of(state), arms)
     bench.clear_all()
     _whole_versions(bench, state, engine)
+
+
+def _verl_arms(state: Tensors) -> list[Arm]:
+    if not VerlDelta.available():
+        return []
+    state = {name: tensor.clone() for name, tensor in state.items()}
+    engine = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    verl = VerlDelta(state, engine)
+
+    def publish() -> dict[str, float]:
+        _change(state)
+        return {"bytes_sum": verl.publish()}
+
+    def check() -> None:
+        assert all(torch.equal(engine[name].view(torch.int16), state[name].view(torch.int16)) for name in state)
+
+    return [
+        Arm("verl: change and encode", publish, after=verl.follow),
+        Arm("verl: apply", verl.follow, before=publish, after=check),
+    ]
 
 
 def _whole_versions(bench: Bench, state: Tensors, engine: Tensors) -> None:
