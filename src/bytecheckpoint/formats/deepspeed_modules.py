@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.formats.deepspeed_ranks import ModelParameters
-from bytecheckpoint.formats.files import damage
+from bytecheckpoint.formats.files import damage, open_files
 from bytecheckpoint.formats.meanings import StoredTensor
 from bytecheckpoint.formats.rank_parts import FlatRanges
 from bytecheckpoint.formats.rounding import is_rounded
@@ -58,18 +58,19 @@ class JoinedModules:
 
     def prove_tied(self, storage: Storage) -> None:
         """Compare the layers that were taken for tied modules with the masters of these, which have to round to them."""
-        names = [file.name for file in self._ranges.columns.files]
-        for rank, name in sorted(self._tied):
-            fqn, _, own_rank = self._parameters.place(name, rank)
-            tensor = self.of_ranks[rank][name]
-            at, begin = self._ranges.columns.places[tensor.storage.key]
-            weight = names[at], begin + tensor.start
-            masters = self._ranges.of_rank(("optimizer", f"state.{fqn}.{FP32}"), own_rank)
-            if not all(
-                is_rounded(storage, (names[file], first), weight, tensor.dtype, (start, stop))
-                for start, stop, file, first in masters
-            ):
-                raise IncompatibleCheckpointError(f"nothing says which layer {name!r} is: other layers have its shape")
+        columns = self._ranges.columns
+        with open_files(storage, [file.name for file in columns.files]) as opened:
+            for rank, name in sorted(self._tied):
+                fqn, _, own_rank = self._parameters.place(name, rank)
+                tensor = self.of_ranks[rank][name]
+                at, begin = columns.places[tensor.storage.key]
+                masters = self._ranges.of_rank(("optimizer", f"state.{fqn}.{FP32}"), own_rank)
+                if not all(
+                    is_rounded((opened(file), first), (opened(at), begin + tensor.start), tensor.dtype, (start, stop))
+                    for start, stop, file, first in masters
+                ):
+                    text = f"nothing says which layer {name!r} is: other layers have its shape"
+                    raise IncompatibleCheckpointError(text)
 
     def _content(self, tensor: StoredTensor) -> tuple[Any, ...]:
         """Return facts that are equal only if the bytes of two tensors are."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import chain
 from typing import Final, TypeVar
 
@@ -20,7 +21,7 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.storage import FileReader, Storage
 from bytecheckpoint.storage.base import call_timeout
 
-__all__ = ["RangedFile", "damage", "open_file", "read_in_parallel"]
+__all__ = ["RangedFile", "damage", "open_file", "open_files", "read_in_parallel"]
 
 
 #: Bytes between two ranges up to which one request reads both, and bytes of the longest such request.
@@ -172,6 +173,13 @@ def open_file(storage: Storage, name: str) -> Iterator[RangedFile]:
         yield RangedFile(storage, name, reader)
     finally:
         reader.close()
+
+
+@contextlib.contextmanager
+def open_files(storage: Storage, names: Sequence[str]) -> Iterator[Callable[[int], RangedFile]]:
+    """Open files for the `with` block, each when it is first asked for by its number. Raises as `open_file`."""
+    with contextlib.ExitStack() as stack:
+        yield cache(lambda number: stack.enter_context(open_file(storage, names[number])))
 
 
 @contextlib.contextmanager

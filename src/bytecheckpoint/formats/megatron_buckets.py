@@ -15,27 +15,26 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint.errors import CorruptCheckpointError, listed
-from bytecheckpoint.formats.files import RangedFile, open_file
+from bytecheckpoint.formats.files import RangedFile, open_files
 from bytecheckpoint.formats.rounding import BLOCK_BYTES, rounded
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.storage import Storage
 
-__all__ = ["BUCKET", "ModelWeight", "OptimizerBucket", "PlacedParameter", "Run", "cut", "place_parameters"]
+__all__ = ["ALIGNMENT", "BUCKET", "ModelWeight", "OptimizerBucket", "PlacedParameter", "Run", "cut", "place_parameters"]
 
 BUCKET: Final = re.compile(
     r"((?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.(\w+)"
 )
 """Name of a bucket: group, buffer, dtypes, number, slot."""
-_ALIGNMENT: Final = 64
+ALIGNMENT: Final = 64
+"""Number of elements of which the places of parameters in a bucket are multiples."""
 
 #: A part of a weight or bucket: first element, elements, file, first byte.
 Run = tuple[int, int, int, int]
@@ -129,8 +128,7 @@ def place_parameters(
     Raises:
         CorruptCheckpointError: the content of a part of a bucket is that of no parameter, or of several ones.
     """
-    with ExitStack() as stack:
-        opened = cache(lambda number: stack.enter_context(open_file(storage, files[number])))
+    with open_files(storage, files) as opened:
         return _ContentSearch(storage.url, opened, weights, slot).place(buckets)
 
 
@@ -171,7 +169,7 @@ class _ContentSearch:
         dtype, runs = bucket.slots[self._slot]
         ends = {start + count for start, count, _, _ in runs}
         last, at = max(ends), 0
-        while (at := -(-at // _ALIGNMENT) * _ALIGNMENT) < last:
+        while (at := -(-at // ALIGNMENT) * ALIGNMENT) < last:
             sizes = sorted((size for size in self._by_size if at + size in ends), reverse=True)
             found = next((one for size in sizes if (one := self._matching(bucket, dtype, runs, at, size))), None)
             yield found or PlacedParameter(bucket, at, min(sizes, default=1), [])

@@ -7,9 +7,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from bytecheckpoint.formats.files import open_file
+from bytecheckpoint.formats.files import RangedFile
 from bytecheckpoint.representation.dtypes import itemsize
-from bytecheckpoint.storage import Storage
 
 __all__ = ["BLOCK_BYTES", "is_rounded", "rounded"]
 
@@ -18,24 +17,22 @@ BLOCK_BYTES: Final = 8 << 20
 
 
 def is_rounded(
-    storage: Storage, masters: tuple[str, int], weights: tuple[str, int], dtype: str, elements: tuple[int, int]
+    masters: tuple[RangedFile, int], weights: tuple[RangedFile, int], dtype: str, elements: tuple[int, int]
 ) -> bool:
     """Return whether fp32 elements round to elements of a weight.
 
     Args:
-        storage: folder of the files.
         masters: file and first byte of the fp32 elements.
         weights: file and first byte of the weight.
         dtype: dtype of the weight.
         elements: first and last element of the range in the weight.
     """
-    item, (start, stop) = itemsize(dtype), elements
-    with open_file(storage, masters[0]) as high, open_file(storage, weights[0]) as low:
-        for at in range(start, stop, BLOCK_BYTES // 4):
-            count = min(stop - at, BLOCK_BYTES // 4)
-            values = np.frombuffer(high.read(masters[1] + 4 * (at - start), 4 * count), "<f4")
-            if rounded(values, dtype) != low.read(weights[1] + item * at, item * count):
-                return False
+    item, (start, stop), (high, first), (low, begin) = itemsize(dtype), elements, masters, weights
+    for at in range(start, stop, BLOCK_BYTES // 4):
+        count = min(stop - at, BLOCK_BYTES // 4)
+        values = np.frombuffer(high.read(first + 4 * (at - start), 4 * count), "<f4")
+        if rounded(values, dtype) != low.read(begin + item * at, item * count):
+            return False
     return True
 
 
