@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Iterable
 from hashlib import sha256
@@ -61,7 +62,9 @@ def test_every_tensor_equals_what_was_trained() -> None:
         for state in ("extra_states", "opt_param_scheduler")
     )
     assert (extra["iteration"], extra["args"]["num_layers"], scheduler["num_steps"]) == (2, 4, 2)
-    assert foreign.notes == ["the optimizer is left out: its state has no names of parameters"]
+    assert [re.search("flat tensors, distrib_optim.pt, is missing", note) is not None for note in foreign.notes] == [
+        True
+    ]
 
 
 class Named(nn.Module):
@@ -120,7 +123,7 @@ def test_other_names_are_those_of_ranks_and_optimizers_are_left_out(copied: Path
     foreign = read_megatron_ranks(resolve(str(copied)))
     assert {"mp_rank_00:adapter.weight", "mp_rank_01:adapter.weight"} <= set(foreign.catalog.fqn.to_list())
     assert [note[:30] for note in foreign.notes] == [
-        "nothing says how 2 tensor-para", "2 extra states of modules are ", "the optimizer is left out: its",
+        "nothing says how 2 tensor-para", "2 extra states of modules are ", "the optimizer is left out, bec",
     ]  # fmt: skip
 
 

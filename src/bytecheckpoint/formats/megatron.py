@@ -34,6 +34,7 @@ from bytecheckpoint.formats.megatron_names import (
     LAYER,
     PARAM,
     SLOTS,
+    add_steps,
     model_or_slot,
     named_groups,
     param_groups,
@@ -41,7 +42,6 @@ from bytecheckpoint.formats.megatron_names import (
 )
 from bytecheckpoint.formats.rank_parts import DividedTensor, FlatRanges, RankPart
 from bytecheckpoint.formats.rows import RowColumns
-from bytecheckpoint.formats.shown import VALUES_NAME
 from bytecheckpoint.formats.torch_save import TorchFiles
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.representation.boxes import BoxTable, row_major
@@ -60,7 +60,6 @@ _MOST_PARTS: Final = 1 << 20
 COMMON: Final = "common_state/shard_0_1"
 """Name of the values that are the same on all ranks."""
 _COMMON = re.compile(r"common_state/shard_\d+_\d+")
-_STEPS: Final = f"{VALUES_NAME}-steps"
 SCHEDULER: Final = "opt_param_scheduler"
 """Name of the state of the scheduler."""
 
@@ -104,7 +103,7 @@ class _TorchDist:
             decayed_norms = args.get("apply_wd_to_qk_layernorm") if type(args) is dict else None
             named = named_groups(param_groups(optimizer) or param_groups(of_groups), self._shapes, decayed_norms)
             self._tree.notes += named.notes
-            made |= self._add_steps(named.steps)
+            made |= add_steps(self._columns, self._slots, named.steps)
             states["optimizer"] = {"state": self._slots, "param_groups": named.groups}
         elif optimizer is not None:
             others["optimizer"] = optimizer
@@ -224,18 +223,6 @@ class _TorchDist:
         if type(args := common.get("args")) is CallRecord and type(args.state) is dict:
             common["args"] = args.state
         return common, others
-
-    def _add_steps(self, steps: dict[str, float]) -> dict[str, bytes]:
-        """Add a step for each parameter, as torch's optimizers have: Megatron saves one for a group. Return the file."""
-        if not steps:
-            return {}
-        data = np.fromiter(steps.values(), "<f4", len(steps)).tobytes()
-        file = self._columns.add_file(_STEPS, len(data))
-        for k, fqn in enumerate(steps):
-            self._slots[fqn]["step"] = TensorRef(f"state.{fqn}.step")
-            number = self._columns.add_tensor("optimizer", f"state.{fqn}.step", "float32", ())
-            self._columns.rows.append((number, (), (), file, 4 * k, ()))
-        return {_STEPS: data}
 
 
 def without_flat_ranges(content: DcpContent) -> tuple[RowColumns, list[tuple[int, ...]]]:

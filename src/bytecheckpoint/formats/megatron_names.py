@@ -10,11 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+
 from bytecheckpoint.errors import listed
+from bytecheckpoint.formats.foreign import ForeignColumns
+from bytecheckpoint.formats.shown import VALUES_NAME
+from bytecheckpoint.representation.values.tree import TensorRef
 
 __all__ = [
-    "EXPERT", "LAYER", "PARAM", "SLOTS", "NamedGroups", "block_of", "model_or_slot", "named_groups", "other_names",
-    "param_groups", "place_in_stack", "unstacked",
+    "EXPERT", "LAYER", "PARAM", "SLOTS", "STEP", "NamedGroups", "add_steps", "block_of", "is_of_expert", "model_or_slot",
+    "named_groups", "other_names", "param_groups", "place_in_stack", "settings_of", "unstacked",
 ]  # fmt: skip
 
 _SLOT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
@@ -26,10 +31,14 @@ EXPERT: Final = re.compile(r"\.local_experts\.(\d{1,9})\.")
 """Place in a name with the number of an expert."""
 PARAM: Final = "param"
 """Slot of the masters of parameters in Megatron's optimizers."""
+STEP: Final = "step"
+"""Slot of the number of steps of a parameter, and setting of a group that has one."""
 #: The same and another name of it, and the name elsewhere.
 SLOTS: Final = {PARAM: "fp32", "fp32_param": "fp32"}
+#: Name of the file of steps, which no folder holds.
+_STEPS: Final = f"{VALUES_NAME}-steps"
 #: Settings of a param group that say which parameters it has, and are no hyperparameters of the optimizer inside.
-_OWN_SETTINGS: Final = ("params", "param_names", "is_expert_parallel", "step")
+_OWN_SETTINGS: Final = ("params", "param_names", "is_expert_parallel", STEP)
 #: Names of norms before a linear layer, and inside of it, where Transformer Engine has them.
 _NORMS: Final = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
@@ -95,6 +104,16 @@ def block_of(fqn: str) -> str | None:
     return None if found is None else fqn[: found.start(1)]
 
 
+def is_of_expert(fqn: str) -> bool:
+    """Return whether a tensor is one of routed experts, in any form in which Megatron has them."""
+    return ".experts." in fqn
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a param group that the optimizer inside knows."""
+    return {key: value for key, value in group.items() if key not in _OWN_SETTINGS}
+
+
 @dataclass(frozen=True, slots=True)
 class NamedGroups:
     """Groups with the names of their parameters.
@@ -123,15 +142,13 @@ def named_groups(
         shapes: shapes of the parameters, by name.
         decayed_norms: true if the norms of queries and keys have weight decay; None if nothing says it.
     """
-    named: list[dict[str, Any]] = [
-        {**{key: value for key, value in group.items() if key not in _OWN_SETTINGS}, "params": []} for group in groups
-    ]
+    named: list[dict[str, Any]] = [{**settings_of(group), "params": []} for group in groups]
     undecided: list[str] = []
     steps: dict[str, float] = {}
     with_experts = any(group.get("is_expert_parallel") for group in groups)
     for fqn, shape in shapes.items():
         is_vector = (len(shape) == 1 or fqn.endswith(".bias")) and not (decayed_norms and _is_qk_norm(fqn))
-        is_expert = with_experts and EXPERT.search(fqn) is not None
+        is_expert = with_experts and is_of_expert(fqn)
         chosen = [k for k, group in enumerate(groups) if bool(group.get("is_expert_parallel")) == is_expert]
         if len(chosen) > 1:
             chosen = [k for k in chosen if (groups[k].get("wd_mult", 1) == 0) == is_vector]
@@ -139,7 +156,7 @@ def named_groups(
             undecided.append(fqn)
             continue
         named[chosen[0]]["params"].append(fqn)
-        if (step := groups[chosen[0]].get("step")) is not None:
+        if (step := groups[chosen[0]].get(STEP)) is not None:
             steps[fqn] = float(step)
     notes = []
     if decayed_norms is None and len(groups) > 1 and any(map(_is_qk_norm, shapes)):
@@ -154,6 +171,19 @@ def named_groups(
     return NamedGroups(named, steps, notes)
 
 
+def add_steps(
+    columns: ForeignColumns, states: Mapping[str, dict[str, Any]], steps: Mapping[str, float]
+) -> dict[str, bytes]:
+    """Add a step for each parameter, as torch's optimizers have: Megatron saves one for a group. Return the file."""
+    data = np.fromiter(steps.values(), "<f4", len(steps)).tobytes()
+    file = columns.add_file(_STEPS, len(data)) if steps else 0
+    for k, fqn in enumerate(steps):
+        states[fqn][STEP] = TensorRef(f"state.{fqn}.{STEP}")
+        number = columns.add_tensor("optimizer", f"state.{fqn}.{STEP}", "float32", ())
+        columns.rows.append((number, (), (), file, 4 * k, ()))
+    return {_STEPS: data} if steps else {}
+
+
 def _is_qk_norm(fqn: str) -> bool:
     return "q_layernorm." in fqn or "k_layernorm." in fqn
 
@@ -164,6 +194,7 @@ def param_groups(value: Any) -> list[dict[str, Any]]:
     waiting = [value]
     while waiting:
         found = waiting.pop(0)
+        found = dict(enumerate(found)) if type(found) is list else found
         if type(found) is not dict:
             continue
         step = (found.get("state") or {}).get("common_step") if type(found.get("state")) is dict else None

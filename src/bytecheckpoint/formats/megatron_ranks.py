@@ -3,7 +3,8 @@
 A file has the slices of one tensor-parallel rank, of the layers of one pipeline stage, numbered from 0 in each chunk.
 Here the slices are joined, as Megatron-Core divides the parameters of these names, and layers are numbered through, as are
 the experts of expert-parallel ranks, whose other tensors are copies. A tensor of another name is one of each rank, called
-"mp_rank_00:<name>", for a layout to join. Optimizers are left out.
+"mp_rank_00:<name>", for a layout to join. The state of an optimizer follows its parameters, where it is proven which these
+are; else the optimizer is left out, and a note says why.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.inert import CallRecord
 from bytecheckpoint.formats.meanings import StoredTensor
 from bytecheckpoint.formats.megatron_names import other_names
+from bytecheckpoint.formats.megatron_optimizers import JoinedOptimizer, RankParameter
 from bytecheckpoint.formats.rank_parts import DividedTensor, FlatRanges, divide, replicated
 from bytecheckpoint.formats.torch_save import TorchFiles
 from bytecheckpoint.formats.trees import Tree
@@ -45,8 +47,8 @@ _WHOLE = re.compile(
 )
 _OPTIMIZER, _SCHEDULER = "optimizer", "opt_param_scheduler"
 
-#: Tensors of one file by name, whose layers are numbered through.
-_Held = dict[str, StoredTensor]
+#: Parameters of one file by name, whose layers are numbered through.
+_Held = dict[str, RankParameter]
 #: Number of a file's tensor-parallel rank, pipeline stage and expert-parallel rank.
 _Rank = tuple[int, int, int]
 
@@ -61,8 +63,7 @@ def read_megatron_ranks(storage: Storage) -> ForeignCheckpoint:
         raise IncompatibleCheckpointError(
             f"{storage.url} has files of different numbers of ranks: {listed(sorted(files.values()))}"
         )
-    has_optimizer = any(name.endswith("distrib_optim.pt") for name in names)
-    return _Ranks(storage, 1 + max(int(key[0]) for key in files)).read(files, has_optimizer)
+    return _Ranks(storage, 1 + max(int(key[0]) for key in files)).read(files, frozenset(names))
 
 
 class _Ranks:
@@ -72,28 +73,26 @@ class _Ranks:
         self._storage = storage
         self._degree = degree
         self._experts = 0  # expert-parallel ranks, as the files say
-        self._columns = ForeignColumns()
         self._tree = Tree(storage.url)
-        self._files = TorchFiles(storage, self._columns)
-        self._ranges = FlatRanges(self._columns)
+        self._ranges = FlatRanges(ForeignColumns())
+        self._files = TorchFiles(storage, self._ranges.columns)
         self._left_out: list[str] = []
         self._rest: dict[str, Any] = {}
+        self._optimizer = JoinedOptimizer(storage, self._files, self._ranges)
 
-    def read(self, files: Mapping[tuple[Any, ...], str], has_optimizer: bool) -> ForeignCheckpoint:
-        """Read the files.
-
-        Args:
-            files: names by the numbers in them.
-            has_optimizer: True if there are other files of an optimizer.
-        """
+    def read(self, files: Mapping[tuple[Any, ...], str], names: frozenset[str]) -> ForeignCheckpoint:
+        """Read the files of models, given by the numbers in their names, and others beside them, of all names."""
         chunks: dict[int, dict[tuple[int, int], _Held]] = {}  # of each tensor-parallel rank, by chunk and stage
         ranks: set[_Rank] = set()
         for key, name in sorted(files.items(), key=str):
             with self._files.open(name) as (file, value), damage(file, "Megatron"):
-                has_optimizer |= _OPTIMIZER in value
-                facts = _args_of(value)
-                ranks.add(rank := _rank_of(key, facts))
-                for chunk, held in self._chunks(value, facts, rank):
+                args = _args_of(value)
+                ranks.add(rank := _rank_of(key, args))
+                self._note_rest(value, args, rank)
+                parameters = self._parameters(value)
+                flat = name.replace("model_optim_rng.pt", "distrib_optim.pt")
+                self._optimizer.name_states(file, flat if flat in names else "", value.get(_OPTIMIZER), parameters)
+                for chunk, held in self._chunks(parameters, args, rank).items():
                     chunks.setdefault(rank[0], {}).setdefault((chunk, rank[1]), {}).update(held)
         tensor, stages = (1 + max(rank[k] for rank in ranks) for k in range(2))
         if len(ranks) < tensor * stages * self._experts:
@@ -108,45 +107,57 @@ class _Ranks:
             self._tree.notes.append(
                 f"{len(self._left_out)} extra states of modules are left out: {listed(self._left_out)}"
             )
-        if has_optimizer:
-            self._tree.notes.append("the optimizer is left out: its state has no names of parameters")
-        states: dict[str, Any] = {"model": {fqn: TensorRef(fqn) for _, fqn in self._ranges.numbers}}
+        numbers, columns = self._ranges.numbers, self._ranges.columns
+        states: dict[str, Any] = {"model": {fqn: TensorRef(fqn) for state, fqn in numbers if state == "model"}}
+        optimizer, made = self._optimizer.tree(self._rest.get("args", {}).get("apply_wd_to_qk_layernorm"))
+        if optimizer is not None:
+            states[_OPTIMIZER] = optimizer
         if type(self._rest.get(_SCHEDULER)) is dict:
             states[_SCHEDULER] = self._rest.pop(_SCHEDULER)
         states["extra_states"] = self._rest
-        values = self._columns.add_states(states, self._tree)
-        facts = {"world_size": len(files)}
-        return ForeignCheckpoint(
-            "megatron-ranks", self._columns, values, self._tree.notes, rows, self._files.sums(), facts=facts
-        )
+        values = columns.add_states(states, self._tree)
+        facts: dict[str, Any] = {"world_size": len(files)}
+        facts |= {"left_out": [self._optimizer.unproven]} if self._optimizer.unproven else {}
+        notes, sums = [*self._tree.notes, *self._optimizer.notes], self._files.sums()
+        return ForeignCheckpoint("megatron-ranks", columns, values, notes, rows, sums, made, facts)
 
-    def _chunks(self, value: Mapping[str, Any], facts: Mapping[str, Any], rank: _Rank) -> list[tuple[int, _Held]]:
-        """Return the tensors of each chunk of one file; of further expert-parallel ranks the experts only."""
+    def _note_rest(self, value: Mapping[str, Any], facts: Mapping[str, Any], rank: _Rank) -> None:
+        """Note what rank 0 has beside the model, and refuse what is divided in another way than usual."""
         if rank == (0, 0, 0):
             self._rest = {
                 key: item for key, item in value.items() if key != _OPTIMIZER and not _CHUNK.fullmatch(str(key))
             }
             self._rest |= {"args": facts} if facts else {}
         self._check(facts)
-        chunks = []
+
+    def _parameters(self, value: Mapping[str, Any]) -> list[RankParameter]:
+        """Return the tensors of one file, in the order of the model."""
+        found = []
         for key, module in value.items():
             if not (chunk := _CHUNK.fullmatch(str(key))):
                 continue
-            held: _Held = {}
             for name, item in module.items():
                 if type(item) is StoredTensor and not name.endswith("_extra_state"):
-                    whole = self._name_of_expert(name, rank, facts)
-                    if whole or not rank[2]:
-                        held[whole or name] = item
+                    found.append(RankParameter(int(chunk[1] or 0), name, item))
                 elif isinstance(item, dict):
                     raise IncompatibleCheckpointError(
                         "the model is of Megatron-LM before Megatron-Core, which is not read"
                     )
                 elif item is not None and not (type(item) is StoredTensor and not item.span):
                     self._left_out.append(name)
+        return found
+
+    def _chunks(self, parameters: Sequence[RankParameter], facts: Mapping[str, Any], rank: _Rank) -> dict[int, _Held]:
+        """Return the tensors of each chunk of one file; of further expert-parallel ranks the experts only."""
+        chunks: dict[int, _Held] = {}
+        for parameter in parameters:
+            held = chunks.setdefault(parameter.chunk, {})
+            whole = self._name_of_expert(parameter.name, rank, facts)
+            if whole or not rank[2]:
+                held[whole or parameter.name] = parameter
+        for held in chunks.values():
             if not facts.get("untie_embeddings_and_output_weights", True) and _EMBEDDING not in held:
                 held.pop(_HEAD, None)  # the last stage's copy of the embedding
-            chunks.append((int(chunk[1] or 0), held))
         return chunks
 
     def _check(self, facts: Mapping[str, Any]) -> None:
@@ -194,7 +205,8 @@ class _Ranks:
                 unknown.append(name)
             for rank, held in enumerate(ranks):
                 own = (name, divided, rank) if divided else (f"mp_rank_{rank:02}:{name}", replicated([shapes[rank]]), 0)
-                self._ranges.add_whole(("model", own[0]), *own[1:], held[name])
+                self._ranges.add_whole(("model", own[0]), *own[1:], held[name].weight)
+                self._optimizer.add(*own, held[name])
         self._add_other_names([name for name in ranks[0] if name not in unknown])
         if unknown:
             self._tree.notes.append(
@@ -204,7 +216,7 @@ class _Ranks:
 
     def _add_other_names(self, names: Sequence[str]) -> None:
         """Give norms the names that they have with and without Transformer Engine, as our own adapter does."""
-        known, aliases = frozenset(names), self._columns.aliases.setdefault("model", {})
+        known, aliases = frozenset(names), self._ranges.columns.aliases.setdefault("model", {})
         for name in names:
             for other in other_names(name):
                 linear, _, _ = (name if ".layer_norm_" in name else other).rpartition(".layer_norm_")

@@ -325,6 +325,7 @@ class Load:
                 advice = '; layout="auto" loads the same model under other names' if advised else ""
                 if selection.unmatched:
                     advice = f"; no name here matches the pattern {selection.unmatched[0]!r}"
+                advice += "".join(f"; {reason}" for reason in catalog.info.get("left_out", ()))
                 refuse_missing(url, missing, view.other_names(destination.recognized), advice)
                 if laid is not None:
                     destination.notes += laid.notes

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from argparse import Namespace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 
 import bytecheckpoint
 from tests.support.megatron.models import Layout, gpt_chunks, transformer_config
+from tests.support.megatron.rank_files import save_rank_files
 from tests.support.megatron.torch_dist import start_with_own_shards
 from tests.support.worlds import Worlds
 
@@ -32,25 +32,11 @@ def build(layout: Layout) -> list[Any]:
 
 
 def save(folder: str) -> None:
-    from megatron.core import parallel_state
-    from megatron.training.checkpointing import generate_state_dict, get_checkpoint_name
-
     trainer = start_with_own_shards(Layout(tp=2, pp=2, vpp=2, tied=False, bf16=True), lr=0.5, build=build)
     trainer.train(2)
-    args = Namespace(
-        ckpt_format="torch", no_save_optim=False, no_save_rng=True, tensor_model_parallel_size=2,
-        pipeline_model_parallel_size=2, num_layers=4, num_query_groups=2, group_query_attention=True, swiglu=True,
-        untie_embeddings_and_output_weights=True,
-    )  # fmt: skip
-    chunks = [chunk.module for chunk in trainer.chunks]
-    state = generate_state_dict(args, chunks, trainer.optimizer, trainer.scheduler, None, iteration=2)
-    ranks = {
-        "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
-        "pipeline_rank": parallel_state.get_pipeline_model_parallel_rank(),
-    }
-    path = Path(get_checkpoint_name(folder, 2, pipeline_parallel=True, expert_parallel=False, expert_rank=0, **ranks))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state, path)
+    save_rank_files(
+        trainer, folder, num_layers=4, num_query_groups=2, group_query_attention=True, swiglu=True, optimizer=False
+    )
     with tempfile.TemporaryDirectory() as scratch:
         own = [f"{scratch}/own"]
         torch.distributed.broadcast_object_list(own)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import bytecheckpoint
 from tests.support.llama import Llama
 from tests.support.megatron.models import RATE, Layout, gpt_chunks, transformer_config
+from tests.support.megatron.rank_files import save_rank_files
 from tests.support.megatron.torch_dist import save_torch_dist, start_with_own_shards
 from tests.support.megatron.training import param_groups_of, scale_at, tokens
 from tests.support.worlds import Worlds
@@ -45,6 +46,7 @@ def in_megatron(layout: Layout, folder: str, source: str | None = None) -> list[
     if source is None:
         trainer.train(STEPS)
         bytecheckpoint.save(f"{folder}/own", trainer.states())
+        save_rank_files(trainer, folder)
         for kind in KINDS if layout.distributed else ():
             save_torch_dist(trainer, f"{folder}/{kind}", kind)
     else:
@@ -83,13 +85,13 @@ def under_fsdp(source: str, target: str | None, first: int) -> list[float]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_next_losses(worlds: Worlds, layout: Layout, tmp_path: Path) -> None:
-    """Of a checkpoint of this package and back, and of both kinds of Megatron's own."""
+    """Of a checkpoint of this package and back, and of all kinds of Megatron's own."""
     tolerance = 2e-2 if layout.bf16 else 2e-5
     expected = worlds.run(layout.world, in_megatron, layout, str(tmp_path), timeout=200)[0]
     found = worlds.run(2, under_fsdp, str(tmp_path / "own"), str(tmp_path / "fsdp"), STEPS, timeout=200)[0]
     assert found[:STEPS] == pytest.approx(expected, rel=tolerance)
     back = worlds.run(layout.world, in_megatron, layout, "", str(tmp_path / "fsdp"), timeout=200)[0]
     assert back == pytest.approx(found[STEPS:], rel=tolerance)
-    for kind in KINDS if layout.distributed else ():
+    for kind in (f"iter_{STEPS:07}", *(KINDS if layout.distributed else ())):
         losses = worlds.run(2, under_fsdp, str(tmp_path / kind), None, STEPS, timeout=200)[0]
         assert losses == pytest.approx(found[:STEPS], rel=tolerance), kind
