@@ -16,6 +16,7 @@ from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpoint
 from bytecheckpoint.integrations.engines.checkpoints import EngineCheckpoints, EngineOptions
 from bytecheckpoint.integrations.engines.held_weights import HeldWeights, engine_fingerprint
 from bytecheckpoint.integrations.engines.lazy_weights import LazyWeight, WantedWeight, WeightPart
+from bytecheckpoint.layouts import Layout, Rule
 from bytecheckpoint.tools import fingerprint
 
 
@@ -106,18 +107,40 @@ def test_an_engine_proves_what_it_has_loaded(tmp_path: Path) -> None:
     engine = EngineCheckpoints(EngineOptions(prove=True), SimpleNamespace(world_size=1, rank_in_group=0))
     model, step = loaded(tmp_path)
     with pytest.raises(IncompatibleCheckpointError, match=r"has fingerprints of 0 tensors .* which are 5: save with"):
-        engine.prove(str(step), model)
+        engine.prove(str(step), model, None)
     bytecheckpoint.configure(fingerprint=True)
     model, step = loaded(tmp_path / "summed")
-    engine.prove(str(step), model)
+    engine.prove(str(step), model, None)
     model.qk.data[9, 2].neg_()
     with pytest.raises(CorruptCheckpointError, match="after the load model/k hold other elements"):
-        engine.prove(str(step), model)
-    EngineCheckpoints(EngineOptions(), None).prove(str(step), model)
+        engine.prove(str(step), model, None)
+    EngineCheckpoints(EngineOptions(), None).prove(str(step), model, None)
     model.qk.data[9, 2].neg_()
     model.scale = model.scale.double()
     with pytest.raises(IncompatibleCheckpointError, match=r"of 4 tensors .* which are 5"):
-        engine.prove(str(step), model)
+        engine.prove(str(step), model, None)
+
+
+def test_an_engine_proves_what_it_has_loaded_through_a_layout(tmp_path: Path) -> None:
+    """The checkpoint has q and k in one tensor and another name for the output, and no fingerprints."""
+    engine = EngineCheckpoints(EngineOptions(prove=True), SimpleNamespace(world_size=1, rank_in_group=0))
+    model, step = loaded(tmp_path)
+    with bytecheckpoint.open(step) as checkpoint:
+        whole = {name: checkpoint[f"model/{name}"][:] for name in ("q", "k", "out", "embedding", "scale")}
+    heads = torch.cat([whole["q"].view(4, 2, 4), whole["k"].view(4, 1, 4)], 1).reshape(12, 4)
+    own = {"q_and_k": heads, "output": whole["out"].t().contiguous()}
+    bytecheckpoint.save(tmp_path / "own", {"model": own | {name: whole[name] for name in ("embedding", "scale")}})
+    rules = [
+        Rule({"q": "q = (g r) w", "k": "k = (g s) w"}, {"q_and_k": "(g [q: r | k: s]) w"}, r=2, s=1),
+        Rule({"out": "w o"}, {"output": "o w"}),
+        Rule({"embedding": "v w"}, {"embedding": "v w"}),
+        Rule({"scale": "s"}, {"scale": "s"}),
+    ]
+    layouts = [Layout("engine", "hf", "own", rules=rules)]
+    engine.prove(str(tmp_path / "own"), model, layouts)
+    model.qk.data[9, 2].neg_()
+    with pytest.raises(CorruptCheckpointError, match="after the load model/k hold other elements"):
+        engine.prove(str(tmp_path / "own"), model, layouts)
 
 
 def test_a_parameter_with_other_strides_is_seen_as_it_is(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.planning.coverage import not_tiled
 from bytecheckpoint.representation.boxes import BoxTable
+from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.fingerprints import BoxSums, Fingerprint, Sums, shared_tensors, stored_fingerprint
 from bytecheckpoint.representation.names import escape, unescape
@@ -89,31 +91,44 @@ def _of_checkpoint(checkpoint: Checkpoint, recompute: bool) -> Fingerprint:
     catalog = view.catalog
     if not recompute and (stored := stored_fingerprint(catalog)) is not None:
         return stored
-    numbers = {str(catalog.key(n)): n for n in shared_tensors(catalog)}
+    sums = _read_sums(view, shared_tensors(catalog))
+    return Fingerprint.of((catalog.key(n), catalog.dtype[n], catalog.shape(n), found) for n, found in sums.items())
+
+
+def _read_sums(view: CheckpointView, tensors: Sequence[int]) -> dict[int, list[int]]:
+    """Read tensors of a checkpoint, and return the sums of each by its number."""
+    catalog = view.catalog
+    numbers = {str(catalog.key(n)): n for n in tensors}
     sums: dict[str, Sums] = {key: np.zeros(2, np.uint64) for key in numbers}
     begins = dict.fromkeys(numbers, 0)
     for key, _, data in view.stream(numbers, _PIECE):
         shape, size = catalog.shape(numbers[key]), itemsize(catalog.dtype[numbers[key]])
         sums[key] += BoxSums(shape, size, (0,) * len(shape), shape).of(begins[key], flat_bytes(data).numpy())
         begins[key] += data.nbytes
-    return Fingerprint.of(
-        (catalog.key(n), catalog.dtype[n], catalog.shape(n), sums[key].tolist()) for key, n in numbers.items()
-    )
+    return {n: sums[key].tolist() for key, n in numbers.items()}
 
 
 # --- live states ------------------------------------------------------------------------------------------------------
 
 
 def prove_loaded(
-    path: str, states: Mapping[str, object], options: LoadOptions, process_group: ProcessGroup | None
+    path: str,
+    states: Mapping[str, object],
+    options: LoadOptions,
+    process_group: ProcessGroup | None,
+    layout: LayoutArgument | None = None,
 ) -> int:
     """Compare live states with the fingerprints in a checkpoint's catalog. All ranks call this after a load.
+
+    Through a layout, the fingerprints are those of the checkpoint's tensors as the layout shows them, which all ranks
+    read for that, each its share.
 
     Args:
         path: address of the checkpoint.
         states: the states that were loaded.
         options: options of the load; what they left out is not compared.
         process_group: ranks that loaded.
+        layout: layout through which the states see the checkpoint.
 
     Returns:
         The number of tensors that are proven; 0 if the save made no fingerprints.
@@ -122,23 +137,33 @@ def prove_loaded(
         CorruptCheckpointError: tensors hold other elements than were saved; the message names them.
     """
 
-    def own() -> list[Any]:
+    def own() -> tuple[list[Any], list[Any]]:
         given = (options.framework, options.names, options.include, options.exclude)
-        return _own_sums(RequestedStates.of(states, *given))
+        return _own_sums(RequestedStates.of(states, *given)), _shown() if layout is not None else []
 
-    def compare(ranks: list[list[Any]]) -> int:
-        with open_checkpoint(path) as checkpoint:
-            catalog = CheckpointView.of(checkpoint).catalog
-        if catalog.fingerprints is None:
-            return 0
+    def _shown() -> list[Any]:
+        with open_checkpoint(path, layout=layout) as checkpoint:
+            view = CheckpointView.of(checkpoint)
+            catalog = view.catalog
+            numbers = [n for n in shared_tensors(catalog) if catalog.key(n).state in states]
+            share = ranks.share([math.prod(catalog.shape(n)) * itemsize(catalog.dtype[n]) for n in numbers])
+            return _facts(catalog, _read_sums(view, [numbers[place] for place in share]))
+
+    def compare(found: list[tuple[list[Any], list[Any]]]) -> int:
+        saved = [fact for _, shown in found for fact in shown]
+        if layout is None:
+            with open_checkpoint(path) as checkpoint:
+                catalog = CheckpointView.of(checkpoint).catalog
+            if catalog.fingerprints is not None:
+                saved = _facts(catalog, {n: catalog.fingerprints[n].tolist() for n in shared_tensors(catalog)})
+        known = {tuple(key): (dtype, list(shape), sums) for key, dtype, shape, sums in saved}
         proven, others = 0, []
-        numbers = {catalog.key(n): n for n in shared_tensors(catalog)}
-        for key, dtype, shape, sums in _joined(ranks):
-            number = numbers.get(TensorKey(*map(unescape, key)))
-            if number is None or (catalog.dtype[number], catalog.shape(number)) != (dtype, tuple(shape)):
+        for key, dtype, shape, sums in _joined([own for own, _ in found]) if known else []:
+            *form, wanted = known.get(tuple(key), ("", [], []))
+            if form != [dtype, list(shape)]:
                 continue  # it is new here, or was converted
             proven += 1
-            if catalog.fingerprints[number].tolist() != sums:
+            if wanted != sums:
                 others.append(_name(key))
         if others:
             raise CorruptCheckpointError(f"{path}: after the load {listed(others)} hold other elements than were saved")
@@ -146,6 +171,14 @@ def prove_loaded(
 
     with torch.no_grad(), tool_ranks("prove", process_group, alone=False) as ranks:
         return ranks.agree("sums", own, compare)
+
+
+def _facts(catalog: Catalog, sums: Mapping[int, list[int]]) -> list[Any]:
+    """Return escaped key, dtype, shape and sums of tensors of a checkpoint, as `_joined` returns those of live states."""
+    return [
+        [[escape(part) for part in catalog.key(n)], catalog.dtype[n], list(catalog.shape(n)), found]
+        for n, found in sums.items()
+    ]
 
 
 def _of_states(

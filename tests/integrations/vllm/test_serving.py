@@ -89,6 +89,19 @@ def test_experts_of_transformers_by_a_layout(tmp_path: Path, engines: list[Engin
     assert engines[0].result()["tokens"] == tokens_of(model)
 
 
+def test_fused_weights_of_megatron_are_proven(tmp_path: Path, engines: list[Engine]) -> None:
+    model = llama(0)
+    describe(model, tmp_path / "config")
+    bytecheckpoint.save(tmp_path / "hf", {"model": model})
+    with bytecheckpoint.open(tmp_path / "hf", layout="llama") as checkpoint:
+        tensors = {key.removeprefix("model/"): entry[...] for key, entry in checkpoint.tensors.items()}
+    assert any("linear_qkv" in name for name in tensors)
+    bytecheckpoint.save(tmp_path / "step", {"model": tensors})
+    options = {"checkpoint": str(tmp_path / "step"), "prove": True, "engine": TWO}
+    engines.append(Engine(PROGRAM, tmp_path / "config", options))
+    assert engines[0].result()["tokens"] == tokens_of(model)
+
+
 @pytest.mark.parametrize("kind", [pytest.param("stages", marks=pytest.mark.slow), "experts"])
 def test_stages_and_experts_of_an_engine(kind: str, tmp_path: Path, engines: list[Engine]) -> None:
     """Each rank reads its layers, or its experts, once. vLLM itself generates nothing with them on a CPU."""

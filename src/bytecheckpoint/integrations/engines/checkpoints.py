@@ -219,22 +219,24 @@ class EngineCheckpoints:
                 memory.copy_(first)
         return report
 
-    def prove(self, path: str, model: Any) -> None:
+    def prove(self, path: str, model: Any, layouts: Sequence[Layout] | None) -> None:
         """Compare what a model holds with the fingerprints of a checkpoint, if the engine asks for it. All ranks call this.
+
+        Through layouts, which lead to the names of the model, the ranks read the checkpoint once more for that.
 
         Raises:
             CorruptCheckpointError: the model holds other elements.
             IncompatibleCheckpointError: the checkpoint lacks fingerprints of some tensors in the model: it was saved
-                without them, a layout leads to the names of the model, or the model holds other dtypes or forms.
+                without them, or the model holds other dtypes or forms.
         """
         if not self._options.prove:
             return
         parts = model.bytecheckpoint_weights.parts(model)
-        proven = prove_loaded(path, {self._options.state: parts}, LoadOptions(), self.ranks)
+        proven = prove_loaded(path, {self._options.state: parts}, LoadOptions(), self.ranks, layouts)
         if proven < len(parts):
             raise IncompatibleCheckpointError(
                 f"prove=true: {path} has fingerprints of {proven} tensors as the model holds them, which are {len(parts)}: "
-                "save with configure(fingerprint=True), in the dtype of the engine and under the names of Hugging Face"
+                "save with configure(fingerprint=True), in the dtype of the engine"
             )
         _log.info("fingerprints prove %d tensors of %s", proven, path)
 

@@ -126,7 +126,8 @@ class SGLangLoader(DefaultModelLoader):  # type: ignore[misc]
             model.bytecheckpoint_weights = checkpoints.held(model, opened.wanted, opened.direct)
             model.bytecheckpoint_report = report = _filled(opened, checkpoints)
             if not opened.again:
-                checkpoints.prove(served.followed.path if served.followed else opened.path, model)
+                path = served.followed.path if served.followed else opened.path
+                checkpoints.prove(path, model, opened.layouts)
         except BaseException:
             served.failed = bool(served.path)
             raise

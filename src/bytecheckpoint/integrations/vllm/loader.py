@@ -66,7 +66,7 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
             model.bytecheckpoint_report = checkpoints.fill(path, wanted, layouts)
         if loaded is not None and model_config.quantization is None:  # quantised layers have parameters of their own
             check_loaded(path, model, loaded)
-        checkpoints.prove(path, model)
+        checkpoints.prove(path, model, layouts)
 
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Return an iterator over the weights of another checkpoint, for vLLM's `reload_weights`.
