@@ -60,8 +60,12 @@ def same(folder: Path, format: str = "huggingface") -> None:
 
 def test_names_of_another_framework_are_advised_to_look_for_a_layout(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(IncompatibleCheckpointError, match=r'lacks .* layout="auto" loads the same model'):
         load(tmp_path, {"model": {"decoder.weight": torch.ones(4, 4)}})
+    (tmp_path / "optimizer.pt").write_bytes(b"")
+    with pytest.raises(IncompatibleCheckpointError, match=r"optimizer\.pt: not read, since the weights lie beside"):
+        load(tmp_path, {"model": {"weight": torch.ones(4, 4)}, "optimizer": {"lr": 0.1}})
 
 
 def test_one_file(tmp_path):

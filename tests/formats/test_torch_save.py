@@ -156,6 +156,60 @@ def test_a_whole_module_has_the_names_of_its_state_dict(tmp_path):
     assert_same({name.removeprefix("model/"): tensor for name, tensor in found.items()}, dict(model.state_dict()))
 
 
+@pytest.mark.parametrize("key", [None, "model"])
+def test_a_whole_module_loads(tmp_path: Path, key: str | None) -> None:
+    """Without what its `state_dict` leaves out: attributes, and buffers that are not persistent."""
+
+    def made() -> torch.nn.Module:
+        shared = torch.nn.Linear(3, 3)
+        module = torch.nn.Sequential(shared, torch.nn.BatchNorm1d(3), shared, torch.nn.Linear(3, 3, bias=False))
+        module.register_buffer("cache", torch.ones(3), persistent=False)
+        module.tensor, module.config, module.activation = torch.ones(2), {"a": 1}, torch.nn.functional.relu
+        return module
+
+    module, other = made(), made()
+    torch.save(module if key is None else {key: module, "epoch": 3}, tmp_path / "x.pt")
+    report = bytecheckpoint.load(tmp_path / "x.pt", {"model": other})
+    assert not report.missing and not report.unexpected
+    assert_same(dict(other.state_dict()), dict(module.state_dict()))
+    module._modules["again"] = module
+    with pytest.raises(IncompatibleCheckpointError, match="modules are nested more than"):
+        save(tmp_path, module)
+
+
+def test_files_of_an_optimizer_and_of_a_scheduler_alone(tmp_path: Path) -> None:
+    def made() -> dict[str, Any]:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return {"model": model, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+    states, other = made(), made()
+    states["model"](torch.ones(1, 2)).sum().backward()
+    states["optimizer"].step()
+    states["scheduler"].step()
+    for name in ("optimizer", "scheduler"):
+        torch.save(states[name].state_dict(), tmp_path / f"{name}.pt")
+        bytecheckpoint.load(tmp_path / f"{name}.pt", other, include=[f"{name}/*"])
+    assert torch.equal(*(one["optimizer"].state_dict()["state"][0]["exp_avg"] for one in (states, other)))
+    assert states["scheduler"].state_dict() == other["scheduler"].state_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("x", None, "is empty, or there is no such folder"),
+        ("x.gguf", "GGUF", "x.gguf is no file of safetensors or torch.save"),
+    ],
+)
+def test_addresses_without_a_checkpoint_say_what_lies_there(
+    tmp_path: Path, name: str, content: str | None, what: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(CheckpointNotFoundError, match=what):
+        bytecheckpoint.load(tmp_path / name, {"model": torch.nn.Linear(1, 1)})
+
+
 def test_checkpoints_of_programs_have_states(tmp_path):
     model = torch.nn.Linear(2, 2)
     theirs = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError
 from bytecheckpoint.formats.archives import is_zip
 from bytecheckpoint.formats.dcp import METADATA, metadata_files, read_dcp
 from bytecheckpoint.formats.deepspeed import OPTIMIZER_FILE, UNIVERSAL_FILE, read_deepspeed
@@ -27,7 +27,7 @@ from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.wrappers import wrapped_like
 
-__all__ = ["FormatReader", "as_checkpoint", "detect"]
+__all__ = ["FormatReader", "as_checkpoint", "detect", "what_lies_at"]
 
 _TORCH: Final = (".pt", ".pth", ".bin", ".ckpt")
 #: First byte of a pickle since protocol 2.
@@ -144,3 +144,16 @@ def as_checkpoint(storage: Storage) -> ForeignStorage | None:
     with contextlib.suppress(CheckpointNotFoundError):
         return ForeignStorage(storage, detect(storage).read)
     return None
+
+
+def what_lies_at(storage: Storage) -> str:
+    """Return in words why an address holds no checkpoint of another program."""
+    folder, _, name = storage.url.rpartition("/")
+    with contextlib.suppress(CheckpointError, FileNotFoundError):
+        around = wrapped_like(storage, resolve(folder))
+        around.stat(name)
+        return f"{storage.url} is no file of safetensors or torch.save"
+    try:
+        return f"it is a checkpoint of {detect(storage).format}"
+    except CheckpointError as error:
+        return str(error)

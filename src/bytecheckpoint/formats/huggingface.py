@@ -95,13 +95,13 @@ def read_huggingface(storage: Storage, name: str | None = None) -> ForeignCheckp
         raise CheckpointNotFoundError(f"{storage.url} has no weights")
     reader = _FolderReader(storage, wanted)
     others = [found for found in sizes if found.endswith((".pt", ".pth")) and found not in names]
+    facts: dict[str, Any] = {}
     if others and name is None:
-        reader.notes.append(
-            f"{', '.join(others[:5])}: not read, since the weights lie beside; give one of them by name"
-        )
+        text = f"{', '.join(others[:5])}: not read, since the weights lie beside; give one of them by name"
+        reader.notes.append(text)
+        facts["left_out"] = [text]
     for found in names:
         reader.add(found)
-    facts = {}
     if "config.json" in sizes:
         with open_file(storage, "config.json") as file:
             facts["config"] = file.json(dict[str, Any])

@@ -19,7 +19,7 @@ from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.meanings import CONSTANTS, MEANINGS, StorageRef, StoredTensor, storage_of
 from bytecheckpoint.formats.sharded import ShardedValue, rebuilt_tensor
 from bytecheckpoint.formats.shown import VALUES_NAME
-from bytecheckpoint.formats.trees import Tree
+from bytecheckpoint.formats.trees import Tree, is_module
 from bytecheckpoint.formats.unpickling import MAX_PICKLE_BYTES, PickleEndsError, read_pickle
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.dtypes import itemsize
@@ -34,6 +34,7 @@ _PROTOCOL: Final = 1001
 _FIRST_READ: Final = 1 << 20
 _MEANINGS: Final = {**MEANINGS, "torch._tensor._rebuild_from_type_v2": rebuilt_tensor}
 #: Keys under which programs keep the state_dict of the model in a larger dict.
+_SCHEDULER_KEYS: Final = {"last_epoch", "_step_count"}
 _MODEL_KEYS: Final = ("state_dict", "model_state_dict", "model", "module")
 #: Name of the state that holds what is neither a dict nor a list.
 _REST: Final = "extra_states"
@@ -107,17 +108,23 @@ def states_of(value: object) -> dict[str, Any]:
     A dict in which one of the usual keys ("state_dict", "model_state_dict", "model", "module") holds a dict with tensors is
     the checkpoint of a program: that entry is the state "model", every other dict or list is a state under its own key,
     and the rest is the state "extra_states". The only `state_dict` of an optimizer is the state "optimizer", also in a list
-    (Lightning); several of a list are "optimizer_0" and so on. Anything else is the state "model" as a whole.
+    (Lightning); several of a list are "optimizer_0" and so on. A file of such a `state_dict` alone, or of a scheduler's, is
+    the state "optimizer" or "scheduler", as a Trainer writes them. Anything else is the state "model" as a whole, of a
+    module its `state_dict`.
     """
     if not isinstance(value, dict):
         return {"model": value}
+    if _optimizers(value):
+        return {"optimizer": value}
+    if value.keys() >= _SCHEDULER_KEYS:
+        return {"scheduler": value}
     model = next((key for key in _MODEL_KEYS if _holds_tensors(value.get(key))), None)
     return {"model": value} if model is None else states_beside(value, model)
 
 
 def states_beside(value: object, model: str) -> dict[str, Any]:
     """Divide a dict whose entry `model` is the dict of the state "model" into states; anything else is that state."""
-    if not isinstance(value, dict) or not isinstance(value.get(model), dict):
+    if not isinstance(value, dict) or not (isinstance(value.get(model), dict) or is_module(value.get(model))):
         return {"model": value}
     states: dict[str, Any] = {"model": value[model]}
     rest = {}
@@ -147,7 +154,9 @@ def _optimizers(value: object) -> list[Any]:
 
 
 def _holds_tensors(value: object) -> bool:
-    return isinstance(value, dict) and any(isinstance(item, StoredTensor | ShardedValue) for item in value.values())
+    return is_module(value) or (
+        isinstance(value, dict) and any(isinstance(item, StoredTensor | ShardedValue) for item in value.values())
+    )
 
 
 def read_object(file: RangedFile, prefix: str = "", *, deflated: bool = False) -> TorchObject:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import msgspec
 import numpy as np
@@ -26,15 +26,14 @@ from bytecheckpoint.formats.sharded import ShardedValue
 from bytecheckpoint.representation.values.codes import Code
 from bytecheckpoint.representation.values.tree import MAX_DEPTH, TENSOR_CLASS, TensorRef, key_of_path
 
-__all__ = ["Tree"]
+__all__ = ["Tree", "is_module"]
 
 #: Values of all trees of one file, if it is no metadata of many tensors; long ones are counted by their bytes. A pickle may
 #: refer to one object from many places, so a small pickle can be a huge tree.
 _MOST_VALUES: Final = 500_000
 _BYTES_PER_VALUE: Final = 64
 _INT64_MIN, _UINT64_MAX = -(2**63), 2**64 - 1
-#: Steps of a module that a pickle holds whole, which its names of parameters lack.
-_MODULE_STEPS = frozenset(("_modules", "_parameters", "_buffers"))
+_MODULE_PARTS = ("_parameters", "_buffers", "_modules")
 _NUMBERS = frozenset((type(None), bool, int, float))
 _PATHS = frozenset(("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"))
 
@@ -85,7 +84,7 @@ class Tree:
         if self._left < 0:
             self._refuse(f"it holds more than {self._most} values, or values of too many bytes")
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str) -> NoReturn:
         raise IncompatibleCheckpointError(f"{self._file}: {what}")
 
     def _left_out(self, what: str) -> object:
@@ -147,8 +146,7 @@ class Tree:
         return _ext(code, [msgspec.Raw(item) for item in packed])
 
     def _tensor(self, value: StoredTensor | ShardedValue, _: int) -> object:
-        path = [step for step in self._path if step not in _MODULE_STEPS or len(self._path) == 1]
-        plain = name = key_of_path(tuple(path))
+        plain = name = key_of_path(tuple(self._path))
         self._charge(len(name))
         number = 1
         while name in self.tensors or name in self.sharded:
@@ -177,6 +175,32 @@ class Tree:
         self._charge(array.nbytes)
         return _ext(Code.NUMPY_ARRAY, [array.dtype.str, list(array.shape), array.tobytes()])
 
+    def _state_dict(self, module: CallRecord) -> dict[str, object]:
+        """Return what the `state_dict` of a module that a pickle holds whole would have, by name."""
+        found: dict[str, object] = {}
+        ahead: list[tuple[str, int, CallRecord]] = [("", 0, module)]
+        while ahead:
+            prefix, depth, one = ahead.pop()
+            if depth > MAX_DEPTH:  # a module may be in itself
+                self._refuse(f"its modules are nested more than {MAX_DEPTH} levels deep below {prefix[:80]!r}")
+            unsaved = one.state.get("_non_persistent_buffers_set")
+            children = []
+            for part in _MODULE_PARTS:
+                for key, value in one.state[part].items():
+                    name = f"{prefix}{key if type(key) is str else self._refuse('a module has a name that is no text')}"
+                    self._charge(len(name))
+                    if part != "_modules":
+                        if value is not None and not (
+                            part == "_buffers" and isinstance(unsaved, set) and key in unsaved
+                        ):
+                            found[name] = value
+                    elif is_module(value):
+                        children.append((f"{name}.", depth + 1, value))
+                    elif value is not None:
+                        found[name] = value  # of a class that pickles in a way of its own
+            ahead += reversed(children)
+        return found
+
     def _call(self, value: CallRecord, depth: int) -> object:
         """Encode an instance of a class: by a code of its own, or as an instance of an unknown class."""
         target, args, state = value.target, value.args, value.state
@@ -185,6 +209,8 @@ class Tree:
                 "/".join(args).replace("//", "/") if "Posix" in target.name else "\\".join(args).replace("\\\\", "\\")
             )
             return _ext(Code.PATH, [target.name, text or "."])
+        if is_module(value):
+            return self._dict(self._state_dict(value), depth)
         if target.full == "argparse.Namespace" and type(state) is dict:
             return _ext(Code.ARGPARSE_NAMESPACE, self._native(state, depth))
         if target.full == "collections.defaultdict" and value.pairs is not None:
@@ -195,6 +221,12 @@ class Tree:
         parts = {"args": args, "kwargs": value.kwargs, "state": state, "items": value.items, "pairs": value.pairs}
         given = {name: part for name, part in parts.items() if part}
         return _ext(Code.REGISTERED, [target.full, self._dict(given, depth)])
+
+
+def is_module(value: object) -> bool:
+    """Return whether a value is a `torch.nn.Module` that a pickle holds whole."""
+    state = value.state if isinstance(value, CallRecord) else None
+    return isinstance(state, dict) and all(isinstance(state.get(part), dict) for part in _MODULE_PARTS)
 
 
 def _ext(code: Code, native: object) -> Ext:

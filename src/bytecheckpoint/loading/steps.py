@@ -285,7 +285,7 @@ class Load:
         request, matching, world_size = opened.request, opened.request.matching, self._collective.world_size
         checkpoint = opened.exchange.complete(opened.own, opened.decision)
         catalog, groups, url = checkpoint.reader.catalog, checkpoint.reader.groups, checkpoint.files.url
-        advised = catalog.is_foreign and matching.layout is None
+        advised = matching.layout is None and ("config" in catalog.info or catalog.info.get("format") == "megatron")
         with checkpoint.detect_replacement():
             chunk_bytes = read_length(catalog, world_size, self._settings)
             laid = None
@@ -322,10 +322,11 @@ class Load:
                 missing = list(filter(request.strict_about, destination.missing))
                 live.note_saved(chain((TensorKey(s, "", VALUES_SLOT) for s in request.states), view.index.keys))
                 refuse_shared_memory(destination.wanted)
-                advice = '; layout="auto" loads the same model under other names' if advised else ""
+                advice = "".join(f"; {reason}" for reason in catalog.info.get("left_out", ()))
+                if advised and any(key.startswith("model/") for key in missing):
+                    advice += '; layout="auto" loads the same model under other names'
                 if selection.unmatched:
-                    advice = f"; no name here matches the pattern {selection.unmatched[0]!r}"
-                advice += "".join(f"; {reason}" for reason in catalog.info.get("left_out", ()))
+                    advice += f"; no name here matches the pattern {selection.unmatched[0]!r}"
                 refuse_missing(url, missing, view.other_names(destination.recognized), advice)
                 if laid is not None:
                     destination.notes += laid.notes
