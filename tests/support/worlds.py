@@ -7,6 +7,7 @@ So is a world whose jobs have left many threads, as those of gloo's groups, whic
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -148,10 +149,14 @@ class World:
         return log.read_text(errors="replace")[-_LOG_TAIL:] if log.exists() else "(no log)"
 
     def kill(self) -> None:
-        """End all processes at once."""
+        """End all processes at once, and those that frameworks have begun in them (Megatron's queues outlive it)."""
         self._alive = False
+        begun = _spawned_by({process.pid for process in self.processes})
         for process in self.processes:
             process.kill()
+        for pid in begun:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         for process, link in zip(self.processes, self._links, strict=True):
             process.join(10)
             link.close()
@@ -171,6 +176,17 @@ class World:
         codes = [p.exitcode for p in self.processes]
         self.kill()
         return codes
+
+
+def _spawned_by(parents: set[int]) -> list[int]:
+    """Return the children of processes that `multiprocessing` has spawned; those of this package end by themselves."""
+    found: list[int] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent in parents and b"multiprocessing.spawn" in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+    return found
 
 
 class Worlds:
