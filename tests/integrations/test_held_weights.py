@@ -103,6 +103,21 @@ def test_what_is_not_held_as_it_was_saved_is_refused(tmp_path: Path) -> None:
         engine_fingerprint(nn.Linear(1, 1))
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_head_that_is_the_embedding_goes_to_no_engine(tmp_path: Path, tied: bool, shared: bool) -> None:
+    """Files of Hugging Face lack it, and vLLM's Gemma refuses it."""
+    head = nn.Parameter(torch.ones(4, 2))
+    states = {"lm_head.weight": head, "embed.weight": head if shared else nn.Parameter(torch.zeros(4, 2))}
+    bytecheckpoint.save(tmp_path / "step", {"model": states})
+    engine = EngineCheckpoints(EngineOptions(), None)
+    config = SimpleNamespace(tie_word_embeddings=tied, to_dict=dict)
+    checkpoint, _ = engine.opened(str(tmp_path / "step"), config)
+    with checkpoint:
+        names = [name for name, _ in engine.weights(checkpoint, None)]
+    assert sorted(names) == ["embed.weight"] + ["lm_head.weight"] * (not (tied and shared))
+
+
 def test_an_engine_proves_what_it_has_loaded(tmp_path: Path) -> None:
     engine = EngineCheckpoints(EngineOptions(prove=True), SimpleNamespace(world_size=1, rank_in_group=0))
     model, step = loaded(tmp_path)

@@ -20,6 +20,7 @@ from bytecheckpoint.layouts.config import flattened
 from bytecheckpoint.layouts.layout import Layout, builtin_names, find, find_all
 from bytecheckpoint.manager.run_folder import RunFolder, step_folder
 from bytecheckpoint.opening import Checkpoint, Entry
+from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.planning.part_space import stored_side
 from bytecheckpoint.representation.names import CATALOG_NAME
@@ -93,6 +94,7 @@ class EngineCheckpoints:
 
     def __init__(self, options: EngineOptions, group: Any) -> None:
         self._options, self._group = options, group
+        self._tied = False  # as the model's configuration says
 
     @property
     def ranks(self) -> Any:
@@ -130,6 +132,7 @@ class EngineCheckpoints:
             path: the checkpoint.
             config: configuration of the model's text part.
         """
+        self._tied = bool(getattr(config, "tie_word_embeddings", False))
         checkpoint = bytecheckpoint.open(path)
         try:
             if self._options.state not in checkpoint.states:
@@ -163,9 +166,15 @@ class EngineCheckpoints:
         return [found[0].with_sizes(config)] if found else None
 
     def tensors(self, checkpoint: Checkpoint) -> dict[str, Entry]:
-        """Return the tensors of the model by their names."""
+        """Return the tensors of the model by their names; not a head that is the embedding, which some models refuse."""
         prefix = f"{self._options.state}/"
-        return {key.removeprefix(prefix): one for key, one in checkpoint.tensors.items() if key.startswith(prefix)}
+        found = {key.removeprefix(prefix): one for key, one in checkpoint.tensors.items() if key.startswith(prefix)}
+        heads = [name for name in found if self._tied and name.startswith("lm_head.")]
+        stored = CheckpointView.of(checkpoint).stored_under
+        others = {stored(f"{prefix}{name}") for name in found.keys() - heads} if heads else set()
+        return {
+            name: one for name, one in found.items() if name not in heads or stored(f"{prefix}{name}") not in others
+        }
 
     def shapes(self, checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
         """Return the shapes of these tensors."""
