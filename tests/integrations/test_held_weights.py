@@ -107,9 +107,10 @@ def test_what_is_not_held_as_it_was_saved_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_head_that_is_the_embedding_goes_to_no_engine(tmp_path: Path, tied: bool, shared: bool) -> None:
     """Files of Hugging Face lack it, and vLLM's Gemma refuses it."""
-    head = nn.Parameter(torch.ones(4, 2))
-    states = {"lm_head.weight": head, "embed.weight": head if shared else nn.Parameter(torch.zeros(4, 2))}
-    bytecheckpoint.save(tmp_path / "step", {"model": states})
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "lm_head": nn.Linear(2, 4, bias=False)})
+    if shared:
+        model["lm_head"].weight = model["embed"].weight
+    bytecheckpoint.save(tmp_path / "step", {"model": model})
     engine = EngineCheckpoints(EngineOptions(), None)
     config = SimpleNamespace(tie_word_embeddings=tied, to_dict=dict)
     checkpoint, _ = engine.opened(str(tmp_path / "step"), config)
