@@ -44,10 +44,11 @@ def a_view(chosen: random.Random, tensor: torch.Tensor) -> Callable[[torch.Tenso
         lambda t: t.transpose(dim, other),
         lambda t: t.permute(order),
         lambda t: t.chunk(parts, dim)[-1],
-        lambda t: t.split([begin, length - begin], dim)[1],
+        lambda t: t.split([begin, length - begin], dim)[1] if length > 1 else t,
         lambda t: t.unbind(dim)[begin] if t.ndim > 1 else t,
         lambda t: t.detach().view(t.shape),
         lambda t: t.mT if t.ndim > 1 else t,
+        lambda t: t.unsqueeze(dim - t.ndim),
     ])  # fmt: skip
 
 
@@ -102,4 +103,6 @@ def test_what_is_no_plain_copy_is_read_at_once() -> None:
     assert torch.equal(weight.to(torch.float64), full.double()) and torch.equal(
         weight.reshape(24, 8), full.reshape(24, 8)
     )
+    added = weight.unsqueeze(1)
+    assert added[:, :0].shape == (6, 0, 4, 8) and [one.shape[1] for one in added.split([0, 1], 1)] == [0, 1]
     assert weight.numel() == 192 and weight.dtype == torch.float32 and "LazyWeight" in repr(weight)

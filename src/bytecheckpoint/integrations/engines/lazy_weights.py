@@ -28,7 +28,8 @@ class WeightPart:
         shape: its global shape.
         begins: first coordinate along each of its dimensions.
         lengths: extent along each of its dimensions.
-        dims: its dimensions in the order in which they are seen; those of length 1 that are left out were selected.
+        dims: its dimensions in the order in which they are seen, -1 for an added one of length 1; those of length 1 that
+            are left out were selected.
     """
 
     name: str
@@ -45,14 +46,15 @@ class WeightPart:
     @property
     def seen(self) -> tuple[int, ...]:
         """Shape in which the part is seen."""
-        return tuple(self.lengths[dim] for dim in self.dims)
+        return tuple(self.lengths[dim] if dim >= 0 else 1 for dim in self.dims)
 
     def cut(self, dim: int, begin: int, length: int, *, select: bool = False) -> WeightPart:
         """Return a range of the part along a dimension as seen; with `select`, without this dimension."""
         dim %= len(self.dims)
         own = self.dims[dim]
         begins, lengths = list(self.begins), list(self.lengths)
-        begins[own], lengths[own] = begins[own] + begin, length
+        if own >= 0:
+            begins[own], lengths[own] = begins[own] + begin, length
         dims = self.dims[:dim] + self.dims[dim + 1 :] if select else self.dims
         return WeightPart(self.name, self.shape, tuple(begins), tuple(lengths), dims)
 
@@ -61,20 +63,27 @@ class WeightPart:
         dims = tuple(self.dims[dim % len(self.dims)] for dim in order)
         return WeightPart(self.name, self.shape, self.begins, self.lengths, dims)
 
+    def widened(self, dim: int) -> WeightPart:
+        """Return the part with another dimension of length 1 at a place."""
+        dim %= len(self.dims) + 1
+        return WeightPart(self.name, self.shape, self.begins, self.lengths, (*self.dims[:dim], -1, *self.dims[dim:]))
+
     def as_stored(self, tensor: torch.Tensor) -> torch.Tensor:
         """View a tensor of the shape in which the part is seen with the dimensions of the stored one."""
-        order = [*self.dims, *self._selected]
-        return tensor.reshape(*tensor.shape, *(1 for _ in self._selected)).permute(
+        order = self._order
+        return tensor.reshape([self.lengths[dim] for dim in order]).permute(
             [order.index(dim) for dim in range(len(order))]
         )
 
     def as_seen(self, tensor: torch.Tensor) -> torch.Tensor:
         """View a tensor of the part's lengths in the shape in which the part is seen."""
-        return tensor.permute([*self.dims, *self._selected]).reshape(self.seen)
+        return tensor.permute(self._order).reshape(self.seen)
 
     @property
-    def _selected(self) -> list[int]:
-        return [dim for dim in range(len(self.shape)) if dim not in self.dims]
+    def _order(self) -> list[int]:
+        """The stored dimensions: those that are seen in their order, then the selected ones."""
+        seen = [dim for dim in self.dims if dim >= 0]
+        return [*seen, *(dim for dim in range(len(self.shape)) if dim not in seen)]
 
 
 @dataclass
@@ -180,14 +189,18 @@ class LazyWeight(torch.Tensor):
     ) -> LazyWeight | None:
         length = self.shape[dim]
         begin, stop, _ = slice(start, end, step).indices(length)
-        return self.other(self._part.cut(dim, begin, max(stop - begin, 0))) if step == 1 else None
+        if step != 1 or (self._part.dims[dim] < 0 and begin >= stop):
+            return None
+        return self.other(self._part.cut(dim, begin, max(stop - begin, 0)))
 
     def _select(self, dim: int, index: int) -> LazyWeight:
         return self.other(self._part.cut(dim, index % self.shape[dim], 1, select=True))
 
-    def _split(self, size: int | Sequence[int], dim: int = 0) -> list[LazyWeight]:
+    def _split(self, size: int | Sequence[int], dim: int = 0) -> list[LazyWeight] | None:
         length = self.shape[dim]
         sizes = size if not isinstance(size, int) else [min(size, length - at) for at in range(0, length, size)]
+        if self._part.dims[dim] < 0 and 0 in sizes:
+            return None
         ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
         return [self.other(self._part.cut(dim, end - n, n)) for end, n in zip(ends, sizes, strict=True)]
 
@@ -202,6 +215,9 @@ class LazyWeight(torch.Tensor):
     def _t(self) -> LazyWeight:
         return self.other(self._part.permuted(range(self.ndim - 1, -1, -1)))
 
+    def _unsqueeze(self, dim: int) -> LazyWeight:
+        return self.other(self._part.widened(dim))
+
     def _permute(self, dims: Sequence[int]) -> LazyWeight:
         return self.other(self._part.permuted(dims))
 
@@ -214,6 +230,7 @@ class LazyWeight(torch.Tensor):
         _aten.split.Tensor: _split,
         _aten.split_with_sizes.default: _split,
         _aten.unbind.int: _unbind,
+        _aten.unsqueeze.default: _unsqueeze,
         _aten.t.default: _t,
         _aten.transpose.int: _transpose,
         _aten.permute.default: _permute,
