@@ -77,6 +77,18 @@ def test_what_is_held_has_the_fingerprint_of_the_checkpoint(tmp_path: Path) -> N
     assert engine_fingerprint(other) == fingerprint(step)
 
 
+def test_what_an_engine_packs_in_the_same_shape_is_refused(tmp_path: Path) -> None:
+    model, step = loaded(tmp_path)
+    held: Any = model.bytecheckpoint_weights
+    samples = held.samples(model)
+    model.bytecheckpoint_weights = held.unpacked(model, samples)
+    assert engine_fingerprint(model) == fingerprint(step), "nothing is packed"
+    model.qk = nn.Parameter(model.qk.detach().roll(6, 0))
+    model.bytecheckpoint_weights = held.unpacked(model, samples)
+    with pytest.raises(IncompatibleCheckpointError, match="EngineModel does not hold k, q as the checkpoint has it"):
+        engine_fingerprint(model)
+
+
 @pytest.mark.parametrize("name", ["qk", "out", "embedding", "scale"])
 def test_any_change_changes_it(name: str, tmp_path: Path) -> None:
     model, step = loaded(tmp_path)

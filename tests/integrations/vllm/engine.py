@@ -65,15 +65,18 @@ def main() -> None:
         print("RESULT", json.dumps(found), flush=True)
 
     print_state("")
-    for line in sys.stdin:  # addresses of other checkpoints, or "flip PARAMETER"
+    for line in sys.stdin:  # addresses of other checkpoints, "call METHOD", or "flip PARAMETER METHOD"
         failed = ""
         try:
             if line.startswith("flip "):
-                engine.collective_rpc("flip", args=(line.split()[1], 1))
+                _, parameter, method = line.split()
+                engine.collective_rpc("flip", args=(parameter, 1))
                 try:
-                    engine.collective_rpc("bytecheckpoint_fingerprint")
+                    engine.collective_rpc(method)
                 finally:
-                    engine.collective_rpc("flip", args=(line.split()[1], 1))
+                    engine.collective_rpc("flip", args=(parameter, 1))
+            elif line.startswith("call "):
+                engine.collective_rpc(line.split()[1])
             else:
                 engine.collective_rpc("reload_weights", kwargs={"weights_path": line.strip()} if line.strip() else {})
         except Exception as error:  # noqa: BLE001  printed

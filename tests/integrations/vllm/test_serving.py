@@ -21,6 +21,7 @@ TWO = {"tensor_parallel_size": 2}
 def test_two_ranks_serve_a_run_and_load_newer_steps(tmp_path: Path, engines: list[Engine]) -> None:
     first, second = llama(0), llama(1)
     describe(first, tmp_path / "config")
+    bytecheckpoint.configure(fingerprint=True)
     run = tmp_path / "run"
     save_sharded(run / "step_00000001", first, 4)
     size = sum(tensor.nbytes for tensor in first.state_dict().values())
@@ -35,6 +36,9 @@ def test_two_ranks_serve_a_run_and_load_newer_steps(tmp_path: Path, engines: lis
     other = engines[0].reload(str(run))
     assert not other["failed"] and other["tokens"] == tokens_of(second) != tokens_of(first)
     assert other["fingerprints"] == 2 * [fingerprint(run / "step_00000002").states]
+    assert not engines[0].reload("call bytecheckpoint_prove")["failed"]
+    drifted = engines[0].reload("flip model.layers.1.mlp.down_proj.weight bytecheckpoint_prove")
+    assert "model/model.layers.1.mlp.down_proj.weight hold other elements" in drifted["failed"]
     bytecheckpoint.save(tmp_path / "smaller", {"model": {"lm_head.weight": torch.zeros(256, 128)}})
     for place, why in (("nothing", "no checkpoint at"), ("smaller", "is of another model")):
         refused = engines[0].reload(str(tmp_path / place))
@@ -62,7 +66,7 @@ def test_two_ranks_follow_a_publisher(tmp_path: Path, engines: list[Engine]) -> 
             if step == 3:
                 continue  # the next one brings both
             if step == 5:
-                drifted = engines[0].reload("flip model.norm.weight")
+                drifted = engines[0].reload("flip model.norm.weight bytecheckpoint_fingerprint")
                 assert "the copies of model/model.norm.weight on rank 1 differ" in drifted["failed"]
                 file = next((root / "step_00000005" / "model").glob("rank-*.delta"))
                 whole = file.read_bytes()
@@ -77,16 +81,21 @@ def test_two_ranks_follow_a_publisher(tmp_path: Path, engines: list[Engine]) -> 
             assert not result["failed"] and result["tokens"] == tokens_of(model)
             assert result["fingerprints"] == 2 * [fingerprint({"model": model}).states]
             assert all(read < 0.25 * size for read, _ in result["reports"])
+            assert not engines[0].reload("call bytecheckpoint_prove")["failed"], "of the version that was followed"
             seen.add(tuple(result["tokens"]))
     assert len(seen) > 1
 
 
-def test_experts_of_transformers_by_a_layout(tmp_path: Path, engines: list[Engine]) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_of_transformers_by_a_layout(ranks: int, tmp_path: Path, engines: list[Engine]) -> None:
     model = mixture()
     describe(model, tmp_path / "config")
     bytecheckpoint.save(tmp_path / "step", {"model": model})
-    engines.append(Engine(PROGRAM, tmp_path / "config", {"checkpoint": str(tmp_path / "step")}))
+    options = {"checkpoint": str(tmp_path / "step"), "prove": True, "held": True}
+    engines.append(Engine(PROGRAM, tmp_path / "config", options | {"engine": {"tensor_parallel_size": ranks}}))
     assert engines[0].result()["tokens"] == tokens_of(model)
+    refused = engines[0].reload("call bytecheckpoint_fingerprint")["failed"]
+    assert "does not hold model.layers.0.mlp.experts.0.down_proj.weight" in refused, "which vLLM packs on a CPU"
 
 
 def test_fused_weights_of_megatron_are_proven(tmp_path: Path, engines: list[Engine]) -> None:

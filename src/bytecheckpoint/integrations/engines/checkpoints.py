@@ -14,18 +14,16 @@ from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpoin
 from bytecheckpoint.formats.detect import as_checkpoint
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.integrations.engines.following import FollowedWeights
-from bytecheckpoint.integrations.engines.held_weights import HeldWeights
+from bytecheckpoint.integrations.engines.held_weights import HeldWeights, prove_engine
 from bytecheckpoint.integrations.engines.lazy_weights import LazyWeight, WantedWeight, WeightPart
 from bytecheckpoint.layouts.config import flattened
 from bytecheckpoint.layouts.layout import Layout, builtin_names, find, find_all
 from bytecheckpoint.manager.run_folder import RunFolder, step_folder
 from bytecheckpoint.opening import Checkpoint, Entry
 from bytecheckpoint.opening.view import CheckpointView
-from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.planning.part_space import stored_side
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import resolve
-from bytecheckpoint.tools.fingerprints import prove_loaded
 
 __all__ = ["EngineCheckpoints", "EngineOptions", "check_loaded"]
 
@@ -229,25 +227,9 @@ class EngineCheckpoints:
         return report
 
     def prove(self, path: str, model: Any, layouts: Sequence[Layout] | None) -> None:
-        """Compare what a model holds with the fingerprints of a checkpoint, if the engine asks for it. All ranks call this.
-
-        Through layouts, which lead to the names of the model, the ranks read the checkpoint once more for that.
-
-        Raises:
-            CorruptCheckpointError: the model holds other elements.
-            IncompatibleCheckpointError: the checkpoint lacks fingerprints of some tensors in the model: it was saved
-                without them, or the model holds other dtypes or forms.
-        """
-        if not self._options.prove:
-            return
-        parts = model.bytecheckpoint_weights.parts(model)
-        proven = prove_loaded(path, {self._options.state: parts}, LoadOptions(), self.ranks, layouts)
-        if proven < len(parts):
-            raise IncompatibleCheckpointError(
-                f"prove=true: {path} has fingerprints of {proven} tensors as the model holds them, which are {len(parts)}: "
-                "save with configure(fingerprint=True), in the dtype of the engine"
-            )
-        _log.info("fingerprints prove %d tensors of %s", proven, path)
+        """Compare what a model holds with a checkpoint, as `prove_engine`, if the engine's options ask for it."""
+        if self._options.prove:
+            prove_engine(model, path, layouts)
 
     def followed(
         self, place: str, checkpoint: Checkpoint, layouts: Sequence[Layout] | None, wanted: Mapping[str, WantedWeight]

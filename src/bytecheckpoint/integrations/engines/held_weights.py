@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError, listed
 from bytecheckpoint.integrations.engines.lazy_weights import WantedWeight
-from bytecheckpoint.tools.fingerprints import Fingerprint, fingerprint
+from bytecheckpoint.layouts.layout import Layout
+from bytecheckpoint.options import LoadOptions
+from bytecheckpoint.tools.fingerprints import Fingerprint, fingerprint, prove_loaded
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["HeldWeights", "engine_fingerprint"]
+__all__ = ["HeldWeights", "engine_fingerprint", "prove_engine"]
+
+_log = logging.getLogger("bytecheckpoint")
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,36 @@ class HeldWeights:
             )
         return found
 
+    def samples(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return bytes of some elements of each parameter in which parts lie, by which `unpacked` knows it again."""
+        names = {place.parameter for places in self.places.values() for place in places}
+        found: Mapping[str, Any] = _named(model)
+        plain = names & {
+            name for name, p in found.items() if not is_traceable_wrapper_subclass(p)
+        }  # not quantised since
+        return {name: _sample(found[name]) for name in plain}
+
+    def unpacked(self, model: torch.nn.Module, samples: Mapping[str, torch.Tensor]) -> HeldWeights:
+        """Return the same without the tensors in parameters that the engine has packed for a kernel since the load.
+
+        A packed parameter may have its former shape, so that its elements alone show it.
+
+        Args:
+            model: the model.
+            samples: elements of its parameters after the load.
+        """
+        now = self.samples(model)
+        packed = {name for name, sample in samples.items() if name not in now or not torch.equal(sample, now[name])}
+        others = {name for name, places in self.places.items() if any(place.parameter in packed for place in places)}
+        return replace(self, others=self.others | others)
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    places = torch.randint(
+        max(tensor.numel(), 1), (min(tensor.numel(), 1024),), generator=torch.Generator().manual_seed(0)
+    )
+    return tensor.detach().reshape(-1)[places.to(tensor.device)].view(torch.uint8).cpu()
+
 
 def _named(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict(chain(model.named_parameters(), model.named_buffers()))
@@ -133,7 +169,43 @@ def engine_fingerprint(model: Any) -> Fingerprint:
         IncompatibleCheckpointError: copies of a tensor differ, or the model holds a tensor in another form, such as a
             quantised one; the message names it.
     """
+    held = _held(model)
+    return fingerprint({held.state: held.parts(model)}, process_group=held.ranks)
+
+
+def prove_engine(model: Any, path: str, layouts: Sequence[Layout] | None) -> int:
+    """Compare the weights that an engine holds with the fingerprints of a checkpoint. All of its ranks call this.
+
+    Through layouts, which lead to the names of the model, the ranks read the checkpoint once more for that.
+
+    Args:
+        model: model of the engine, which the load format "bytecheckpoint" has loaded.
+        path: the checkpoint.
+        layouts: layouts that lead to the names of the model, if any do.
+
+    Returns:
+        The number of tensors that this rank holds, which are proven.
+
+    Raises:
+        UsageError: another load format has loaded the model.
+        CorruptCheckpointError: the model holds other elements.
+        IncompatibleCheckpointError: the checkpoint lacks fingerprints of some tensors in the model: it was saved without
+            them, or the model holds other dtypes or forms.
+    """
+    held = _held(model)
+    parts = held.parts(model)
+    proven = prove_loaded(path, {held.state: parts}, LoadOptions(), held.ranks, layouts)
+    if proven < len(parts):
+        raise IncompatibleCheckpointError(
+            f"{path} has fingerprints of {proven} tensors as the model holds them, which are {len(parts)}: "
+            "save with configure(fingerprint=True), in the dtype of the engine"
+        )
+    _log.info("fingerprints prove %d tensors of %s", proven, path)
+    return proven
+
+
+def _held(model: Any) -> HeldWeights:
     held = getattr(model, "bytecheckpoint_weights", None)
     if not isinstance(held, HeldWeights):
         raise UsageError(f'{type(model).__name__} was not loaded by the load format "bytecheckpoint"')
-    return fingerprint({held.state: held.parts(model)}, process_group=held.ranks)
+    return held

@@ -22,6 +22,13 @@ class WorkerExtension:
 
         return dict(engine_fingerprint(self.get_model()).states)
 
+    def bytecheckpoint_prove(self: Any) -> int:
+        """Compare the weights that the engine holds with the checkpoint of the last load or reload, as `prove_engine`."""
+        from bytecheckpoint.integrations.engines.held_weights import prove_engine
+
+        model = self.get_model()
+        return prove_engine(model, *getattr(model, "bytecheckpoint_source", ("", None)))
+
 
 def register() -> None:
     """Register the load format "bytecheckpoint"."""

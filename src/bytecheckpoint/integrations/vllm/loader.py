@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from vllm.config import ModelConfig
 from vllm.config.load import LoadConfig
 from vllm.distributed.parallel_state import get_world_group
@@ -15,6 +14,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.integrations.engines.checkpoints import EngineCheckpoints, EngineOptions, check_loaded
 from bytecheckpoint.integrations.engines.lazy_weights import WantedWeight
+from bytecheckpoint.layouts.layout import Layout
 from bytecheckpoint.opening import Checkpoint
 
 __all__ = ["CheckpointLoader"]
@@ -27,12 +27,13 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
     weights in host memory too, and a reload reads only what changed.
 
     The ranks of the engine read each byte that any of them wants once, and send each other their parts. The model's
-    attribute `bytecheckpoint_report` is the `LoadReport`.
+    attribute `bytecheckpoint_report` is the `LoadReport`, and `bytecheckpoint_source` the checkpoint and its layouts.
     """
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
         self._options = EngineOptions.of(load_config.model_loader_extra_config or {})
+        self._samples: dict[str, torch.Tensor] = {}
         # vLLM makes another loader for each reload, with the same configuration: what they share is kept there.
         self._memory: dict[str, Any] = vars(load_config).setdefault("_bytecheckpoint", {})
 
@@ -42,6 +43,12 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Download nothing: the weights are read where they lie."""
+
+    def load_model(self, *args: Any, **options: Any) -> Any:
+        """Load a model, and note which of its parameters vLLM packs for its kernels after that."""
+        model: Any = super().load_model(*args, **options)
+        model.bytecheckpoint_weights = model.bytecheckpoint_weights.unpacked(model, self._samples)
+        return model
 
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
         """Load the weights into a model."""
@@ -66,9 +73,11 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
             model.bytecheckpoint_report = checkpoints.fill(path, wanted, layouts)
         if loaded is not None and model_config.quantization is None:  # quantised layers have parameters of their own
             check_loaded(path, model, loaded)
+        self._samples = model.bytecheckpoint_weights.samples(model)
+        model.bytecheckpoint_source = (path, layouts)
         checkpoints.prove(path, model, layouts)
 
-    def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    def get_all_weights(self, model_config: ModelConfig, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Return an iterator over the weights of another checkpoint, for vLLM's `reload_weights`.
 
         Each part is read when vLLM copies it, or has been brought to the newest version before. vLLM keeps the old weights
@@ -80,12 +89,15 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
         """
         kept: dict[str, WantedWeight] | None = None
         try:
-            checkpoint = self._other_checkpoint(model_config)
+            checkpoint, layouts = self._other_checkpoint(model_config)
+            path = checkpoint.path
             if followed := self._memory.get("followed"):
                 kept, model.bytecheckpoint_report = followed.parts, followed.update()
+                path = followed.path
         except Exception:
             model_config.model = self._memory["model"]  # the next reload without a path is not of this one
             raise
+        model.bytecheckpoint_source = (path, layouts)
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
             with checkpoint:
@@ -93,11 +105,11 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]
 
         return weights()
 
-    def _other_checkpoint(self, model_config: ModelConfig) -> Checkpoint:
-        """Open the checkpoint of a reload."""
-        checkpoint, _ = self._checkpoints.opened(self._path(model_config), model_config.hf_text_config)
+    def _other_checkpoint(self, model_config: ModelConfig) -> tuple[Checkpoint, Sequence[Layout] | None]:
+        """Open the checkpoint of a reload; return it with the layouts that lead to the names of the model, if any do."""
+        checkpoint, layouts = self._checkpoints.opened(self._path(model_config), model_config.hf_text_config)
         self._checkpoints.check_same(checkpoint, self._memory.get("tensors"))
-        return checkpoint
+        return checkpoint, layouts
 
     def _path(self, model_config: ModelConfig) -> str:
         """Return the checkpoint to load.
