@@ -125,9 +125,8 @@ class HeldWeights:
         """Return bytes of some elements of each parameter in which parts lie, by which `unpacked` knows it again."""
         names = {place.parameter for places in self.places.values() for place in places}
         found: Mapping[str, Any] = _named(model)
-        plain = names & {
-            name for name, p in found.items() if not is_traceable_wrapper_subclass(p)
-        }  # not quantised since
+        # The engine may have removed parameters since, or quantised them.
+        plain = [name for name in names if name in found and not is_traceable_wrapper_subclass(found[name])]
         return {name: _sample(found[name]) for name in plain}
 
     def unpacked(self, model: torch.nn.Module, samples: Mapping[str, torch.Tensor]) -> HeldWeights:
@@ -146,9 +145,8 @@ class HeldWeights:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    places = torch.randint(
-        max(tensor.numel(), 1), (min(tensor.numel(), 1024),), generator=torch.Generator().manual_seed(0)
-    )
+    chance = torch.Generator().manual_seed(0)
+    places = torch.randint(max(tensor.numel(), 1), (min(tensor.numel(), 1024),), generator=chance)
     return tensor.detach().reshape(-1)[places.to(tensor.device)].view(torch.uint8).cpu()
 
 
