@@ -21,7 +21,7 @@ from bytecheckpoint.errors import (
     StorageUnavailableError,
     UsageError,
 )
-from bytecheckpoint.formats.detect import as_checkpoint, what_lies_at
+from bytecheckpoint.formats.detect import find_checkpoint
 from bytecheckpoint.formats.foreign_storage import ForeignStorage
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import Catalog, CatalogSummary
@@ -155,9 +155,10 @@ def open_catalog(storage: Storage) -> tuple[Storage, CatalogReader]:
     try:
         return storage, CatalogReader(storage)
     except CheckpointNotFoundError as error:
-        foreign = as_checkpoint(storage)
-        if foreign is None:
-            raise CheckpointNotFoundError(f"{error}; {what_lies_at(storage)}") from None
+        try:
+            foreign = find_checkpoint(storage)
+        except CheckpointNotFoundError as reason:
+            raise CheckpointNotFoundError(f"{error}; {reason}") from None
         return foreign, CatalogReader(foreign)
 
 
@@ -343,9 +344,9 @@ def _located(storage: Storage) -> Iterator[None]:
         ) from None
     except (CorruptCheckpointError, IncompatibleCheckpointError) as error:
         where = f"{storage.url}/{CATALOG_NAME}"
-        if where in str(error) or isinstance(
-            storage, ForeignStorage
-        ):  # of a part that another rank has read, or no file
+        if where in str(error):  # of a part that another rank has read
+            raise
+        if isinstance(storage, ForeignStorage):  # no such file is there
             raise
         if isinstance(error, CorruptCheckpointError) and error.file not in ("", CATALOG_NAME):
             raise  # of a file of another program, from which the catalog is made

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError
+from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from bytecheckpoint.formats.archives import is_zip
 from bytecheckpoint.formats.dcp import METADATA, metadata_files, read_dcp
 from bytecheckpoint.formats.deepspeed import OPTIMIZER_FILE, UNIVERSAL_FILE, read_deepspeed
@@ -27,7 +27,7 @@ from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.wrappers import wrapped_like
 
-__all__ = ["FormatReader", "as_checkpoint", "detect", "what_lies_at"]
+__all__ = ["FormatReader", "as_checkpoint", "detect", "find_checkpoint"]
 
 _TORCH: Final = (".pt", ".pth", ".bin", ".ckpt")
 #: First byte of a pickle since protocol 2.
@@ -66,7 +66,9 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
         IncompatibleCheckpointError: the folder has a format that is not read.
     """
     if name is not None:
-        return _of_file(storage, name)
+        if (reader := _of_file(storage, name)) is None:
+            raise CheckpointNotFoundError(f"{storage.url}/{name}: there is no such file")
+        return reader
     names = [found for found, _ in storage.list()]
     if CATALOG_NAME in names:
         raise CheckpointNotFoundError(f"{storage.url} is a checkpoint of this package, not of another program")
@@ -116,11 +118,12 @@ def _refuse(storage: Storage, names: list[str], known: Mapping[str, str]) -> Non
             raise IncompatibleCheckpointError(f"{storage.url} is {what} (it has {found!r})")
 
 
-def _of_file(storage: Storage, name: str) -> FormatReader:
+def _of_file(storage: Storage, name: str) -> FormatReader | None:
+    """Return the reader of a file; None if there is no such file."""
     try:
         storage.stat(name)
     except FileNotFoundError:
-        raise CheckpointNotFoundError(f"{storage.url}/{name}: there is no such file") from None
+        return None
     if name.endswith(SAFETENSORS):
         return FormatReader("huggingface", partial(read_huggingface, name=name))
     with open_file(storage, name) as file:
@@ -130,30 +133,34 @@ def _of_file(storage: Storage, name: str) -> FormatReader:
     raise CheckpointNotFoundError(f"{storage.url}/{name} is no file of safetensors or torch.save")
 
 
+def find_checkpoint(storage: Storage) -> ForeignStorage:
+    """Return a folder of another program, or a single file at its address, as a checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: there is none; the message says what lies there.
+        IncompatibleCheckpointError: it has a format that is not read.
+    """
+    folder, _, name = storage.url.rpartition("/")
+    of_file: CheckpointNotFoundError | None = None
+    if folder and name:
+        try:
+            around = wrapped_like(storage, resolve(folder))
+            if (reader := _of_file(around, name)) is not None:
+                return ForeignStorage(around, reader.read, storage.url)
+        except CheckpointNotFoundError as error:  # an object store may have a folder of the same name
+            of_file = error
+    try:
+        return ForeignStorage(storage, detect(storage).read)
+    except CheckpointNotFoundError as error:
+        raise of_file or error from None
+
+
 def as_checkpoint(storage: Storage) -> ForeignStorage | None:
-    """Return a folder of another program, or a single file at its address, as a checkpoint; None if it is none.
+    """Return what `find_checkpoint` finds, None if there is none.
 
     Raises:
         IncompatibleCheckpointError: it has a format that is not read.
     """
-    folder, _, name = storage.url.rpartition("/")
     with contextlib.suppress(CheckpointNotFoundError):
-        if folder and name:
-            around = wrapped_like(storage, resolve(folder))
-            return ForeignStorage(around, detect(around, name).read, storage.url)
-    with contextlib.suppress(CheckpointNotFoundError):
-        return ForeignStorage(storage, detect(storage).read)
+        return find_checkpoint(storage)
     return None
-
-
-def what_lies_at(storage: Storage) -> str:
-    """Return in words why an address holds no checkpoint of another program."""
-    folder, _, name = storage.url.rpartition("/")
-    with contextlib.suppress(CheckpointError, FileNotFoundError):
-        around = wrapped_like(storage, resolve(folder))
-        around.stat(name)
-        return f"{storage.url} is no file of safetensors or torch.save"
-    try:
-        return f"it is a checkpoint of {detect(storage).format}"
-    except CheckpointError as error:
-        return str(error)

@@ -187,7 +187,9 @@ class Tree:
             children = []
             for part in _MODULE_PARTS:
                 for key, value in one.state[part].items():
-                    name = f"{prefix}{key if type(key) is str else self._refuse('a module has a name that is no text')}"
+                    if type(key) is not str:
+                        self._refuse("a module has a name that is no text")
+                    name = f"{prefix}{key}"
                     self._charge(len(name))
                     if part != "_modules":
                         if value is not None and not (
