@@ -249,7 +249,8 @@ def test_a_connection_that_breaks_is_an_error_and_the_next_exchange_connects_aga
         hold.release.set()
         with pytest.raises(PeerLostError, match="lost rank 1: its connection closed"):
             receiving()
-        with pytest.raises(PeerLostError, match="lost rank 2: its connection closed"):
+        # The sender has seen it itself, or heard of it first: a second connection of the two may carry the report.
+        with pytest.raises(PeerLostError, match=r"lost rank [12]: its connection closed"):
             sending()
         world.pair(f"again {number}", 2, 1, 9 * MIB)
 
