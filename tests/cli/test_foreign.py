@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import bytecheckpoint
 from bytecheckpoint.cli.main import run
 from tests.layouts.models import Family
+from tests.support.processes import run_program
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -78,6 +79,38 @@ def test_inspect(cli: Call, folder: Path) -> None:
     names = {tensor["fqn"] for tensor in as_json(cli, "inspect", folder / "hf", "--layout", "auto")["tensors"]}
     assert "decoder.layers.0.self_attention.linear_qkv.weight" in names
     assert "leave --layout out" in cli("inspect", folder / "hf", "--layout", "mixtral", "--boxes")[2]
+
+
+_WITHOUT_TORCH = """
+import sys
+from bytecheckpoint.cli.main import run
+assert not any([run([verb, path]) for path in sys.argv[1:] for verb in ("ls", "inspect")])
+assert "torch" not in sys.modules, "torch was imported"
+"""
+
+
+def test_looking_needs_no_torch(cli: Call, folder: Path, tmp_path: Path) -> None:
+    golden = Path(__file__).parents[1] / "formats/golden"
+    formats = [
+        *(
+            "torch-2.4.1/dcp",
+            "dcp-zstd-2.13",
+            "megatron-0.14.0/fully_sharded_model_space",
+            "megatron-0.19.2/dp_reshardable",
+        ),
+        *("megatron-0.19.2/fully_reshardable", "megatron-ranks-0.19.2/iter_0000002"),
+        *("deepspeed-0.19.8/zero1", "deepspeed-0.19.8/zero3", "deepspeed-0.19.8/universal1", "orbax-0.12.8/ocdbt"),
+    ]
+    for rank in range(2):
+        torch.save({"w": torch.ones(2), "dtype": torch.int8}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+    paths = [
+        *(golden / name for name in formats),
+        *(folder / name for name in ("hf", "new.pt", "old.pt", "dcp")),
+        tmp_path,
+    ]
+    done = run_program(_WITHOUT_TORCH, *paths, fresh=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(cli(verb, path)[1] for path in paths for verb in ("ls", "inspect"))
 
 
 def test_diff_and_export(cli: Call, folder: Path, tmp_path: Path) -> None:

@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from bytecheckpoint.formats.inert import CallRecord
+from bytecheckpoint.formats.inert import CallRecord, GlobalName
 from bytecheckpoint.formats.meanings import CONSTANTS, MEANINGS
+from bytecheckpoint.formats.trees import Tree, decode_containers
 from bytecheckpoint.formats.unpickling import read_pickle
+from bytecheckpoint.representation.values.tree import TensorRef
 
 keys = st.one_of(
     st.text(), st.binary(), st.booleans(), st.integers(-(2**59), 2**59), st.tuples(st.integers(0, 9), st.text())
@@ -41,6 +43,22 @@ def read(data: bytes) -> Any:
 def test_plain_values(value, protocol, optimized):
     data = pickle.dumps(value, protocol)
     assert read(pickletools.optimize(data) if optimized else data) == value
+
+
+@given(values)
+def test_containers_are_decoded_without_their_values(value):
+    blob = Tree("f").encode(value)
+    assert Tree("f").encode(decode_containers(blob)) == blob
+
+
+def test_containers_of_references():
+    value = {
+        "ü": [TensorRef("x", parameter=True), 1],
+        "b": (OrderedDict(c=TensorRef("y", requires_grad=True)), {2: None}),
+    }
+    assert decode_containers(Tree("f").encode(value)) == value
+    named = CallRecord(GlobalName("torch", "Tensor"), (), state=[1])
+    assert decode_containers(Tree("f").encode([named, named])) == [[1], [1]]
 
 
 def test_long_containers_and_shared_objects():

@@ -10,6 +10,7 @@ from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.formats.decoded import Decoded
 from bytecheckpoint.formats.files import open_file
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
+from bytecheckpoint.formats.trees import BYTES_PER_VALUE, Tree, decode_containers
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.values.tree import PACKED_TENSOR, TensorRef
@@ -38,18 +39,18 @@ def with_values(checkpoint: ForeignCheckpoint, storage: Storage) -> tuple[Catalo
         checkpoint: the checkpoint.
         storage: storage of its files.
     """
-    from bytecheckpoint.representation.values.codec import decode  # imports torch, which a list does without
-
     columns, rows, made = checkpoint.columns, checkpoint.rows, dict(checkpoint.made)
     facts = {"format": checkpoint.format, **checkpoint.facts}
     for number, (state, blob) in enumerate(checkpoint.values.items()):
         content = blob
-        tree: Any = decode(blob, on_tensor=TensorRef, on_unregistered=lambda name, value: value, restore=False)
+        tree = decode_containers(blob)
         if (names := names_of_parameters(tree)) is not None:
             tensors = list(_tensors_in(tree["param_groups"]))
             taken, rows = columns.take(state, tensors, rows) if tensors else ({}, rows)
             packed = {name: _packed(storage, made, *one) for name, one in taken.items()}
-            content = _by_parameters(columns, state, tree, names, packed)
+            values = _by_parameters(columns, state, tree, names, packed)
+            most = len(blob)  # as many values as bytes: the reader has counted them
+            content = Tree(storage.url, BYTES_PER_VALUE * most).encode(values)
             if any(name.startswith("#") for name in names.values()):
                 facts["numbered"] = [*facts.get("numbered", ()), state]
         made[f"{VALUES_NAME}-{number}"] = content
@@ -91,8 +92,8 @@ def _with_packed(value: Any, packed: Mapping[str, Any]) -> Any:
 
 def _by_parameters(
     columns: ForeignColumns, state: str, tree: Any, names: Mapping[Any, str], packed: Mapping[str, Any]
-) -> bytes:
-    """Name the tensors of an optimizer by parameters and slots; return the encoded tree of its plain values.
+) -> dict[str, Any]:
+    """Name the tensors of an optimizer by parameters and slots; return its plain values.
 
     Args:
         columns: columns, whose tensors are named by their paths in the tree.
@@ -101,8 +102,6 @@ def _by_parameters(
         names: name of each parameter.
         packed: tensors among the hyperparameters, by name.
     """
-    from bytecheckpoint.representation.values.codec import encode
-
     places: dict[str, tuple[str, str]] = {}
     plain: dict[str, dict[str, Any]] = {}
     for parameter, slots in tree["state"].items():
@@ -115,10 +114,9 @@ def _by_parameters(
     groups = [
         {**_with_packed(group, packed), "params": [names[p] for p in group["params"]]} for group in tree["param_groups"]
     ]
-    found = {
+    return {
         "groups": groups, "state": plain, "aliases": {}, "globals": [{}], "optimizers": [], "complete": True,
     }  # fmt: skip
-    return encode(found, on_tensor=_refuse)
 
 
 def names_of_parameters(tree: Any) -> dict[Any, str] | None:
@@ -131,14 +129,10 @@ def names_of_parameters(tree: Any) -> dict[Any, str] | None:
     names: dict[Any, str] = {}
     for group in groups:
         params, given = group.get("params"), group.get("param_names")
-        if not isinstance(params, list) or len({*map(type, params)}) > 1:
+        if not isinstance(params, list) or {*map(type, params)} not in (set(), {int}, {str}):
             return None
         if not isinstance(given, list) or [*map(type, given)] != [str] * len(params):
             given = [p if isinstance(p, str) else f"#{p}" for p in params]
         names.update(zip(params, given, strict=True))
-    sound = {type(p) for p in names} <= {str, int} and all(isinstance(slots, dict) for slots in tree["state"].values())
+    sound = all(isinstance(slots, dict) for slots in tree["state"].values())
     return names if sound and tree["state"].keys() <= names.keys() else None
-
-
-def _refuse(path: tuple[object, ...], tensor: object) -> str:
-    raise AssertionError(f"a tensor at {path} of a tree without tensors")

@@ -1,4 +1,7 @@
-"""Encode trees of foreign values as plain values (docs/format-values.md), and take the tensors out, without torch."""
+"""Encode trees of foreign values as plain values (docs/format-values.md), take the tensors out, and decode the containers.
+
+Torch is not imported.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +29,19 @@ from bytecheckpoint.formats.sharded import ShardedValue
 from bytecheckpoint.representation.values.codes import Code
 from bytecheckpoint.representation.values.tree import MAX_DEPTH, TENSOR_CLASS, TensorRef, key_of_path
 
-__all__ = ["Tree", "is_module"]
+__all__ = ["BYTES_PER_VALUE", "Tree", "decode_containers", "is_module"]
 
 #: Values of all trees of one file, if it is no metadata of many tensors; long ones are counted by their bytes. A pickle may
 #: refer to one object from many places, so a small pickle can be a huge tree.
 _MOST_VALUES: Final = 500_000
-_BYTES_PER_VALUE: Final = 64
+BYTES_PER_VALUE: Final = 64
 _INT64_MIN, _UINT64_MAX = -(2**63), 2**64 - 1
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
 _NUMBERS = frozenset((type(None), bool, int, float))
 _PATHS = frozenset(("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"))
 
 _pack = msgspec.msgpack.Encoder().encode
+_unpack: Callable[[Any], Any] = msgspec.msgpack.Decoder().decode
 
 
 class Tree:
@@ -58,7 +62,7 @@ class Tree:
         self.sharded: dict[str, ShardedValue] = {}
         self.notes: list[str] = []
         self._file = file
-        self._left = self._most = max(_MOST_VALUES, metadata_bytes // _BYTES_PER_VALUE)
+        self._left = self._most = max(_MOST_VALUES, metadata_bytes // BYTES_PER_VALUE)
         self._path: list[object] = []
 
     def encode(self, value: object) -> bytes:
@@ -80,7 +84,7 @@ class Tree:
         return self._left_out(f"a {type(value).__name__}") if encode is None else encode(self, value, depth + 1)
 
     def _charge(self, nbytes: int) -> None:
-        self._left -= 1 + nbytes // _BYTES_PER_VALUE
+        self._left -= 1 + nbytes // BYTES_PER_VALUE
         if self._left < 0:
             self._refuse(f"it holds more than {self._most} values, or values of too many bytes")
 
@@ -157,10 +161,7 @@ class Tree:
         else:
             assert type(value) is StoredTensor
             self.tensors[name] = value
-        reference = _ext(Code.TENSOR, name)
-        if value.parameter or value.requires_grad:
-            return _ext(Code.REGISTERED, [TENSOR_CLASS, [reference, value.parameter, value.requires_grad]])
-        return reference
+        return _reference(TensorRef(name, value.parameter, value.requires_grad))
 
     def _numpy_scalar(self, value: NumpyScalar, _: int) -> object:
         text = value.dtype.text
@@ -231,6 +232,48 @@ def is_module(value: object) -> bool:
     return isinstance(state, dict) and all(isinstance(state.get(part), dict) for part in _MODULE_PARTS)
 
 
+def decode_containers(blob: bytes) -> Any:
+    """Decode an encoded value as far as its lists, tuples, dicts and references to tensors.
+
+    Any other value with a code stays an `Ext`, which `Tree.encode` takes. An instance of a class becomes its plain value.
+    """
+    return _decoded(_unpack(blob[2:]))
+
+
+def _decoded(value: Any) -> Any:
+    if type(value) is list:
+        return [_decoded(item) for item in value]
+    if type(value) is dict:
+        return {key: _decoded(item) for key, item in value.items()}
+    if type(value) is not Ext or value.code not in _CONTAINERS:
+        return value
+    found = _decoded(_unpack(value.data))
+    if value.code == Code.TENSOR:
+        return TensorRef(found)
+    if value.code == Code.TUPLE:
+        return tuple(found)
+    if value.code == Code.REGISTERED:
+        match found:
+            case [name, [TensorRef(name=tensor), bool(parameter), bool(requires_grad)]] if name == TENSOR_CLASS:
+                return TensorRef(tensor, parameter, requires_grad)
+        return found[1]
+    try:
+        pairs = (OrderedDict if value.code == Code.ORDERED_DICT else dict)(zip(*found, strict=True))
+    except TypeError:  # a key is an `Ext`, which has no hash
+        return value
+    return pairs if len(pairs) == len(found[0]) else value
+
+
+_CONTAINERS = frozenset((Code.TENSOR, Code.TUPLE, Code.REGISTERED, Code.DICT, Code.ORDERED_DICT))
+
+
+def _reference(value: TensorRef) -> Ext:
+    reference = _ext(Code.TENSOR, value.name)
+    if value.parameter or value.requires_grad:
+        return _ext(Code.REGISTERED, [TENSOR_CLASS, [reference, value.parameter, value.requires_grad]])
+    return reference
+
+
 def _ext(code: Code, native: object) -> Ext:
     return Ext(code.value, _pack(native))
 
@@ -250,7 +293,8 @@ _ENCODERS: dict[type, _Encoder] = {
     StoredTensor: Tree._tensor,
     ShardedValue: Tree._tensor,
     StorageRef: lambda tree, v, depth: tree._tensor(StoredTensor(v, "uint8", v.start, (v.size,), (1,)), depth),
-    TensorRef: lambda _, v, __: _ext(Code.TENSOR, v.name),
+    TensorRef: lambda _, v, __: _reference(v),
+    Ext: lambda _, v, __: v,
     CallRecord: Tree._call,
     GlobalName: lambda tree, v, _: tree._left_out(f"the function or class {v.full}"),
     NumpyArray: Tree._numpy_array,
