@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 import shutil
 import subprocess
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointErro
 from bytecheckpoint.formats.dcp import read_dcp
 from bytecheckpoint.formats.files import RangedFile
 from bytecheckpoint.formats.torch_save import read_torch_save
-from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.storage.wrappers import Call, WrappedStorage
 from bytecheckpoint.tools import verify
 from tests.formats.golden.make import states
 from tests.formats.hostile import pickles
@@ -70,11 +73,25 @@ def test_tensors_beyond_the_usual_number_of_values(tmp_path, monkeypatch):
         bytecheckpoint.open(tmp_path / "laughs")
 
 
+class CountedStorage(WrappedStorage):
+    """Count the calls by operation and file."""
+
+    def __init__(self, inner: Storage) -> None:
+        super().__init__(inner)
+        self.calls: Counter[str] = Counter()
+
+    def around(self, call: Call, do: Callable[[], Any]) -> Any:
+        self.calls[f"{call.operation} {call.name}".strip()] += 1
+        return do()
+
+
 def test_requests_are_few(tmp_path, monkeypatch):
     saved(tmp_path, {"model": {str(k): torch.zeros(100_000) for k in range(30)}})
     counted, plain = [], RangedFile.read
     monkeypatch.setattr(RangedFile, "read", lambda file, *at: counted.append(at) or plain(file, *at))
-    read_dcp(resolve(str(tmp_path)))
+    storage = CountedStorage(resolve(str(tmp_path)))
+    read_dcp(storage)
+    assert storage.calls["list"] == storage.calls["open .metadata"] == 1
     assert len(counted) <= 36  # metadata; directory and headers of one item; a head each
     assert sum(length for _, length in counted) < 200_000
 

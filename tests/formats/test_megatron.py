@@ -194,10 +194,11 @@ def test_huge_stacks_are_refused_before_memory_is_taken() -> None:
     columns = ForeignColumns(dtypes=["float32"], shapes=[shape])
     boxes = BoxTable.build([], [], [], 2)
     rows = RowColumns(boxes, np.zeros(0, np.int32), np.zeros(0, np.int64), row_major(boxes.lengths))
-    content = megatron.DcpContent(columns, rows, ["layers.weight"], {}, None, None)  # type: ignore[arg-type]
     storage = resolve(str(GOLDEN / "fully_reshardable"))
-    with open_file(storage, ".metadata") as file, pytest.raises(ValueError, match="no stack of tensors"):
-        megatron._TorchDist(storage, content, file).add_tensors()
+    with open_file(storage, ".metadata") as file:
+        content = megatron.DcpContent(columns, rows, ["layers.weight"], {}, None, file, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no stack of tensors"):
+        megatron._TorchDist(storage, content).add_tensors()
 
 
 @pytest.mark.parametrize(("decayed_norms", "noted"), [(True, False), (False, False), (None, True)])

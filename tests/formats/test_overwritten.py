@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from safetensors.torch import save_file
 
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
+from bytecheckpoint.engine import catalogs
 from bytecheckpoint.engine.catalogs import CatalogReader
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.errors import CheckpointReplacedError
-from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools import adoption
 
 
@@ -109,18 +111,29 @@ def test_ranks_that_use_the_index_of_another(
     write(folder, 0)
     monkeypatch.setattr(CatalogReader, "head", overwriting(write, folder, CatalogReader.head))
 
-    def remote() -> Storage:
-        storage = resolve(str(folder))
-        storage.capabilities = replace(storage.capabilities, shared=True, page_cache=False)
-        return storage
-
-    def load(collective: Collective) -> dict[str, torch.Tensor]:
-        mine = {"abc"[collective.rank]: torch.zeros(64, 16)}
-        bytecheckpoint.load(remote(), {"model": mine}, strict=False, timeout=60)
-        return mine
-
-    for mine in ThreadWorld(3).run(load, timeout=90):
+    for mine in ThreadWorld(3).run(partial(load_one, folder), timeout=90):
         assert all(torch.equal(tensor, values(1)[name]) for name, tensor in mine.items())
+
+
+def load_one(folder: Path, collective: Collective) -> dict[str, torch.Tensor]:
+    """Load one tensor of three on each rank from a storage that is far away."""
+    storage = resolve(str(folder))
+    storage.capabilities = replace(storage.capabilities, shared=True, page_cache=False)
+    mine = {"abc"[collective.rank]: torch.zeros(64, 16)}
+    bytecheckpoint.load(storage, {"model": mine}, strict=False, timeout=60)
+    return mine
+
+
+@FORMATS
+def test_each_rank_decodes_the_index_once(
+    tmp_path: Path, write: Callable[[Path, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "m", 0)
+    decoded, decode = [], catalogs.decode
+    monkeypatch.setattr(catalogs, "decode", lambda data: decoded.append(data) or decode(data))
+    for mine in ThreadWorld(3).run(partial(load_one, tmp_path / "m"), timeout=90):
+        assert all(torch.equal(tensor, values(0)[name]) for name, tensor in mine.items())
+    assert len(decoded) == 3
 
 
 @FORMATS

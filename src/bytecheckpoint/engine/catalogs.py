@@ -169,7 +169,8 @@ class CatalogHead(msgspec.Struct, frozen=True, array_like=True):
         whole: all bytes of a small catalog; empty for a large one.
         size: length in bytes of a large catalog.
         pieces: bytes of a large catalog, by their offset.
-        versions: versions of the files of another program, by name, as `ForeignStorage` has found them.
+        versions: versions of the files of another program, by name, as `ForeignStorage` has found them; empty for a
+            checkpoint of this package.
     """
 
     whole: bytes = b""

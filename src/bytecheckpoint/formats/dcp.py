@@ -220,6 +220,7 @@ class DcpContent:
         names: name of each tensor in the metadata.
         values: plain values by name.
         metadata: the metadata.
+        file: first file of metadata, closed, for messages.
         sums: places of the items, as in `ForeignCheckpoint`.
         made: contents of the items that are compressed, by the names of the files that show them.
     """
@@ -229,6 +230,7 @@ class DcpContent:
     names: list[str]
     values: dict[str, Any]
     metadata: _JoinedMetadata
+    file: RangedFile
     sums: Int64s
     made: dict[str, Decoded] = field(default_factory=dict)
 
@@ -237,7 +239,7 @@ def read_dcp(storage: Storage) -> ForeignCheckpoint:
     """Read a checkpoint of DCP."""
     content = read_content(storage)
     tree = Tree(storage.url, content.metadata.nbytes)
-    with open_file(storage, metadata_files([name for name, _ in storage.list()])[0]) as file, damage(file, "DCP"):
+    with damage(content.file, "DCP"):
         values = _values(content, tree)
     tree.notes += content.metadata.notes
     return ForeignCheckpoint("dcp", content.columns, values, tree.notes, content.rows, content.sums, made=content.made)
@@ -249,9 +251,10 @@ def read_content(storage: Storage) -> DcpContent:
     names = metadata_files(list(sizes))
     if not names:
         raise CheckpointNotFoundError(f"{storage.url} holds no {METADATA} of DCP")
-    metadata = _JoinedMetadata()
+    metadata, files = _JoinedMetadata(), list[RangedFile]()
     for rank, name in enumerate(names):
         with open_file(storage, name) as file:
+            files.append(file)
             if file.size > MAX_PICKLE_BYTES:
                 raise IncompatibleCheckpointError(f"{file.label} has {file.size} bytes, more than {MAX_PICKLE_BYTES}")
             data = file.read(0, file.size)
@@ -260,12 +263,12 @@ def read_content(storage: Storage) -> DcpContent:
                 value: Any = read_pickle(data, file=file.label, meanings=MEANINGS, constants=CONSTANTS, alike=True)[0]
                 metadata.add(value.state, rank)
                 del value, data
-    with open_file(storage, names[0]) as file, damage(file, "DCP"):
+    with damage(files[0], "DCP"):
         # Before any item is read: the names come from a pickle, and may lead out of the folder.
         for missing in (name for name in dict.fromkeys(metadata.files()) if name not in sizes):
-            raise file.damaged(f"it names the file {missing!r}, which is not there")
+            raise files[0].damaged(f"it names the file {missing!r}, which is not there")
         metadata.settle(storage)
-        return _content(storage, file, sizes, metadata)
+        return _content(storage, files[0], sizes, metadata)
 
 
 def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metadata: _JoinedMetadata) -> DcpContent:
@@ -308,9 +311,9 @@ def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metad
     rows = reader.rows(boxes, at, begin, size)
     plain = dict(zip(metadata.values, reader.values(places), strict=True))
     archives = np.concatenate([np.stack([at, begin, size], axis=1), np.array(places, np.int64).reshape(-1, 3)])
-    stored = np.array([file.name not in made for file in columns.files], bool)
+    stored = np.array([one.name not in made for one in columns.files], bool)
     sums = np.pad(archives[stored[archives[:, 0]]], ((0, 0), (0, 1)), constant_values=-1)
-    return DcpContent(columns, rows, tensors, plain, metadata, sums, made)
+    return DcpContent(columns, rows, tensors, plain, metadata, file, sums, made)
 
 
 def _decompressed(storage: Storage, metadata: _JoinedMetadata) -> dict[str, Decoded]:

@@ -24,9 +24,9 @@ from typing import Any, Final
 import numpy as np
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, listed
-from bytecheckpoint.formats.dcp import METADATA, DcpContent, read_content, read_dcp
+from bytecheckpoint.formats.dcp import DcpContent, read_content, read_dcp
 from bytecheckpoint.formats.decoded import Decoded
-from bytecheckpoint.formats.files import RangedFile, damage, open_file
+from bytecheckpoint.formats.files import damage, open_file
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.inert import CallRecord
 from bytecheckpoint.formats.megatron_buckets import BUCKET, ModelWeight, OptimizerBucket, cut, place_parameters
@@ -76,17 +76,17 @@ def read_megatron(storage: Storage) -> ForeignCheckpoint:
             backend = facts["sharded_backend"]
             raise IncompatibleCheckpointError(f"{file.label}: the format {backend!r} of Megatron is not read")
     content = read_content(storage)
-    with open_file(storage, METADATA) as file, damage(file, "Megatron"):
-        return _TorchDist(storage, content, file).read()
+    with damage(content.file, "Megatron"):
+        return _TorchDist(storage, content).read()
 
 
 class _TorchDist:
     """The reader of one checkpoint, of which the content is known."""
 
-    def __init__(self, storage: Storage, content: DcpContent, file: RangedFile) -> None:
-        self._storage, self._old, self._file = storage, content, file
+    def __init__(self, storage: Storage, content: DcpContent) -> None:
+        self._storage, self._old = storage, content
         self._columns = ForeignColumns(files=content.columns.files, places=content.columns.places)
-        self._tree = Tree(storage.url, file.size)
+        self._tree = Tree(storage.url, content.file.size)
         self._slots: dict[str, dict[str, Any]] = {}  # by parameter
         self._shapes: dict[str, tuple[int, ...]] = {}  # of the parameters that have slots
 
@@ -178,7 +178,7 @@ class _TorchDist:
                 for k, first, size in one.boxes():
                     for _, count, *place in cut(runs, first, size, itemsize(dtype)):
                         ranges.add(key, dtype, divided, k, (place[0], place[1]), count)
-        return ranges.rows(self._file)
+        return ranges.rows(self._old.file)
 
     def _weights(self, rows: RowColumns) -> list[ModelWeight]:
         """Return the tensors of the model with their parts, which have to be dense, in the order of the model."""

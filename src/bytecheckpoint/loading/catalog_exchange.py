@@ -135,12 +135,10 @@ class CatalogExchange:
 
     def _reader_of(self, head: CatalogHead | None) -> CatalogReader:
         """Return the reader of a catalog that rank 0 has read."""
-        reader = CatalogReader(self._storage, head)
-        if reader.catalog.is_foreign and head is not None and (found := as_checkpoint(self._storage)) is not None:
+        if head is not None and head.versions and (found := as_checkpoint(self._storage)) is not None:
             found.trust(head.versions)
             self._storage = found
-            reader = CatalogReader(found, head)
-        return reader
+        return CatalogReader(self._storage, head)
 
     def rows(self, checkpoint: OpenCheckpoint, wanted: BoxTable | None) -> Catalog:
         """Return a large catalog with the rows near some boxes, or with all rows for None.
