@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytecheckpoint.engine.peer_memory import make_segments, read_peer_memory, slice_segments
-from bytecheckpoint.engine.scatter import BoxTarget, ScatterPlan, _in_order_of_target
-from bytecheckpoint.engine.tensor_bytes import movable
+from bytecheckpoint.engine.scatter import BoxTarget, ScatterPlan
 from bytecheckpoint.planning.read_plan import StoredRows, plan_reads
 from bytecheckpoint.representation.boxes import BoxTable
 from bytecheckpoint.tuning import tuned
@@ -97,15 +96,3 @@ def test_many_short_copies_go_to_memory_of_every_form(by_kernel: bool) -> None:
         for index in range(len(plan.file)):
             scattered.scatter(index, data.view(torch.uint8)[int(plan.start[index]) :], int(plan.start[index]))
     assert all(torch.equal(t.int(), part.view(4, 4)) for t, part in zip(targets, data.split(16), strict=True))
-
-
-def test_transposed_boxes_are_copied_exactly() -> None:
-    """Through a buffer of their own, also where dimensions of size 1 and others lie between."""
-    for dtype in (torch.bfloat16, torch.float64, torch.float8_e4m3fn):
-        stored = torch.arange(96 * 80 * 2).to(torch.float32).reshape(96, 1, 80, 2).to(dtype)
-        target = torch.zeros(2, 80, 1, 96).to(dtype)
-        shown = target.permute(3, 2, 1, 0)
-        source, destination = _in_order_of_target(stored, shown)
-        assert source.is_contiguous() and source.shape == destination.shape
-        movable(destination).copy_(movable(source))
-        assert torch.equal(movable(target.permute(3, 2, 1, 0)), movable(stored))

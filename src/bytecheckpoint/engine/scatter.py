@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.engine.peer_memory import read_peer_memory
 from bytecheckpoint.engine.runs import elements_of, move_runs
-from bytecheckpoint.engine.tensor_bytes import copy_all, flat_bytes, movable, views_at
+from bytecheckpoint.engine.tensor_bytes import (
+    copy_all,
+    flat_bytes,
+    in_order_of_target,
+    movable,
+    transpose_into,
+    views_at,
+)
 from bytecheckpoint.representation.boxes import Int64s, Mask
 from bytecheckpoint.representation.plans import Copies, ReadPlan
 from bytecheckpoint.tuning import tuning
@@ -201,7 +208,10 @@ class ScatterPlan:
                     continue
                 source = _typed(data, at, count, target.dtype)
             else:
-                source, destination = _in_order_of_target(*self._box(copy, data, at, target))
+                source, destination = self._box(copy, data, at, target)
+                if same and transpose_into(source, destination):
+                    continue
+                source, destination = in_order_of_target(source, destination)
             if same:
                 source, destination = movable(source), movable(destination)
             elif target.pairs or (source.dtype in _BYTE_FLOATS and source.numel() > _FEW):
@@ -306,28 +316,6 @@ def _typed(data: torch.Tensor, at: int, count: int, dtype: torch.dtype) -> torch
     """View `count` elements from byte `at` of `data`; copy them where they do not lie at a multiple of their size."""
     found = data[at : at + count * dtype.itemsize]
     return (found.clone() if at % dtype.itemsize else found).view(dtype)
-
-
-def _in_order_of_target(source: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Transpose a box in a buffer of its own where source and target are dense along different dimensions.
-
-    Torch transposes dense matrices into dense memory three times as fast as anything with strides.
-    """
-    if source.ndim != target.ndim or source.numel() < _FEW:
-        return source, target
-    dims = [dim for dim in range(target.ndim) if target.shape[dim] > 1]
-    order = sorted(dims, key=lambda dim: -int(target.stride()[dim]))
-    if order == dims or target.stride()[order[-1]] != 1:
-        return source, target
-    dense = movable(source).contiguous().view([source.shape[dim] for dim in dims])
-    order = [dims.index(dim) for dim in order]
-    turned = [dense.shape[k] for k in order]
-    first = order[0]
-    if order == [*range(first, len(dims)), *range(first)]:
-        dense = dense.view(math.prod(dense.shape[:first]), -1).t().contiguous().view(turned)
-    else:
-        dense = dense.permute(order).contiguous()
-    return dense.view(source.dtype), target.squeeze().permute(order)
 
 
 #: The values of 4 bits: a sign, two bits of an exponent, one of a fraction (Open Compute's Microscaling Formats 1.0, e2m1).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -14,11 +15,24 @@ from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.engine.device_copies import copy_to_host
 from bytecheckpoint.engine.pieces import PIECE_BYTES, SharedCopy, pieces_of
 
-__all__ = ["copy_all", "dense", "dense_bytes", "flat_bytes", "gather", "movable", "same_bits", "views_at"]
+__all__ = [
+    "copy_all",
+    "dense",
+    "dense_bytes",
+    "flat_bytes",
+    "gather",
+    "in_order_of_target",
+    "movable",
+    "same_bits",
+    "transpose_into",
+    "views_at",
+]
 
 #: From this length on memcpy takes 0.6 of the time of torch's copy loop, which reads the target before it writes.
 _MEMCPY_BYTES = 64 << 10
 _COPY_THREADS = 4
+#: Boxes of fewer elements are transposed by torch as they are.
+_FEW = 1 << 12
 #: Torch implements copies of these dtypes on every device. Others are copied as integers of the same width.
 _COPYABLE = {
     torch.float32,
@@ -180,3 +194,83 @@ def _copy_large(pairs: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]) -> Non
             np.copyto(target, source)
         return
     parallel_map(lambda piece: np.copyto(*piece), pieces_of(pairs), threads=threads, name="bytecheckpoint-copy")
+
+
+def in_order_of_target(source: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Transpose a box in memory of its own where source and target are dense along different dimensions.
+
+    Torch transposes dense matrices into dense memory three times as fast as anything with strides.
+
+    Returns:
+        Views of equal elements, with dimensions in one order: of the source or its transposed copy, and of the target.
+    """
+    dims, order = _orders(source, target)
+    if not dims:
+        return source, target
+    dense = movable(source).contiguous().view([source.shape[dim] for dim in dims])
+    turned = [dense.shape[k] for k in order]
+    first = order[0]
+    if order == [*range(first, len(dims)), *range(first)]:
+        dense = dense.view(math.prod(dense.shape[:first]), -1).t().contiguous().view(turned)
+    else:
+        dense = dense.permute(order).contiguous()
+    return dense.view(source.dtype), target.squeeze().permute(order)
+
+
+def transpose_into(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Copy a box if it is a matrix whose target lies transposed in host memory, with the vectors of the processor.
+
+    Torch's shuffle of channels is a transposition by vectors, but of elements of 1 and 4 bytes alone. Elements of 2 bytes
+    go in pairs, which are parted on their way to the target. Its other copies move one element after the other.
+
+    Args:
+        source: elements of the box, of any strides.
+        target: their destination, of the same shape and dtype.
+
+    Returns:
+        Whether the box was copied.
+    """
+    dims, order = _orders(source, target)
+    size = source.element_size()
+    if not dims or size > 4 or not source.is_cpu or not target.is_cpu:
+        return False
+    first = order[0]
+    rows = math.prod(source.shape[dim] for dim in dims[:first])
+    if order != [*range(first, len(dims)), *range(first)] or (size == 2 and source.numel() // rows % 2):
+        return False
+    try:
+        matrix = movable(target).squeeze().permute(order).view(-1, rows)
+    except RuntimeError:  # its rows do not follow each other at one distance
+        return False
+    dense = movable(source).contiguous().view(rows, -1)
+    with torch.no_grad():
+        if size != 2:
+            vectors = dense.view(torch.uint8 if size == 1 else torch.float32)
+            matrix.copy_(_shuffled(vectors).view(matrix.dtype))
+            return True
+        pairs, matrix = _shuffled(dense.view(torch.float32)).view(torch.int32), matrix.view(torch.int16)
+        matrix[::2].copy_(pairs)  # the low halves: torch cuts integers
+        matrix[1::2].copy_(pairs.bitwise_right_shift_(16))
+    return True
+
+
+def _orders(source: torch.Tensor, target: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Return the dimensions of more than one element of a box, and their numbers among these as the target lies in memory.
+
+    Both are empty where nothing has to be transposed, or too little for it.
+    """
+    if source.ndim != target.ndim or source.numel() < _FEW:
+        return [], []
+    dims = [dim for dim in range(target.ndim) if target.shape[dim] > 1]
+    order = sorted(range(len(dims)), key=lambda k: -int(target.stride()[dims[k]]))
+    if order == sorted(order) or target.stride()[dims[order[-1]]] != 1:
+        return [], []
+    return dims, order
+
+
+def _shuffled(matrix: torch.Tensor) -> torch.Tensor:
+    """Transpose a dense matrix as the channels of one pixel, in as many groups as the matrix has rows."""
+    rows, columns = matrix.shape
+    count = rows * columns
+    pixel = matrix.as_strided((1, count, 1, 1), (count, 1, count, count))  # channels_last
+    return torch.native_channel_shuffle(pixel, rows).as_strided((columns, rows), (rows, 1))

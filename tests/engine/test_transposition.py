@@ -1,0 +1,68 @@
+"""Transpositions of boxes, for each width of elements and each order of dimensions."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bytecheckpoint.engine.tensor_bytes import in_order_of_target, same_bits, transpose_into
+
+DTYPES = (torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.uint16, torch.float32, torch.int32, torch.float64)
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return elements of all bits, also those of nan."""
+    if dtype == torch.bool:
+        return torch.rand(shape) > 0.5
+    count = torch.Size(shape).numel()
+    return torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8).view(dtype).view(shape)
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    lengths=st.lists(st.sampled_from([1, 2, 3, 8, 17, 33, 64]), min_size=1, max_size=3),
+    order=st.randoms(use_true_random=False),
+    wider=st.booleans(),
+    turned=st.booleans(),
+)
+def test_each_element_arrives_bit_for_bit(
+    dtype: torch.dtype, lengths: list[int], order: object, wider: bool, turned: bool
+) -> None:
+    """The target's dimensions lie in any order in memory, perhaps as columns of a wider tensor."""
+    shape = (4096 // torch.Size(lengths).numel() + 1, *lengths)
+    dims = list(range(len(shape)))
+    order.shuffle(dims)  # type: ignore[attr-defined]
+    memory = random_bits(tuple(shape[dim] * (2 if wider and dim == dims[-1] else 1) for dim in dims), dtype)
+    target = memory.narrow(-1, 0, shape[dims[-1]]).permute([dims.index(dim) for dim in range(len(dims))])
+    before = memory.clone()
+    source = random_bits(shape[::-1] if turned else shape, dtype)
+    source = source.permute(*range(source.ndim)[::-1]) if turned else source
+    if not transpose_into(source, target):
+        found, place = in_order_of_target(source, target)
+        same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+        place.view(same).copy_(found.view(same))
+    assert same_bits(target, source)
+    beside = memory.narrow(-1, shape[dims[-1]], memory.shape[-1] - shape[dims[-1]])
+    assert same_bits(beside, before.narrow(-1, shape[dims[-1]], beside.shape[-1]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:-1])
+@pytest.mark.parametrize(("rows", "columns"), itertools.product((64, 65), (64, 66)))
+def test_matrices_go_by_vectors(dtype: torch.dtype, rows: int, columns: int) -> None:
+    target = random_bits((columns, rows + 9), dtype)[:, :rows].t()
+    source = random_bits((rows, columns), dtype)
+    assert transpose_into(source, target)
+    assert same_bits(target, source)
+
+
+def test_what_needs_no_transposition_is_left() -> None:
+    few = random_bits((63, 65), torch.bfloat16)
+    assert not transpose_into(few, torch.empty(65, 63, dtype=torch.bfloat16).t())
+    many = random_bits((64, 64), torch.bfloat16)
+    assert not transpose_into(many, torch.empty_like(many))
+    odd = random_bits((64, 65), torch.bfloat16)  # its elements make no pairs
+    assert not transpose_into(odd, torch.empty(65, 64, dtype=torch.bfloat16).t())
