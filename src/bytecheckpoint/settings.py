@@ -49,7 +49,7 @@ class _Checked:
     """Base of the groups: refuses values that would fail later, far from their cause."""
 
     def __post_init__(self) -> None:
-        for name, expected in get_type_hints(type(self), include_extras=True).items():
+        for name, expected in _types(type(self)).items():  # type: ignore[arg-type]
             if not is_dataclass(expected):
                 _check(_flat_name(type(self), name), getattr(self, name), expected)
 
@@ -251,13 +251,19 @@ def _flat_name(group: type, attribute: str) -> str:
     return str(found.metadata.get("flat", attribute))
 
 
+@functools.cache  # a load or save with a time limit of its own makes settings, and Python would compile each type anew
+def _types(group: type) -> dict[str, Any]:
+    """Return the type of each field of a group, by the field's name."""
+    return get_type_hints(group, include_extras=True)
+
+
 @functools.cache
 def _places() -> dict[str, tuple[str, str, Any]]:
     """Return the group ("" for none), the attribute and the type of each setting, by its flat name."""
     places: dict[str, tuple[str, str, Any]] = {}
-    for name, expected in get_type_hints(Settings, include_extras=True).items():
+    for name, expected in _types(Settings).items():
         if is_dataclass(expected):
-            inner = get_type_hints(expected, include_extras=True)
+            inner = _types(expected)  # type: ignore[arg-type]
             places |= {_flat_name(expected, a): (name, a, t) for a, t in inner.items()}  # type: ignore[arg-type]
         else:
             places[name] = ("", name, expected)

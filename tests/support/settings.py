@@ -17,12 +17,13 @@ from bytecheckpoint.world import world_of
 @contextlib.contextmanager
 def using(**changes: Any) -> Iterator[None]:
     """Change settings inside the block, and restore them after it, also if the block configures others."""
-    before = flat_settings(bytecheckpoint.settings())
+    before = bytecheckpoint.settings()
     bytecheckpoint.configure(**changes)
     try:
         yield
     finally:
-        bytecheckpoint.configure(**before)
+        if bytecheckpoint.settings() != before:
+            bytecheckpoint.configure(**flat_settings(before))
 
 
 @pytest.fixture(autouse=True)
