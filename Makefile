@@ -208,7 +208,7 @@ test-integrations-all: ## the tests of all training tools (the three targets abo
 
 # Most of the time torch is imported, or torchrun's agents wait for each other.
 test-elastic: venv ## jobs of torchrun that lose ranks and machines, or run in a container; ELASTIC_SHORT=1 leaves the longest out
-	$(PYTEST) -m slow tests/manager/test_elastic.py tests/faults/test_container.py \
+	$(PYTEST) -m slow tests/manager/test_elastic.py tests/manager/test_preemption.py tests/faults/test_container.py \
 		$(if $(ELASTIC_SHORT),-k 'not silent')
 
 soak: venv ## long runs in which memory, threads and files must not grow; SOAK_SHORT=1 takes a few minutes

@@ -96,7 +96,7 @@ def test_a_killed_job_goes_on_with_equal_losses(worlds: Worlds, tmp_path: Path, 
     worlds.get(size).run(train, layout, whole, saves=False)
     expected = dict(losses(whole))
     assert list(expected) == list(range(1, STEPS + 1))
-    for _ in range(3):
+    for _ in range(2):
         world, begun = worlds.fresh(size).start(train, layout, killed, saves=True), len(losses(killed))
         steps = dice.randrange(2, 9)
         while len(losses(killed)) < begun + steps and all(process.is_alive() for process in world.processes):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import bytecheckpoint
@@ -64,7 +63,6 @@ def test_states_whose_names_differ_little_stay_apart(tmp_path: Path) -> None:
     assert [(blank[name]["v"], int(blank[name]["t"])) for name in names] == [(i, i) for i in range(len(names))]
 
 
-@hypothesis_settings(max_examples=40)
 @given(st.text(st.characters(exclude_categories=()), min_size=1, max_size=40), st.text(max_size=40))
 def test_any_text_is_a_name(tmp_path_factory: pytest.TempPathFactory, state: str, key: str) -> None:
     root = tmp_path_factory.mktemp("names")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -43,7 +43,6 @@ layouts = st.tuples(
 )
 
 
-@settings(max_examples=30)
 @given(st.none() | layouts, layouts, st.booleans())
 def test_any_layout_loads_what_any_layout_or_one_process_saves(
     source: tuple[int, str, bool, str] | None, target: tuple[int, str, bool, str], fresh: bool

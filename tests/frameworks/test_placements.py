@@ -72,7 +72,7 @@ def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[An
     return shape, mesh, tuple(draw(placement) for _ in mesh)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(layouts())
 def test_left_to_right_layouts_match_a_brute_force_simulation(layout: Any) -> None:
     shape, mesh, placements = layout
@@ -89,7 +89,7 @@ def test_left_to_right_layouts_match_a_brute_force_simulation(layout: Any) -> No
         assert len(boxes) == 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=3),
     st.lists(st.integers(1, 5), min_size=2, max_size=3),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import bytecheckpoint
@@ -43,7 +43,6 @@ def regrouped(rng: random.Random, name: str, array: np.ndarray) -> tuple[Rule, n
     return rule, turned.reshape([int(np.prod([dims[d] for d in found])) for found in joined])
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_random_rules_one_after_the_other(seed: int) -> None:
     """What lies between the layouts is stored nowhere; the result equals that of numpy, and leads back."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
@@ -149,7 +149,6 @@ def test_experts_of_gpt_oss_as_they_are_published(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(max_examples=40)
 def test_any_box_of_any_operation(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Boxes of quantised tensors equal those of the whole, whatever rule they go through."""
     draw = data.draw

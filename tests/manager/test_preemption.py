@@ -87,6 +87,7 @@ def test_launchers_pass_on_a_signal_that_ranks_have_already(late: bool) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_sigterm_to_every_process_of_a_torchrun_job(tmp_path: Path) -> None:
     """As Slurm and Kubernetes send it: the ranks get it from torchrun once more."""

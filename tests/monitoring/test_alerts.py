@@ -279,7 +279,7 @@ def alerts_of_many_saves(root: str, saves: int) -> list[str]:
     return [line for line in lines if line.startswith("alert")]
 
 
-@pytest.mark.parametrize("saves", quick([60, 200], every=2))
+@pytest.mark.parametrize("saves", quick([40, 200], every=2))
 def test_none_in_many_healthy_saves_of_four_processes(worlds: Worlds, tmp_path: Path, saves: int) -> None:
     assert worlds.run(4, alerts_of_many_saves, str(tmp_path), saves, timeout=540) == [[]] * 4
     run = read_run(str(tmp_path))

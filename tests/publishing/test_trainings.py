@@ -27,7 +27,7 @@ def adam(parameters: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW([*parameters.values()], lr=2e-5, foreach=False)
 
 
-@pytest.mark.parametrize(("layout", "followed"), quick(PAIRS, every=2))
+@pytest.mark.parametrize(("layout", "followed"), quick(PAIRS, every=3))
 @on_ranks(lambda layout, **_: WORLD_SIZE[layout])
 def test_followers_equal_the_training_at_every_version(layout: str, followed: str, path: str) -> None:
     trainer = build(layout, source_values, dtype=torch.bfloat16, optimizer=adam)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given
-from hypothesis import settings as hypothesis_settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import bytecheckpoint
@@ -62,7 +61,6 @@ def leaves(held: dict[str, list[Any]], tensors: list[tuple[int, ...]]) -> dict[s
 
 
 @given(cases())
-@hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_layout_loads_at_any_other(case: Any) -> None:
     tensors, dtypes, before, after, strided, mode = case
     full = {f"t{i}": coded(s, d, i) for i, (s, d) in enumerate(zip(tensors, dtypes, strict=True))}

@@ -10,7 +10,6 @@ This file is the program of relay and template too.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import os
@@ -18,6 +17,10 @@ import select
 import signal
 import socket
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import subprocess
 
 __all__ = ["forked"]
 
@@ -28,23 +31,29 @@ _HEAD = 8  # bytes: the length of what follows
 def forked(*arguments: object) -> list[str]:
     """Return the command that runs Python with these arguments: "-c" and code, "-m" and a module, or a file."""
     # -S: the relay starts faster without the packages of the environment.
-    return [sys.executable, "-S", "-E", __file__, _address(), *map(str, arguments)]
+    address, _ = _template()
+    return [sys.executable, "-S", "-E", __file__, address, *map(str, arguments)]
 
 
 @functools.cache
-def _address() -> str:
-    """Return the address of the template of this process, which starts with its first program and ends with it."""
+def _template() -> tuple[str, subprocess.Popen[bytes]]:
+    """Return the address of this run's template, which starts with the first program and ends with the run."""
     import subprocess
-    import uuid
 
     from tests.support.processes import ROOT, environment, python
 
-    address = f"bytecheckpoint-tests-{uuid.uuid4().hex}"
-    command = python("-W", "ignore:This process:DeprecationWarning", "-m", "tests.support.programs", address)
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    atexit.register(process.kill)
-    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-    return address
+    run = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()  # one template for all parallel workers
+    address = f"bytecheckpoint-tests-{run}"
+    command = python("-W", "ignore:This process:DeprecationWarning", "-m", "tests.support.programs", address, run)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None
+    answer = process.stdout.readline()
+    assert answer in (b"ready\n", b"taken\n")
+    if answer == b"taken\n":
+        process.wait()
+    return address, process
 
 
 def relay(address: str, arguments: list[str]) -> None:
@@ -63,16 +72,31 @@ def relay(address: str, arguments: list[str]) -> None:
     os._exit(code)
 
 
-def serve(address: str) -> list[str] | None:
-    """Fork a program for each relay; return its arguments in the program, None in the template after the tests."""
-    with socket.socket(socket.AF_UNIX) as listener:
+def listen(address: str) -> socket.socket | None:
+    """Listen for relays; return None if the template of another worker does."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
         listener.bind(f"\0{address}")
-        listener.listen(16)
-        print("ready", flush=True)
+    except OSError:
+        listener.close()
+        return None
+    listener.listen(100)
+    return listener
+
+
+def serve(listener: socket.socket, run: int) -> list[str] | None:
+    """Fork a program for each relay; return its arguments in the program, None in the template after the tests.
+
+    Args:
+        listener: where relays connect.
+        run: process whose end is that of the tests.
+    """
+    ended = os.pidfd_open(run)
+    with listener, open(ended, "rb"):
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for guardians
         while True:
-            ready, _, _ = select.select([listener, sys.stdin], [], [])
-            if sys.stdin in ready:  # the tests have ended
+            ready, _, _ = select.select([listener.fileno(), ended], [], [])
+            if ended in ready:
                 return None
             link, _ = listener.accept()
             if os.fork() == 0:
@@ -136,8 +160,11 @@ def run(arguments: list[str]) -> None:
 if __name__ == "__main__":
     if sys.flags.no_site:
         relay(sys.argv[1], sys.argv[2:])
-    import tests.support.preloaded  # noqa: F401
+    listening = listen(sys.argv[1])
+    print("taken" if listening is None else "ready", flush=True)  # relays may connect, and wait for the imports
+    if listening is not None:
+        import tests.support.preloaded  # noqa: F401
 
-    chosen = serve(sys.argv[1])
-    if chosen is not None:
-        run(chosen)
+        chosen = serve(listening, int(sys.argv[2]))
+        if chosen is not None:
+            run(chosen)

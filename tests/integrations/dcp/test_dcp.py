@@ -26,6 +26,7 @@ from tests.support.damage import flip_bit, storage_file
 from tests.support.fsdp1_layouts import WORLD_SIZE, Trainer, build
 from tests.support.tiny_model import source_values, target_values, train_rows
 from tests.support.torch_layouts import mesh
+from tests.support.variants import crossed
 from tests.support.worlds import Worlds, on_ranks
 
 NEXT = 3
@@ -81,24 +82,25 @@ def load_by_ours(layout: str, path: str, flat: bool) -> list[float]:
     return trainer.train(NEXT)
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 @pytest.mark.parametrize(
-    ("saving", "saved", "loading", "loaded"),
-    [
-        (save_by_dcp, "fsdp2", load_by_dcp, "fsdp2"),
-        (save_by_dcp, "fsdp3", load_by_ours, "tp2"),
-        (save_by_dcp, "tp2-fsdp2", load_by_ours, "one"),
-        (save_by_dcp, "pp2-fsdp2", load_by_ours, "fsdp2"),
-        (save_by_dcp, "one", load_by_ours, "fsdp3"),
-        (save_by_ours, "fsdp3", load_by_dcp, "tp2-fsdp2"),
-        (save_by_ours, "tp2", load_by_dcp, "fsdp2"),
-        (save_by_ours, "fsdp2", load_by_dcp, "one"),
-        (save_by_dcp, "hsdp2x2", load_by_dcp, "ddp2"),
-    ],
+    ("way", "flat"),
+    crossed(
+        [
+            (save_by_dcp, "fsdp2", load_by_dcp, "fsdp2"),
+            (save_by_dcp, "fsdp3", load_by_ours, "tp2"),
+            (save_by_dcp, "tp2-fsdp2", load_by_ours, "one"),
+            (save_by_dcp, "pp2-fsdp2", load_by_ours, "fsdp2"),
+            (save_by_ours, "fsdp3", load_by_dcp, "tp2-fsdp2"),
+            (save_by_dcp, "one", load_by_ours, "fsdp3"),
+            (save_by_ours, "fsdp2", load_by_dcp, "one"),
+            (save_by_dcp, "hsdp2x2", load_by_dcp, "ddp2"),
+            (save_by_ours, "tp2", load_by_dcp, "fsdp2"),
+        ],
+        [False, True],
+    ),
 )
-def test_a_training_continues(
-    worlds: Worlds, tmp_path: Path, flat: bool, saving: Any, saved: str, loading: Any, loaded: str
-) -> None:
+def test_a_training_continues(worlds: Worlds, tmp_path: Path, way: tuple[Any, ...], flat: bool) -> None:
+    saving, saved, loading, loaded = way
     path = str(tmp_path / "step")
     expected = worlds.run(WORLD_SIZE[saved], saving, saved, path, flat)[0]
     assert verify(path).ok
