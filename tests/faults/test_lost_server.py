@@ -30,7 +30,7 @@ from tests.support.variants import crossed
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
 #: Seconds until the server is back.
-_AWAY = 6.0
+_AWAY = 3.0
 _ROWS = 10_000
 
 

@@ -15,6 +15,7 @@ import pytest
 from tests.servers.process import free_port
 from tests.servers.slurm import Slurm, require
 from tests.support.processes import ROOT, environment, python, wait_until
+from tests.support.programs import forked
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 _JOB = python(ROOT / "tests" / "support" / "cluster_job.py")
@@ -106,7 +107,7 @@ def test_two_jobs_of_mpirun(tmp_path: Path, request: pytest.FixtureRequest) -> N
         variables = environment() | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
         jobs.append(
             subprocess.Popen(
-                ["mpirun", *options, *_JOB, str(tmp_path / name), "2"],
+                ["mpirun", *options, *forked(*_JOB[1:], tmp_path / name, 2)],
                 cwd=ROOT,
                 env=variables,
                 text=True,
