@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from bytecheckpoint.layouts.config import flattened
 from bytecheckpoint.layouts.lowering import to_parts
 from bytecheckpoint.planning.intersect import intersect
 from bytecheckpoint.representation.boxes import BoxTable
@@ -93,11 +94,7 @@ class Family:
 
     def keys(self, config=None, prefix="hf"):
         """Return the configuration with the keys of a layout."""
-        result = {}
-        for key, value in (self.config if config is None else config).items():
-            name = f"{prefix}.{key}"
-            result |= self.keys(value, name) if isinstance(value, dict) else {name: value}
-        return result
+        return flattened(prefix, self.config if config is None else config)
 
 
 def table(side, arrays):

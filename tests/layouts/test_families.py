@@ -237,6 +237,13 @@ def test_models_that_differ_with_equal_weights(config, said, other):
         assert any(f"megatron.{next(iter(said))}" in text for text in MOE.check_config(keys)), "not compared, and said"
 
 
+@pytest.mark.parametrize(("method", "said"), [("group_limited_greedy", True), ("greedy", False), (None, False)])
+def test_a_choice_of_groups_that_megatron_lacks_is_said(method, said):
+    family = Family("deepseek_v3")
+    notes = layout_of(family).check_config(family.keys() | {"hf.topk_method": method, "megatron.num_moe_experts": 4})
+    assert any("topk_method" in note for note in notes) == said
+
+
 ROPES = {
     "linear": {"factor": 2.0},
     "llama3": {

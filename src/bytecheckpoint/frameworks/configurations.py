@@ -16,6 +16,8 @@ __all__ = ["configuration_of"]
 
 #: Names of classes in transformers' configurations: perhaps thousands, of which no layout asks for one.
 _CLASSES = ("id2label", "label2id")
+#: Characters of a value: a list of some hundred layers is shorter.
+_LONGEST = 4096
 
 
 def configuration_of(states: Mapping[str, object]) -> dict[str, bool | int | float | str]:
@@ -40,7 +42,7 @@ def _configuration_of(module: nn.Module) -> dict[str, object]:
             found |= {"hf.fused_experts": True, "hf5.model_type": config.model_type}
         return found
     if is_configuration(config):
-        return {f"megatron.{name}": value for name, value in model_facts(config, module).items()}
+        return flattened("megatron", model_facts(config, module))
     return {}
 
 
@@ -50,5 +52,5 @@ def _plain(values: Mapping[str, object]) -> dict[str, bool | int | float | str]:
         name: value
         for name, value in values.items()
         if (isinstance(value, bool | int | float) and abs(value) < 1 << 53)
-        or (isinstance(value, str) and len(value) < 256)
+        or (isinstance(value, str) and len(value) < _LONGEST)
     }

@@ -30,11 +30,19 @@ _CONSTANTS = {"true": True, "false": False, "none": None}
 
 
 def flattened(prefix: str, values: Mapping[str, object]) -> dict[str, object]:
-    """Return a nested configuration with one key for each value, as `hf.rope_parameters.rope_theta`."""
+    """Return a nested configuration with one key for each value, as `hf.rope_parameters.rope_theta`.
+
+    A list of texts or integers, such as one of all layers, becomes one text: "1 1 1 0".
+    """
     result: dict[str, object] = {}
     for key, value in values.items():
         name = f"{prefix}.{key}"
-        result |= flattened(name, value) if isinstance(value, Mapping) else {name: value}
+        if isinstance(value, Mapping):
+            result |= flattened(name, value)
+        elif isinstance(value, list) and value and all(type(one) in (int, str) for one in value):
+            result[name] = " ".join(map(str, value))
+        else:
+            result[name] = value
     return result
 
 

@@ -48,6 +48,9 @@ OTHERS = {
     "gemma": [{"activation_func": torch.nn.functional.silu}],
     "gemma3_text": [{"softmax_scale": 1.0}],
     "t5": [{"activation_func": torch.nn.functional.silu}],
+    "smollm3": [{"no_rope_freq": None}, {"no_rope_freq": 2}],
+    "exaone4": [{"no_rope_freq": None}],
+    "qwen3": [{"no_rope_freq": 2}],
 }
 CASES = [(name, edit) for name, found in (ROUTERS | OTHERS).items() for edit in found]
 # Arguments of models; other names are those of the configuration.
@@ -81,8 +84,8 @@ def test_what_computes_something_else_is_refused(name, edit):
     said = str(error.value).rpartition(" but ")[2]
     assert "megatron." in said
     values = [str(value) for value in edit.values()]
-    assert (
-        any(f" is {value}" in said for value in values) or "activation" in said or "rotary" in said or "not set" in said
+    assert any(f" is {value}" in said for value in values) or any(
+        word in said for word in ("activation", "rotary", "rope", "not set")
     )
 
 
@@ -172,7 +175,7 @@ def test_yarn_that_changes_nothing_is_none():
 @pytest.mark.parametrize("window", [(3, 0), None])
 def test_windows(window):
     model = Model("llama", window_size=window)
-    keys = model.keys | {"hf.sliding_window": 4}
+    keys = model.keys | {"hf.sliding_window": 4, "hf.model_type": "mistral"}
     note = [] if window else ["hf.sliding_window | 0 in 0 megatron.sliding_window"]
     assert model.layout.check_config(keys) == note
     if window:
@@ -180,6 +183,26 @@ def test_windows(window):
             model.layout.check_config(model.keys | {"hf.sliding_window": 5})
         with pytest.raises(UsageError, match=r"hf\.sliding_window is not set, megatron\.sliding_window is 4"):
             model.layout.check_config(model.keys)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "olmo3", "gpt_oss"])
+def test_which_layers_have_a_window(name):
+    right = Model(name)
+    kinds = right.family.config["layer_types"]
+    assert right.keys["hf.layer_types"] == right.keys["megatron.layer_types"] == " ".join(kinds)
+    others = [int(kind != "sliding_attention") for kind in kinds]
+    for frequency in (others, None if "full_attention" in kinds else 2):
+        other = Model(name, window_attn_skip_freq=frequency)
+        with pytest.raises(UsageError, match=r"hf\.layer_types is .*, megatron\.layer_types is"):
+            other.layout.check_config(other.keys)
+    unsaid = {key: value for key, value in right.keys.items() if key != "hf.layer_types"}
+    assert right.layout.check_config(unsaid) == ["hf.layer_types = megatron.layer_types"]
+
+
+def test_layers_without_a_window_in_a_family_that_has_one_in_all():
+    model = Model("llama", window_size=(3, 0), window_attn_skip_freq=2)
+    with pytest.raises(UsageError, match=r"megatron\.window_attn_skip_freq is 2"):
+        model.layout.check_config(model.keys | {"hf.sliding_window": 4, "hf.model_type": "mistral"})
 
 
 def test_facts_of_models_themselves():

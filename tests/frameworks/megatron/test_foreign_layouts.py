@@ -83,6 +83,8 @@ def arguments(family, c):
     experts = c.get("num_experts", c.get("num_local_experts", c.get("n_routed_experts")))
     if window := c.get("sliding_window"):
         config["window_size"] = (window - 1, 0)
+        if kinds := c.get("layer_types"):
+            config["window_attn_skip_freq"] = [int(kind == "sliding_attention") for kind in kinds]
     if experts:
         config |= NO_BALANCE | {
             "num_moe_experts": experts,

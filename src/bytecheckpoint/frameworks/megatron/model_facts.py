@@ -44,11 +44,28 @@ def model_facts(config: Any, module: nn.Module) -> Mapping[str, object]:
     facts["relative_attention_max_distance"] = next(filter(None, buckets), None)
     window = getattr(config, "window_size", None)  # an integer in models of Megatron-Bridge
     facts["sliding_window"] = window[0] + 1 if isinstance(window, tuple | list) else window
+    facts |= _kinds_of_layers(config)
     facts["activation"] = _activation(config)
     facts["activation_func_clamp_value"] = getattr(config, "activation_func_clamp_value", None) or 0
     rotary = next((one for one in modules_of(module) if hasattr(one, "inv_freq")), None)
     if rotary is not None:
         facts |= {f"rotary_{name}": value for name, value in _rotary(rotary, model).items()}
+    return facts
+
+
+def _kinds_of_layers(config: Any) -> dict[str, object]:
+    """Return which layers have a window, and which have rotary positions, in transformers' terms."""
+    facts: dict[str, object] = {}
+    layers = range(1, config.num_layers + 1)
+    # Megatron-Bridge's models of Gemma 3 decide by a pattern of their own.
+    if getattr(config, "window_size", None) and not hasattr(config, "interleaved_attn_pattern"):
+        full = getattr(config, "window_attn_skip_freq", None)
+        windows = [bool(full[n - 1] if isinstance(full, list) else not full or n % full) for n in layers]
+        facts["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
+    if hasattr(config, "no_rope_freq"):
+        skipped = config.no_rope_freq or [0] * len(layers)  # the configuration makes a list of a number
+        facts["no_rope_layers"] = [int(not skip) for skip in skipped]  # transformers' name of the layers that have them
+        facts["layer_types_by_rope"] = ["full_attention" if skip else "sliding_attention" for skip in skipped]
     return facts
 
 
