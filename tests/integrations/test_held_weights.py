@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import bytecheckpoint
@@ -18,6 +19,7 @@ from bytecheckpoint.integrations.engines.held_weights import HeldWeights, engine
 from bytecheckpoint.integrations.engines.lazy_weights import LazyWeight, WantedWeight, WeightPart
 from bytecheckpoint.layouts import Layout, Rule
 from bytecheckpoint.tools import fingerprint
+from tests.support.worlds import Worlds
 
 
 class EngineModel(nn.Module):
@@ -39,7 +41,7 @@ class EngineModel(nn.Module):
             self.scale.copy_(weights["scale"])
 
 
-def loaded(tmp_path: Path, extra: str = "") -> tuple[EngineModel, Path]:
+def loaded(tmp_path: Path, extra: str = "", ranks: Any = None) -> tuple[EngineModel, Path]:
     """Load a checkpoint as the loaders do; return the model and the checkpoint."""
     tensors = {"q": (8, 4), "k": (4, 4), "out": (4, 6), "embedding": (10, 4), "scale": (3,)}
     values = {name: torch.randn(shape) for name, shape in tensors.items()}
@@ -56,7 +58,7 @@ def loaded(tmp_path: Path, extra: str = "") -> tuple[EngineModel, Path]:
     if extra:
         weights[extra] = weights[extra] + 0.0
     model.load_weights(weights)
-    held = HeldWeights.of(model, wanted, direct, "model", None)
+    held = HeldWeights.of(model, wanted, direct, "model", ranks)
     bytecheckpoint.load(tmp_path / "step", {"model": dict(wanted)}, strict=False)
     for one in wanted.values():
         for memory, first in one.copies:
@@ -113,6 +115,25 @@ def test_what_is_not_held_as_it_was_saved_is_refused(tmp_path: Path) -> None:
         engine_fingerprint(model)
     with pytest.raises(UsageError, match="Linear was not loaded by"):
         engine_fingerprint(nn.Linear(1, 1))
+
+
+def asks_with_a_copy_that_differs(folder: str) -> str:
+    """Ask on a rank of two of which the second holds two copies that differ; return the error."""
+    torch.manual_seed(0)
+    model, _ = loaded(Path(folder), ranks=dist.group.WORLD)
+    model.embedding.data[3] += dist.get_rank()
+    try:
+        engine_fingerprint(model)
+    except IncompatibleCheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_the_error_of_one_rank_is_raised_on_all(worlds: Worlds, tmp_path: Path) -> None:
+    """The others would wait for it until their time limit."""
+    found = worlds.run(2, asks_with_a_copy_that_differs, str(tmp_path))
+    said = "two copies of a part of embedding differ in the engine"
+    assert found == [f"rank 1: {said}", said]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -16,6 +16,7 @@ from bytecheckpoint.integrations.engines.lazy_weights import WantedWeight
 from bytecheckpoint.layouts.layout import Layout
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.tools.fingerprints import Fingerprint, fingerprint, prove_loaded
+from bytecheckpoint.tools.ranks import tool_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -167,8 +168,8 @@ def engine_fingerprint(model: Any) -> Fingerprint:
         IncompatibleCheckpointError: copies of a tensor differ, or the model holds a tensor in another form, such as a
             quantised one; the message names it.
     """
-    held = _held(model)
-    return fingerprint({held.state: held.parts(model)}, process_group=held.ranks)
+    held, parts = _held(model)
+    return fingerprint({held.state: parts}, process_group=held.ranks)
 
 
 def prove_engine(model: Any, path: str, layouts: Sequence[Layout] | None) -> int:
@@ -190,8 +191,7 @@ def prove_engine(model: Any, path: str, layouts: Sequence[Layout] | None) -> int
         IncompatibleCheckpointError: the checkpoint lacks fingerprints of some tensors in the model: it was saved without
             them, or the model holds other dtypes or forms.
     """
-    held = _held(model)
-    parts = held.parts(model)
+    held, parts = _held(model)
     proven = prove_loaded(path, {held.state: parts}, LoadOptions(), held.ranks, layouts)
     if proven < len(parts):
         raise IncompatibleCheckpointError(
@@ -202,8 +202,10 @@ def prove_engine(model: Any, path: str, layouts: Sequence[Layout] | None) -> int
     return proven
 
 
-def _held(model: Any) -> HeldWeights:
+def _held(model: Any) -> tuple[HeldWeights, dict[str, WantedWeight]]:
+    """Return what a model of an engine holds, and where; raise the error of any rank on all of them."""
     held = getattr(model, "bytecheckpoint_weights", None)
     if not isinstance(held, HeldWeights):
         raise UsageError(f'{type(model).__name__} was not loaded by the load format "bytecheckpoint"')
-    return held
+    with tool_ranks("hold", held.ranks) as ranks:
+        return held, ranks.all_succeed("parts", lambda: held.parts(model))
