@@ -37,7 +37,8 @@ ROUTERS = {
 }
 OTHERS = {
     "llama": [{"rotary_base": 500}, {"rotary_percent": 0.5}, {"seq_len_interpolation_factor": 4.0}]
-    + [{"position_embedding_type": "none"}, {"activation_func": fast_gelu}],
+    + [{"position_embedding_type": "none"}, {"activation_func": fast_gelu}]
+    + [{"softmax_scale": 1.0}, {"use_mup": True, "mup_embedding_mult": 3.0}],
     "gpt_neox": [{"rotary_percent": 1.0}, {"activation_func": torch.nn.functional.silu}],
     "stablelm": [{"rotary_percent": 1.0}, {"seq_len_interpolation_factor": 4.0}],
     "nemotron": [{"rotary_percent": 1.0}, {"activation_func": fast_gelu}],
