@@ -110,8 +110,8 @@ YARN_OF_MODEL = {
 LATENT = {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 64}
 
 
-def with_yarn(monkeypatch, values):
-    """Have configurations say what those of Megatron-Bridge say of YaRN, in fields of their own."""
+def with_values(monkeypatch, values):
+    """Have configurations say what those of Megatron-Bridge say in fields of their own."""
     from tests.frameworks.megatron import test_foreign_layouts
 
     def configured(name, layout, **others):
@@ -155,7 +155,7 @@ YARN_EDITS = {"factor": 8.0, "original_max_position_embeddings": 128, "beta_fast
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 def test_yarn(name, monkeypatch):
     if name == "llama":
-        with_yarn(monkeypatch, YARN_OF_MODEL)
+        with_values(monkeypatch, YARN_OF_MODEL)
     model = Model(name, {"position_embedding_type": "yarn"}) if name == "llama" else Model(name, **LATENT)
     keys = model.keys | {f"hf.rope_parameters.{key}": value for key, value in YARN.items()}
     assert not model.layout.check_config(keys)
@@ -198,6 +198,14 @@ def test_which_layers_have_a_window(name):
             other.layout.check_config(other.keys)
     unsaid = {key: value for key, value in right.keys.items() if key != "hf.layer_types"}
     assert right.layout.check_config(unsaid) == ["hf.layer_types = megatron.layer_types"]
+
+
+@pytest.mark.parametrize("key", ["attn_logit_softcapping", "interleaved_attn_pattern"])
+def test_layers_of_models_that_decide_themselves_are_said_to_be_unknown(key, monkeypatch):
+    """Megatron-Bridge's Gemma 2 and 3 have attention of their own, and a window in the configuration."""
+    with_values(monkeypatch, {key: (1, 1)})
+    model = Model("gemma2", window_attn_skip_freq=None)
+    assert "hf.layer_types = megatron.layer_types" in model.layout.check_config(model.keys)
 
 
 def test_layers_without_a_window_in_a_family_that_has_one_in_all():
