@@ -57,9 +57,8 @@ def _kinds_of_layers(config: Any) -> dict[str, object]:
     """Return which layers have a window, and which have rotary positions, in transformers' terms."""
     facts: dict[str, object] = {}
     layers = range(1, config.num_layers + 1)
-    # Attention of Megatron-Bridge's Gemma 2 and 3 decides by itself.
-    own = hasattr(config, "interleaved_attn_pattern") or hasattr(config, "attn_logit_softcapping")
-    if getattr(config, "window_size", None) and not own:
+    # Megatron-Bridge's models of Gemma 3 decide by a pattern of their own.
+    if getattr(config, "window_size", None) and not hasattr(config, "interleaved_attn_pattern"):
         full = getattr(config, "window_attn_skip_freq", None)
         windows = [bool(full[n - 1] if isinstance(full, list) else not full or n % full) for n in layers]
         facts["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
