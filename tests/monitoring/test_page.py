@@ -187,6 +187,7 @@ def test_the_server_shows_the_run_and_what_runs_now(view: RunView, tmp_path: Pat
     assert status == 200
     assert "frame-ancestors 'none'" in headers["content-security-policy"]
     assert b'data-live="true"' in page
+    assert wait_until(lambda: ask(app, "/data.json")[2] != b"null", 30)  # of a read that lasts, on a busy machine
     assert len(json.loads(ask(app, "/data.json")[2])["operations"]) == 5
     news = json.loads(ask(app, "/live.json")[2])
     assert (news["running"], news["error"]) == ([], "")
