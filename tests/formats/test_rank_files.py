@@ -41,6 +41,7 @@ states = {
     "twice": distribute_tensor(whole, mesh, [Shard(0), Shard(0)]),
     "mixed": distribute_tensor(whole, mesh, [Replicate(), Shard(1)]).to(torch.bfloat16),
     "same": distribute_tensor(whole, mesh, [Replicate(), Replicate()]),
+    "row": distribute_tensor(whole, init_device_mesh("cpu", (1, 4)), [Shard(0), Shard(1)]),
     "scalar": distribute_tensor(torch.tensor(3.0), mesh, [Replicate(), Replicate()]),
     "transposed": distribute_tensor(whole, mesh, [Shard(0), Replicate()]).t(),
     "sharded": ShardedTensor._init_from_local_shards([held], (7, 11)),
@@ -72,7 +73,7 @@ def test_tensors_are_whole(saved):
     assert detect(storage).format == "rank-files"
     foreign = read_rank_files(storage)
     found, whole = read_tensors(saved, foreign), torch.arange(77.0).view(7, 11)
-    for name in ("both", "twice", "same", "sharded"):
+    for name in ("both", "twice", "same", "row", "sharded"):
         assert torch.equal(found[f"model/{name}"], whole), name
     assert torch.equal(found["model/mixed"], whole.bfloat16())
     assert torch.equal(found["model/transposed"], whole.t())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import msgspec
@@ -86,7 +87,8 @@ def _mesh_shape(mesh: dict[str, Any]) -> tuple[int, ...]:
         axes = layout.state.get("axes")
         found = [axis.state["shape"] for axis in axes] if axes is not None else layout.state["shape"]
         found = found if isinstance(found, list | tuple) else (found,)
-        extents = tuple(n[0] if isinstance(n, tuple) and len(n) == 1 else n for n in found)
+        # An axis of one rank has the shape (), and a flattened one may have several numbers.
+        extents = tuple(math.prod(n) if isinstance(n, tuple) else n for n in found)
     else:
         extents = mesh["mesh"].shape
     return shape_of(extents)
