@@ -16,12 +16,13 @@ from bytecheckpoint.formats.deepspeed import OPTIMIZER_FILE, UNIVERSAL_FILE, rea
 from bytecheckpoint.formats.files import open_file
 from bytecheckpoint.formats.foreign import ForeignCheckpoint
 from bytecheckpoint.formats.foreign_storage import ForeignStorage
-from bytecheckpoint.formats.huggingface import SAFETENSORS, read_huggingface, weight_files
+from bytecheckpoint.formats.huggingface import NUMBERED_FILE, SAFETENSORS, read_huggingface, weight_files
 from bytecheckpoint.formats.megatron import MARKER, read_megatron
 from bytecheckpoint.formats.megatron_ranks import MODEL_FILE, read_megatron_ranks
 from bytecheckpoint.formats.orbax import METADATA as METADATA_OF_ORBAX
 from bytecheckpoint.formats.orbax import item_folder, read_orbax
 from bytecheckpoint.formats.rank_files import RANK_FILE, are_numbered, read_rank_files
+from bytecheckpoint.formats.torch_checkpointing import describes_safetensors
 from bytecheckpoint.formats.torch_save import read_torch_save
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage, resolve
@@ -94,6 +95,10 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
         index, files = weight_files(names)
     except IncompatibleCheckpointError as error:
         raise IncompatibleCheckpointError(f"{storage.url}: {error}") from None
+    # One file without a number has whole tensors; any program may call a file beside it so, too.
+    whole = index or (len(files) == 1 and not NUMBERED_FILE.fullmatch(files[0]))
+    if not whole and describes_safetensors(names):
+        return FormatReader("rank-files", read_rank_files)
     if index or files:
         return FormatReader("huggingface", read_huggingface)
     if any(RANK_FILE.fullmatch(name) for name in names):

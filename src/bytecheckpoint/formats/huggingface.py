@@ -25,12 +25,14 @@ from bytecheckpoint.representation.header_reader import StorageHeader, header_by
 from bytecheckpoint.representation.names import view_generation_of
 from bytecheckpoint.storage import Storage
 
-__all__ = ["SAFETENSORS", "read_huggingface", "weight_files"]
+__all__ = ["NUMBERED_FILE", "SAFETENSORS", "read_huggingface", "safetensors_header", "weight_files"]
 
 SAFETENSORS: Final = ".safetensors"
 #: Names of the only file of a folder, those of most folders first.
 _SINGLE: Final = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
 _INDEX = re.compile(r"[^/]+\.(safetensors|bin)\.index\.json")
+NUMBERED_FILE: Final = re.compile(r"([^/]+)_(0|[1-9]\d{0,6})\.(?:pt|safetensors)")
+"""Usual name of a rank's file of torch_checkpointing: state, rank."""
 _SHARDING: Final = "DCP_SHARDING_INFO"
 #: Bytes of a safetensors file that are read first; few headers are longer.
 _FIRST_READ: Final = 64 << 10
@@ -160,7 +162,7 @@ class _FolderReader:
         return False
 
     def _add_safetensors(self, file: RangedFile) -> None:
-        header, tensors = _header(file), {}
+        header, tensors = safetensors_header(file), {}
         self._columns.places[file.name] = self._columns.add_file(file.name, file.size), 0
         for entry in header.entries:
             if self._expected(file, entry.key.fqn):
@@ -188,6 +190,12 @@ class _FolderReader:
         self._columns.add_whole("model", tensors)
 
     def _refuse_twice(self, file: RangedFile, names: Set[str]) -> None:
+        if names and self.wanted is None and NUMBERED_FILE.fullmatch(file.name):
+            raise IncompatibleCheckpointError(
+                f"{file.label} and another file have the tensor {min(names)!r}: if they are parts of ranks, nothing here "
+                "says their places. torch_checkpointing writes them to 'metadata.pkl' if the item has a resharder, "
+                "its synchronous saver in the first step of a run only: a copy of that file serves all its steps"
+            )
         if names:
             raise file.damaged(f"another file has the tensor {min(names)!r}, too")
 
@@ -212,7 +220,13 @@ def _joined(
     ]
 
 
-def _header(file: RangedFile) -> StorageHeader:
+def safetensors_header(file: RangedFile) -> StorageHeader:
+    """Return the header of a file of safetensors.
+
+    Raises:
+        CorruptCheckpointError: the file is damaged, or has another size than its header says.
+        IncompatibleCheckpointError: it is a file of this package.
+    """
     first = file.read(0, min(file.size, _FIRST_READ))
     needed = header_bytes_needed(first[:8], file=file.label)
     if needed > len(first) and needed <= file.size:

@@ -1,19 +1,25 @@
-"""Read folders in which each rank saved its own part with torch.save: `model_world_size_8_rank_3.pt`, `model_3.pt`.
+"""Read folders in which each rank saved its own part: `model_world_size_8_rank_3.pt`, `model_3.pt`, `model_3.safetensors`.
 
-DTensors and ShardedTensors are joined by the places that their pickles state. A plain tensor is one tensor if
-its ranks have equal bytes, by their CRC32, and otherwise a tensor of each rank. The short names are those of
-torch_checkpointing; a program may number its epochs so, too, whose files hold no part of a tensor.
+DTensors and ShardedTensors are joined by the places that their pickles state; those in safetensors, by the places in
+`metadata.pkl` of torch_checkpointing. A plain tensor is one tensor if its ranks have equal bytes, by their CRC32, and
+otherwise a tensor of each rank; `metadata.pkl` calls plain tensors replicated, so those are compared, too. The short
+names are those of torch_checkpointing; a program may number its epochs so, too, whose files hold no part of a tensor.
 """
 
 from __future__ import annotations
 
 import re
+import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
+from bytecheckpoint.formats.files import open_file, read_in_parallel
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
-from bytecheckpoint.formats.meanings import StoredTensor
+from bytecheckpoint.formats.meanings import StorageRef, StoredTensor
+from bytecheckpoint.formats.sharded import ShardedValue
+from bytecheckpoint.formats.torch_checkpointing import METADATA, RankItems, describes_safetensors
 from bytecheckpoint.formats.torch_save import TorchFiles
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.storage import Storage
@@ -23,6 +29,8 @@ __all__ = ["RANK_FILE", "are_numbered", "read_rank_files"]
 RANK_FILE: Final = re.compile(r"(?:([^/]*?)_)?world_size_(\d{1,7})_rank_(\d{1,7})\.(?:pt|pth)")
 """Name of a rank's file: state, number of ranks, rank."""
 _NUMBERED: Final = re.compile(r"([^/]+)_(0|[1-9]\d{0,6})\.pt")
+#: Bytes that are read at a time to compare copies.
+_SUM_BLOCK: Final = 8 << 20
 
 
 def are_numbered(names: Sequence[str]) -> bool:
@@ -37,13 +45,14 @@ def are_numbered(names: Sequence[str]) -> bool:
 
 def read_rank_files(storage: Storage) -> ForeignCheckpoint:
     """Read a folder with a file of each rank; the text before `world_size` is the state."""
-    groups: dict[tuple[str, int], dict[int, str]] = {}
     listed = [name for name, _ in storage.list()]
+    described = RankItems(storage, listed) if describes_safetensors(listed) else None
+    groups = {(state, described.ranks): names for state, names in described.files.items()} if described else {}
     for name in listed:
         if found := RANK_FILE.fullmatch(name):
             groups.setdefault((found[1] or "model", int(found[2])), {})[int(found[3])] = name
-    numbered = [] if groups else [found for name in listed if (found := _NUMBERED.fullmatch(name))]
-    ranks = 1 + max((int(found[2]) for found in numbered), default=0)
+    numbered = [] if groups and not described else [found for name in listed if (found := _NUMBERED.fullmatch(name))]
+    ranks = described.ranks if described else 1 + max((int(found[2]) for found in numbered), default=0)
     for found in numbered:
         groups.setdefault((found[1], ranks), {})[int(found[2])] = found[0]
     if not groups:
@@ -55,7 +64,7 @@ def read_rank_files(storage: Storage) -> ForeignCheckpoint:
     columns, tree = ForeignColumns(), Tree(storage.url)
     files = TorchFiles(storage, columns)
     values: dict[str, bytes] = {}
-    divided = False
+    divided = described is not None
     for (state, count), names in groups.items():
         if missing := [rank for rank in range(count) if rank not in names]:
             raise CheckpointNotFoundError(
@@ -63,23 +72,59 @@ def read_rank_files(storage: Storage) -> ForeignCheckpoint:
             )
         blobs, sharded, whole = [], [], []
         for rank in range(count):
+            if described and state in described.files:
+                with open_file(storage, names[rank]) as file:
+                    held = described.read(file, state, rank, columns)
+                    sharded.append({fqn: one for fqn, one in held.items() if isinstance(one, ShardedValue)})
+                    whole.append({fqn: one for fqn, one in held.items() if isinstance(one, StoredTensor)})
+                continue
             with files.open(names[rank], rank) as (_, value):
                 blobs.append(tree.encode(value))
                 sharded.append(tree.sharded)
                 whole.append(tree.tensors)
-        values[state] = blobs[0]
+        if blobs:
+            values[state] = blobs[0]
         if any(blob != blobs[0] for blob in blobs):
             tree.notes.append(f"{state}: the ranks have different plain values; those of rank 0 are kept")
         divided = divided or any(sharded)
         columns.add_sharded(state, sharded, storage.url)
+        _sum_copies(storage, columns, whole, files.crcs)
         _add_whole(columns, state, whole, files)
     if ranks > 1 and not divided:
         raise IncompatibleCheckpointError(
             f"{storage.url} has {len(numbered)} files of torch.save ({numbered[0][0]}, ...), and none holds "
             "a part of a tensor: give one"
         )
-    facts = {"world_size": max(count for _, count in groups)}
+    facts: dict[str, Any] = {"world_size": max(count for _, count in groups)}
+    if described and described.others:
+        text = f"{', '.join(described.others[:5])}: not read, since {METADATA} does not say the places of their tensors"
+        tree.notes.append(text)
+        facts["left_out"] = [text]
     return ForeignCheckpoint("rank-files", columns, values, tree.notes, sums=files.sums(), facts=facts)
+
+
+def _sum_copies(
+    storage: Storage, columns: ForeignColumns, ranks: Sequence[Mapping[str, StoredTensor]], sums: dict[str, int | None]
+) -> None:
+    """Add the CRC32 of each tensor in safetensors of which several ranks have one; no file states it."""
+    holders = Counter(fqn for tensors in ranks for fqn in tensors)
+    copies = []
+    for fqn, tensor in (pair for tensors in ranks for pair in tensors.items()):
+        if tensor.storage.key not in sums:
+            sums[tensor.storage.key] = None
+            if holders[fqn] > 1:
+                copies.append(tensor.storage)
+
+    def read(ref: StorageRef) -> int:
+        number, begin = columns.places[ref.key]
+        crc = 0
+        with open_file(storage, columns.files[number].name) as file:
+            for at in range(0, ref.nbytes, _SUM_BLOCK):
+                crc = zlib.crc32(file.read(begin + at, min(_SUM_BLOCK, ref.nbytes - at)), crc)
+        return crc
+
+    found = read_in_parallel(storage, read, copies)
+    sums.update(zip((ref.key for ref in copies), found, strict=True))
 
 
 def _add_whole(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -13,7 +14,7 @@ from bytecheckpoint.formats.meanings import StoredTensor, dtype_name, shape_of
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.placements import MeshSplit, split_boxes
 
-__all__ = ["ShardedValue", "rebuilt_tensor"]
+__all__ = ["ShardedValue", "local_parts", "rebuilt_tensor"]
 
 _DTENSORS: Final = ("torch.distributed.tensor.DTensor", "torch.distributed._tensor.api.DTensor")
 _SHARDED: Final = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
@@ -62,14 +63,36 @@ def _dtensor(args: Any, slots: Any, parameter: bool) -> ShardedValue:
     extents, at = _mesh_shape(mesh), mesh.get("_coordinate_on_dim")
     if at is None:
         return ShardedValue(local.dtype, shape, (), requires_grad, parameter)
+    placements = [(placement.target.name, placement.state or {}) for placement in spec["placements"]]
+    parts = local_parts(local, shape, zip(extents, at, strict=True), placements)
+    return ShardedValue(local.dtype, shape, parts, requires_grad, parameter)
+
+
+def local_parts(
+    local: StoredTensor,
+    shape: tuple[int, ...],
+    mesh: Iterable[tuple[int, int]],
+    placements: Iterable[tuple[str, Mapping[str, Any]]],
+) -> tuple[tuple[tuple[int, ...], StoredTensor], ...]:
+    """Return the parts of a DTensor that a local tensor holds, with their offsets.
+
+    Args:
+        local: the local tensor.
+        shape: shape of the whole tensor.
+        mesh: extent of each dimension of the mesh, and coordinate of the rank in it.
+        placements: name and fields of the placement on each dimension of the mesh.
+
+    Raises:
+        IncompatibleCheckpointError: a placement is not supported, or the local tensor has another shape than they give it.
+        ValueError: no mesh can have such placements.
+    """
     splits = []
-    for extent, index, placement in zip(extents, at, spec["placements"], strict=True):
-        name = placement.target.name
+    for (extent, index), (name, fields) in zip(mesh, placements, strict=True):
         if name == "Replicate":
             continue
-        if name not in {"Shard", "_StridedShard"}:
+        if name not in {"Shard", "_StridedShard", "StridedShard"}:
             raise IncompatibleCheckpointError(f"a DTensor with the placement {name!r} is not supported")
-        dim, factor = placement.state["dim"], placement.state.get("split_factor", 1)
+        dim, factor = fields["dim"], fields.get("split_factor", 1)
         if not 0 <= index < extent or factor < 1 or not 0 <= dim % max(len(shape), 1) <= len(shape):
             raise ValueError("a placement that no mesh can have")
         splits.append(MeshSplit(dim % max(len(shape), 1), extent, index, factor))
@@ -77,8 +100,7 @@ def _dtensor(args: Any, slots: Any, parameter: bool) -> ShardedValue:
         boxes = split_boxes(splits, shape, local.shape)
     except UsageError as error:
         raise IncompatibleCheckpointError(f"a DTensor cannot be placed: {error}") from None
-    parts = tuple((box.offsets, _cut(local, box.lengths, box.slices)) for box in boxes)
-    return ShardedValue(local.dtype, shape, parts, requires_grad, parameter)
+    return tuple((box.offsets, _cut(local, box.lengths, box.slices)) for box in boxes)
 
 
 def _mesh_shape(mesh: dict[str, Any]) -> tuple[int, ...]:
