@@ -311,3 +311,21 @@ def test_an_open_file_that_becomes_stale_is_reopened(tmp_path: Path, fail: Fail,
     before = len(os.listdir("/proc/self/fd"))
     reader.close()
     assert len(os.listdir("/proc/self/fd")) == before - 2, "both descriptors are closed"
+
+
+@tuned(stale_pauses=SHORT_PAUSES)
+def test_a_file_that_is_removed_while_it_is_opened_again_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail: Fail
+) -> None:
+    """Another machine replaces the checkpoint: a load begins again for it, and must not fail with an error of storage."""
+    monkeypatch.setattr(open_files, "on_network", lambda _: True)
+    storage = resolve(tmp_path)
+    write_file(storage, "model/file", content(5000))
+    stale, shorter = storage.open("model/file"), storage.open("model/file")
+    lost = stale._file.get()  # type: ignore[attr-defined]
+    fail("preadv", errno.ESTALE, lambda fd, *_: fd == lost)
+    (tmp_path / "model/file").unlink()
+    assert stale.read_into(0, [memoryview(bytearray(5000))]) == 0
+    assert not shorter.match_size(6000)
+    for reader in (stale, shorter):
+        reader.close()

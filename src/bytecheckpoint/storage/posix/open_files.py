@@ -281,9 +281,12 @@ class PosixReader(FileReader):
             if self.size == size or not on_network(self._path):
                 break
             pause(seconds)
-            with translated("open", self._label):
-                self._file.give_up(self._file.get())
-                self.size = os.fstat(self._file.get()).st_size
+            try:
+                with translated("open", self._label, may_be_absent=True):
+                    self._file.give_up(self._file.get())
+                    self.size = os.fstat(self._file.get()).st_size
+            except FileNotFoundError:  # removed meanwhile
+                return False
         return self.size == size
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
@@ -294,7 +297,7 @@ class PosixReader(FileReader):
             nonlocal rest, total
             fd = -1
             try:
-                with translated("read", self._label):
+                with translated("read", self._label, may_be_absent=True):
                     while rest:
                         fd = self._file.get()
                         done = os.preadv(fd, rest[:_MAX_BUFFERS], offset + total)
@@ -302,6 +305,8 @@ class PosixReader(FileReader):
                             break
                         total += done
                         rest = _advance(rest, done)
+            except FileNotFoundError:  # removed meanwhile, and the descriptor was lost
+                return
             except StorageUnavailableError as error:
                 if may_pass(error.__cause__, self._path):
                     self._file.give_up(fd)
