@@ -63,7 +63,8 @@ def _kinds_of_layers(config: Any) -> dict[str, object]:
         windows = [bool(full[n - 1] if isinstance(full, list) else not full or n % full) for n in layers]
         facts["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
     if hasattr(config, "no_rope_freq"):
-        skipped = config.no_rope_freq or [0] * len(layers)  # the configuration makes a list of a number
+        every = config.no_rope_freq or config.num_layers + 1
+        skipped = every if isinstance(every, list) else [n % every == 0 for n in layers]
         facts["no_rope_layers"] = [int(not skip) for skip in skipped]  # transformers' name of the layers that have them
         facts["layer_types_by_rope"] = ["full_attention" if skip else "sliding_attention" for skip in skipped]
     return facts
