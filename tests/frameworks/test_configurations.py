@@ -34,6 +34,7 @@ def test_nested_values_count_under_joined_names():
         "hf.rope_parameters.rope_type": "llama3",
         "hf.rope_parameters.factor": 8.0,
         "hf.rope_parameters.more.deep": 1,
+        "hf.layer_types": "full_attention",
         "hf.vocab_size": 32,
     }
 

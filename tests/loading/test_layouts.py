@@ -212,7 +212,8 @@ def test_a_checkpoint_says_which_model_it_holds(tmp_path: Path) -> None:
         model_type = "llama"
 
         def to_dict(self) -> dict[str, Any]:
-            return CONFIG | {"inf": float("inf"), "huge": 2**80, "text": "x" * 1000, "list": [1], "none": None}
+            others = {"inf": float("inf"), "huge": 2**80, "text": "x" * 5000, "list": [1, None], "none": None}
+            return CONFIG | {"kinds": ["full", "sliding"], "layers": [1, 0]} | others
 
     class Raising(nn.Linear):
         @property
@@ -224,7 +225,8 @@ def test_a_checkpoint_says_which_model_it_holds(tmp_path: Path) -> None:
     model.config = Config()  # type: ignore[assignment]
     bytecheckpoint.save(tmp_path / "own", {"model": model, "other": Raising(2, 2)})
     with bytecheckpoint.open(tmp_path / "own", layout="llama") as found:
-        assert found.info["layout"]["config"] == {f"hf.{name}": value for name, value in CONFIG.items()}
+        config = CONFIG | {"kinds": "full sliding", "layers": "1 0"}
+        assert found.info["layout"]["config"] == {f"hf.{name}": value for name, value in config.items()}
         entry = found["model/decoder.layers.1.self_attention.linear_qkv.weight"]
         assert torch.equal(entry[...], fused(weights())["decoder.layers.1.self_attention.linear_qkv.weight"])
 

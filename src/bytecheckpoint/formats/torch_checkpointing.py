@@ -91,7 +91,7 @@ class RankItems:
         others: files of safetensors that no item has.
 
     Raises:
-        CheckpointNotFoundError: the file of a rank lacks.
+        CheckpointNotFoundError: the file of a rank is missing.
         CorruptCheckpointError: `metadata.pkl` is damaged.
         IncompatibleCheckpointError: it has another version, or there are files of another save.
     """
