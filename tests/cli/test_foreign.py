@@ -89,28 +89,30 @@ assert "torch" not in sys.modules, "torch was imported"
 """
 
 
-def test_looking_needs_no_torch(cli: Call, folder: Path, tmp_path: Path) -> None:
-    golden = Path(__file__).parents[1] / "formats/golden"
-    formats = [
-        *(
-            "torch-2.4.1/dcp",
-            "dcp-zstd-2.13",
-            "megatron-0.14.0/fully_sharded_model_space",
-            "megatron-0.19.2/dp_reshardable",
-        ),
-        *("megatron-0.19.2/fully_reshardable", "megatron-ranks-0.19.2/iter_0000002"),
-        *("deepspeed-0.19.8/zero1", "deepspeed-0.19.8/zero3", "deepspeed-0.19.8/universal1", "orbax-0.12.8/ocdbt"),
-    ]
-    for rank in range(2):
-        torch.save({"w": torch.ones(2), "dtype": torch.int8}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
-    paths = [
-        *(golden / name for name in formats),
-        *(folder / name for name in ("hf", "new.pt", "old.pt", "dcp")),
-        tmp_path,
-    ]
+GOLDEN = Path(__file__).parents[1] / "formats/golden"
+
+
+def looks_without_torch(cli: Call, *paths: Path) -> None:
     done = run_program(_WITHOUT_TORCH, *paths, fresh=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "".join(cli(verb, path)[1] for path in paths for verb in ("ls", "inspect"))
+
+
+def test_looking_needs_no_torch(cli: Call, folder: Path, tmp_path: Path) -> None:
+    formats = (
+        "torch-2.4.1/dcp dcp-zstd-2.13 megatron-0.14.0/fully_sharded_model_space megatron-0.19.2/dp_reshardable "
+        "megatron-0.19.2/fully_reshardable megatron-ranks-0.19.2/iter_0000002 deepspeed-0.19.8/zero1 "
+        "deepspeed-0.19.8/zero3 deepspeed-0.19.8/universal1"
+    )
+    for rank in range(2):
+        torch.save({"w": torch.ones(2), "dtype": torch.int8}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+    own = [folder / name for name in ("hf", "new.pt", "old.pt", "dcp")]
+    looks_without_torch(cli, *(GOLDEN / name for name in formats.split()), *own, tmp_path)
+
+
+def test_looking_at_orbax_needs_no_torch(cli: Call) -> None:
+    pytest.importorskip("tensorstore")  # the environment of `make test` has it
+    looks_without_torch(cli, GOLDEN / "orbax-0.12.8/ocdbt")
 
 
 def test_diff_and_export(cli: Call, folder: Path, tmp_path: Path) -> None:
