@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytecheckpoint.engine.tensor_bytes import in_order_of_target, same_bits, transpose_into
+from bytecheckpoint.engine.tensor_bytes import same_bits, transpose
 
 DTYPES = (torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.uint16, torch.float32, torch.int32, torch.float64)
 
@@ -41,8 +41,8 @@ def test_each_element_arrives_bit_for_bit(
     before = memory.clone()
     source = random_bits(shape[::-1] if turned else shape, dtype)
     source = source.permute(*range(source.ndim)[::-1]) if turned else source
-    if not transpose_into(source, target):
-        found, place = in_order_of_target(source, target)
+    if (left := transpose(source, target)) is not None:
+        found, place = left
         same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
         place.view(same).copy_(found.view(same))
     assert same_bits(target, source)
@@ -55,14 +55,23 @@ def test_each_element_arrives_bit_for_bit(
 def test_matrices_go_by_vectors(dtype: torch.dtype, rows: int, columns: int) -> None:
     target = random_bits((columns, rows + 9), dtype)[:, :rows].t()
     source = random_bits((rows, columns), dtype)
-    assert transpose_into(source, target)
+    assert transpose(source, target) is None
     assert same_bits(target, source)
 
 
 def test_what_needs_no_transposition_is_left() -> None:
     few = random_bits((63, 65), torch.bfloat16)
-    assert not transpose_into(few, torch.empty(65, 63, dtype=torch.bfloat16).t())
+    place = torch.empty(65, 63, dtype=torch.bfloat16).t()
+    left = transpose(few, place)
+    assert left is not None and left[0] is few and left[1] is place
     many = random_bits((64, 64), torch.bfloat16)
-    assert not transpose_into(many, torch.empty_like(many))
-    odd = random_bits((64, 65), torch.bfloat16)  # its elements make no pairs
-    assert not transpose_into(odd, torch.empty(65, 64, dtype=torch.bfloat16).t())
+    place = torch.empty_like(many)
+    left = transpose(many, place)
+    assert left is not None and left[0] is many and left[1] is place
+
+
+def test_rows_that_make_no_pairs_are_left_in_the_order_of_the_target() -> None:
+    odd, memory = random_bits((64, 65), torch.bfloat16), torch.zeros(65, 64, dtype=torch.bfloat16)
+    left = transpose(odd, memory.t())
+    assert left is not None and left[0].is_contiguous() and left[1].data_ptr() == memory.data_ptr()
+    assert same_bits(left[0], odd.t()) and not memory.any()

@@ -19,9 +19,8 @@ from bytecheckpoint.engine.runs import elements_of, move_runs
 from bytecheckpoint.engine.tensor_bytes import (
     copy_all,
     flat_bytes,
-    in_order_of_target,
     movable,
-    transpose_into,
+    transpose,
     views_at,
 )
 from bytecheckpoint.representation.boxes import Int64s, Mask
@@ -208,10 +207,10 @@ class ScatterPlan:
                     continue
                 source = _typed(data, at, count, target.dtype)
             else:
-                source, destination = self._box(copy, data, at, target)
-                if same and transpose_into(source, destination):
+                left = transpose(*self._box(copy, data, at, target))
+                if left is None:
                     continue
-                source, destination = in_order_of_target(source, destination)
+                source, destination = left
             if same:
                 source, destination = movable(source), movable(destination)
             elif target.pairs or (source.dtype in _BYTE_FLOATS and source.numel() > _FEW):

@@ -21,10 +21,9 @@ __all__ = [
     "dense_bytes",
     "flat_bytes",
     "gather",
-    "in_order_of_target",
     "movable",
     "same_bits",
-    "transpose_into",
+    "transpose",
     "views_at",
 ]
 
@@ -196,76 +195,56 @@ def _copy_large(pairs: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]) -> Non
     parallel_map(lambda piece: np.copyto(*piece), pieces_of(pairs), threads=threads, name="bytecheckpoint-copy")
 
 
-def in_order_of_target(source: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Transpose a box in memory of its own where source and target are dense along different dimensions.
+def transpose(source: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Transpose a box whose source and target are dense along different dimensions, through dense memory.
 
     Torch transposes dense matrices into dense memory three times as fast as anything with strides.
 
-    Returns:
-        Views of equal elements, with dimensions in one order: of the source or its transposed copy, and of the target.
-    """
-    dims, order = _orders(source, target)
-    if not dims:
-        return source, target
-    dense = movable(source).contiguous().view([source.shape[dim] for dim in dims])
-    turned = [dense.shape[k] for k in order]
-    first = order[0]
-    if order == [*range(first, len(dims)), *range(first)]:
-        dense = dense.view(math.prod(dense.shape[:first]), -1).t().contiguous().view(turned)
-    else:
-        dense = dense.permute(order).contiguous()
-    return dense.view(source.dtype), target.squeeze().permute(order)
-
-
-def transpose_into(source: torch.Tensor, target: torch.Tensor) -> bool:
-    """Copy a box if it is a matrix whose target lies transposed in host memory, with the vectors of the processor.
-
-    Torch's shuffle of channels is a transposition by vectors, but of elements of 1 and 4 bytes alone. Elements of 2 bytes
-    go in pairs, which are parted on their way to the target. Its other copies move one element after the other.
-
     Args:
         source: elements of the box, of any strides.
-        target: their destination, of the same shape and dtype.
+        target: their destination, of the same shape unless it shows pairs of elements.
 
     Returns:
-        Whether the box was copied.
-    """
-    dims, order = _orders(source, target)
-    size = source.element_size()
-    if not dims or size > 4 or not source.is_cpu or not target.is_cpu:
-        return False
-    first = order[0]
-    rows = math.prod(source.shape[dim] for dim in dims[:first])
-    if order != [*range(first, len(dims)), *range(first)] or (size == 2 and source.numel() // rows % 2):
-        return False
-    try:
-        matrix = movable(target).squeeze().permute(order).view(-1, rows)
-    except RuntimeError:  # its rows do not follow each other at one distance
-        return False
-    dense = movable(source).contiguous().view(rows, -1)
-    with torch.no_grad():
-        if size != 2:
-            vectors = dense.view(torch.uint8 if size == 1 else torch.float32)
-            matrix.copy_(_shuffled(vectors).view(matrix.dtype))
-            return True
-        pairs, matrix = _shuffled(dense.view(torch.float32)).view(torch.int32), matrix.view(torch.int16)
-        matrix[::2].copy_(pairs)  # the low halves: torch cuts integers
-        matrix[1::2].copy_(pairs.bitwise_right_shift_(16))
-    return True
-
-
-def _orders(source: torch.Tensor, target: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Return the dimensions of more than one element of a box, and their numbers among these as the target lies in memory.
-
-    Both are empty where nothing has to be transposed, or too little for it.
+        Views of equal elements, with dimensions in one order, which are left to copy; None if the box is copied.
     """
     if source.ndim != target.ndim or source.numel() < _FEW:
-        return [], []
+        return source, target
     dims = [dim for dim in range(target.ndim) if target.shape[dim] > 1]
     order = sorted(range(len(dims)), key=lambda k: -int(target.stride()[dims[k]]))
     if order == sorted(order) or target.stride()[dims[order[-1]]] != 1:
-        return [], []
-    return dims, order
+        return source, target
+    dense = movable(source).contiguous().view([source.shape[dim] for dim in dims])
+    target, first = target.squeeze().permute(order), order[0]
+    if order != [*range(first, len(dims)), *range(first)]:
+        return dense.permute(order).contiguous().view(source.dtype), target
+    matrix = dense.view(math.prod(dense.shape[:first]), -1)
+    if source.dtype == target.dtype and _transpose_by_vectors(matrix, movable(target)):
+        return None
+    return matrix.t().contiguous().view(target.shape).view(source.dtype), target
+
+
+def _transpose_by_vectors(matrix: torch.Tensor, target: torch.Tensor) -> bool:
+    """Copy a dense matrix to its transposed target with the vectors of the processor; return whether that was possible.
+
+    Torch's shuffle of channels is a transposition by vectors, but of elements of 1 and 4 bytes alone. Elements of 2 bytes
+    go in pairs, which are parted on their way to the target. Its other copies move one element after the other.
+    """
+    size, (rows, columns) = matrix.element_size(), matrix.shape
+    if size > 4 or (size == 2 and columns % 2) or not (matrix.is_cpu and target.is_cpu):
+        return False
+    try:
+        target = target.view(columns, rows)
+    except RuntimeError:  # its rows do not follow each other at one distance
+        return False
+    with torch.no_grad():
+        if size != 2:
+            vectors = matrix.view(torch.uint8 if size == 1 else torch.float32)
+            target.copy_(_shuffled(vectors).view(target.dtype))
+            return True
+        pairs, target = _shuffled(matrix.view(torch.float32)).view(torch.int32), target.view(torch.int16)
+        target[::2].copy_(pairs)  # the low halves: torch cuts integers
+        target[1::2].copy_(pairs.bitwise_right_shift_(16))
+    return True
 
 
 def _shuffled(matrix: torch.Tensor) -> torch.Tensor:
