@@ -17,7 +17,18 @@ from bytecheckpoint.storage import resolve
 from tests.formats.oracle import read_tensors, values_of
 from tests.support.programs import forked
 
-RANKS = """
+#: Lines of a rank that has a mesh "dp" x "tp": a whole tensor, and a model of parts that the whole ones show.
+MODEL = """
+whole = torch.arange(77.0).view(7, 11)
+model = torch.nn.Sequential(torch.nn.Linear(10, 12, bias=False), torch.nn.Linear(12, 6, bias=False))
+with torch.no_grad():
+    model[0].weight.copy_(torch.arange(120.0).view(12, 10))
+    model[1].weight.copy_(torch.arange(72.0).view(6, 12))
+parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+fully_shard(model, mesh=mesh["dp"])
+"""
+RANKS = (
+    """
 import sys, torch, torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import Shard as Held, ShardedTensor
 from torch.distributed._shard.sharding_spec import ShardMetadata
@@ -27,13 +38,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=4)
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-whole = torch.arange(77.0).view(7, 11)
-model = torch.nn.Sequential(torch.nn.Linear(10, 12, bias=False), torch.nn.Linear(12, 6, bias=False))
-with torch.no_grad():
-    model[0].weight.copy_(torch.arange(120.0).view(12, 10))
-    model[1].weight.copy_(torch.arange(72.0).view(6, 12))
-parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-fully_shard(model, mesh=mesh["dp"])
+"""
+    + MODEL
+    + """
 part = whole.chunk(4)[rank] if rank < len(whole.chunk(4)) else whole[7:]
 held = Held(part.clone(), ShardMetadata([2 * rank, 0], list(part.shape), f"rank:{rank}/cpu"))
 states = {
@@ -56,6 +63,7 @@ if rank == 0:
     torch.save({"w": DTensor.from_local(whole, mesh, [Partial(), Replicate()])}, f"{folder}/partial.pt")
 dist.destroy_process_group()
 """
+)
 
 
 @pytest.fixture(scope="module")

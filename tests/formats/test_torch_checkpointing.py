@@ -18,10 +18,12 @@ from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, Inco
 from bytecheckpoint.formats.detect import detect
 from bytecheckpoint.storage import resolve
 from tests.formats.oracle import read_tensors
+from tests.formats.test_rank_files import MODEL
 from tests.support.programs import forked
 
 #: The package gathers its metadata on GPUs alone; here, gloo does.
-RANKS = """
+RANKS = (
+    """
 import sys, torch, torch.distributed as dist, torch_checkpointing
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
@@ -38,13 +40,9 @@ def gathered(self, data, process_group=None):
     return dict(enumerate(found))
 DefaultMetadataManager._all_gather_pickled_data = gathered
 mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
-whole = torch.arange(77.0).view(7, 11)
-model = torch.nn.Sequential(torch.nn.Linear(10, 12, bias=False), torch.nn.Linear(12, 6, bias=False))
-with torch.no_grad():
-    model[0].weight.copy_(torch.arange(120.0).view(12, 10))
-    model[1].weight.copy_(torch.arange(72.0).view(6, 12))
-parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-fully_shard(model, mesh=mesh["dp"])
+"""
+    + MODEL
+    + """
 states = {
     "both": distribute_tensor(whole, mesh, [Shard(0), Shard(1)]),
     "twice": distribute_tensor(whole, mesh, [Shard(0), Shard(0)]),
@@ -79,6 +77,7 @@ for step in ("first", "second"):
 manager.close()
 dist.destroy_process_group()
 """
+)
 WHOLE = torch.arange(77.0).view(7, 11)
 EXPECTED = {
     "model/both": WHOLE,
