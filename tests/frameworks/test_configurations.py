@@ -1,11 +1,14 @@
 """Plain values in the configurations of live modules."""
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.frameworks.configurations import configuration_of
+from bytecheckpoint.layouts import Layout
 
 
 class NestedConfig:
@@ -39,11 +42,65 @@ def test_nested_values_count_under_joined_names():
     }
 
 
-def test_a_configuration_that_fails_is_none():
-    module = nn.Linear(1, 1)
-    module.config = NestedConfig()
-    module.config.to_dict = lambda: 1 / 0
-    assert configuration_of({"model": module}) == {}
+def module_with(config):
+    module = nn.Linear(2, 1, bias=False)
+    module.config = config
+    return module
+
+
+def test_a_configuration_that_fails_is_left_out_with_one_warning(caplog):
+    """Those of other modules are kept, and nothing of the one that fails: its missing keys would have defaults."""
+
+    class Failing(NestedConfig):
+        @property
+        def model_type(self):
+            raise ZeroDivisionError("no kind")
+
+    class Raising(nn.Linear):
+        @property
+        def config(self):
+            raise LookupError("no configuration")
+
+    kept = configuration_of({"model": module_with(NestedConfig())})
+    assert not caplog.records
+    for _ in range(2):
+        states = {"model": [module_with(NestedConfig()), module_with(Failing())], "ema": Raising(1, 1)}
+        assert configuration_of(states) == kept
+    named = [
+        record.getMessage().partition("(")[2].partition("):")[0].rpartition("<locals>.")[2] for record in caplog.records
+    ]
+    assert named == ["Failing: ZeroDivisionError: no kind", "Raising: LookupError: no configuration"]
+
+
+LAYOUT = """layout t hf <-> megatron
+require hf.eps = megatron.eps
+require hf.scale | 1 = megatron.scale | 1
+rules
+w : x y
+    <-> weight : x y
+"""
+
+
+def test_a_fault_in_the_facts_of_megatron_fails_nothing_and_is_named(tmp_path, caplog):
+    """A model whose configuration cannot be read loads, and the notes name each comparison that was not made."""
+
+    class ModelParallelConfig:
+        eps, scale = 1, 2  # and no num_layers, without which the facts cannot be told
+
+    (tmp_path / "hf").mkdir()
+    save_file({"w": torch.ones(1, 2)}, tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "t", "eps": 3}')
+    module, layout = module_with(ModelParallelConfig()), Layout.from_text(LAYOUT)
+    report = bytecheckpoint.load(tmp_path / "hf", {"model": module}, layout=layout)
+    assert module.weight.tolist() == [[1, 1]]
+    for requirement in ("hf.eps = megatron.eps", "hf.scale | 1 = megatron.scale | 1"):
+        assert f"the layout cannot compare {requirement} here" in report.notes
+    bytecheckpoint.save(tmp_path / "step_1", {"model": module})
+    with bytecheckpoint.open(tmp_path / "step_1") as found:
+        assert found.info["layout"]["config"] == {}
+    (warning,) = caplog.records
+    assert "ModelParallelConfig" in warning.getMessage() and "num_layers" in warning.getMessage()
+    assert warning.exc_info[1].__traceback__ is not None
 
 
 @pytest.mark.parametrize("size", [1, 2])
