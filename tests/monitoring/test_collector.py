@@ -32,6 +32,7 @@ from bytecheckpoint.monitoring.progress import make_progress
 from bytecheckpoint.monitoring.reading import read_run
 from bytecheckpoint.monitoring.record import error_text, make_record, path_without_secrets, without_secrets
 from bytecheckpoint.monitoring.sinks import files
+from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER
 from bytecheckpoint.tiers.flush import job
 from bytecheckpoint.tracing.operation import Operation, span
 from bytecheckpoint.tuning import tuned
@@ -66,6 +67,8 @@ def test_progress_of_a_save_that_hangs_keeps_it_not_alive(tmp_path: Path) -> Non
 @pytest.mark.parametrize("writer", ["thread", "process"])
 def test_every_rank_reports_phases_and_chunks(tmp_path: Path, writer: str) -> None:
     world = ThreadWorld(3)
+    # Loads have metrics only beside those of saves, and a rank may report its part of the load before that of the save.
+    (tmp_path / METRICS_FOLDER).mkdir()
     with collecting():
         bytecheckpoint.configure(writer=writer, mesh="pp=3")
         succeeded(save_all(world, tmp_path / "step_00000007", 7, async_checkpoint=True))
@@ -81,9 +84,15 @@ def test_every_rank_reports_phases_and_chunks(tmp_path: Path, writer: str) -> No
         " group by rank order by rank",
     )
     assert phases == [(rank, ["write", "finish", "commit"]) for rank in range(3)]
-    # Spans lie inside of the operation, and those of chunks add up to what the rank wrote.
-    spans = query(tmp_path, "select min(begin) >= 0, max(begin + seconds) < 60 from {metrics} where level = 'span'")
-    assert spans == [(True, True)]
+    # Spans lie inside of their rank's operation, and those of chunks add up to what the rank wrote. They may begin before
+    # rank 0's: if a rank hears of the commit later than rank 0, its clock seems to differ, and the table takes that out.
+    spans = query(
+        tmp_path,
+        "with ranks as (select * from {metrics} where level = 'rank') select count(*) > 0, min(s.begin - r.begin) > -1e-4,"
+        " max(s.begin + s.seconds - r.begin - r.seconds) < 1e-4"
+        " from {metrics} s join ranks r using (kind, rank) where s.level = 'span'",
+    )
+    assert spans == [(True, True, True)]
     written = query(
         tmp_path,
         "select sum(nbytes) filter (level = 'rank') - sum(nbytes) filter (level = 'total' and name in ('write', 'finish'))"
