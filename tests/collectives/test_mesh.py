@@ -21,7 +21,8 @@ from bytecheckpoint.collectives.transport.mesh import Mesh
 from bytecheckpoint.collectives.transport.packs import Place
 from bytecheckpoint.collectives.transport.transfers import PeerLink
 from bytecheckpoint.collectives.transport.wire import Kind
-from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
+from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, StorageError
+from bytecheckpoint.failures import Cancellation, Failure
 from bytecheckpoint.tracing.operation import Operation
 from bytecheckpoint.tuning import tuned
 from tests.collectives.data_world import MIB, DataWorld, content, frame, greet, read_frame, until
@@ -385,6 +386,20 @@ def test_an_interrupted_exchange_is_over(world: DataWorld) -> None:
     with pytest.raises(CheckpointError, match=r"^rank 1: .* was interrupted"):
         waiting()
     world.pair("afterwards", 2, 1, 9)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_token_ends_an_exchange_on_both_sides(world: DataWorld, early: bool) -> None:
+    cancel, failure = Cancellation(), Failure("StorageError", "no permission", rank=2, stage="write")
+    if early:
+        cancel.set(failure)
+    else:
+        threading.Timer(0.3, cancel.set, [failure]).start()
+    incoming = {1: np.zeros(4, np.uint8)}
+    with pytest.raises(StorageError, match="rank 2, write: no permission"):
+        world.mesh(0).exchange("token", {1: content(0, 1, 4)}, incoming, timeout=60, cancel=cancel)
+    with pytest.raises(StorageError, match="no permission"):  # rank 1 comes later
+        world.mesh(1).exchange("token", {0: content(1, 0, 4)}, {0: np.zeros(4, np.uint8)}, timeout=60)
 
 
 def test_an_address_that_means_another_machine_elsewhere(world: DataWorld) -> None:

@@ -331,6 +331,7 @@ class Collective(ABC):
         incoming: Mapping[int, NDArray[np.uint8]],
         *,
         timeout: float,
+        cancel: Cancellation | None = None,
     ) -> None:
         """Send arrays to other ranks and fill arrays from them, all at the same time, over the data plane.
 
@@ -339,8 +340,10 @@ class Collective(ABC):
             outgoing: by destination rank, contiguous 1-D uint8; must not change before the call returns.
             incoming: by source rank, contiguous 1-D uint8, of the size that the other side sends.
             timeout: seconds for the whole exchange.
+            cancel: token whose failure ends the exchange.
 
         Raises:
+            CheckpointError: failure of `cancel`.
             CheckpointTimeoutError, PeerLostError: as `recv`; also the failure of another rank of the exchange. The
                 content of `incoming` is then undefined, but nothing writes to it any more. Other exchanges go on.
         """
@@ -348,7 +351,7 @@ class Collective(ABC):
         for to, array in outgoing.items():
             self.send(to, tag, array.tobytes())
         for source, array in incoming.items():
-            payload = self.recv(source, tag, timeout=max(0.0, deadline - time.monotonic()))
+            payload = self.recv(source, tag, timeout=max(0.0, deadline - time.monotonic()), cancel=cancel)
             assert len(payload) == array.nbytes, f"exchange {tag}: {len(payload)} bytes for {array.nbytes}"
             np.copyto(array, np.frombuffer(payload, np.uint8))
 

@@ -211,6 +211,7 @@ class StoreCollective(InboxCollective):
         incoming: Mapping[int, NDArray[np.uint8]],
         *,
         timeout: float,
+        cancel: Cancellation | None = None,
     ) -> None:
         self._star.check_open(tag)
         for array in (*outgoing.values(), *incoming.values()):
@@ -223,7 +224,7 @@ class StoreCollective(InboxCollective):
             for arrays in (outgoing, incoming)
         )
         if outgoing or incoming:
-            self._data_plane().exchange(tag, outgoing, incoming, timeout=timeout)
+            self._data_plane().exchange(tag, outgoing, incoming, timeout=timeout, cancel=cancel)
 
     @contextlib.contextmanager
     def serve(self, tag: str, provider: DataProvider) -> Iterator[None]:  # noqa: D102 (inherited)

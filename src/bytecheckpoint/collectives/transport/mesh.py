@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -39,7 +40,7 @@ from bytecheckpoint.errors import (
     CheckpointTimeoutError,
     PeerLostError,
 )
-from bytecheckpoint.failures import Failure
+from bytecheckpoint.failures import Cancellation, Failure
 from bytecheckpoint.liveness import busy
 from bytecheckpoint.tracing.operation import count_retries
 
@@ -73,9 +74,10 @@ class Mesh(DirectConnections):
         incoming: Mapping[int, NDArray[np.uint8]],
         *,
         timeout: float,
+        cancel: Cancellation | None = None,
     ) -> None:
         """Exchange arrays with other ranks, as `Collective.exchange`. None of the arrays is empty."""
-        self._run(ArrayExchange(tag, outgoing, incoming, self._operations.discard), timeout)
+        self._run(ArrayExchange(tag, outgoing, incoming, self._operations.discard), timeout, cancel)
 
     def fetch(self, rank: int, tag: str, request: bytes, destination: NDArray[np.uint8], *, timeout: float) -> None:
         """Fill an array with data that another rank serves, as `Collective.fetch`."""
@@ -110,11 +112,18 @@ class Mesh(DirectConnections):
             failure = Failure.of(error, rank=self.rank, stage=f"serve {tag!r}")
         self._send_refusal(request.link, request.number, failure)
 
-    def _run(self, operation: DataOperation, timeout: float) -> None:
+    def _end(self, known: weakref.ref[DataOperation], failure: Failure) -> None:
+        if (operation := known()) is not None:
+            self._call_soon(partial(self._fail, operation, failure.as_error()))
+
+    def _run(self, operation: DataOperation, timeout: float, cancel: Cancellation | None = None) -> None:
         self.check_process()
         self._reserve({transfer.rank for transfer in operation.left})
         if not self._call_soon(partial(self._begin, operation)):
             raise self._closed_error(operation, "this world was closed")
+        if cancel is not None:
+            # The token may live longer than the operation, and must not keep its arrays.
+            cancel.on_set(partial(self._end, weakref.ref(operation)))
         try:
             with busy(timeout):
                 over = operation.over.wait(timeout)
