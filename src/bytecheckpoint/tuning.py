@@ -55,6 +55,7 @@ class Tuning:
         fabric_bytes: engine: what a rank stages at most at once for the fabric, on its device.
         fabric_start: engine: time in which the group of a load must connect; else sockets are used.
         scatter_run_bytes: engine: average run length below which a range passes through a scratch buffer.
+        assembly_bytes: saving: bytes that a rank receives at once, about, of tensors that it joins for a view.
         frozen_look_bytes: saving: bytes of a file of frozen parameters that are compared before the next optimizer step.
         open_files: engine: storage files of a checkpoint that stay open while no thread uses them.
         helper_end: engine: time that the helper process gets to end by itself, and then to die.
@@ -125,6 +126,7 @@ class Tuning:
     data_piece: int = 4 << 20
 
     # --- saving ---
+    assembly_bytes: int = 64 << 20
     frozen_look_bytes: int = 8 << 20
 
     # --- storage ---

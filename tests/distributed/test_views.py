@@ -1,10 +1,11 @@
-"""Views of cut tensors: all ranks write files for Hugging Face behind the commit, and the index comes last."""
+"""Views of cut tensors: ranks join them before the write, or write files for Hugging Face behind the commit, index last."""
 
 from __future__ import annotations
 
 import json
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint
 from bytecheckpoint import (
+    CheckpointError,
     CheckpointManager,
     HuggingFaceView,
     SaveOptions,
@@ -26,12 +28,14 @@ from bytecheckpoint import (
 )
 from bytecheckpoint.engine.view_files import VIEW_INDEX
 from bytecheckpoint.manager import Retention
+from bytecheckpoint.saving import rank_assembly
 from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.tools.huggingface import WeightFiles
 from tests.support.pretrained import Net, check, trained
 from tests.support.worlds import on_ranks
 
 VIEW = HuggingFaceView()
+AS_FILES = HuggingFaceView(dtype="float32")
 
 
 def sharded(value: float = 1.0) -> dict[str, Any]:
@@ -45,10 +49,56 @@ def files_in(folder: Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if name.startswith("model-"))
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"async_checkpoint": True}, {"async_checkpoint": True, "staging": "background"}]
+)
+@on_ranks(2)
+def test_ranks_join_cut_tensors(tmp_path: Path, options: dict[str, Any]) -> None:
+    """No byte is written twice, the view is there with the commit, and each rank writes about its share."""
+    written = []
+    for value in (1.0, 2.0):
+        report = bytecheckpoint.save(tmp_path / "step", sharded(value), view=VIEW, **options).result()
+        assert report.view == "index"
+        check(tmp_path / "step", value)
+        written.append(report.bytes_written)
+        dist.barrier()
+    assert not files_in(tmp_path / "step")
+    fresh = sharded(0.0)
+    bytecheckpoint.load(tmp_path / "step", fresh)
+    assert torch.equal(fresh["model"].embed.weight.full_tensor(), Net(2.0).embed.weight)
+    plain = bytecheckpoint.save(tmp_path / "plain", sharded(2.0), **options).result()
+    assert max(written) <= plain.bytes_written + 8192  # a box more or less
+    if dist.get_rank() == 0:
+        report = tools.verify(tmp_path / "step")
+        assert report.ok and not report.notes
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_a_rank_without_memory_while_tensors_are_joined_fails_the_save_of_all(tmp_path: Path) -> None:
+    def fail(*_: Any) -> int:
+        raise MemoryError("no memory")
+
+    bytecheckpoint.save(tmp_path / "first", sharded(), view=VIEW)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(rank_assembly, "join_tensors", fail)
+        handle, begin = (
+            bytecheckpoint.save(tmp_path / "second", sharded(), view=VIEW, async_checkpoint=True),
+            time.monotonic(),
+        )
+        with pytest.raises(CheckpointError, match="rank 1, write: MemoryError: no memory"):
+            handle.result()
+        assert time.monotonic() - begin < 20  # not the time-out
+    dist.barrier()
+    assert not (tmp_path / "second/metadata.parquet").exists()
+    assert bytecheckpoint.save(tmp_path / "third", sharded(), view=VIEW).result().view == "index"
+
+
 @on_ranks(2)
 def test_all_ranks_write_a_view(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
-        handle = bytecheckpoint.save(tmp_path / "step", sharded(value), view=VIEW, async_checkpoint=True)
+        handle = bytecheckpoint.save(tmp_path / "step", sharded(value), view=AS_FILES, async_checkpoint=True)
         assert handle.result().view == "files"
         handle.viewed.result()
         check(tmp_path / "step", value)
@@ -84,7 +134,7 @@ def test_a_manager_keeps_steps_until_their_views_are_there(tmp_path: Path) -> No
         check(info.path, 1.0)
         found.append(info.step)
 
-    options = SaveOptions(view=VIEW, on_commit=on_commit)
+    options = SaveOptions(view=AS_FILES, on_commit=on_commit)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WeightFiles, "write", wait)
         with CheckpointManager(tmp_path, sharded(), keep=Retention(1, grace=0.0), save_options=options) as manager:
@@ -108,10 +158,10 @@ def test_a_failed_view_has_no_index(tmp_path: Path) -> None:
         return files
 
     write = WeightFiles.write
-    bytecheckpoint.save(tmp_path, sharded(), view=VIEW).viewed.result()
+    bytecheckpoint.save(tmp_path, sharded(), view=AS_FILES).viewed.result()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WeightFiles, "write", fail)
-        handle = bytecheckpoint.save(tmp_path, sharded(2.0), view=VIEW)
+        handle = bytecheckpoint.save(tmp_path, sharded(2.0), view=AS_FILES)
         with pytest.raises(StorageError, match="no room"):
             handle.viewed.result()
     dist.barrier()
@@ -136,7 +186,7 @@ def test_parts_of_a_pipeline_need_an_index_only(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_a_rank_without_a_view_ends_that_of_all(tmp_path: Path) -> None:
-    handle = bytecheckpoint.save(tmp_path, sharded(), view=VIEW if dist.get_rank() == 0 else None)
+    handle = bytecheckpoint.save(tmp_path, sharded(), view=AS_FILES if dist.get_rank() == 0 else None)
     with pytest.raises(UsageError, match="this rank gave no view="):
         handle.viewed.result(60)
     assert not (tmp_path / VIEW_INDEX).exists()
@@ -155,7 +205,7 @@ def test_a_save_meanwhile_gets_no_older_weights(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PosixStorage, "publish", publish)
-        first = bytecheckpoint.save(tmp_path, sharded(), view=VIEW)
+        first = bytecheckpoint.save(tmp_path, sharded(), view=AS_FILES)
         assert dist.get_rank() or stopped.wait(60)
         bytecheckpoint.save(tmp_path, sharded(2.0))
         dist.barrier()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import bytecheckpoint
 from bytecheckpoint import CheckpointError, CheckpointManager, HuggingFaceView, SaveOptions, tools
 from bytecheckpoint.collectives import current
+from bytecheckpoint.collectives.store_collective import StoreCollective
 from bytecheckpoint.engine.view_files import VIEW_INDEX
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.world import world_of
@@ -33,7 +35,8 @@ STAGES = {
     "finish": ("finish", "model-", 0),
     "index": ("publish", VIEW_INDEX, 0),
 }
-OPTIONS = SaveOptions(view=HuggingFaceView(), async_checkpoint=False)
+VIEW = HuggingFaceView(dtype="float32")  # files of their own: those of whole tensors come with the step
+OPTIONS = SaveOptions(view=VIEW, async_checkpoint=False)
 
 
 def sharded(value: float) -> dict[str, Any]:
@@ -52,13 +55,36 @@ def save_and_be_killed(root: Path, victim: int, operation: str, name: str, skip:
     faults.add(operation, name=name, rank=victim, skip=skip, before=lambda: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(CheckpointError):
         faults.install(patch)
-        bytecheckpoint.save(root / "step_00000002", sharded(2.0), view=HuggingFaceView()).viewed.result()
+        bytecheckpoint.save(root / "step_00000002", sharded(2.0), view=VIEW).viewed.result()
 
 
-def resume(root: Path) -> int:
+def save_and_be_killed_at_an_exchange(root: Path, victim: int) -> float:
+    """Save step 1, then kill a rank when ranks join the tensors of step 2; return the seconds until another rank knows."""
+    bytecheckpoint.configure(timeout=60.0, writer="thread")
+    with CheckpointManager(root, sharded(1.0), save_options=SaveOptions(view=HuggingFaceView())) as manager:
+        manager.save(1)
+    exchange = StoreCollective.exchange
+
+    def die(self: Any, *args: Any, **options: Any) -> None:
+        if self.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        exchange(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StoreCollective, "exchange", die)
+        handle = bytecheckpoint.save(
+            root / "step_00000002", sharded(2.0), view=HuggingFaceView(), async_checkpoint=True
+        )
+        begin = time.monotonic()
+        with pytest.raises(CheckpointError, match="rank"):
+            handle.result()
+    return time.monotonic() - begin
+
+
+def resume(root: Path, view: HuggingFaceView = VIEW) -> int:
     """Resume the run, at any number of ranks, and wait for the view; return the step."""
-    states = sharded(0.0)
-    with CheckpointManager(root, states, save_options=OPTIONS) as manager:
+    states, options = sharded(0.0), SaveOptions(view=view, async_checkpoint=False)
+    with CheckpointManager(root, states, save_options=options) as manager:
         restored = manager.restore_latest()
         assert restored is not None
         world_of(current()).saves.drain_behind()
@@ -128,18 +154,32 @@ def test_another_number_of_ranks_completes_the_view(worlds: Worlds, tmp_path: Pa
     assert opens(step, 2.0)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_kill_while_ranks_join_tensors_leaves_no_step(worlds: Worlds, tmp_path: Path, victim: int) -> None:
+    world = worlds.fresh(2)
+    ended = world.start(save_and_be_killed_at_an_exchange, tmp_path, victim).outcomes(timeout=90, grace=70)
+    assert "died with exit code -9" in ended[victim][1]
+    ok, seconds = ended[1 - victim]
+    assert ok and seconds < 30, seconds
+    assert opens(tmp_path / "step_00000001", 1.0)
+    assert not (tmp_path / "step_00000002" / CATALOG_NAME).exists()
+    assert worlds.get(2).run(resume, tmp_path, HuggingFaceView()) == [1, 1]
+
+
 def test_a_view_of_another_configuration_is_not_completed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with CheckpointManager(tmp_path, sharded(2.0), save_options=OPTIONS) as manager:
+    options = SaveOptions(view=HuggingFaceView())
+    with CheckpointManager(tmp_path, sharded(2.0), save_options=options) as manager:
         manager.save(2)
     step = tmp_path / "step_00000002"
     (step / VIEW_INDEX).unlink()
     states = sharded(0.0)
     states["model"].config.changed = True
-    with CheckpointManager(tmp_path, states, save_options=OPTIONS) as manager:
+    with CheckpointManager(tmp_path, states, save_options=options) as manager:
         manager.restore_latest()
         world_of(current()).saves.drain_behind()
     assert "stays without its view" in caplog.text
     assert not opens(step, 2.0)
-    resume(tmp_path)  # an index over the storage files, of which no byte is written twice
+    resume(tmp_path, HuggingFaceView())  # an index over the storage files, of which no byte is written twice
     assert opens(step, 2.0)
     assert not list(step.glob("model-*"))

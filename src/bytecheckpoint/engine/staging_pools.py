@@ -29,12 +29,15 @@ class StagingPools:
 
     Attributes:
         shared: pool that all saves share.
+        joining: pool in which synchronous saves join cut tensors, None before the first; new pages of the shared one take
+            longer to touch.
         private: pools that were made for one save each, until they are released.
         local_ranks: ranks of the world on this machine; 0 until a plan says so.
     """
 
     def __init__(self, free: Callable[[], FreeMemory] = free_memory) -> None:
         self.shared = StagingPool()
+        self.joining: StagingPool | None = None
         self.private: list[StagingPool] = []
         self.local_ranks = 0
         self._free = free
@@ -64,6 +67,15 @@ class StagingPools:
             return pool
         self.prewarm(nbytes, settings, device=device)
         return shared
+
+    def acquire_joining(self, nbytes: int, settings: Settings, device: torch.device | None) -> StagingPool | None:
+        """Return the pool `joining`, grown to `nbytes`, or None where that is too large. It stays for later saves."""
+        pool = self.joining or StagingPool(shared=False)
+        if nbytes > pool.capacity and nbytes > self._limit(settings):
+            return None
+        pool.reserve(max(nbytes, 1), touch=False, device=device)  # a rank may hold nothing
+        self.joining = pool
+        return pool
 
     def acquire(self, nbytes: int, settings: Settings, device: torch.device | None) -> StagingPool:
         """Return a pool for an image that is too large for any pool: the shared one, as large as it may be."""
@@ -105,9 +117,12 @@ class StagingPools:
             self.shared.shrink(max(self._needs))
 
     def clear(self) -> None:
-        """Free the shared pool. The next save reserves it anew."""
+        """Free the pools that stay. The next save reserves them anew."""
         self._needs.clear()
         self.shared.release()
+        if self.joining is not None:
+            self.joining.release()
+            self.joining = None
 
     def _warn_of_small_pool(self, nbytes: int, settings: Settings) -> None:
         """Log, once, why an image of `nbytes` does not fit in the pool, so its caller waits for the storage."""

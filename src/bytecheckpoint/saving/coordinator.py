@@ -28,6 +28,7 @@ from bytecheckpoint.engine.save_resources import PlanCache
 from bytecheckpoint.engine.view_files import VIEW_INDEX, publish_view, view_info
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.failures import Failure
+from bytecheckpoint.planning.assembly import plan_assembly
 from bytecheckpoint.planning.local_table import LocalTable
 from bytecheckpoint.representation.catalog_file import encode as encode_catalog
 from bytecheckpoint.representation.fingerprints import stored_fingerprint
@@ -42,6 +43,8 @@ from bytecheckpoint.saving.commit import (
 from bytecheckpoint.saving.copies import CopyComparison, DifferingCopies, Samples
 from bytecheckpoint.saving.messages import (
     NEXT_STEP,
+    AssemblyReply,
+    AssemblyRequest,
     CommitResult,
     DescribeRequest,
     PlanDescription,
@@ -160,7 +163,7 @@ class Coordinator:
         Returns:
             Reports of all ranks, none for a preparation; the plan that they follow; the drift of replicas by name.
         """
-        first = self._collect(self._due, SaveStep.FIRST)
+        first = self._answer_assembly(self._collect(self._due, SaveStep.FIRST))
         requests: dict[int, PlanRequest] = {r: m for r, m in first.items() if isinstance(m, PlanRequest)}
         reports: dict[int, WriteReport] = {r: m for r, m in first.items() if isinstance(m, WriteReport)}
         check_calls(first)
@@ -170,7 +173,7 @@ class Coordinator:
             self._reply(ranks, reply)
             return {}, plan, {}
         self._reply(ranks, reply)
-        reports.update(self._collect(ranks, SaveStep.REPORT))
+        reports.update(self._answer_assembly(self._collect(ranks, SaveStep.REPORT)))
         differing = check_reports(reports, plan)
         drift = self._compare(differing) if differing else {}
         for report in reports.values():
@@ -179,6 +182,26 @@ class Coordinator:
         self._complete_values(reports)
         self._stop.settle()
         return reports, plan, drift
+
+    def _answer_assembly(self, messages: dict[int, Any]) -> dict[int, Any]:
+        """Tell ranks that have staged their boxes whether they join cut tensors, and wait for their reports.
+
+        They do if all ranks are ready and follow one plan. Else some rank has other states than before.
+
+        Args:
+            messages: message of each rank.
+
+        Returns:
+            The messages, with the reports in place of the requests.
+        """
+        requests = {rank: found for rank, found in messages.items() if isinstance(found, AssemblyRequest)}
+        if not requests:
+            return messages
+        plan = self._cached_plan(requests)
+        whole = len(requests) == self._collective.world_size and all(request.ready for request in requests.values())
+        reply = AssemblyReply(whole and plan is not None and plan.assembly is not None)
+        self._reply(list(requests), lambda rank: reply)
+        return messages | self._collect(requests, SaveStep.ASSEMBLY)
 
     # --- messages -------------------------------------------------------------------------------------------------
 
@@ -245,8 +268,8 @@ class Coordinator:
             fixed = {rank: np.frombuffer(description.rows, np.int64) for rank, description in described.items()}
         return self._make_plan([tables[rank] for rank in range(len(tables))], fixed, requests, reports)
 
-    def _cached_plan(self, reports: Mapping[int, WriteReport]) -> GlobalPlan | None:
-        """Find the plan that all of `reports` followed, if it is cached."""
+    def _cached_plan(self, reports: Mapping[int, WriteReport | AssemblyRequest]) -> GlobalPlan | None:
+        """Find the plan that all of these ranks followed, if it is cached."""
         found = next((plan for plan in self._plans.newest_first() if plan.fits(reports)), None)
         if found is not None:
             self._plans.get(found.name)  # ranks keep the plans that they used last, so this side does too
@@ -287,7 +310,11 @@ class Coordinator:
         if rewrite_reason:
             values |= {rank: report.values for rank, report in reports.items()}
         expected = [name if rank in values else reports[rank].plan for rank in range(len(tables))]
-        plan = GlobalPlan(name, columns, tables, expected)
+        assembly = None
+        whole = {request.whole for request in requests.values()}
+        if len(requests) == len(tables) and len(whole) == 1 and (state := whole.pop()):
+            assembly = plan_assembly(columns, state, len(tables))
+        plan = GlobalPlan(name, columns, tables, expected, assembly)
         self._plans.add(name, plan)
         assigned = assign_values(values, whole_world=len(values) == len(tables))
         nbytes = columns.total_bytes()
@@ -296,7 +323,8 @@ class Coordinator:
         def reply(rank: int) -> Reply:
             rows, copied = columns.locals_of(rank).tobytes(), columns.copied_of(rank).tobytes()
             local_ranks = on_host[requests[rank].host] if len(requests) == len(tables) else 0
-            response = PlanResponse(name, rows, copied, sorted(assigned[rank]), local_ranks, nbytes)
+            moves = None if assembly is None else assembly.moves_of(rank)
+            response = PlanResponse(name, rows, copied, sorted(assigned[rank]), local_ranks, nbytes, moves)
             return response if rank in requests else RewriteRequest(response, rewrite_reason)
 
         return plan, list(values), reply
@@ -331,7 +359,7 @@ class Coordinator:
             with span("make catalog"):
                 generation = new_generation(self._collective.world_id, self._number)
                 info = {**self._info, "layout": json.loads(facts.layout)}
-                catalog = build_catalog(plan.columns, reports, generation, info)
+                catalog = build_catalog(plan.written(reports), reports, generation, info)
                 view: dict[str, bytes] = {}
                 if (wanted := self._request.states.view) is not None:
                     view, catalog = wanted.describe(catalog)

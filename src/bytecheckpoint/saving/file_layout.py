@@ -29,6 +29,7 @@ __all__ = [
     "lay_out_names",
     "lay_out_rows",
     "lay_out_values",
+    "moved",
     "moved_up",
     "place_values",
     "record_of",
@@ -92,7 +93,12 @@ class PlannedFile:
 
 
 def lay_out_rows(
-    shards: Sequence[LiveShard], rows: Int64s, origin: FileOrigin, *, incremental: bool = False
+    shards: Sequence[LiveShard],
+    rows: Int64s,
+    origin: FileOrigin,
+    *,
+    incremental: bool = False,
+    siblings: Sequence[str] | None = None,
 ) -> tuple[list[PlannedFile], list[tuple[int, int, int]]]:
     """Lay out the files of one rank's part of a plan.
 
@@ -101,6 +107,7 @@ def lay_out_rows(
         rows: numbers of their boxes, in the order of the plan.
         origin: origin of the files. Each header gets the generation of its own save when it is rendered.
         incremental: True if frozen parameters lie in files of their own.
+        siblings: `names.file_stem` of all files of the rank; None if these are all.
 
     Returns:
         The files, and the sources of their tensors (`RankImage.sources`).
@@ -124,6 +131,7 @@ def lay_out_rows(
     numbers = shard_of[starts].tolist()
     begins = (rows - ends[shard_of])[starts].tolist()  # counted from the shard's end: negative
     stems = [file_stem(origin.file_name(states[state], part, values=False)) for state, part, _, _ in bounds]
+    named = stems if siblings is None else siblings
     adoptable = [stem for stem, (_, _, first, _) in zip(stems, bounds, strict=True) if frozen[first]]
     for state, part, first, last in bounds:
         entries: list[StoredEntry | StoredFragments] = []
@@ -139,7 +147,7 @@ def lay_out_rows(
             sizes.append(entry.byte_length)
             offset += entry.byte_length
         section = _section(position, sizes, list(range(begin, len(sources))))
-        header = _header(entries, states[state], origin, stems, adoptable)
+        header = _header(entries, states[state], origin, named, adoptable)
         files.append(PlannedFile(states[state], part, False, header, section, bool(frozen[first]), entries))
         position = end_of(section)
     return files, sources
@@ -245,8 +253,9 @@ def lay_out_names(
     *,
     part: int = 0,
     position: int = 0,
+    values: bool = True,
 ) -> PlannedFile:
-    """Lay out a file without tensors, where no other is written: its header names the files of earlier saves.
+    """Lay out a file without tensors, where no other is written: its header names the other files of the rank.
 
     Args:
         state: name of a state of the rank.
@@ -255,8 +264,14 @@ def lay_out_names(
         adoptable: `names.file_stem` of the adopted ones.
         part: part number of the file.
         position: byte of the image where it lies.
+        values: True for a file in the place of one of values, False in the place of one of planned shards.
     """
-    return PlannedFile(state, part, True, _header([], state, origin, siblings, adoptable), _section(position, [], []))
+    return PlannedFile(state, part, values, _header([], state, origin, siblings, adoptable), _section(position, [], []))
+
+
+def moved(section: ImageFile, shift: int) -> ImageFile:
+    """Return a data section that lies `shift` bytes further on."""
+    return replace(section, start=section.start + shift)
 
 
 def moved_up(files: Sequence[PlannedFile]) -> list[PlannedFile]:

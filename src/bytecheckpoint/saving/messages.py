@@ -13,6 +13,7 @@ import msgspec
 from bytecheckpoint.errors import PeerLostError
 from bytecheckpoint.failures import Failure
 from bytecheckpoint.frameworks.selection import SelectionReport
+from bytecheckpoint.planning.assembly import RankMoves
 from bytecheckpoint.planning.local_table import LocalTable
 from bytecheckpoint.representation.names import escape, unescape
 from bytecheckpoint.representation.shards import TensorKey
@@ -20,6 +21,8 @@ from bytecheckpoint.representation.shards import TensorKey
 __all__ = [
     "MIXED_PLANS",
     "NEXT_STEP",
+    "AssemblyReply",
+    "AssemblyRequest",
     "CommitFacts",
     "CommitResult",
     "DescribeRequest",
@@ -59,12 +62,15 @@ Key = tuple[str, str, str]
 class SaveStep(StrEnum):
     """The steps in which a rank sends a message, each at most once in a save."""
 
-    #: The first message: a `WriteReport` if a cached plan told the rank what to write, else a `PlanRequest`.
+    #: The first message: an `AssemblyRequest` or a `WriteReport` if a cached plan told the rank what to stage or to write,
+    #: else a `PlanRequest`.
     FIRST = "first"
     #: A `PlanDescription`, after a `DescribeRequest`.
     DESCRIPTION = "description"
-    #: A `WriteReport`, after a `PlanResponse` or a `RewriteRequest`.
+    #: A `WriteReport`, after a `PlanResponse` or a `RewriteRequest`; an `AssemblyRequest` before it, if the plan has one.
     REPORT = "report"
+    #: A `WriteReport`, after an `AssemblyReply`.
+    ASSEMBLY = "assembly"
     #: The `RankSamples`, after a `SamplesRequest`.
     SAMPLES = "samples"
     #: A second `WriteReport`, after a `ValuesRequest`.
@@ -140,6 +146,7 @@ class PlanRequest(msgspec.Struct, frozen=True, tag="plan-request"):
         host: name of the machine, equal for ranks that share it (`Collective.host`).
         selection: selected part of the rank's states.
         form: `LocalTable.form_digest` of a table whose columns the coordinator asks one of the ranks for that send it.
+        whole: escaped name of the state whose tensors are to lie whole in files; "" if none are.
     """
 
     url: str
@@ -149,6 +156,19 @@ class PlanRequest(msgspec.Struct, frozen=True, tag="plan-request"):
     host: str = ""
     selection: SelectionReport = SelectionReport()
     form: bytes = b""
+    whole: str = ""
+
+
+class AssemblyRequest(msgspec.Struct, frozen=True, tag="assembly-request"):
+    """Reports that a rank has staged its boxes, and can join cut tensors with the other ranks.
+
+    Attributes:
+        plan: name of the global plan that the rank followed.
+        ready: True if it has the memory.
+    """
+
+    plan: str
+    ready: bool
 
 
 class PlanDescription(msgspec.Struct, frozen=True, tag="plan-description"):
@@ -209,6 +229,7 @@ class WriteReport(msgspec.Struct, frozen=True, tag="write-report"):
         checks: facts that all ranks compare.
         commit: facts for the commit, from rank 0.
         encoded: stored bytes of the files that are kept as differences, by name.
+        whole: True if the rank has joined cut tensors, so that its files are those of the plan's assembly.
     """
 
     url: str
@@ -219,6 +240,7 @@ class WriteReport(msgspec.Struct, frozen=True, tag="write-report"):
     checks: RankChecks = RankChecks()
     commit: CommitFacts | None = None
     encoded: dict[str, int] = {}
+    whole: bool = False
 
 
 class RankSamples(msgspec.Struct, frozen=True, tag="rank-samples"):
@@ -246,6 +268,7 @@ class PlanResponse(msgspec.Struct, frozen=True, tag="plan-response"):
         values: keys of the values that the rank writes.
         local_ranks: number of the world's ranks on the rank's machine; 0 if not all ranks asked for a plan.
         nbytes: bytes of the tensors that all ranks write.
+        moves: the rank's part in joining cut tensors; None if none are joined.
     """
 
     plan: str
@@ -254,6 +277,17 @@ class PlanResponse(msgspec.Struct, frozen=True, tag="plan-response"):
     values: list[Key]
     local_ranks: int = 0
     nbytes: int = 0
+    moves: RankMoves | None = None
+
+
+class AssemblyReply(msgspec.Struct, frozen=True, tag="assembly-reply"):
+    """Says whether the ranks join cut tensors. The rank does so or not, writes and reports.
+
+    Attributes:
+        join: False if some rank cannot: then each rank writes its own boxes.
+    """
+
+    join: bool
 
 
 class DescribeRequest(msgspec.Struct, frozen=True, tag="describe-request"):
@@ -318,12 +352,22 @@ class SaveFailed(msgspec.Struct, frozen=True, tag="save-failed"):
     commit_unknown: bool = False
 
 
-RankMessage = PlanRequest | PlanDescription | WriteReport | RankSamples
-Reply = PlanResponse | DescribeRequest | RewriteRequest | SamplesRequest | ValuesRequest | CommitResult | SaveFailed
+RankMessage = PlanRequest | PlanDescription | AssemblyRequest | WriteReport | RankSamples
+Reply = (
+    PlanResponse
+    | DescribeRequest
+    | AssemblyReply
+    | RewriteRequest
+    | SamplesRequest
+    | ValuesRequest
+    | CommitResult
+    | SaveFailed
+)
 #: The step that each reply asks a rank for.
 NEXT_STEP: dict[type[Any], SaveStep] = {
     PlanResponse: SaveStep.REPORT,
     DescribeRequest: SaveStep.DESCRIPTION,
+    AssemblyReply: SaveStep.ASSEMBLY,
     RewriteRequest: SaveStep.REPORT,
     SamplesRequest: SaveStep.SAMPLES,
     ValuesRequest: SaveStep.VALUES,

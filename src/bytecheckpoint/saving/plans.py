@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from bytecheckpoint.collectives.base import different_paths, names_of_ranks
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.selection import check_selections
+from bytecheckpoint.planning.assembly import Assembly
 from bytecheckpoint.planning.local_table import LocalTable
 from bytecheckpoint.planning.planned_rows import SavePlan
 from bytecheckpoint.planning.save_plan import plan_save
 from bytecheckpoint.representation.catalog import VALUES_SLOT
 from bytecheckpoint.representation.names import unescape
 from bytecheckpoint.saving.copies import DifferingCopies, differing_copies
-from bytecheckpoint.saving.messages import MIXED_PLANS, Key, PlanRequest, ValueRecord, WriteReport
+from bytecheckpoint.saving.messages import MIXED_PLANS, AssemblyRequest, Key, PlanRequest, ValueRecord, WriteReport
 from bytecheckpoint.saving.steps import check_optimizer_steps, check_steps
 
 __all__ = [
@@ -45,14 +46,24 @@ class GlobalPlan:
         columns: rows and files of all ranks.
         tables: shards of each rank.
         expected: plan name that each rank reports when it follows this plan.
+        assembly: tensors that the ranks join before they write, if all can; None if none are joined.
     """
 
     name: str
     columns: SavePlan
     tables: list[LocalTable]
     expected: list[str]
+    assembly: Assembly | None = None
 
-    def fits(self, reports: Mapping[int, WriteReport]) -> bool:
+    def written(self, reports: Mapping[int, WriteReport]) -> SavePlan:
+        """Return the rows and files that the ranks have written, given the reports of all."""
+        whole = {report.whole for report in reports.values()}
+        if whole == {True} and self.assembly is not None:
+            return self.assembly.columns
+        assert whole == {False}, "the ranks agree whether they join tensors"
+        return self.columns
+
+    def fits(self, reports: Mapping[int, WriteReport | AssemblyRequest]) -> bool:
         """Return whether all reporting ranks have followed this plan."""
         return all(self.expected[rank] == report.plan for rank, report in reports.items())
 

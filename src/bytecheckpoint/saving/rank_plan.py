@@ -16,6 +16,7 @@ from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.saving.capture import CapturedState, Value
 from bytecheckpoint.saving.file_layout import FileOrigin, PlannedFile, lay_out_rows
 from bytecheckpoint.saving.messages import PlanResponse, unescaped
+from bytecheckpoint.saving.rank_assembly import RankAssembly, make_rank_assembly
 
 __all__ = ["AgreedPlan", "RankImage", "RankPlan", "ValueShares", "make_rank_plan"]
 
@@ -79,6 +80,7 @@ class RankPlan:
         copies: copies of this rank's boxes.
         nbytes: bytes of the tensors that all ranks write.
         spared: bytes of this rank's shards that others write, because they hold the same.
+        assembly: cut tensors that this rank joins and writes whole, if all ranks can; None if none are joined.
         compared: True if a save by this plan was committed, so copies on other ranks were compared.
     """
 
@@ -89,6 +91,7 @@ class RankPlan:
     copies: KnownCopies
     nbytes: int
     spared: int
+    assembly: RankAssembly | None = None
     compared: bool = False
 
     def forget_targets(self) -> None:
@@ -128,6 +131,8 @@ def make_rank_plan(captured: CapturedState, table: LocalTable, origin: FileOrigi
     rows = np.frombuffer(response.rows, np.int64)
     with gc_paused():
         files, sources = lay_out_rows(captured.shards, rows, origin, incremental=captured.incremental)
+        moves = response.moves
+        assembly = None if moves is None else make_rank_assembly(captured.shards, files, origin, moves)
     nbytes = sum(shard.data.nbytes for shard in captured.shards)
     return RankPlan(
         name=response.plan,
@@ -139,4 +144,5 @@ def make_rank_plan(captured: CapturedState, table: LocalTable, origin: FileOrigi
         copies=KnownCopies(repeated_rows(group_equal(all_rows([table])[1])), np.frombuffer(response.copied, np.int64)),
         nbytes=response.nbytes,
         spared=nbytes - sum(file.image.nbytes for file in files),
+        assembly=assembly,
     )

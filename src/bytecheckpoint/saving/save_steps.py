@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from msgspec import structs
 
 from bytecheckpoint.collectives import Collective
+from bytecheckpoint.engine.assembly import Bytes
 from bytecheckpoint.engine.pieces import SharedCopy
 from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.errors import IncompatibleCheckpointError, StorageError
@@ -26,6 +27,8 @@ from bytecheckpoint.saving.copies import Samples, full_digests, sample
 from bytecheckpoint.saving.file_layout import FileOrigin
 from bytecheckpoint.saving.messages import (
     MIXED_PLANS,
+    AssemblyReply,
+    AssemblyRequest,
     CommitFacts,
     CommitResult,
     DescribeRequest,
@@ -42,10 +45,11 @@ from bytecheckpoint.saving.messages import (
     unescaped,
 )
 from bytecheckpoint.saving.piece_writer import PieceWriter
+from bytecheckpoint.saving.rank_files import StagedFiles, WrittenFiles
 from bytecheckpoint.saving.rank_plan import AgreedPlan, make_rank_plan
 from bytecheckpoint.saving.request import SaveMode, SaveRequest
 from bytecheckpoint.saving.steps import steps_of_shards
-from bytecheckpoint.saving.writer import RankWriter, StagedFiles, WrittenFiles
+from bytecheckpoint.saving.writer import RankWriter
 from bytecheckpoint.tracing.operation import Operation, retries_so_far, span
 from bytecheckpoint.tuning import tuning
 
@@ -78,12 +82,14 @@ class WrittenSave:
         checks: facts that the coordinator compares between ranks.
         samples: elements of replicas that the coordinator may ask for; None if it may not.
         files: written files.
+        whole: True if cut tensors were joined.
     """
 
     agreed: AgreedPlan
     checks: RankChecks
     samples: Samples | None
     files: WrittenFiles
+    whole: bool = False
 
 
 class Save:
@@ -158,6 +164,7 @@ class Save:
         """
         self._operation.phase = "plan"
         table, key = captured.describe()
+        key += self._whole.encode()
         plan = None if dry else self._resources.plans.get(key)
         layout = self._layout(captured) if self._origin.rank == 0 else b""
         if plan is not None:
@@ -168,7 +175,8 @@ class Save:
             values = [value.record() for value in captured.values]
             selection = self._request.states.selection.report(look_for_similar=True)
             table = factored(table)
-            response = self._ask_for_plan(PlanRequest(self._url, table, values, dry, self._collective.host, selection))
+            request = PlanRequest(self._url, table, values, dry, self._collective.host, selection, whole=self._whole)
+            response = self._ask_for_plan(request)
             plan = make_rank_plan(captured, table, self._origin, response)
             agreed = self._adopt(AgreedPlan(captured, key, plan, cached=False, layout=layout), response)
         if not dry:
@@ -217,7 +225,8 @@ class Save:
         Raises:
             StorageError: somebody has removed a file that this save shares with an earlier one.
         """
-        files = self._writer.write(staged.files, staged.agreed)
+        joined = self._assemble(staged)
+        files = self._writer.write(joined or staged.files, staged.agreed)
         if self._live and self._writer.lost_files():
             files = self._writer.write_anew(staged.agreed)
         self._pieces.write(self._writer.file_names)
@@ -226,7 +235,25 @@ class Save:
                 f"{self._request.storage.url}: {lost[0]}, which this save shares with an earlier one, was removed during "
                 "the save; nobody else may remove files there. Save again"
             )
-        return WrittenSave(staged.agreed, staged.checks, staged.samples, files)
+        return WrittenSave(staged.agreed, staged.checks, staged.samples, files, joined is not None)
+
+    def _assemble(self, staged: StagedSave) -> StagedFiles | None:
+        """Join cut tensors with the other ranks; return None if none are joined."""
+        plan = staged.agreed.plan
+        if plan.assembly is None:
+            return None
+        self._operation.phase = "write"
+        reply = self._channel.ask(AssemblyRequest(plan.name, staged.files.whole is not None))
+        assert isinstance(reply, AssemblyReply), reply
+        if not reply.join:
+            return None
+
+        def exchange(number: int, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes]) -> None:
+            tag = f"save/{self._channel.number}/assembly/{number}"
+            timeout, cancel = self._request.settings.timeout, self._channel.stop.cancel
+            self._collective.exchange(tag, outgoing, incoming, timeout=timeout, cancel=cancel)
+
+        return self._writer.assemble(staged.files, plan.assembly, exchange)
 
     def commit(self, written: WrittenSave) -> SaveReport:
         """Report the files, and answer the coordinator's requests until it has committed.
@@ -289,6 +316,13 @@ class Save:
     def _live(self) -> bool:
         """True if the caller waits, so the live tensors keep their contents until the commit."""
         return self._request.mode is SaveMode.SYNCHRONOUS
+
+    @property
+    def _whole(self) -> str:
+        """Escaped name of the state whose tensors should lie whole in files; "" if none should."""
+        view = self._request.states.view
+        # An incremental save uses files of earlier checkpoints again, as they are.
+        return "" if view is None or self._request.incremental else escape(view.whole)
 
     @property
     def _url(self) -> str:
@@ -355,6 +389,7 @@ class Save:
                 written.checks,
                 facts,
                 self._encoded(files),
+                written.whole,
             )
         )
 
@@ -377,7 +412,7 @@ class Save:
                 raise IncompatibleCheckpointError(f"{MIXED_PLANS}: {request.reason}")
             plan = make_rank_plan(captured, agreed.plan.table, self._origin, request.plan)
             agreed = self._adopt(replace(agreed, plan=plan, cached=False), request.plan)
-            return replace(written, agreed=agreed, files=self._writer.write_anew(agreed))
+            return replace(written, agreed=agreed, files=self._writer.write_anew(agreed), whole=False)
         assert isinstance(request, ValuesRequest), request
         keys = frozenset(unescaped(key) for key in request.keys)
         files = self._writer.write_values(keys, written.files, captured.copies, live=self._live)

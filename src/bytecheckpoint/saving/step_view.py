@@ -38,7 +38,14 @@ class StepView(ABC):
 
 
 class ViewOfSave(ABC):
-    """The view of one save."""
+    """The view of one save.
+
+    Attributes:
+        whole: name of the state whose tensors should lie whole in files, so that the view needs no files of its own; "" if
+            it needs them in any case.
+    """
+
+    whole: str = ""
 
     @abstractmethod
     def describe(self, catalog: Catalog) -> tuple[dict[str, bytes], Catalog]:

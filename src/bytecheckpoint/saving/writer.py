@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from bytecheckpoint.concurrency import call_with_timeout
+from bytecheckpoint.engine.assembly import Exchange
 from bytecheckpoint.engine.device_copies import DeviceCopies
 from bytecheckpoint.engine.image_writer import (
-    ImageWriter,
     slot_bytes,
     stage_image,
 )
@@ -21,7 +21,6 @@ from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.engine.runs import Runs
 from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.engine.staging import Image, KnownTargets
-from bytecheckpoint.engine.writing import StagedChunk
 from bytecheckpoint.errors import CheckpointError, listed
 from bytecheckpoint.failures import Cancellation
 from bytecheckpoint.liveness import busy
@@ -35,81 +34,26 @@ from bytecheckpoint.saving.file_layout import (
     end_of,
     lay_out_names,
     lay_out_values,
+    moved,
     moved_up,
     place_values,
 )
 from bytecheckpoint.saving.file_output import FileOutput, Siblings
-from bytecheckpoint.saving.messages import FileRecord
+from bytecheckpoint.saving.rank_assembly import RankAssembly
+from bytecheckpoint.saving.rank_files import Places, StagedFiles, WholeMemory, WrittenFiles
 from bytecheckpoint.saving.rank_plan import AgreedPlan
-from bytecheckpoint.saving.request import SaveRequest
+from bytecheckpoint.saving.request import SaveMode, SaveRequest
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.base import call_timeout
 from bytecheckpoint.tracing.operation import Operation, span
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["Places", "RankWriter", "StagedFiles", "WrittenFiles"]
+__all__ = ["RankWriter"]
 
 _log = logging.getLogger("bytecheckpoint")
 #: Bytes per second that staging copies at least, unless a device hangs.
 _SLOWEST_COPY = 64 << 20
-
-#: Places of the values that a rank writes: number of the file among the rank's files, and byte offset in its data section.
-Places = Mapping[TensorKey, tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class StagedFiles:
-    """The files of one save on one rank, ready to be written.
-
-    Attributes:
-        files: the files.
-        places: places of the values that this rank writes.
-        values: all values of this rank; staged copies, unless the live tensors are written.
-        pool: staging pool that holds the bytes; None where they are written from the live tensors.
-        chunks: chunks in the pool that are not written yet.
-        image: live tensors that are written; None where the pool holds the bytes.
-        opened: writer whose files are created already, if any, and the version of the catalog that the commit replaces.
-        pool_bytes: bytes that a pool needs to hold all chunks.
-    """
-
-    files: list[PlannedFile]
-    places: Places
-    values: Sequence[Value]
-    pool: StagingPool | None = None
-    chunks: Sequence[StagedChunk] = ()
-    image: Image | None = None
-    opened: tuple[ImageWriter, str] | None = None
-    pool_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenFiles:
-    """The durable files of one save on one rank.
-
-    Attributes:
-        adopted: descriptions of the files of earlier checkpoints that belong to this one too.
-        records: descriptions of the files that were written.
-        places: places of the values that this rank has written; files are counted from the first adopted one.
-        values: all values of this rank, hashed; those that it has not written hold their bytes.
-        replaces: on rank 0, version of the catalog that was there before the first byte was written, "" for none.
-    """
-
-    adopted: list[FileRecord]
-    records: list[FileRecord]
-    places: Places
-    values: Sequence[Value]
-    replaces: str
-
-    @property
-    def nbytes(self) -> int:
-        """Total length of the written files, headers included."""
-        return sum(record.size for record in self.records)
-
-    @property
-    def nbytes_adopted(self) -> int:
-        """Total length of the adopted files, headers included."""
-        return sum(record.size for record in self.adopted)
 
 
 class RankWriter:
@@ -165,11 +109,23 @@ class RankWriter:
         agreed.captured.fill()
         files, places, image = self._lay_out_plan(agreed)
         values, pools, pool = agreed.captured.values, self._resources.pools, None
+        device, assembly, slots = image.copies.any_device, agreed.plan.assembly, slot_bytes(image.files, self._settings)
         if self._storage.capabilities.whole_files:
             # Such a storage gets the files from memory, if they fit there, else from a spool file.
-            pool = self._pool = pools.acquire_whole(image.nbytes, self._settings, image.copies.any_device)
+            if (pool := self._acquire_with_memory(agreed, image.nbytes, device)) is not None:
+                pools.note_need(self._with_memory(agreed, image.nbytes))
+                chunks = stage_image(image, pool, self._settings.storage.chunk_bytes)
+                return StagedFiles(files, places, values, pool, chunks, whole=WholeMemory(image.nbytes))
+            pool = self._pool = pools.acquire_whole(image.nbytes, self._settings, device)
+        elif assembly is not None:
+            first, end = assembly.span_of(files)
+            pool = pools.acquire_joining(end - first + assembly.nbytes, self._settings, device)
+            if pool is not None:
+                pools.note_need(slots)
+                whole = WholeMemory(end - first, -first)
+                return StagedFiles(files, places, values, pool, image=image, whole=whole)
         if pool is None:
-            pools.note_need(slot_bytes(image.files, self._settings))
+            pools.note_need(slots)
             return StagedFiles(files, places, values, image=image)
         pools.note_need(image.nbytes)
         opened = self._output.open(files, self._needs(agreed), pool, stable=True)
@@ -194,10 +150,14 @@ class RankWriter:
         spare_image = _spare_image(spare, image.nbytes, image.copies)
         nbytes = max(image.nbytes, spare_image.nbytes)
         pools, device = self._resources.pools, image.copies.any_device
-        pools.note_need(nbytes)
+        whole, needed = None, nbytes
         with span("reserve", nbytes):
-            pool = pools.acquire_whole(nbytes, settings, device) or pools.acquire(image.nbytes, settings, device)
+            if (pool := self._acquire_with_memory(agreed, nbytes, device)) is not None:
+                whole, needed = WholeMemory(nbytes), self._with_memory(agreed, nbytes)
+            else:
+                pool = pools.acquire_whole(nbytes, settings, device) or pools.acquire(image.nbytes, settings, device)
         self._pool = pool
+        pools.note_need(needed)
         self._operation.count("staging pool", nbytes=pool.capacity)
         opened = None
         fits = pool.capacity >= image.nbytes
@@ -211,7 +171,7 @@ class RankWriter:
         with busy(limit), span("copy", image.nbytes):
             writer = opened[0] if opened else None
             chunks = stage_image(image, pool, settings.storage.chunk_bytes, writer, shared, slice(plain))
-        staged = StagedFiles(files, places, (), pool, chunks, opened=opened, pool_bytes=nbytes)
+        staged = StagedFiles(files, places, (), pool, chunks, opened=opened, pool_bytes=needed, whole=whole)
 
         def copy_values() -> StagedFiles:
             agreed.captured.fill()
@@ -226,6 +186,42 @@ class RankWriter:
             return replace(staged, values=[*copied.values()])
 
         return staged, copy_values
+
+    def _acquire_with_memory(self, agreed: AgreedPlan, nbytes: int, device: torch.device | None) -> StagingPool | None:
+        """Return a pool for `nbytes` and whole tensors behind them; None if none are joined, or this rank has no memory."""
+        if agreed.plan.assembly is None:
+            return None
+        needed = self._with_memory(agreed, nbytes)
+        self._pool = self._resources.pools.acquire_whole(needed, self._settings, device)
+        return self._pool
+
+    @staticmethod
+    def _with_memory(agreed: AgreedPlan, nbytes: int) -> int:
+        """Return the length of that pool."""
+        assembly = agreed.plan.assembly
+        return max(nbytes + (0 if assembly is None else assembly.nbytes), 1)  # a rank may hold nothing
+
+    def assemble(self, staged: StagedFiles, assembly: RankAssembly, exchange: Exchange) -> StagedFiles:
+        """Join cut tensors with the other ranks, and return the files with the whole ones.
+
+        Args:
+            staged: staged boxes.
+            assembly: this rank's part.
+            exchange: function that exchanges bytes with the other ranks.
+        """
+        pool, whole, image = staged.pool, staged.whole, staged.image
+        assert pool is not None and whole is not None, "this rank has said that it is ready"
+        joined = assembly.places_in(staged.files)
+        with busy(self._settings.timeout + assembly.nbytes / _SLOWEST_COPY), span("join tensors", assembly.nbytes):
+            if image is not None:
+                sections = [moved(staged.files[place].image, whole.image) for place in joined]
+                Image(image.tensors, sections, image.copies).stage(pool.tensor(), pool.generation)
+            received = assembly.join(pool.tensor().numpy(), whole.image, whole.start, exchange)
+        self._operation.count("joined with others", nbytes=received)
+        files, chunks = assembly.replaced(staged.files, whole.start, self._settings.storage.chunk_bytes)
+        self._operation.planned_bytes = sum(file.image.nbytes for file in files)
+        chunks += [chunk for chunk in staged.chunks if chunk.file not in joined]
+        return replace(staged, files=files, chunks=chunks, whole=whole._replace(files=joined))
 
     def compare_rest(self, agreed: AgreedPlan) -> None:
         """Compare the frozen parameters that `copy` has only looked at with the files in their place.
@@ -254,8 +250,9 @@ class RankWriter:
         pool = staged.pool
         assert pool is not None
         with self._using(pool, agreed, staged.pool_bytes):
+            by_helper = self._request.mode is not SaveMode.SYNCHRONOUS
             writer, replaces = staged.opened or self._output.open(
-                staged.files, self._needs(agreed), pool, stable=True, by_helper=True
+                staged.files, self._needs(agreed), pool, stable=True, by_helper=by_helper
             )
             writer.write_staged(staged.chunks)
             values = hash_all(staged.values, agreed.captured.copies)
@@ -412,12 +409,28 @@ class RankWriter:
         return Siblings(count, [record.name for record in self._adoption.records])
 
     def _stream(self, staged: StagedFiles, image: Image, agreed: AgreedPlan) -> WrittenFiles:
-        """Write planned files from the live tensors."""
-        replaces = self._output.check_target(self._needs(agreed))
-        records = self._output.stream(staged.files, image, self._resources.pools.shared, self._siblings())
-        self._resources.pools.resize()
+        """Write planned files from the live tensors, and those of whole tensors from the pool."""
+        replaces, pools = self._output.check_target(self._needs(agreed)), self._resources.pools
+        files, joined = staged.files, [] if staged.whole is None else [*staged.whole.files]
+        rest = [place for place in range(len(files)) if place not in joined]
+        whole, writer = [files[place] for place in joined], None
+        if whole:
+            assert staged.pool is not None, "it holds the whole tensors"
+            writer, _ = self._output.open(whole, self._needs(agreed), staged.pool, stable=True)
+            writer.write_staged([chunk._replace(file=joined.index(chunk.file)) for chunk in staged.chunks])
+            image = Image(image.tensors, [files[place].image for place in rest], image.copies)
+        streamed = self._output.stream([files[place] for place in rest], image, pools.shared, self._siblings())
+        records = dict(zip(rest, streamed, strict=True))
+        if writer is not None:
+            written = self._output.finish(whole, writer, writer.sums(), self._siblings())
+            records.update(zip(joined, written, strict=True))
+        pools.resize()
         return WrittenFiles(
-            self._adoption.records, records, staged.places, hash_all(staged.values, image.copies), replaces
+            self._adoption.records,
+            [records[place] for place in range(len(files))],
+            staged.places,
+            hash_all(staged.values, image.copies),
+            replaces,
         )
 
     @contextlib.contextmanager

@@ -53,9 +53,9 @@ _log = logging.getLogger("bytecheckpoint")
 class HuggingFaceView(StepView):
     """Let `from_pretrained` read each step as it is: `save(..., view=HuggingFaceView())`.
 
-    Tensors that lie whole in the storage files get an index, and no byte is written twice. Otherwise (parallel layouts, a
-    layout of names, another dtype) all ranks write files for Hugging Face behind the commit, which takes the bytes of the
-    model once more; `SaveHandle.viewed` is done when they are there.
+    The storage files of the step get an index: tensors lie whole there, since ranks join those that are cut (FSDP, tensor
+    parallelism) before they write, and no byte is written twice. For another dtype or a layout of names all ranks write
+    files behind the commit, which takes the bytes of the model once more; `SaveHandle.viewed` is done when they are there.
 
     Attributes:
         state: name of the state that holds the model.
@@ -117,6 +117,7 @@ class _ModelView(ViewOfSave):
 
     def __init__(self, wanted: HuggingFaceView, models: Sequence[Any], names: Sequence[str]) -> None:
         self._wanted, self._models, self._names = wanted, models, names
+        self.whole = wanted.state if wanted.layout is None and export_dtype(wanted.dtype) is None else ""
 
     def describe(self, catalog: Catalog) -> tuple[dict[str, bytes], Catalog]:
         """Return the configuration, the files beside it, and the index if all tensors lie whole."""
