@@ -27,6 +27,7 @@ from benchmarks.cases.reshard import reshard
 from benchmarks.cases.roundtrip import roundtrip
 from benchmarks.cases.slices import slices
 from benchmarks.cases.small import small_tensors
+from benchmarks.cases.views import views
 
 __all__ = ["CASES", "Case"]
 
@@ -64,6 +65,7 @@ CASES: dict[str, Case] = {
     "cuts": Case(cuts, (1, 2, 4), ("tmpfs", "disk")),
     "adopted": Case(adopted, (1, 2, 4)),
     "ddp": Case(ddp_load, (2, 4)),
+    "views": Case(views, (2, 4)),
     "irregular": Case(irregular, (2, 4)),
     "loader": Case(loader_speed),
     "loader-state": Case(loader_state),
