@@ -106,6 +106,41 @@ def test_two_ranks(tmp_path: Path, layout: str, tied: bool) -> None:
     dist.barrier()
 
 
+@pytest.mark.parametrize("layout", ["hsdp", "tp x fsdp"])
+@on_ranks(4)
+def test_meshes_of_two_dimensions(tmp_path: Path, layout: str) -> None:
+    """Boxes that two ranks hold, and boxes that are cut twice, some unevenly."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = llama(tied=layout == "hsdp")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    if layout == "hsdp":
+        fully_shard(model, mesh=mesh)
+    else:
+        layers = {
+            "self_attn.q_proj": ColwiseParallel(),
+            "mlp.up_proj": ColwiseParallel(),
+            "mlp.down_proj": RowwiseParallel(),
+        }
+        plan = {f"model.layers.*.{name}": style for name, style in layers.items()}
+        parallelize_module(model, mesh["inner"], plan)
+        fully_shard(model, mesh=mesh["outer"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, number)
+    optimizer.step()
+    states = {"model": model, "optimizer": optimizer}
+    wanted = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    for name, options in (("a", {}), ("b", {"async_checkpoint": True, "staging": "background"})):
+        report = bytecheckpoint.save(tmp_path / name, states, view=HuggingFaceView(), **options).result()
+        assert report.view == "index"
+        dist.barrier()
+        check(tmp_path / name, wanted)
+        dist.barrier()
+
+
 @on_ranks(1)
 def test_a_trainer(tmp_path: Path) -> None:
     trainer, _ = make(tmp_path, max_steps=4)
