@@ -26,11 +26,13 @@ from bytecheckpoint import (
     UsageError,
     tools,
 )
+from bytecheckpoint.collectives import current
 from bytecheckpoint.engine.view_files import VIEW_INDEX
 from bytecheckpoint.manager import Retention
 from bytecheckpoint.saving import rank_assembly
 from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.tools.huggingface import WeightFiles
+from bytecheckpoint.world import world_of
 from tests.support.pretrained import Net, check, trained
 from tests.support.worlds import on_ranks
 
@@ -72,6 +74,20 @@ def test_ranks_join_cut_tensors(tmp_path: Path, options: dict[str, Any]) -> None
         report = tools.verify(tmp_path / "step")
         assert report.ok and not report.notes
     dist.barrier()
+
+
+@on_ranks(2)
+def test_a_view_is_prepared(tmp_path: Path) -> None:
+    states = sharded()
+    bytecheckpoint.prepare(states, view=VIEW).result()
+    capacity = world_of(current()).resources.pools.shared.capacity
+    report = bytecheckpoint.save(tmp_path / "step", states, view=VIEW, async_checkpoint=True).result()
+    assert report.view == "index" and report.plan_cached
+    assert world_of(current()).resources.pools.shared.capacity == capacity > 0
+    with CheckpointManager(tmp_path / "run", sharded(), save_options=SaveOptions(view=VIEW)) as manager:
+        manager.maybe_save(1)
+        report = manager.save(2).result()
+    assert report.view == "index"
 
 
 @on_ranks(2)

@@ -370,7 +370,7 @@ class RunSaves:
             options = self.options
             prepare(
                 self.states, framework=options.framework, include=options.include, exclude=options.exclude,
-                names=options.names, incremental=options.incremental, process_group=self._group,
+                names=options.names, incremental=options.incremental, view=options.view, process_group=self._group,
             )  # fmt: skip
 
     def wait(self, timeout: float | None = None, *, final: bool = True) -> None:

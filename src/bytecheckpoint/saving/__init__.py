@@ -160,6 +160,7 @@ def prepare(
     exclude: Sequence[str] | None = None,
     names: Mapping[Any, Any] | None = None,
     incremental: bool = False,
+    view: StepView | None = None,
     process_group: ProcessGroup | None = None,
     timeout: float | None = None,
 ) -> Future[None]:
@@ -174,13 +175,14 @@ def prepare(
         exclude: patterns of names, as for `save`.
         names: parameter -> FQN, as for `save`.
         incremental: use of earlier files, as for `save`.
+        view: files for another program, as for `save`.
         process_group: ranks that prepare together, as for `save`.
         timeout: seconds, as for `save`.
 
     Returns:
         A future, done when everything is ready. A failure is also logged, and the first save then plans for itself.
     """
-    return prepare_next(states, framework, names, process_group, timeout, include, exclude, incremental)
+    return prepare_next(states, framework, names, process_group, timeout, include, exclude, incremental, view)
 
 
 def prepare_next(
@@ -192,6 +194,7 @@ def prepare_next(
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
     incremental: bool = False,
+    view: StepView | None = None,
 ) -> Future[None]:
     """Prepare the next save, as `prepare`, from inside another public call."""
     settings, wrong = settings_with_timeout(timeout)
@@ -201,7 +204,7 @@ def prepare_next(
         check_flags(incremental=incremental)
         # Nothing is written: the path must only be equal on all ranks, in any working directory.
         target = check_target("/", settings)
-        requested = RequestedStates.of(states, framework, names, include, exclude)
+        requested = RequestedStates.of(states, framework, names, include, exclude, view)
         return SaveRequest(target, requested, settings, incremental=incremental)
 
     with torch.inference_mode(False):

@@ -98,7 +98,7 @@ class RankWriter:
         _, places, image = self._lay_out_plan(agreed, adopt=False)
         self._files = []  # none of them is written
         spare = _spare_image(_spare_values(agreed.captured.values, places), image.nbytes, image.copies)
-        nbytes = max(image.nbytes, spare.nbytes)
+        nbytes = self._with_memory(agreed, max(image.nbytes, spare.nbytes))
         pools = self._resources.pools
         pools.note_need(nbytes)
         pools.prewarm(nbytes, self._settings, touch=True, device=image.copies.any_device)
@@ -191,15 +191,15 @@ class RankWriter:
         """Return a pool for `nbytes` and whole tensors behind them; None if none are joined, or this rank has no memory."""
         if agreed.plan.assembly is None:
             return None
-        needed = self._with_memory(agreed, nbytes)
+        needed = max(self._with_memory(agreed, nbytes), 1)  # this rank may hold nothing
         self._pool = self._resources.pools.acquire_whole(needed, self._settings, device)
         return self._pool
 
     @staticmethod
     def _with_memory(agreed: AgreedPlan, nbytes: int) -> int:
-        """Return the length of that pool."""
+        """Return the length of a pool for `nbytes` and the tensors that this rank joins."""
         assembly = agreed.plan.assembly
-        return max(nbytes + (0 if assembly is None else assembly.nbytes), 1)  # a rank may hold nothing
+        return nbytes + (0 if assembly is None else assembly.nbytes)
 
     def assemble(self, staged: StagedFiles, assembly: RankAssembly, exchange: Exchange) -> StagedFiles:
         """Join cut tensors with the other ranks, and return the files with the whole ones.
