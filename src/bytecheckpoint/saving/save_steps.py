@@ -253,7 +253,7 @@ class Save:
             timeout, cancel = self._request.settings.timeout, self._channel.stop.cancel
             self._collective.exchange(tag, outgoing, incoming, timeout=timeout, cancel=cancel)
 
-        return self._writer.assemble(staged.files, plan.assembly, exchange)
+        return self._writer.assemble(staged.files, staged.agreed, exchange)
 
     def commit(self, written: WrittenSave) -> SaveReport:
         """Report the files, and answer the coordinator's requests until it has committed.

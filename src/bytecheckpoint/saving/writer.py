@@ -13,6 +13,7 @@ from bytecheckpoint.concurrency import call_with_timeout
 from bytecheckpoint.engine.assembly import Exchange
 from bytecheckpoint.engine.device_copies import DeviceCopies
 from bytecheckpoint.engine.image_writer import (
+    ImageWriter,
     slot_bytes,
     stage_image,
 )
@@ -39,7 +40,6 @@ from bytecheckpoint.saving.file_layout import (
     place_values,
 )
 from bytecheckpoint.saving.file_output import FileOutput, Siblings
-from bytecheckpoint.saving.rank_assembly import RankAssembly
 from bytecheckpoint.saving.rank_files import Places, StagedFiles, WholeMemory, WrittenFiles
 from bytecheckpoint.saving.rank_plan import AgreedPlan
 from bytecheckpoint.saving.request import SaveMode, SaveRequest
@@ -201,27 +201,36 @@ class RankWriter:
         assembly = agreed.plan.assembly
         return nbytes + (0 if assembly is None else assembly.nbytes)
 
-    def assemble(self, staged: StagedFiles, assembly: RankAssembly, exchange: Exchange) -> StagedFiles:
+    def assemble(self, staged: StagedFiles, agreed: AgreedPlan, exchange: Exchange) -> StagedFiles:
         """Join cut tensors with the other ranks, and return the files with the whole ones.
 
         Args:
             staged: staged boxes.
-            assembly: this rank's part.
+            agreed: plan of the save, with an assembly.
             exchange: function that exchanges bytes with the other ranks.
         """
+        assembly = agreed.plan.assembly
+        assert assembly is not None
         pool, whole, image = staged.pool, staged.whole, staged.image
         assert pool is not None and whole is not None, "this rank has said that it is ready"
-        joined = assembly.places_in(staged.files)
+        joined, opened = assembly.places_in(staged.files), None
+        files, chunks = assembly.replaced(staged.files, whole.start, self._settings.storage.chunk_bytes)
+        self._operation.planned_bytes = sum(file.image.nbytes for file in files)
+        if image is None:  # the other files are written meanwhile
+            opened = self._open(files, agreed, pool)
+            opened[0].write_staged([chunk for chunk in staged.chunks if chunk.file not in joined])
         with busy(self._settings.timeout + assembly.nbytes / _SLOWEST_COPY), span("join tensors", assembly.nbytes):
             if image is not None:
                 sections = [moved(staged.files[place].image, whole.image) for place in joined]
                 Image(image.tensors, sections, image.copies).stage(pool.tensor(), pool.generation)
             received = assembly.join(pool.tensor().numpy(), whole.image, whole.start, exchange)
         self._operation.count("joined with others", nbytes=received)
-        files, chunks = assembly.replaced(staged.files, whole.start, self._settings.storage.chunk_bytes)
-        self._operation.planned_bytes = sum(file.image.nbytes for file in files)
-        chunks += [chunk for chunk in staged.chunks if chunk.file not in joined]
-        return replace(staged, files=files, chunks=chunks, whole=whole._replace(files=joined))
+        return replace(staged, files=files, chunks=chunks, opened=opened, whole=whole._replace(files=joined))
+
+    def _open(self, files: Sequence[PlannedFile], agreed: AgreedPlan, pool: StagingPool) -> tuple[ImageWriter, str]:
+        """Create files that are written from a pool which holds them all; return as `FileOutput.open`."""
+        by_helper = self._request.mode is not SaveMode.SYNCHRONOUS
+        return self._output.open(files, self._needs(agreed), pool, stable=True, by_helper=by_helper)
 
     def compare_rest(self, agreed: AgreedPlan) -> None:
         """Compare the frozen parameters that `copy` has only looked at with the files in their place.
@@ -250,10 +259,7 @@ class RankWriter:
         pool = staged.pool
         assert pool is not None
         with self._using(pool, agreed, staged.pool_bytes):
-            by_helper = self._request.mode is not SaveMode.SYNCHRONOUS
-            writer, replaces = staged.opened or self._output.open(
-                staged.files, self._needs(agreed), pool, stable=True, by_helper=by_helper
-            )
+            writer, replaces = staged.opened or self._open(staged.files, agreed, pool)
             writer.write_staged(staged.chunks)
             values = hash_all(staged.values, agreed.captured.copies)
             # Other saves use the pool later; the values that this rank has not written are kept until the commit.
