@@ -1,4 +1,4 @@
-"""A publisher and a follower that are killed again and again, over thirty versions."""
+"""A publisher and a follower that are killed again and again, over fifty versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bytecheckpoint.cli.main import run
 from bytecheckpoint.manager.run_folder import RunFolder
 from bytecheckpoint.publishing import Follower, Publisher
 
-STEPS = 30
+STEPS = 50
 
 
 def weights_at(step: int) -> torch.Tensor:
@@ -38,7 +38,7 @@ def publish_to_the_end(root: str) -> None:
     with Publisher(root, full_every=7) as publisher:
         for step in range(1 if newest is None else newest.step + 1, STEPS + 1):
             publisher.publish({"model": {"w": weights_at(step)}}, step)
-            time.sleep(0.2)  # so that it lives through several kills
+            time.sleep(0.1)  # so that it lives through several kills
 
 
 def follow_to_the_end(root: str, seen: str) -> None:
@@ -54,7 +54,7 @@ def follow_to_the_end(root: str, seen: str) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_thirty_versions_with_kills_of_publisher_and_follower(tmp_path: Path) -> None:
+def test_fifty_versions_with_kills_of_publisher_and_follower(tmp_path: Path) -> None:
     root, seen, pace = str(tmp_path / "versions"), tmp_path / "seen", random.Random(0)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "bytecheckpoint", "tests.support.versions"])
