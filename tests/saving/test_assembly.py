@@ -181,7 +181,7 @@ def test_all_ranks_write_boxes_if_one_gives_no_view(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_all_ranks_write_boxes_if_one_lacks_memory(tmp_path: Path, mode: str) -> None:
+def test_all_ranks_write_boxes_if_one_lacks_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str) -> None:
     limits = {"rank": 1}
 
     def run(collective: Collective) -> None:
@@ -202,6 +202,7 @@ def test_all_ranks_write_boxes_if_one_lacks_memory(tmp_path: Path, mode: str) ->
     ThreadWorld(2).run(run, timeout=60)
     for step in range(3):
         check(tmp_path / str(step), 2, step, whole=step == 2)
+    assert caplog.text.count("rank 1 lacks the staging memory") == 2
 
 
 @pytest.mark.parametrize("options", [{}, {"async_checkpoint": True}])

@@ -198,8 +198,14 @@ class Coordinator:
         if not requests:
             return messages
         plan = self._cached_plan(requests)
-        whole = len(requests) == self._collective.world_size and all(request.ready for request in requests.values())
-        reply = AssemblyReply(whole and plan is not None and plan.assembly is not None)
+        if lacking := [rank for rank, request in requests.items() if not request.ready]:
+            _log.warning(
+                "save %d: %s lacks the staging memory to join cut tensors, so the view is written as files, which take the "
+                "bytes of the model once more: raise staging_bytes, or free memory",
+                self._number, names_of_ranks(lacking),
+            )  # fmt: skip
+        joined = not lacking and len(requests) == self._collective.world_size
+        reply = AssemblyReply(joined and plan is not None and plan.assembly is not None)
         self._reply(list(requests), lambda rank: reply)
         return messages | self._collect(requests, SaveStep.ASSEMBLY)
 
