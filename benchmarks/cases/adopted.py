@@ -72,6 +72,7 @@ def _fused(layers: int) -> dict[str, tuple[int, ...]]:
 
 
 def _gpt2(layers: int, *, own: bool) -> dict[str, tuple[int, ...]]:
+    layers = max(layers * _LAYER // (8 * _WIDTH * _WIDTH), 1)  # as many bytes
     if own:
         each, prefix = {"mlp.c_fc": (_WIDTH, 4 * _WIDTH), "mlp.c_proj": (4 * _WIDTH, _WIDTH)}, "h"
     else:

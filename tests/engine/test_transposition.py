@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bytecheckpoint.engine import tensor_bytes
 from bytecheckpoint.engine.tensor_bytes import same_bits, transpose
 
 DTYPES = (torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.uint16, torch.float32, torch.int32, torch.float64)
@@ -57,6 +58,22 @@ def test_matrices_go_by_vectors(dtype: torch.dtype, rows: int, columns: int) -> 
     source = random_bits((rows, columns), dtype)
     assert transpose(source, target) is None
     assert same_bits(target, source)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:-1])
+@pytest.mark.parametrize(("rows", "columns"), [(65, 128), (200, 4096), (2, 9000), (130, 1025)])
+def test_blocks_of_a_matrix_that_begins_anywhere(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, columns: int
+) -> None:
+    """The last block may be one row or column; the matrix begins at an odd element, and its rows are parts of rows."""
+    monkeypatch.setattr(tensor_bytes, "_CACHED_BYTES", 1 << 16)
+    for first, beside in ((0, 0), (1, 0), (1, 3)):
+        wide = random_bits((rows * (columns + beside) + first,), dtype)[first:].view(rows, columns + beside)
+        source, target = wide[:, :columns], random_bits((columns, rows + 9), dtype)[:, :rows].t()
+        if (left := transpose(source, target)) is not None:
+            assert dtype.itemsize == 2 and columns % 2, "only they make no pairs"
+            left[1].view(torch.int16).copy_(left[0].view(torch.int16))
+        assert same_bits(target, source)
 
 
 def test_what_needs_no_transposition_is_left() -> None:
