@@ -34,6 +34,7 @@ class Tuning:
         tiled_rows: planning: rows of all ranks' tables from which on the boxes of ranks in a mesh are planned and listed
             together (`planning.tile_plan`), not one by one.
         tile_ranks: planning: ranks of an average class, and of the smallest one whose boxes are planned together.
+        assembly_bytes: planning: bytes that a rank receives at once, about, of tensors that it joins for a view.
         min_exchange_bytes: planning: ranks that have fewer bytes than this in common read them twice, which costs less
             than an exchange.
         fragment_boxes: frameworks: this many boxes of one tensor in one memory, at least, become one shard.
@@ -55,7 +56,6 @@ class Tuning:
         fabric_bytes: engine: what a rank stages at most at once for the fabric, on its device.
         fabric_start: engine: time in which the group of a load must connect; else sockets are used.
         scatter_run_bytes: engine: average run length below which a range passes through a scratch buffer.
-        assembly_bytes: saving: bytes that a rank receives at once, about, of tensors that it joins for a view.
         frozen_look_bytes: saving: bytes of a file of frozen parameters that are compared before the next optimizer step.
         open_files: engine: storage files of a checkpoint that stay open while no thread uses them.
         helper_end: engine: time that the helper process gets to end by itself, and then to die.
@@ -108,6 +108,7 @@ class Tuning:
     tiled_rows: int = 1 << 20
     tile_ranks: int = 8
     all_tables_bytes: int = 64 << 20
+    assembly_bytes: int = 64 << 20
     min_exchange_bytes: int = 8 << 20
 
     # --- frameworks ---
@@ -126,7 +127,6 @@ class Tuning:
     data_piece: int = 4 << 20
 
     # --- saving ---
-    assembly_bytes: int = 64 << 20
     frozen_look_bytes: int = 8 << 20
 
     # --- storage ---
