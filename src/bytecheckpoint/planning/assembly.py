@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from bytecheckpoint.planning.balance import assign
-from bytecheckpoint.planning.file_order import FileOrder, lay_out, parts
+from bytecheckpoint.planning.file_order import FileOrder
 from bytecheckpoint.planning.planned_rows import SavePlan
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.tuning import tuning
@@ -172,10 +172,8 @@ def _written(plan: SavePlan, others: Int64s, numbers: Int64s, owner: Int64s, loc
     rows = np.argsort(rank * len(plan.tensors) + order.place[boxes.tensor], kind="stable")
     boxes, rank = boxes.take(rows), rank[rows]
     sizes = np.concatenate([plan.nbytes[others], nbytes])[rows]
-    state = order.state[boxes.tensor]
-    part = parts(rank, state, order.frozen[boxes.tensor])
-    file_of, offset, start = lay_out(rank, state, part, sizes)
-    files = list(zip(rank[start].tolist(), [order.states[k] for k in state[start]], part[start].tolist(), strict=True))
+    laid = order.files(rank, boxes.tensor, sizes)
+    files = list(zip(rank[laid.first].tolist(), laid.state, laid.part.tolist(), strict=True))
     # A rank keeps the number of its files, which the headers of all of them name.
     staged = zip(plan.file_rank.tolist(), plan.file_state, plan.file_part.tolist(), strict=True)
     found = {*files}
@@ -185,8 +183,8 @@ def _written(plan: SavePlan, others: Int64s, numbers: Int64s, owner: Int64s, loc
         boxes=boxes,
         rank=rank,
         local=np.concatenate([plan.local[others], local])[rows],
-        file=file_of,
-        offset=offset,
+        file=laid.file,
+        offset=laid.offset,
         nbytes=sizes,
         file_rank=np.array([file[0] for file in files], np.int64),
         file_state=[file[1] for file in files],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,7 +12,25 @@ from bytecheckpoint.representation.boxes import Int64s, Mask
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["FileOrder", "file_bounds", "lay_out", "parts"]
+__all__ = ["FileOrder", "FilesOfRows", "file_bounds"]
+
+
+class FilesOfRows(NamedTuple):
+    """The files of rows, and the place of each row in them.
+
+    Attributes:
+        file: number of each row's file, int64 [n].
+        offset: byte offset of each row in its file's data section, int64 [n].
+        first: first row of each file, int64 [f].
+        state: name of the state of each file, [f].
+        part: part number of each file, int64 [f].
+    """
+
+    file: Int64s
+    offset: Int64s
+    first: Int64s
+    state: list[str]
+    part: Int64s
 
 
 class FileOrder:
@@ -36,13 +55,30 @@ class FileOrder:
         self.place = _numbered(keys)
         self.section = _numbered([key[:3] for key in keys])
 
+    def files(self, rank: Int64s, tensor: Int64s, nbytes: Int64s) -> FilesOfRows:
+        """Divide rows, which are in this order rank by rank, into files.
+
+        Args:
+            rank: rank that writes each row, int64 [n].
+            tensor: tensor of each row, int64 [n].
+            nbytes: bytes of each row, int64 [n].
+        """
+        state = self.state[tensor]
+        part = _parts(rank, state, self.frozen[tensor])
+        new = _changes(rank, state, part)
+        first = np.flatnonzero(new)
+        file = np.cumsum(new) - 1
+        before = np.cumsum(nbytes) - nbytes
+        offset = before - before[first][file] if len(rank) else before
+        return FilesOfRows(file, offset, first, [self.states[k] for k in state[first]], part[first])
+
 
 def _numbered(keys: Sequence[tuple[object, ...]]) -> Int64s:
     number = {key: i for i, key in enumerate(sorted(set(keys)))}
     return np.array([number[key] for key in keys], np.int64)
 
 
-def parts(rank: Int64s, state: Int64s, frozen: Mask) -> Int64s:
+def _parts(rank: Int64s, state: Int64s, frozen: Mask) -> Int64s:
     """Return the part number of each row: frozen tensors have their own files, and files of too many entries are split."""
     new_state = _changes(rank, state)
     new_file = new_state | _changes(frozen)
@@ -65,15 +101,6 @@ def _count_from(begins: Mask) -> Int64s:
     return rows - rows[begins][np.cumsum(begins) - 1]
 
 
-def lay_out(rank: Int64s, state: Int64s, part: Int64s, nbytes: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Return the file number and offset of each row, and the first row of each file."""
-    new = _changes(rank, state, part)
-    start = np.flatnonzero(new)
-    file = np.cumsum(new) - 1
-    before = np.cumsum(nbytes) - nbytes
-    return file, before - before[start][file] if len(rank) else before, start
-
-
 def file_bounds(state: Int64s, frozen: Mask) -> list[tuple[int, int, int, int]]:
     """Divide the rows of one rank, in the order of the plan, into files.
 
@@ -84,7 +111,7 @@ def file_bounds(state: Int64s, frozen: Mask) -> list[tuple[int, int, int, int]]:
     Returns:
         (state, part, first row, end row) of each file.
     """
-    part = parts(np.zeros_like(state), state, frozen)
+    part = _parts(np.zeros_like(state), state, frozen)
     starts = np.flatnonzero(_changes(state, part)) if len(state) else state
     ends = [*starts[1:].tolist(), len(state)]
     return list(zip(state[starts].tolist(), part[starts].tolist(), starts.tolist(), ends, strict=False))

@@ -13,7 +13,7 @@ import numpy as np
 from bytecheckpoint.errors import IncompatibleCheckpointError, listed
 from bytecheckpoint.planning.balance import assign
 from bytecheckpoint.planning.coverage import first_gap, not_tiled
-from bytecheckpoint.planning.file_order import FileOrder, lay_out, parts
+from bytecheckpoint.planning.file_order import FileOrder
 from bytecheckpoint.planning.local_table import LocalTable, TensorRecord, join_boxes, join_tensors, row_count
 from bytecheckpoint.planning.planned_rows import SavePlan
 from bytecheckpoint.planning.replicas import all_distinct, group_equal
@@ -67,9 +67,7 @@ def plan_save(tables: Sequence[LocalTable], fixed: Mapping[int, Int64s] | None =
     boxes, rank, nbytes = _taken(boxes, rows), row_rank[rows], nbytes[rows]
     local = rows - begins[rank]
     del written, rows, row_rank, tensor
-    state = order.state[boxes.tensor]
-    part = parts(rank, state, order.frozen[boxes.tensor])
-    file, offset, start = lay_out(rank, state, part, nbytes)
+    files = order.files(rank, boxes.tensor, nbytes)
     return SavePlan(
         tensors=tensors,
         shapes=shapes,
@@ -77,12 +75,12 @@ def plan_save(tables: Sequence[LocalTable], fixed: Mapping[int, Int64s] | None =
         boxes=boxes,
         rank=rank,
         local=local,
-        file=file,
-        offset=offset,
+        file=files.file,
+        offset=files.offset,
         nbytes=nbytes,
-        file_rank=rank[start],
-        file_state=[order.states[k] for k in state[start]],
-        file_part=part[start],
+        file_rank=rank[files.first],
+        file_state=files.state,
+        file_part=files.part,
         copied=() if copied is None else np.split(copied, begins[1:]),
     )
 

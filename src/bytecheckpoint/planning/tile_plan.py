@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.planning.balance import HolderSets, assign_sets
 from bytecheckpoint.planning.coverage import box_weights, not_tiled
-from bytecheckpoint.planning.file_order import FileOrder, lay_out, parts
+from bytecheckpoint.planning.file_order import FileOrder
 from bytecheckpoint.planning.local_table import (
     LocalTable,
     TensorRecord,
@@ -298,17 +298,16 @@ class _Planner:
         is_tile = np.arange(len(ranks)) >= len(rank)
         place, number = np.where(is_tile, 0, order.place[tensor]), np.concatenate([local, tilings.of_tile])
         by_file = np.lexsort((number, place, is_tile, order.section[tensor], ranks))
-        ranks, state, nbytes, is_tile = ranks[by_file], order.state[tensor[by_file]], nbytes[by_file], is_tile[by_file]
-        part = parts(ranks, state, order.frozen[tensor[by_file]])
-        file, offset, start = lay_out(ranks, state, part, nbytes)
-        if len(start) and np.add.reduceat(entries[by_file], start).max() > tuning().max_entries_per_file:
+        ranks, nbytes, is_tile = ranks[by_file], nbytes[by_file], is_tile[by_file]
+        files = order.files(ranks, tensor[by_file], nbytes)
+        if len(files.first) and np.add.reduceat(entries[by_file], files.first).max() > tuning().max_entries_per_file:
             return None
         chosen, tile = by_file[~is_tile], by_file[is_tile] - len(rank)
         placed = replace(
             tilings,
             of_tile=tilings.of_tile[tile],
-            file=file[is_tile].astype(np.int32),
-            byte_offset=offset[is_tile],
+            file=files.file[is_tile].astype(np.int32),
+            byte_offset=files.offset[is_tile],
             byte_length=nbytes[is_tile],
             places=tilings.places[tile],
         )
@@ -319,12 +318,12 @@ class _Planner:
             boxes=boxes.take(chosen),
             rank=rank[chosen],
             local=local[chosen],
-            file=file[~is_tile],
-            offset=offset[~is_tile],
+            file=files.file[~is_tile],
+            offset=files.offset[~is_tile],
             nbytes=nbytes[~is_tile],
-            file_rank=ranks[start],
-            file_state=[order.states[k] for k in state[start]],
-            file_part=part[start],
+            file_rank=ranks[files.first],
+            file_state=files.state,
+            file_part=files.part,
             copied=copied,
             tiles=PlannedTiles(placed, tiles.local, tiles.rank[tile], np.cumsum(~is_tile)[is_tile])
             if len(tile)
