@@ -148,9 +148,10 @@ def test_objects_of_programs_are_records(tmp_path):
     assert foreign.notes == ["function: the function or class builtins.print is left out"]
 
 
-def test_a_whole_module_has_the_names_of_its_state_dict(tmp_path):
+@pytest.mark.parametrize("new", [True, False])
+def test_a_whole_module_has_the_names_of_its_state_dict(tmp_path, new):
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    found = read_tensors(tmp_path, save(tmp_path, model))
+    found = read_tensors(tmp_path, save(tmp_path, model, new))
     assert_same({name.removeprefix("model/"): tensor for name, tensor in found.items()}, dict(model.state_dict()))
 
 
@@ -317,6 +318,8 @@ def test_refusals_say_why(tmp_path):
     refused("another pickle")
     (tmp_path / "x.pt").write_bytes(b"hello")
     refused("no file of torch.save")
+    (tmp_path / "x.pt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n")
+    refused("git lfs pull")
     torch.save({"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}, tmp_path / "x.pt")
     refused("quantised|QInt8")
     torch.save({"w": torch.ones(2, dtype=torch.complex64).conj()}, tmp_path / "x.pt")

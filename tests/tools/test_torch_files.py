@@ -60,7 +60,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None
 def saved(path: Path) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
     model, optimizer = run_of(1)
     train(model, optimizer, 1)
-    extra = {"epoch": 3, "list": [torch.arange(3.0), {"deep": torch.ones(2, 2)}, "text"], "pair": (1, None)}
+    extra = {
+        "epoch": 3,
+        "list": [torch.arange(3.0), {"deep": torch.ones(2, 2)}, "text"],
+        "pair": ({"a": torch.ones(2)}, None),
+    }
     bytecheckpoint.save(path, {"model": model, "optimizer": optimizer, "extra_states": extra})
     return model, optimizer, extra
 
@@ -113,6 +117,9 @@ def test_a_file_of_torch(tmp_path: Path) -> None:
     with zipfile.ZipFile(target) as members:
         assert members.testzip() is None
     assert tools.verify(target).restorable  # by the CRC32 of its members
+    empty: dict[str, Any] = {}
+    bytecheckpoint.load(target, {"extra_states": empty}, include=["extra_states/*"])
+    assert str(empty) == str(extra)
 
 
 @pytest.mark.parametrize("format_", ["dcp", "torch"])

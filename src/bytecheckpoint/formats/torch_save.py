@@ -14,8 +14,9 @@ import numpy as np
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.formats.archives import StoredMember, is_zip, locate, read_directory, read_member
 from bytecheckpoint.formats.decoded import Decoded
-from bytecheckpoint.formats.files import RangedFile, open_file
+from bytecheckpoint.formats.files import RangedFile, open_file, refuse_pointer
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
+from bytecheckpoint.formats.inert import GlobalName
 from bytecheckpoint.formats.meanings import CONSTANTS, MEANINGS, StorageRef, StoredTensor, storage_of
 from bytecheckpoint.formats.sharded import ShardedValue, rebuilt_tensor
 from bytecheckpoint.formats.shown import VALUES_NAME
@@ -107,10 +108,10 @@ def states_of(value: object) -> dict[str, Any]:
 
     A dict in which one of the usual keys ("state_dict", "model_state_dict", "model", "module") holds a dict with tensors is
     the checkpoint of a program: that entry is the state "model", every other dict or list is a state under its own key,
-    and the rest is the state "extra_states". The only `state_dict` of an optimizer is the state "optimizer", also in a list
-    (Lightning); several of a list are "optimizer_0" and so on. A file of such a `state_dict` alone, or of a scheduler's, is
-    the state "optimizer" or "scheduler", as a Trainer writes them. Anything else is the state "model" as a whole, of a
-    module its `state_dict`.
+    and the rest, with what is in an entry "extra_states", is the state "extra_states". The only `state_dict` of an
+    optimizer is the state "optimizer", also in a list (Lightning); several of a list are "optimizer_0" and so on. A file of
+    such a `state_dict` alone, or of a scheduler's, is the state "optimizer" or "scheduler", as a Trainer writes them.
+    Anything else is the state "model" as a whole, of a module its `state_dict`.
     """
     if not isinstance(value, dict):
         return {"model": value}
@@ -142,6 +143,8 @@ def states_beside(value: object, model: str) -> dict[str, Any]:
             states[key] = item
         else:
             rest[key] = item
+    if isinstance(own := rest.get(_REST), dict) and not own.keys() & rest.keys():  # as our export writes it
+        rest = {**{key: item for key, item in rest.items() if key != _REST}, **own}
     return {**states, _REST: rest} if rest else states
 
 
@@ -172,6 +175,7 @@ def read_object(file: RangedFile, prefix: str = "", *, deflated: bool = False) -
         IncompatibleCheckpointError: the file holds what this package does not read; the message says what.
     """
     first = file.read(0, min(file.size, 512))
+    refuse_pointer(file, first)
     if is_zip(first):
         return _read_zip(file, prefix, deflated=deflated)
     if first[257:262] == b"ustar":
@@ -211,7 +215,14 @@ def unpickle(
 ) -> tuple[Any, int]:
     """Return the value of a pickle and its end; add its storages, each at its full size, to `refs`."""
 
-    def persistent(identity: object) -> StorageRef:
+    def persistent(identity: object) -> StorageRef | GlobalName:
+        if (
+            type(identity) is tuple
+            and len(identity) == 4
+            and identity[0] == "module"
+            and type(identity[1]) is GlobalName
+        ):
+            return identity[1]  # the class of a module in an old file, of which the others are the source code
         ref = storage_of(identity, prefix)
         known = refs.setdefault(ref.key, ref)
         if known.nbytes != ref.nbytes:

@@ -44,18 +44,18 @@ def _optimizer(view: CheckpointView, state: str, tensors: dict[str, Entry]) -> d
     return found
 
 
-def mapped(tree: Any, replace: Callable[[Entry], Any]) -> Any:
-    """Return a tree with another object in the place of each tensor.
+def mapped(tree: Any, replace: Callable[[Any], Any], kind: type = Entry) -> Any:
+    """Return a tree with another object in the place of each tensor, which is an instance of `kind`.
 
     Raises:
         IncompatibleCheckpointError: a container is of a type that cannot be made again.
     """
-    if isinstance(tree, Entry):
+    if isinstance(tree, kind):
         return replace(tree)
     if type(tree) in (dict, OrderedDict):
-        return type(tree)((key, mapped(value, replace)) for key, value in tree.items())
+        return type(tree)((key, mapped(value, replace, kind)) for key, value in tree.items())
     if type(tree) in (list, tuple):
-        return type(tree)(mapped(value, replace) for value in tree)
-    if any(isinstance(leaf, Entry) for _, leaf in leaves_with_paths(tree)):
+        return type(tree)(mapped(value, replace, kind) for value in tree)
+    if any(isinstance(leaf, kind) for _, leaf in leaves_with_paths(tree)):
         raise IncompatibleCheckpointError(f"a {type(tree).__name__} holds tensors: export the other states alone")
     return tree

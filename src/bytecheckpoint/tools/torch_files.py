@@ -77,8 +77,8 @@ def write_dcp(view: CheckpointView, tree: Mapping[str, Any], files: DcpFiles, ad
         if isinstance(value, torch.Tensor) and id(value) in stand_ins:
             entry = stand_ins[id(value)][1]
             items.append(DcpItem(name, entry.key, entry.shape, entry.dtype))
-        else:
-            blobs[name] = value
+        else:  # DCP takes a tuple for one value, also with tensors in it
+            blobs[name] = mapped(value, lambda tensor: stand_ins[id(tensor)][1], torch.Tensor)
     return write_items(view, items, blobs, files, advance, paths)
 
 
@@ -134,7 +134,7 @@ def write_items(
         placed: list[_Placed] = []
         written: dict[int, tuple[str, int, int]] = {}  # by identity of the value
         for name, value in blobs.items() if ranks.rank == 0 else ():
-            place = written.get(id(value)) or files.add(_saved(value))
+            place = written.get(id(value)) or files.add(_saved(mapped(value, lambda entry: entry[...])))
             written[id(value)] = place
             placed.append((name, None, (), place))
         done = 0
