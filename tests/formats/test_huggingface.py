@@ -131,7 +131,7 @@ def test_a_file_by_name(tmp_path):
         foreign = detect(storage, name).read(storage)
         assert [file.name for file in foreign.catalog.files] == [name]
         assert_same(read_tensors(tmp_path, foreign)["model/embed.weight"], WEIGHTS["embed.weight"])
-    with pytest.raises(CorruptCheckpointError, match="another file has the tensor"):
+    with pytest.raises(IncompatibleCheckpointError, match=r"another file have the tensor .* give one of the files"):
         detect(storage).read(storage)
 
 
@@ -227,6 +227,33 @@ def test_other_folders_are_refused_by_name(tmp_path, files, text):
     with pytest.raises(CheckpointError, match=text) as caught:
         detect(resolve(str(tmp_path)))
     assert str(tmp_path) in str(caught.value)
+
+
+def test_files_of_which_one_lacks_without_an_index(tmp_path):
+    split(tmp_path, save_file, "safetensors", "model")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    same(tmp_path)
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointNotFoundError, match="has 1 of the 2 files"):
+        found_in(tmp_path)
+
+
+def test_files_without_weights(tmp_path):
+    def refused(text: str) -> None:
+        with pytest.raises(IncompatibleCheckpointError, match=text):
+            load(tmp_path, {"model": torch.nn.Linear(2, 2)})
+
+    save_file({}, tmp_path / "model.safetensors")
+    refused("has no tensors")
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n")
+    refused("git lfs pull")
+
+
+def test_what_is_no_tensor_is_noted(tmp_path):
+    torch.save({"weight": torch.ones(2), "more": {"bias": torch.ones(2)}, "step": 3}, tmp_path / "pytorch_model.bin")
+    assert read_huggingface(resolve(str(tmp_path))).notes == [
+        "pytorch_model.bin: more, step not read, since only plain tensors are"
+    ]
 
 
 def test_one_torch_file_and_dcp_are_found(tmp_path):

@@ -14,7 +14,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import bytecheckpoint
-from bytecheckpoint import CorruptCheckpointError, IncompatibleCheckpointError, UsageError
+from bytecheckpoint import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    StorageError,
+    UsageError,
+)
 from bytecheckpoint.layouts import Layout, Rule
 from bytecheckpoint.tools import export
 from tests.support.damage import flip_bit
@@ -166,6 +172,21 @@ def test_a_forced_export_replaces_one_file_of_weights_at_once(
     monkeypatch.setattr(os, "unlink", lambda path, **_: removed.append(str(path)))
     export(saved, tmp_path / "hf", files_from=tmp_path / "base", force=True)
     assert not [path for path in removed if path.endswith("hf/model.safetensors")]
+
+
+def test_a_killed_forced_export_leaves_no_mixture(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export(saved, tmp_path / "hf", max_shard_bytes=100)
+
+    def replace(old: str, new: str) -> None:
+        if new == str(tmp_path / "hf/model-00002-of-00002.safetensors"):
+            raise OSError("killed")
+        os.rename(old, new)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(StorageError, match="killed"):
+        export(saved, tmp_path / "hf", max_shard_bytes=100, force=True)
+    with pytest.raises(CheckpointNotFoundError, match=r"1 of the 2 files .*, and no index"):
+        bytecheckpoint.load(tmp_path / "hf", {"model": {}})
 
 
 @pytest.mark.parametrize("layout", [None, Layout("mine", "hf", "mine", rules=[Rule({"w": "h"}, {"renamed": "h"})])])

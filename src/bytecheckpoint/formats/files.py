@@ -21,7 +21,7 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.storage import FileReader, Storage
 from bytecheckpoint.storage.base import call_timeout
 
-__all__ = ["RangedFile", "damage", "open_file", "open_files", "read_in_parallel"]
+__all__ = ["RangedFile", "damage", "open_file", "open_files", "read_in_parallel", "refuse_pointer"]
 
 
 #: Bytes between two ranges up to which one request reads both, and bytes of the longest such request.
@@ -148,6 +148,14 @@ class RangedFile:
     def damaged(self, what: str) -> CorruptCheckpointError:
         """Return the error of a file whose content contradicts itself."""
         return CorruptCheckpointError(f"{self.label} is damaged: {what}", file=self.name)
+
+
+def refuse_pointer(file: RangedFile, first: bytes) -> None:
+    """Refuse a file that only points to its content, as a clone without Git LFS leaves it, by its first bytes."""
+    if first.startswith(b"version https://git-lfs."):
+        raise IncompatibleCheckpointError(
+            f"{file.label} is a pointer of Git LFS, without the weights: run 'git lfs pull'"
+        )
 
 
 def read_in_parallel(storage: Storage, read: Callable[[_S], _T], places: Sequence[_S]) -> list[_T]:

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
-from bytecheckpoint.formats.files import RangedFile, open_file
+from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, listed
+from bytecheckpoint.formats.files import RangedFile, open_file, refuse_pointer
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.meanings import StorageRef, StoredTensor
 from bytecheckpoint.formats.sharded import ShardedValue
@@ -33,6 +33,8 @@ _SINGLE: Final = ("model.safetensors", "adapter_model.safetensors", "pytorch_mod
 _INDEX = re.compile(r"[^/]+\.(safetensors|bin)\.index\.json")
 NUMBERED_FILE: Final = re.compile(r"([^/]+)_(0|[1-9]\d{0,6})\.(?:pt|safetensors)")
 """Usual name of a rank's file of torch_checkpointing: state, rank."""
+#: Name of one of several files; those of DCP have the number of the rank in front.
+_OF_SEVERAL = re.compile(r"(?:shard-\d+-)?(.*)-(\d{1,9})-of-(\d{1,9})\.safetensors")
 _SHARDING: Final = "DCP_SHARDING_INFO"
 #: Bytes of a safetensors file that are read first; few headers are longer.
 _FIRST_READ: Final = 64 << 10
@@ -95,6 +97,8 @@ def read_huggingface(storage: Storage, name: str | None = None) -> ForeignCheckp
             raise CheckpointNotFoundError(f"{storage.url} lacks the file {missing[0]!r}, which {index} names")
     if not names:
         raise CheckpointNotFoundError(f"{storage.url} has no weights")
+    if wanted is None and name is None:
+        _check_numbers(storage, names)
     reader = _FolderReader(storage, wanted)
     others = [found for found in sizes if found.endswith((".pt", ".pth")) and found not in names]
     facts: dict[str, Any] = {}
@@ -108,6 +112,19 @@ def read_huggingface(storage: Storage, name: str | None = None) -> ForeignCheckp
         with open_file(storage, "config.json") as file:
             facts["config"] = file.json(dict[str, Any])
     return reader.checkpoint(f"{storage.url}/{index or names[0]}", facts)
+
+
+def _check_numbers(storage: Storage, names: Sequence[str]) -> None:
+    """Refuse files "model-00001-of-00003.safetensors" of which some lack, where no index says which there are."""
+    numbers: dict[tuple[str, int], set[int]] = {}
+    for name in names:
+        if found := _OF_SEVERAL.fullmatch(name):
+            numbers.setdefault((found[1], int(found[3])), set()).add(int(found[2]))
+    for (of, count), have in numbers.items():
+        if len(have) < count:
+            raise CheckpointNotFoundError(
+                f"{storage.url} has {len(have)} of the {count} files '{of}-...-of-{count:05}.safetensors', and no index"
+            )
 
 
 class _FolderReader:
@@ -136,6 +153,8 @@ class _FolderReader:
             if not isinstance(value, dict) or not all(type(key) is str for key in value):
                 raise IncompatibleCheckpointError(f"{file.label} is no dict of tensors by name")
             tensors = {key: tensor for key, tensor in value.items() if isinstance(tensor, StoredTensor)}
+            if others := sorted(value.keys() - tensors.keys()):
+                self.notes.append(f"{file.name}: {listed(others)} not read, since only plain tensors are")
             self._add_whole(file, {key: tensor for key, tensor in tensors.items() if self._expected(file, key)})
 
     def checkpoint(self, label: str, facts: Mapping[str, Any]) -> ForeignCheckpoint:
@@ -144,6 +163,8 @@ class _FolderReader:
         if self.wanted is not None and missing:
             text = f"{label} names {min(missing)!r} in {self.wanted[min(missing)]!r}, which lacks it"
             raise CheckpointNotFoundError(text)
+        if not self._names and not self._pieces:
+            raise IncompatibleCheckpointError(f"{label} has no tensors")
         for name, pieces in self._pieces.items():
             self._columns.add_sharded("model", _joined(label, name, pieces), label)
         guessed = sorted(n for n, pieces in self._pieces.items() if any(one.global_shape is None for one, _ in pieces))
@@ -197,7 +218,10 @@ class _FolderReader:
                 "its synchronous saver in the first step of a run only: a copy of that file serves all its steps"
             )
         if names:
-            raise file.damaged(f"another file has the tensor {min(names)!r}, too")
+            raise IncompatibleCheckpointError(
+                f"{file.label} and another file have the tensor {min(names)!r}, and no index says which one counts: give "
+                "one of the files, or move those of another variant away"
+            )
 
 
 def _joined(
@@ -228,6 +252,7 @@ def safetensors_header(file: RangedFile) -> StorageHeader:
         IncompatibleCheckpointError: it is a file of this package.
     """
     first = file.read(0, min(file.size, _FIRST_READ))
+    refuse_pointer(file, first)
     needed = header_bytes_needed(first[:8], file=file.label)
     if needed > len(first) and needed <= file.size:
         first += file.read(len(first), needed - len(first))

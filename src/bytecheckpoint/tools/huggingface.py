@@ -311,16 +311,19 @@ def _install(temporary: str, folder: str, files: Sequence[str]) -> None:
         fsync_directory(parent)
         return
     old = [name for name in os.listdir(folder) if _WEIGHTS.fullmatch(name)]
-    # Remove the old index first, so that a reader never sees new files under the old index.
-    if _INDEX in old:
-        os.unlink(os.path.join(folder, _INDEX))
-    if SINGLE_FILE in old and SINGLE_FILE not in files:
-        os.unlink(os.path.join(folder, SINGLE_FILE))
+    old.sort(key=lambda name: name != _INDEX)
+
+    def remove(names: Iterable[str]) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(folder, name))
+
+    # The old index goes first, so that a reader never sees new files under it. Before several new files all old ones
+    # go: a kill between them leaves no mixture of both.
+    early = old if _INDEX in files else [name for name in (_INDEX, SINGLE_FILE) if name in old and name not in files]
+    remove(early)
     fsync_directory(folder)
     for name in files:
         os.replace(os.path.join(temporary, name), os.path.join(folder, name))
-    for name in old:
-        if name not in files:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(folder, name))
+    remove(name for name in old if name not in files and name not in early)
     fsync_directory(folder)
