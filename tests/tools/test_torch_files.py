@@ -19,7 +19,7 @@ import bytecheckpoint
 from bytecheckpoint import CheckpointError, CorruptCheckpointError, UsageError, tools
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.opening import Entry
-from bytecheckpoint.tools import torch_files
+from bytecheckpoint.tools import exporting, huggingface, torch_files
 from tests.loading.test_layouts import fused, module_of, sized, weights
 from tests.support.damage import damage, storage_file
 from tests.support.worlds import on_ranks
@@ -137,6 +137,22 @@ def test_this_package_reads_it_back(tmp_path: Path, format_: str) -> None:
     assert expected["model/decoder.layers.1.mlp.linear_fc1.weight"].shape == (
         fused(weights())["decoder.layers.1.mlp.linear_fc1.weight"].shape
     )
+
+
+@pytest.mark.parametrize("format_", ["hf", "dcp"])
+def test_an_export_leaves_the_files_of_another_that_was_quicker(
+    tmp_path: Path, format_: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have found the folder empty."""
+    for name in ("first", "second"):
+        bytecheckpoint.save(tmp_path / name, {"model": {"name": torch.tensor([len(name)])}})
+    tools.export(tmp_path / "first", tmp_path / "out", format=format_)  # type: ignore[arg-type]
+    for module in (exporting, huggingface):
+        monkeypatch.setattr(module, "check_target", lambda *_, **__: [])
+    with pytest.raises(CheckpointError, match=r"File exists|not empty"):
+        tools.export(tmp_path / "second", tmp_path / "out", format=format_)  # type: ignore[arg-type]
+    with bytecheckpoint.open(tmp_path / "out") as found:
+        assert found["model/name"][...].item() == len("first")
 
 
 def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) -> None:

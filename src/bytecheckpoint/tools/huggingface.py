@@ -132,20 +132,20 @@ def export_huggingface(
         running, report = ranks.all_succeed("prepare", lambda: prepare(ranks, stack, present))
         with translated(f"export to {storage.url}"):
             if isinstance(storage, LocalStorage):
-                overflowed = _export_to_folder(running, storage.url)
+                overflowed = _export_to_folder(running, storage.url, force)
             else:
                 overflowed = _export_to_storage(running, storage, filter(_WEIGHTS.fullmatch, present))
     return replace(report, overflowed=tuple(overflowed))
 
 
-def _export_to_folder(export: _Export, folder: str) -> list[str]:
+def _export_to_folder(export: _Export, folder: str, force: bool) -> list[str]:
     """Write all files to a temporary folder beside the target, then move them into place."""
     token = export.ranks.agree("token", lambda: None, lambda _: secrets.token_hex(6))
     temporary = os.path.join(os.path.dirname(folder), f".{os.path.basename(folder)}.exporting-{token}")
     storage = TimeLimitedStorage(LocalStorage(temporary))
 
     def install() -> None:
-        storage.around(Call("install"), lambda: _install(temporary, folder, [*export.others, *export.names]))
+        storage.around(Call("install"), lambda: _install(temporary, folder, [*export.others, *export.names], force))
 
     try:
         return export.write_all(storage, install)
@@ -303,11 +303,11 @@ def _finite(data: torch.Tensor) -> torch.Tensor:
     return (data if data.element_size() > 1 else data.float()).isfinite()
 
 
-def _install(temporary: str, folder: str, files: Sequence[str]) -> None:
+def _install(temporary: str, folder: str, files: Sequence[str], force: bool) -> None:
     """Move complete files into the target folder."""
     parent = os.path.dirname(folder)
-    if not os.path.isdir(folder) or not os.listdir(folder):
-        os.rename(temporary, folder)  # replaces an empty folder
+    if not force or not os.path.isdir(folder) or not os.listdir(folder):
+        os.rename(temporary, folder)  # replaces an empty folder, and fails if another export has filled it
         fsync_directory(parent)
         return
     old = [name for name in os.listdir(folder) if _WEIGHTS.fullmatch(name)]

@@ -129,6 +129,7 @@ def write_items(
     keys, ranks, storage = list(wanted), files.ranks, files.storage
     own = [keys[position] for position in ranks.share([view.tensors[key].nbytes for key in keys])]
     last = {_METADATA: b"", **(markers or {})}
+    published: list[str] = []
 
     def write() -> tuple[list[str], list[_Placed], int]:
         placed: list[_Placed] = []
@@ -154,6 +155,7 @@ def write_items(
         last[_METADATA] = _metadata(items, blobs, paths, placed)
         for name, content in last.items():
             storage.publish(name, content)
+            published.append(name)
         names = [*itertools.chain.from_iterable(names for names, _, _ in written), *last]
         storage.sync(names)
         return names, sum(done for _, _, done in written)
@@ -161,7 +163,7 @@ def write_items(
     try:
         names, done = ranks.agree("write", write, finish)
     except BaseException:
-        files.discard(last if ranks.rank == 0 else ())
+        files.discard(published)
         raise
     return Written(names, len(wanted), done)
 
@@ -225,8 +227,9 @@ class DcpFiles:
         if self._writer is not None and self._size + len(data) > self._max_bytes:
             self.finish()
         if self._writer is None:
-            self.names.append(f"__{self.ranks.rank}_{len(self.names)}.distcp")
-            self._writer, self._size = self.storage.create(NewFile(self.names[-1], self._max_bytes)), 0
+            name = f"__{self.ranks.rank}_{len(self.names)}.distcp"
+            self._writer, self._size = self.storage.create(NewFile(name, self._max_bytes)), 0
+            self.names.append(name)  # not before: `discard` leaves a file of this name that another export has made
         self._writer.write_at(self._size, [memoryview(data)])
         self._size += len(data)
         return self.names[-1], self._size - len(data), len(data)
