@@ -168,6 +168,35 @@ def test_load_onto_two_ranks(path: str) -> None:
     assert_holds(module, expected)
 
 
+@pytest.mark.parametrize("odd", [None, "auto", "copy", "other files"])
+@on_ranks(2)
+def test_a_rank_with_another_layout_or_other_files(path: str, odd: str | None) -> None:
+    """Before, ranks with and without a layout waited for each other, and two steps of one run mixed."""
+    rank, folder, value = dist.get_rank(), Path(path), torch.arange(8.0).view(4, 2)
+    for name in ("hf", "other"):
+        if rank == 0:
+            (folder / name).mkdir(parents=True)
+            save_file({"a": value}, folder / name / "model.safetensors")
+    dist.barrier()
+    own = Layout("own", "hf", "mine", rules=[Rule({"a": "x y"}, {"b": "y x"})])
+    layout: Any = own if rank == 0 or odd == "other files" else odd
+    source, states = "hf", {"model": {"b": torch.zeros(2, 4)}}
+    if rank == 1 and odd == "copy":
+        (folder / "link").symlink_to("hf")
+        layout, source = Layout.from_text(own.to_text()), "link"
+    if rank == 1 and odd == "other files":
+        source = "other"
+    if odd == "copy":
+        bytecheckpoint.load(folder / source, states, layout=layout)
+        assert torch.equal(states["model"]["b"], value.T)
+        return
+    text = (
+        "rank 1 at .*other" if odd == "other files" else rf"rank 0 loads with layout=own \(.*rank 1 with layout={odd!r}"
+    )
+    with pytest.raises((IncompatibleCheckpointError, UsageError), match=text):
+        bytecheckpoint.load(folder / source, states, layout=layout)
+
+
 def test_tensors_with_two_names_on_both_sides(tmp_path: Path) -> None:
     """The program ties them, and the file has one of the names, the other, or both."""
     layout = Layout.from_text(

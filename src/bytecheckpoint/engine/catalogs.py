@@ -257,13 +257,16 @@ class CatalogReader:
             return now.identity != self.identity
         return False
 
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the files of another program, by name; {} for a checkpoint of this package."""
+        return self._storage.versions() if isinstance(self._storage, ForeignStorage) else {}
+
     def head(self) -> CatalogHead:
         """Return the part that every rank needs, for other ranks."""
-        versions = self._storage.versions() if isinstance(self._storage, ForeignStorage) else {}
         if self.groups is None:
-            return CatalogHead(self.identity, versions=versions)
+            return CatalogHead(self.identity, versions=self.versions())
         pieces = {offset: bytes(piece) for offset, piece in self._pieces.items()}
-        return CatalogHead(size=self.groups.size, pieces=pieces, versions=versions)
+        return CatalogHead(size=self.groups.size, pieces=pieces, versions=self.versions())
 
     def rows(
         self,

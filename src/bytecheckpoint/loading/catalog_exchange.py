@@ -100,16 +100,18 @@ class CatalogExchange:
         """
         several = self._collective.world_size > 1
         remote = several and self._storage.capabilities.shared and not self._storage.capabilities.page_cache
-        own, digest = None, b""
+        own, digest, versions = None, b"", b""
         if not remote or self._collective.rank == 0:
             self._storage, reader = open_catalog(self._storage)
             own = self._open(reader)
             digest = xxhash.xxh3_128_digest(own.reader.identity)
+            if of_files := reader.versions():
+                versions = xxhash.xxh3_128_digest(repr(sorted(of_files.items())).encode())
             with own.detect_replacement():
                 remote = remote or (several and own.trees.are_remote())
         if remote:
             self._stack.enter_context(self.machine_reads.serve())
-        return own, OpenReport(digest, self._collective.host if remote else "", self._storage.url)
+        return own, OpenReport(digest, self._collective.host if remote else "", self._storage.url, versions)
 
     def complete(self, own: OpenCheckpoint | None, decision: OpenDecision) -> OpenCheckpoint:
         """Use rank 0's catalog if this rank has read none, and begin to divide the reads with the ranks of this machine.

@@ -43,11 +43,15 @@ class OpenReport(msgspec.Struct, frozen=True):
         digest: digest of the catalog's identity; empty if this rank gets the catalog from rank 0.
         host: name of this rank's machine; "" if this rank serves no pieces.
         url: URL of the checkpoint.
+        versions: digest of the versions of the files of another program; empty for a checkpoint of this package.
+        layout: argument of `load`, in a form that can be compared.
     """
 
     digest: bytes
     host: str = ""
     url: str = ""
+    versions: bytes = b""
+    layout: str = "None"
 
 
 class OpenDecision(msgspec.Struct, frozen=True):
@@ -79,15 +83,25 @@ def decide_open(reports: Sequence[OpenReport], head: Callable[[], CatalogHead]) 
         head: function that returns the head of the catalog, as rank 0 has read it.
 
     Raises:
-        UsageError: a rank that gets the catalog from rank 0 looks at another path.
+        UsageError: a rank that gets the catalog from rank 0 looks at another path, or ranks have different layouts.
     """
+    for rank, report in enumerate(reports):  # here, because only ranks with a layout take part in the next step
+        if report.layout != reports[0].layout:
+            raise UsageError(
+                f"rank 0 loads with layout={reports[0].layout}, rank {rank} with layout={report.layout}; give all ranks "
+                "the same"
+            )
     paths = different_paths({rank: report.url for rank, report in enumerate(reports)}, "at")
     if any(report.digest == b"" and report.url != reports[0].url for report in reports):
         raise UsageError(f"ranks load from different paths: {paths}; give all the same path")
     digests = {report.digest for report in reports}
     numbers = {host: number for number, host in enumerate(dict.fromkeys(r.host for r in reports if r.host))}
     hosts = [numbers.get(report.host, -1) for report in reports] if numbers else []
-    return OpenDecision(len(digests - {b""}) == 1, hosts, head() if b"" in digests else None, paths)
+    alike = len(digests - {b""}) == 1
+    # The catalog of another program's checkpoint has nothing that two steps of a run do not share. Machines may have copies
+    # of the files under one path.
+    alike &= not paths or len({report.versions for report in reports}) == 1
+    return OpenDecision(alike, hosts, head() if b"" in digests else None, paths)
 
 
 def check_alike(decision: OpenDecision, url: str, *, last: bool) -> None:

@@ -11,6 +11,8 @@ from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
+import msgspec
+
 from bytecheckpoint.arguments import value_of
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.agreement import Agreement
@@ -257,6 +259,7 @@ class Load:
             exchange = CatalogExchange(self._collective, self._tag, found, timeout, self._cancel, self._stack)
             own, report = exchange.read()
             self._operation.mark("catalog")
+            report = msgspec.structs.replace(report, layout=checked.matching.comparable_layout())
             return (checked, exchange, own), report
 
         (checked, exchange, own), decision = self._agree("open", work, _decide_open, OpenReport, OpenDecision)
