@@ -139,6 +139,29 @@ def test_this_package_reads_it_back(tmp_path: Path, format_: str) -> None:
     )
 
 
+@pytest.mark.parametrize("format_", ["dcp", "torch"])
+@pytest.mark.parametrize("make", [
+    lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.1), foreach=False),
+])  # fmt: skip
+def test_optimizers_load_from_what_was_exported(tmp_path: Path, format_: str, make: Any) -> None:
+    """With tied parameters; without state, of which DCP keeps nothing; with a rate that is a tensor."""
+    runs = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = Tied()
+        runs.append((model, make(list(model.parameters()))))
+        train(*runs[-1], seed)
+    (model, optimizer), other = runs
+    bytecheckpoint.save(tmp_path / "own", {"model": model, "optimizer": optimizer})
+    tools.export(tmp_path / "own", tmp_path / "out", format=format_)  # type: ignore[arg-type]
+    bytecheckpoint.load(tmp_path / "out", {"model": other[0], "optimizer": other[1]})
+    for run_ in ((model, optimizer), other):
+        train(*run_, 3)
+    check_same(model, other[0])
+
+
 @pytest.mark.parametrize("format_", ["hf", "dcp"])
 def test_an_export_leaves_the_files_of_another_that_was_quicker(
     tmp_path: Path, format_: str, monkeypatch: pytest.MonkeyPatch

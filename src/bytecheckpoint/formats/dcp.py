@@ -351,7 +351,11 @@ def _set(tree: dict[Any, Any], path: tuple[Any, ...], value: object) -> None:
 
 def _as_optimizer(tree: Any) -> dict[str, Any] | None:
     """Return the state_dict of an optimizer that a tree is; None if it is none."""
-    if type(tree) is not dict or not {"state", "param_groups"} <= tree.keys() or type(tree["state"]) is not dict:
+    if type(tree) is not dict or "param_groups" not in tree:
+        return None
+    if "state" not in tree and len(tree) == 1:  # of an optimizer without state: DCP leaves out empty dicts
+        tree = {"state": {}, **tree}
+    if type(tree.get("state")) is not dict:
         return None
     found = {key: _with_lists(value) for key, value in tree.items() if key != "state"}
     params = [p for group in found["param_groups"] if isinstance(group, dict) for p in group.get("params", ())]

@@ -135,4 +135,6 @@ def names_of_parameters(tree: Any) -> dict[Any, str] | None:
             given = [p if isinstance(p, str) else f"#{p}" for p in params]
         names.update(zip(params, given, strict=True))
     sound = all(isinstance(slots, dict) for slots in tree["state"].values())
+    if all(isinstance(name, str) for name in names):  # a tied parameter may have its state under each of its names
+        names = {**{name: name for name in tree["state"] if isinstance(name, str)}, **names}
     return names if sound and tree["state"].keys() <= names.keys() else None

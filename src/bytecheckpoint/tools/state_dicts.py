@@ -44,7 +44,7 @@ def _optimizer(view: CheckpointView, state: str, tensors: dict[str, Entry]) -> d
     return found
 
 
-def mapped(tree: Any, replace: Callable[[Any], Any], kind: type = Entry) -> Any:
+def mapped(tree: Any, replace: Callable[[Any], Any], kind: type | tuple[type, ...] = Entry) -> Any:
     """Return a tree with another object in the place of each tensor, which is an instance of `kind`.
 
     Raises:

@@ -78,7 +78,7 @@ def write_dcp(view: CheckpointView, tree: Mapping[str, Any], files: DcpFiles, ad
             entry = stand_ins[id(value)][1]
             items.append(DcpItem(name, entry.key, entry.shape, entry.dtype))
         else:  # DCP takes a tuple for one value, also with tensors in it
-            blobs[name] = mapped(value, lambda tensor: stand_ins[id(tensor)][1], torch.Tensor)
+            blobs[name] = mapped(value, lambda tensor: stand_ins.get(id(tensor), (None, tensor))[1], torch.Tensor)
     return write_items(view, items, blobs, files, advance, paths)
 
 
@@ -261,8 +261,13 @@ def write_torch_file(
     """
     entries: list[Entry] = []
     known: dict[Any, torch.Tensor] = {}
+    read: dict[int, torch.Tensor] = {}  # tensors among plain values, such as a learning rate, by identity
 
-    def stand_in(entry: Entry) -> torch.Tensor:
+    def stand_in(entry: Entry | torch.Tensor) -> torch.Tensor:
+        if isinstance(entry, torch.Tensor):
+            found = entry.detach().clone(memory_format=torch.contiguous_format)
+            known[found] = read[id(found)] = found
+            return found
         stored = view.stored_under(entry.key)
         if stored not in known:
             entries.append(entry)
@@ -275,7 +280,9 @@ def write_torch_file(
     outline = f"{temporary}-outline"
     try:
         with torch.serialization.skip_data():
-            torch.save(mapped(dict(tree), stand_in), outline)  # a sparse file: without the bytes of tensors
+            torch.save(
+                mapped(dict(tree), stand_in, (Entry, torch.Tensor)), outline
+            )  # a sparse file: without the bytes of tensors
         pieces = view.stream([entry.key for entry in entries if entry.nbytes], _PIECE_BYTES)
         with zipfile.ZipFile(outline) as template, zipfile.ZipFile(temporary, "w", allowZip64=True) as target:
             members = {info.filename: info for info in template.infolist()}
@@ -286,6 +293,9 @@ def write_torch_file(
                 with target.open(member, "w", force_zip64=True) as file:
                     if tensor is None:
                         file.write(template.read(info))
+                        continue
+                    if id(tensor) in read:
+                        file.write(memoryview(flat_bytes(tensor).numpy()))
                         continue
                     left = tensor.numel()
                     while left:
