@@ -139,14 +139,26 @@ def test_this_package_reads_it_back(tmp_path: Path, format_: str) -> None:
     )
 
 
-@pytest.mark.parametrize("format_", ["dcp", "torch"])
+class Remembering(torch.optim.SGD):
+    """SGD that keeps the gradients of the last two steps in a list, and plain values in a dict, for each parameter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            last = [*state.get("last", ([], None))[0], parameter.grad.clone()][-2:]
+            state |= {"last": (last, None), "facts": {"steps": [state.get("facts", {"steps": [0]})["steps"][0] + 1]}}
+            parameter.data.sub_(sum(last), alpha=0.1 / state["facts"]["steps"][0])
+
+
+@pytest.mark.parametrize("format_", ["dcp", "torch", "state_dict"])
 @pytest.mark.parametrize("make", [
+    lambda parameters: Remembering(parameters, lr=0.1),
     lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.1), foreach=False),
 ])  # fmt: skip
 def test_optimizers_load_from_what_was_exported(tmp_path: Path, format_: str, make: Any) -> None:
-    """With tied parameters; without state, of which DCP keeps nothing; with a rate that is a tensor."""
+    """With tied parameters, lists in the state, a rate that is a tensor; without state, of which DCP keeps nothing."""
     runs = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -155,7 +167,10 @@ def test_optimizers_load_from_what_was_exported(tmp_path: Path, format_: str, ma
         train(*runs[-1], seed)
     (model, optimizer), other = runs
     bytecheckpoint.save(tmp_path / "own", {"model": model, "optimizer": optimizer})
-    tools.export(tmp_path / "own", tmp_path / "out", format=format_)  # type: ignore[arg-type]
+    if format_ == "state_dict":
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "out")
+    else:
+        tools.export(tmp_path / "own", tmp_path / "out", format=format_)  # type: ignore[arg-type]
     bytecheckpoint.load(tmp_path / "out", {"model": other[0], "optimizer": other[1]})
     for run_ in ((model, optimizer), other):
         train(*run_, 3)

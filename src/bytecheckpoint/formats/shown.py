@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+import msgspec
+
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.formats.decoded import Decoded
 from bytecheckpoint.formats.files import open_file
@@ -13,7 +15,7 @@ from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.trees import BYTES_PER_VALUE, Tree, decode_containers
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.dtypes import itemsize
-from bytecheckpoint.representation.values.tree import PACKED_TENSOR, TensorRef
+from bytecheckpoint.representation.values.tree import PACKED_TENSOR, TensorRef, key_of_path, state_reference
 from bytecheckpoint.storage.base import Storage
 
 __all__ = ["VALUES_NAME", "names_of_parameters", "with_values"]
@@ -109,7 +111,7 @@ def _by_parameters(
             if isinstance(value, TensorRef):
                 places[value.name] = names[parameter], _SLOTS.get(slot, slot)
             else:
-                plain.setdefault(names[parameter], {})[slot] = value
+                plain.setdefault(names[parameter], {})[slot] = _placed(value, names[parameter], (slot,), places)
     columns.rename(state, places)
     groups = [
         {**_with_packed(group, packed), "params": [names[p] for p in group["params"]]} for group in tree["param_groups"]
@@ -117,6 +119,18 @@ def _by_parameters(
     return {
         "groups": groups, "state": plain, "aliases": {}, "globals": [{}], "optimizers": [], "complete": True,
     }  # fmt: skip
+
+
+def _placed(value: Any, fqn: str, path: tuple[object, ...], places: dict[str, tuple[str, str]]) -> Any:
+    """Give the tensors inside of a parameter's value slots of their own, as saves do; return the value with references."""
+    if isinstance(value, TensorRef):
+        places[value.name] = fqn, key_of_path(path)
+        return msgspec.structs.replace(value, name=state_reference(*places[value.name]))
+    if isinstance(value, dict):
+        return {key: _placed(item, fqn, (*path, key), places) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_placed(item, fqn, (*path, number), places) for number, item in enumerate(value))
+    return value
 
 
 def names_of_parameters(tree: Any) -> dict[Any, str] | None:

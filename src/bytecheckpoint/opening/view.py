@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from bytecheckpoint.errors import MissingKeyError
+from bytecheckpoint.frameworks.optimizers.tree import parse_state_reference
 from bytecheckpoint.opening.box_reader import TensorPiece, read_in_pieces
 from bytecheckpoint.opening.checkpoint import Checkpoint
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
@@ -93,6 +94,25 @@ class CheckpointView(Checkpoint):
         if len(trees) > 1 and all(isinstance(tree, dict) for tree in trees):
             return {key: value for tree in reversed(trees) for key, value in tree.items()}  # type: ignore[attr-defined]
         return trees[0] if trees else None
+
+    def containers_of(self, state: str) -> dict[str, dict[str, Any]]:
+        """Return the lists, tuples and dicts in the state of an optimizer's parameters, with an `Entry` for each tensor.
+
+        Names are those in the checkpoint, also where a layout shows others.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for blob in self._trees(state)[0]:
+            tree: Any = decode(
+                blob,
+                on_tensor=lambda name: self._entry(state, *parse_state_reference(name)),
+                on_unregistered=lambda _, saved: saved,
+                restore=False,
+            )
+            for fqn, values in tree["state"].items():
+                own = {slot: value for slot, value in values.items() if isinstance(value, dict | list | tuple)}
+                for name in (fqn, *tree["aliases"].get(fqn, ())) if own else ():
+                    found.setdefault(name, own)
+        return found
 
     def stream(self, keys: Iterable[str], max_bytes: int = 32 << 20) -> Iterator[TensorPiece]:
         """Read several tensors in pieces, in bounded memory; small tensors are read together.

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from bytecheckpoint.errors import IncompatibleCheckpointError
+from bytecheckpoint.errors import IncompatibleCheckpointError, listed
 from bytecheckpoint.opening.entry import Entry
 from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.representation.values.codec import leaves_with_paths
@@ -36,11 +36,21 @@ def state_dict_of(view: CheckpointView, state: str) -> Any:
 
 def _optimizer(view: CheckpointView, state: str, tensors: dict[str, Entry]) -> dict[str, Any]:
     found: dict[str, Any] = {"state": {}, "param_groups": view[f"{state}/param_groups"]}
+    containers = view.containers_of(state)
+    if containers and view.is_renamed:
+        raise IncompatibleCheckpointError(
+            f"{view.path}: the optimizer has lists or dicts as states of {listed([*containers])}, which no layout renames"
+        )
     for key in view.keys_of(state):
         place, _, slot = key.removeprefix(f"{state}/").rpartition("/")
         if place.startswith("state/"):
-            value = tensors[key] if key in tensors else view[key]
-            found["state"].setdefault(place.removeprefix("state/"), {})[slot] = value
+            fqn = place.removeprefix("state/")
+            slots = found["state"].setdefault(fqn, {})
+            inside = containers.get(fqn, {})
+            if (name := next((name for name in inside if f"{slot}.".startswith(f"{name}.")), None)) is not None:
+                slots[name] = inside[name]
+            else:
+                slots[slot] = tensors[key] if key in tensors else view[key]
     return found
 
 

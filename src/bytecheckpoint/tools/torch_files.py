@@ -280,9 +280,8 @@ def write_torch_file(
     outline = f"{temporary}-outline"
     try:
         with torch.serialization.skip_data():
-            torch.save(
-                mapped(dict(tree), stand_in, (Entry, torch.Tensor)), outline
-            )  # a sparse file: without the bytes of tensors
+            # A sparse file: without the bytes of tensors.
+            torch.save(mapped(dict(tree), stand_in, (Entry, torch.Tensor)), outline)
         pieces = view.stream([entry.key for entry in entries if entry.nbytes], _PIECE_BYTES)
         with zipfile.ZipFile(outline) as template, zipfile.ZipFile(temporary, "w", allowZip64=True) as target:
             members = {info.filename: info for info in template.infolist()}

@@ -21,13 +21,14 @@ from bytecheckpoint.frameworks.optimizers.names import (
     named_groups,
 )
 from bytecheckpoint.frameworks.optimizers.own_values import pack_own_values
-from bytecheckpoint.frameworks.optimizers.tree import comparable_bytes, pack_tensors, state_reference
+from bytecheckpoint.frameworks.optimizers.tree import comparable_bytes, pack_tensors
 from bytecheckpoint.frameworks.optimizers.wrapped import capture_wrapped, is_wrapped
 from bytecheckpoint.frameworks.recapture import again_with_optimizers
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor, local_tensor
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
 from bytecheckpoint.representation.values.codec import encode, key_of_path
+from bytecheckpoint.representation.values.tree import state_reference
 
 __all__ = ["capture_optimizers", "layout_of"]
 

@@ -28,7 +28,6 @@ __all__ = [
     "is_optimizer_tree",
     "pack_tensors",
     "parse_state_reference",
-    "state_reference",
     "unpack_tensors",
 ]
 
@@ -66,11 +65,6 @@ def is_optimizer_tree(value: Any) -> bool:
 def _are(kind: type, values: Any) -> bool:
     """Return whether a value is a list, or a tuple, of objects of one type."""
     return isinstance(values, list | tuple) and all(isinstance(item, kind) for item in values)
-
-
-def state_reference(fqn: str, slot: str) -> str:
-    """Return the name by which the tree refers to a state tensor inside a container."""
-    return f"{len(fqn)}:{fqn}{slot}"
 
 
 def parse_state_reference(name: str) -> tuple[str, str]:

@@ -13,13 +13,14 @@ from bytecheckpoint.frameworks.base import Destination, SavedStates, Strict, Use
 from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.frameworks.objects.capture import STATES_BY_NAME
 from bytecheckpoint.frameworks.objects.reader import missing_tensor_error
-from bytecheckpoint.frameworks.optimizers.tree import comparable_bytes, pack_tensors, state_reference
+from bytecheckpoint.frameworks.optimizers.tree import comparable_bytes, pack_tensors
 from bytecheckpoint.frameworks.registry import register
 from bytecheckpoint.frameworks.tensors.allocation import make_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.plain import is_tensor_like
 from bytecheckpoint.representation.shards import LiveState, TensorKey
 from bytecheckpoint.representation.values.codec import encode, key_of_path
+from bytecheckpoint.representation.values.tree import state_reference
 
 __all__ = ["DCP", "TensorParts"]
 

@@ -20,6 +20,7 @@ __all__ = [
     "key_of_path",
     "leaves_with_paths",
     "naming_file",
+    "state_reference",
 ]
 
 MAX_DEPTH = 100
@@ -30,6 +31,11 @@ MAX_DEPTH = 100
 TENSOR_CLASS = "torch.Tensor"
 #: Key of a tensor among plain values of an optimizer, which is a dict with the name of its dtype, its shape and its bytes.
 PACKED_TENSOR = "__tensor__"
+
+
+def state_reference(fqn: str, slot: str) -> str:
+    """Return the name by which the tree of an optimizer refers to a state tensor inside a container."""
+    return f"{len(fqn)}:{fqn}{slot}"
 
 
 class StoredTree(bytes):
