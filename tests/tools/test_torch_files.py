@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,22 @@ def test_this_package_reads_it_back(tmp_path: Path, format_: str) -> None:
     assert expected["model/decoder.layers.1.mlp.linear_fc1.weight"].shape == (
         fused(weights())["decoder.layers.1.mlp.linear_fc1.weight"].shape
     )
+
+
+@pytest.mark.parametrize("format_", ["dcp", "torch"])
+def test_tied_tensors_in_containers_have_their_places_alone(tmp_path: Path, format_: str) -> None:
+    shared = torch.arange(3.0)
+    extra = {"lists": [[shared], [shared]], "namespace": Namespace(weight=shared, name="x"), "w": {"w": shared}}
+    bytecheckpoint.save(tmp_path / "own", {"extra_states": extra})
+    tools.export(tmp_path / "own", tmp_path / "out", format=format_)  # type: ignore[arg-type]
+    if format_ == "torch":
+        assert str(torch.load(tmp_path / "out", weights_only=False)["extra_states"]) == str(extra)
+    found: dict[str, Any] = {}
+    if format_ == "dcp":
+        bytecheckpoint.load(tmp_path / "out", {"extra_states": found})
+        assert {name: str(value) for name, value in found.items()} == {
+            name: str(value) for name, value in extra.items()
+        }
 
 
 class Remembering(torch.optim.SGD):

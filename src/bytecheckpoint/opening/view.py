@@ -9,6 +9,7 @@ from bytecheckpoint.errors import MissingKeyError
 from bytecheckpoint.frameworks.optimizers.tree import parse_state_reference
 from bytecheckpoint.opening.box_reader import TensorPiece, read_in_pieces
 from bytecheckpoint.opening.checkpoint import Checkpoint
+from bytecheckpoint.opening.entry import Entry
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.values.codec import decode
@@ -77,15 +78,22 @@ class CheckpointView(Checkpoint):
         """Return whether a state is in streams: positions of data loaders, which any number of ranks divides."""
         return bool(len(self._index.streams(state)))
 
-    def structure(self, state: str) -> Any:
+    def structure(self, state: str, inside: set[str]) -> Any:
         """Return the plain values of a state in their containers, with an `Entry` for each tensor; None without values.
 
-        Where the ranks' values complement each other they are one. Instances of classes become their plain values.
+        Where the ranks' values complement each other they are one. Instances of classes become their plain values. The keys
+        of the tensors are added to `inside`; a tied tensor has several.
         """
+
+        def found(name: str) -> Entry | None:
+            entry = self._entry(state, name, "")
+            inside.update([f"{state}/{name}"] if entry is None else [f"{state}/{name}", entry.key])
+            return entry
+
         trees = [
             decode(
                 blob,
-                on_tensor=lambda name: self._entry(state, name, ""),
+                on_tensor=found,
                 on_unregistered=lambda _, saved: saved,
                 restore=False,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -27,11 +28,11 @@ def state_dict_of(view: CheckpointView, state: str) -> Any:
     groups = f"{state}/param_groups"
     if groups in view:
         return _optimizer(view, state, tensors)
-    tree = view.structure(state)
+    inside: set[str] = set()
+    tree = view.structure(state, inside)
     if not isinstance(tree, dict):
         return tree if tree is not None else {key.removeprefix(f"{state}/"): entry for key, entry in tensors.items()}
-    inside = {leaf.key for _, leaf in leaves_with_paths(tree) if isinstance(leaf, Entry)}
-    return {k.removeprefix(f"{state}/"): entry for k, entry in tensors.items() if entry.key not in inside} | tree
+    return {key.removeprefix(f"{state}/"): entry for key, entry in tensors.items() if key not in inside} | tree
 
 
 def _optimizer(view: CheckpointView, state: str, tensors: dict[str, Entry]) -> dict[str, Any]:
@@ -64,6 +65,8 @@ def mapped(tree: Any, replace: Callable[[Any], Any], kind: type | tuple[type, ..
         return replace(tree)
     if type(tree) in (dict, OrderedDict):
         return type(tree)((key, mapped(value, replace, kind)) for key, value in tree.items())
+    if type(tree) is Namespace:
+        return Namespace(**mapped(vars(tree), replace, kind))
     if type(tree) in (list, tuple):
         return type(tree)(mapped(value, replace, kind) for value in tree)
     if any(isinstance(leaf, kind) for _, leaf in leaves_with_paths(tree)):
