@@ -13,6 +13,7 @@ from benchmarks.bench import Bench
 from benchmarks.measure import Arm, Extras
 from benchmarks.state import sharded
 from bytecheckpoint import HuggingFaceView
+from bytecheckpoint.layouts import Layout, Rule
 
 __all__ = ["views"]
 
@@ -51,7 +52,17 @@ def views(bench: Bench) -> None:
         written = sum(file.stat().st_size for file in files if file.is_file())
         return {"call": call, "committed": committed, "written_sum": float(written)}
 
-    contenders = {"no view": None, "joined": HuggingFaceView(), "files": HuggingFaceView(dtype="float32")}
+    base = bench.folder / "base"
+    base.mkdir(exist_ok=True)
+    _Config().save_pretrained(str(base))
+    rules = [Rule({"model.layers.{l}.<name>": "..."}, {"layers_{l}_<name>": "..."})]
+    layout = Layout("names", "hf", "own", rules=rules)
+    contenders = {
+        "no view": None,
+        "joined": HuggingFaceView(),
+        "joined, by a layout": HuggingFaceView(layout=layout, files_from=base),
+        "files": HuggingFaceView(dtype="float32"),
+    }
     for name, background in (("views: async save", True), ("views: save", False)):
         clear = partial(bench.clear, "step")
         arms = [Arm(arm, partial(save, view, background=background), clear) for arm, view in contenders.items()]

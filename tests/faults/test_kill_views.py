@@ -22,7 +22,7 @@ from bytecheckpoint.engine.view_files import VIEW_INDEX
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.world import world_of
 from tests.support.faulty_storage import Faults
-from tests.support.pretrained import Net, check, trained
+from tests.support.pretrained import Net, Own, check, trained, view_of_own
 from tests.support.worlds import Worlds
 
 #: Operation before which the rank is killed, part of the file's name, and calls that pass first.
@@ -36,26 +36,33 @@ STAGES = {
     "index": ("publish", VIEW_INDEX, 0),
 }
 VIEW = HuggingFaceView(dtype="float32")  # files of their own: those of whole tensors come with the step
-OPTIONS = SaveOptions(view=VIEW, async_checkpoint=False)
 
 
-def sharded(value: float) -> dict[str, Any]:
-    model = Net(value)
+def sharded(value: float, base: Path | None = None) -> dict[str, Any]:
+    """Return states cut over all ranks: of transformers' names, or with `base` of others, which its view explains."""
+    model: Any = Net(value) if base is None else Own(value, turned=base.name == "turned")
     if current().world_size > 1:
         fully_shard(model, mesh=init_device_mesh("cpu", (current().world_size,)))
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
 
 
-def save_and_be_killed(root: Path, victim: int, operation: str, name: str, skip: int) -> None:
+def view_by(base: Path | None) -> HuggingFaceView:
+    """Return the view of `sharded` states."""
+    return VIEW if base is None else view_of_own(base, turned=base.name == "turned")
+
+
+def save_and_be_killed(root: Path, victim: int, operation: str, name: str, skip: int, base: Path | None = None) -> None:
     """Save step 1, then kill a rank at a stage of step 2."""
     bytecheckpoint.configure(timeout=8.0, writer="thread")
-    with CheckpointManager(root, sharded(1.0), save_options=OPTIONS) as manager:
+    view = view_by(base)
+    options = SaveOptions(view=view, async_checkpoint=False)
+    with CheckpointManager(root, sharded(1.0, base), save_options=options) as manager:
         manager.save(1)
     faults = Faults()
     faults.add(operation, name=name, rank=victim, skip=skip, before=lambda: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(CheckpointError):
         faults.install(patch)
-        bytecheckpoint.save(root / "step_00000002", sharded(2.0), view=VIEW).viewed.result()
+        bytecheckpoint.save(root / "step_00000002", sharded(2.0, base), view=view).viewed.result()
 
 
 def save_and_be_killed_at_an_exchange(root: Path, victim: int) -> float:
@@ -81,9 +88,9 @@ def save_and_be_killed_at_an_exchange(root: Path, victim: int) -> float:
     return time.monotonic() - begin
 
 
-def resume(root: Path, view: HuggingFaceView = VIEW) -> int:
+def resume(root: Path, view: HuggingFaceView = VIEW, base: Path | None = None) -> int:
     """Resume the run, at any number of ranks, and wait for the view; return the step."""
-    states, options = sharded(0.0), SaveOptions(view=view, async_checkpoint=False)
+    states, options = sharded(0.0, base), SaveOptions(view=view, async_checkpoint=False)
     with CheckpointManager(root, states, save_options=options) as manager:
         restored = manager.restore_latest()
         assert restored is not None
@@ -129,6 +136,23 @@ def test_a_resumed_run_completes_the_view(worlds: Worlds, tmp_path: Path, stage:
     assert not report.notes
     tools.collect_garbage(tmp_path, older_than=-60)
     assert opens(step, 2.0)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("kind", "stage"), [("names", "index"), ("turned", "finish"), ("turned", "index")])
+def test_a_resumed_run_completes_the_view_of_a_layout(worlds: Worlds, tmp_path: Path, kind: str, stage: str) -> None:
+    """Files of the step hold the tensors, or those that are not transposed."""
+    base, root = tmp_path / kind, tmp_path / "run"
+    view = view_by(base)
+    ended = worlds.fresh(2).start(save_and_be_killed, root, 0, *STAGES[stage], base).outcomes(timeout=60, grace=40)
+    assert "died with exit code -9" in ended[0][1]
+    step = root / "step_00000002"
+    assert not (step / VIEW_INDEX).exists()
+    assert worlds.get(2).run(resume, root, view, base) == [2, 2]
+    check(step, 2.0, architecture=None)
+    assert len(list(step.glob("model-*"))) == (kind == "turned")
+    report = tools.verify(step)
+    assert report.ok and not report.notes
 
 
 @pytest.mark.timeout(300)

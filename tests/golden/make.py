@@ -22,6 +22,7 @@ from bytecheckpoint.storage import COLD_FOLDERS, resolve
 from bytecheckpoint.tools import adopt
 from bytecheckpoint.tuning import tuned
 from tests.support.layouts import Box, Leaf, coded, grid_boxes
+from tests.support.pretrained import Own, view_of_own
 from tests.support.settings import using
 from tests.support.streams import Loader
 
@@ -33,6 +34,7 @@ FOREIGN = Path(__file__).parent / "v4-foreign"  # files of other programs, which
 VERSIONS = Path(__file__).parent / "v5-differences"  # a run of two versions, the second of which is kept as differences
 FINGERPRINTS = Path(__file__).parent / "v1-fingerprints"  # the same as v1, with fingerprints in the catalog
 ARRAYS = Path(__file__).parent / "v1-arrays"  # plain values in version 2: large numpy arrays are tensors
+NAMES = Path(__file__).parent / "v6-names"  # files with the names of another program
 WORLD = 3
 TILE_WORLD = 8
 SHAPES = {"cut": ((7, 5), torch.float32), "cut3d": ((3, 4, 2), torch.bfloat16), "whole": ((6,), torch.int64)}
@@ -164,6 +166,15 @@ def make_foreign(folder: Path) -> None:
     (folder / CATALOG_NAME).write_bytes(encode(replace(catalog, files=tuple(files))))
 
 
+def make_names(folder: Path) -> None:
+    """Save a fused tensor, whose file holds the two parts under the names that a layout leads to."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as place:
+        view = view_of_own(Path(place), turned=False)
+        bytecheckpoint.save(folder, {"model": Own(turned=False)}, view=view, metadata={"golden": 6})
+    shutil.rmtree(folder / METRICS_FOLDER, ignore_errors=True)
+
+
 def main() -> None:
     """Replace the golden checkpoints of the present version."""
 
@@ -195,6 +206,7 @@ def main() -> None:
     with tuned(catalog_group_bytes=1):
         write_anew(GROUPS, save_groups)
     make_foreign(FOREIGN)
+    make_names(NAMES)
     write_anew(FOLDER, save)
     write_anew(STREAMS, save_streams)
     with tuned(array_tensor_bytes=16):

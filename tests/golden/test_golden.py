@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.golden.make import (
     FOLDER,
     FOREIGN,
     GROUPS,
+    NAMES,
     SHAPES,
     STREAMS,
     TILED,
@@ -38,6 +40,7 @@ from tests.golden.make import (
     tiled_states,
 )
 from tests.support.layouts import coded
+from tests.support.pretrained import Own, check
 from tests.support.streams import Loader, state_of
 
 BOTH = pytest.mark.parametrize("folder", [FOLDER, GROUPS], ids=lambda path: path.name)
@@ -133,6 +136,19 @@ def test_version_4_opens_loads_and_verifies() -> None:
     bytecheckpoint.load(FOREIGN, destination, timeout=20)
     assert equal(destination["model"], expected["model"]) and destination["extra_states"]["step"] == 3
     assert bytecheckpoint.tools.verify(FOREIGN).ok
+
+
+def test_files_with_names_of_another_program_load_and_verify(tmp_path: Path) -> None:
+    check(NAMES, architecture=None)
+    lost = tmp_path / "lost"
+    shutil.copytree(NAMES, lost)
+    (lost / "metadata.parquet").unlink()
+    bytecheckpoint.tools.repair(lost)
+    for folder in (NAMES, lost):
+        model = Own(0.0, turned=False)
+        bytecheckpoint.load(folder, {"model": model})
+        assert torch.equal(model.both, Own(turned=False).both)
+        assert bytecheckpoint.tools.verify(folder).ok
 
 
 def test_version_3_opens_and_loads_in_another_world() -> None:

@@ -24,7 +24,7 @@ from bytecheckpoint.representation.header_reader import header_bytes_needed, par
 from bytecheckpoint.representation.header_writer import HeaderTemplate, build_header
 from bytecheckpoint.representation.names import file_stem
 from bytecheckpoint.representation.shards import TensorKey
-from bytecheckpoint.representation.storage_file import StoredEntry, safetensors_keys
+from bytecheckpoint.representation.storage_file import StoredEntry, ViewTensor, safetensors_keys
 from tests.support.processes import run_program
 
 FOLDER = Path(__file__).parents[1] / "golden/v1"
@@ -244,10 +244,38 @@ def test_headers_that_contradict_themselves_are_corrupt() -> None:
     ]:
         with pytest.raises(CorruptCheckpointError):
             parse_header(resealed(text, old, new))
-    with pytest.raises(IncompatibleCheckpointError, match="version 2"):
-        parse_header(resealed(text, b'version":"1"', b'version":"2"'))
+    with pytest.raises(IncompatibleCheckpointError, match="version 3"):
+        parse_header(resealed(text, b'version":"1"', b'version":"3"'))
     with pytest.raises(IncompatibleCheckpointError, match="float99"):
         parse_header(resealed(text, b"float32", b"float99"))
+
+
+def rows_of(fqn: str, first: int, last: int) -> StoredEntry:
+    return StoredEntry(TensorKey("model", fqn, ""), "float32", (6, 2), (first, 0), (last - first, 2))
+
+
+def test_entries_make_up_tensors_of_another_program() -> None:
+    entries = placed([rows_of("qkv", 0, 2), rows_of("qkv", 4, 6), rows_of("qkv", 2, 4), rows_of("up", 0, 6)])
+    named = [ViewTensor("q", (4, 2), 2), ViewTensor("k", (2, 2), 1), ViewTensor("v", (3, 4), 1)]
+    made = template(entries, named=named)
+    text = made.render(np.zeros(made.blocks, np.uint64))
+    header = parse_header(text)
+    assert list(header.entries) == entries and header.names == ("q", "k", "v")
+    data = np.arange(made.data_length // 4, dtype=np.float32)
+    found = safetensors.torch.load(text + data.tobytes())
+    assert {name: tuple(value.shape) for name, value in found.items()} == {"q": (4, 2), "k": (2, 2), "v": (3, 4)}
+    for old, new in [
+        (b'"F32","shape":[4,2]', b'"F16","shape":[4,2]'),
+        (b'"F32","shape":[4,2]', b'"F32","shape":[4,3]'),
+        (b"[0,32]", b"[0,31]"),
+        (b"[0,32]", b"[0,48]"),
+        (b"[0,32]", b"[0,40]"),
+        (b"[4,0],[2,2]", b"[5,0],[2,2]"),
+        (b'"v":{"dtype":"F32","shape":[3,4],"data_offsets":[48,96]}}', b"}" + b" " * 56),
+        (b'version":"2"', b'version":"1"'),
+    ]:
+        with pytest.raises(CorruptCheckpointError):
+            parse_header(resealed(text, old, new))
 
 
 def test_headers_longer_than_safetensors_allows_are_refused() -> None:

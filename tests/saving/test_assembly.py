@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
-from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.boxes import BoxTable
+from bytecheckpoint.representation.catalog import Catalog, TensorTable, row_order
+from bytecheckpoint.representation.dtypes import safetensors_code
 from bytecheckpoint.saving.messages import SaveStep, reply_tag, tag
 from bytecheckpoint.saving.step_view import StepView, ViewOfSave
 from bytecheckpoint.tools import repair, verify
@@ -42,7 +49,7 @@ class Whole(StepView, ViewOfSave):
     def of(self, states: Mapping[str, object], selection: Any) -> ViewOfSave:
         return self
 
-    def describe(self, catalog: Catalog) -> tuple[dict[str, bytes], Catalog]:
+    def describe(self, catalog: Catalog, named: Any) -> tuple[dict[str, bytes], Catalog]:
         return {}, catalog
 
     def write(self, *_: Any) -> None:
@@ -56,17 +63,22 @@ def rows_of(path: Path, state: str) -> dict[str, int]:
     return {fqn: count for fqn, count in found.items() if fqn}  # the others are trees of plain values
 
 
-def layout(choose: random.Random, world: int) -> dict[str, tuple[tuple[int, ...], torch.dtype, list[list[Any]]]]:
+_Layout = dict[str, tuple[tuple[int, ...], torch.dtype, list[list[Any]]]]
+
+
+def layout(choose: random.Random, world: int, *, many: bool = False) -> _Layout:
     """Return tensors with random shapes and dtypes, cut by random grids; some boxes are on several ranks, some empty."""
     found = {}
     for number in range(choose.randint(1, 7)):
         shape = tuple(choose.randint(0 if choose.random() < 0.1 else 1, 9) for _ in range(choose.randint(0, 3)))
+        if many:  # tensors of equal rows
+            shape = (choose.randint(1, 9), *choose.choice(((4,), (2, 3), ())))
         cuts = [sorted(choose.randint(0, n) for _ in range(choose.choice((0, 0, 1, 2)))) for n in shape]
         boxes: list[list[Any]] = [[] for _ in range(world)]
         for box in grid_boxes(shape, cuts):
             for rank in choose.sample(range(world), choose.randint(1, world)):
                 boxes[rank].append(box)
-        found[f"w{number}"] = shape, choose.choice(_DTYPES), boxes
+        found[f"w{number}"] = shape, choose.choice(_DTYPES[:: 5 if many else 1]), boxes
     return found
 
 
@@ -119,6 +131,133 @@ def test_cut_tensors_lie_whole(tmp_path: Path, seed: int, mode: str) -> None:
                 assert torch.equal(bits(checkpoint[f"{state}/{fqn}"][...]), bits(coded(shape, dtype, salt))), fqn
     nbytes = [sum(f.stat().st_size for f in (tmp_path / name).rglob("*.safetensors")) for name in ("plain", "second")]
     assert nbytes[1] <= nbytes[0]
+
+
+class Named(Whole):
+    """Asks for tensors of another program: rows of those of "model" in turn, joined ones, and transposed ones.
+
+    Args:
+        full: whole tensors of the state.
+        seed: seed of the choices.
+    """
+
+    def __init__(self, full: Mapping[str, torch.Tensor], seed: object) -> None:
+        self.full = full
+        self.wanted: dict[str, torch.Tensor] = {}
+        self.files: list[dict[str, str]] = []  # of each save, on rank 0
+        choose = random.Random(f"names{seed}")
+        slabs: list[tuple[str, list[tuple[str, int, int]]]] = []
+        for name in sorted(full):
+            cuts = sorted({0, full[name].shape[0], *(choose.randint(0, full[name].shape[0]) for _ in range(3))})
+            pieces = [(name, a, b) for a, b in itertools.pairwise(cuts)]
+            pieces = [piece for piece in pieces if choose.random() < 0.9]
+            choose.shuffle(pieces)
+            count = choose.randint(1, max(len(pieces), 1))
+            slabs += [(f"hf.{name}.{k}", pieces[k::count]) for k in range(count)]
+        fits: dict[Any, list[Any]] = {}
+        for new, pieces in slabs:
+            if pieces:
+                fits.setdefault((full[pieces[0][0]].dtype, full[pieces[0][0]].shape[1:]), []).append((new, pieces))
+        self._tensors = []
+        for group in fits.values():
+            while group:
+                (new, pieces), *group = group
+                if group and choose.random() < 0.3:
+                    pieces, group = pieces + group[0][1], group[1:]
+                self._tensors.append((new, pieces, choose.random() < 0.2 and full[pieces[0][0]].ndim > 1))
+        for new, pieces, turned in self._tensors:
+            if not turned and safetensors_code(str(full[pieces[0][0]].dtype).removeprefix("torch.")) is not None:
+                self.wanted[new] = torch.cat([full[name][a:b] for name, a, b in pieces])
+
+    def shown(self, catalog: Catalog) -> Catalog:
+        """Return the tensors as boxes of the stored ones."""
+        places = {catalog.fqn[k]: int(catalog.byte_offset[k]) for k in range(catalog.count)}
+        boxes, offsets, strides, shapes = [], [], [], []
+        for number, (_, pieces, turned) in enumerate(self._tensors):
+            rest, at = list(self.full[pieces[0][0]].shape[1:]), 0
+            for name, a, b in pieces:
+                tensor = self.full[name]
+                boxes.append((number, [at, *[0] * len(rest)], [b - a, *rest]))
+                offsets.append(places[name] + a * math.prod(rest) * tensor.element_size())
+                strides.append([*tensor.stride()][::-1] if turned else [*tensor.contiguous().stride()])
+                at += b - a
+            shapes.append([at, *rest])
+        width = max(catalog.boxes.ndim, 1)
+        count = len(shapes)
+        table = TensorTable.of(
+            states=["model"] * count,
+            fqns=[new for new, _, _ in self._tensors],
+            slots=[""] * count,
+            dtypes=[str(self.full[pieces[0][0]].dtype).removeprefix("torch.") for _, pieces, _ in self._tensors],
+            shapes=np.array([shape + [1] * (width - len(shape)) for shape in shapes], np.int64).reshape(count, width),
+            ndims=np.array([len(shape) for shape in shapes], np.int64),
+            owner=np.full(count, -1, np.int32),
+            requires_grad=np.zeros(count, bool),
+        )
+        none = np.zeros(len(boxes), np.int64)
+        rows = BoxTable.build([b[0] for b in boxes], [b[1] for b in boxes], [b[2] for b in boxes], width)
+        order = row_order(rows)
+        order = np.arange(len(boxes)) if order is None else order
+        made = Catalog.build(
+            table, boxes=rows, file=none.astype(np.int32), byte_offset=np.array(offsets, np.int64), byte_length=none,
+            files=catalog.files, sums=catalog.file_sums,
+        )  # fmt: skip
+        steps = np.array([s + [1] * (width - len(s)) for s in strides], np.int64).reshape(len(boxes), width)
+        return replace(made, strides=steps[order])
+
+    def describe(self, catalog: Catalog, named: Any) -> tuple[dict[str, bytes], Catalog]:
+        self.files.append(dict(named()))
+        return {}, catalog
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "background", "upload"])
+@pytest.mark.parametrize("seed", range(6))
+def test_files_hold_tensors_of_another_program(tmp_path: Path, seed: int, mode: str) -> None:
+    choose = random.Random(f"{seed}{mode}")
+    world = choose.randint(1, 4)
+    tensors = {
+        name: found for name, found in layout(choose, world, many=True).items() if 0 not in found[0] and len(found[0])
+    }
+    full = {name: coded(shape, dtype, 0) for name, (shape, dtype, _) in tensors.items()}
+    options: dict[str, Any] = {"async_checkpoint": True} if mode in ("async", "background") else {}
+    url = f"fsspec+file://{tmp_path}" if mode == "upload" else str(tmp_path)
+    if mode == "background":
+        options["staging"] = "background"
+    views = [Named(full, seed) for _ in range(world)]
+
+    def save(collective: Collective) -> list[Any]:
+        own = [states(tensors, collective.rank, strided=strided) for strided in (False, True)]
+        view = views[collective.rank]
+        reports = [bytecheckpoint.save(f"{url}/{k}", own[k], view=view, **options).result() for k in (0, 1)]
+        return [*reports, bytecheckpoint.save(f"{url}/plain", own[0]).result()]
+
+    sizes = {"assembly_bytes": choose.choice((1, 40, 1 << 20)), "max_entries_per_file": choose.choice((2, 1000))}
+    with tuned(**sizes), using(fingerprint=True):
+        reports = ThreadWorld(world).run(save, timeout=60)
+    assert all(report.fingerprint == reports[0][2].fingerprint for found in reports for report in found)
+    assert [report.plan_cached for report in reports[0]] == [False, True, False]
+    view = views[0]
+    for k, files in enumerate(view.files):
+        found: dict[str, torch.Tensor] = {}
+        for file in {*files.values()}:
+            found |= load_file(tmp_path / str(k) / file)
+        assert files.keys() == view.wanted.keys()
+        assert found.keys() == view.wanted.keys()
+        assert not [name for name, value in found.items() if not torch.equal(bits(value), bits(view.wanted[name]))]
+        assert verify(tmp_path / str(k)).ok
+        for again in (False, True):
+            if again:
+                (tmp_path / str(k) / "metadata.parquet").unlink()
+                repair(tmp_path / str(k))
+            checkpoint = bytecheckpoint.open(tmp_path / str(k))
+            for salt, state in enumerate(("model", "moments")):
+                for fqn, (shape, dtype, _) in tensors.items():
+                    assert torch.equal(bits(checkpoint[f"{state}/{fqn}"][...]), bits(coded(shape, dtype, salt))), fqn
+        assert catalog_bytes(tmp_path / str(k)) == catalog_bytes(tmp_path / "plain")
+
+
+def catalog_bytes(path: Path) -> int:
+    return int(catalog_at(path).byte_length.sum())
 
 
 def rows(rank: int, world: int, salt: int = 0) -> dict[str, Any]:

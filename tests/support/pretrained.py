@@ -10,9 +10,11 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from bytecheckpoint import HuggingFaceView
 from bytecheckpoint.engine.view_files import VIEW_INDEX
+from bytecheckpoint.layouts import Layout, Rule
 
-__all__ = ["Config", "Net", "check", "read", "trained"]
+__all__ = ["Config", "Net", "Own", "check", "read", "trained", "view_of_own"]
 
 
 class Config:
@@ -37,6 +39,33 @@ class Net(nn.Module):
         with torch.no_grad():
             for number, parameter in enumerate(self.parameters()):
                 parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) + number * 100 + value)
+
+
+class Own(nn.Module):
+    """The same weights under names of its own: fused to one, or one of them transposed.
+
+    Args:
+        turned: True for the second form.
+    """
+
+    def __init__(self, value: float = 1.0, *, turned: bool = True) -> None:
+        super().__init__()
+        net = Net(value)
+        embed, layer = net.embed.weight.detach(), net.layer.weight.detach()
+        if turned:
+            self.tokens, self.block = nn.Parameter(embed), nn.Parameter(layer.T.contiguous())
+        else:
+            self.both = nn.Parameter(torch.cat([layer, embed]))
+
+
+def view_of_own(base: Path, *, turned: bool = True, left: str = "hf") -> HuggingFaceView:
+    """Return the view of an `Own` model, with a configuration from the folder `base`."""
+    base.mkdir(exist_ok=True)
+    Config().save_pretrained(str(base))
+    fused = Rule({"layer.weight": "a = f d", "embed.weight": "b = (two f) d"}, {"both": "[a: f | b: (two f)] d"})
+    rules = [Rule({"embed.weight": "v d"}, {"tokens": "v d"}), Rule({"layer.weight": "f h"}, {"block": "h f"})]
+    layout = Layout("names", left, "own", rules=rules if turned else [fused], dims={} if turned else {"two": "2"})
+    return HuggingFaceView(layout=layout, files_from=base)
 
 
 def trained(value: float = 1.0) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import bytecheckpoint
@@ -35,7 +37,7 @@ from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from bytecheckpoint.tools.retirement import finish_retirement, retire, tombstones
 from tests.support.damage import flip_bit
 from tests.support.memory import folder_in_memory, hot_tier
-from tests.support.pretrained import Config, Net, check, read, trained
+from tests.support.pretrained import Net, Own, check, read, trained, view_of_own
 from tests.support.processes import environment
 from tests.support.programs import forked
 
@@ -143,36 +145,93 @@ def test_the_view_follows_a_flush_and_a_cooldown(tmp_path: Path, monkeypatch: py
     assert not {VIEW_INDEX, "config.json"} & {*os.listdir(tmp_path / "run/step_1")}
 
 
-class Own(nn.Module):
-    """The same weights under names of its own, one of them transposed."""
-
-    def __init__(self, value: float = 1.0) -> None:
-        super().__init__()
-        net = Net(value)
-        self.tokens = nn.Parameter(net.embed.weight.detach())
-        self.block = nn.Parameter(net.layer.weight.detach().T.contiguous())
-
-
-def test_a_layout_leads_to_the_names(tmp_path: Path) -> None:
-    rules = [
-        Rule({"embed.weight": "v d"}, {"tokens": "v d"}),
-        Rule({"layer.weight": "f h"}, {"block": "h f"}),
-    ]
-    (tmp_path / "base").mkdir()
-    Config().save_pretrained(str(tmp_path / "base"))
-    base = tmp_path / "base"
-    for left, right in (("hf", "own"), ("mine", "own")):
-        view = HuggingFaceView(layout=Layout("names", left, right, rules=rules), files_from=base)
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_layout_leads_to_the_names(tmp_path: Path, turned: bool) -> None:
+    """Tensors lie in the files of the step under their names, but for the transposed one."""
+    for left in ("hf", "mine"):
+        view = view_of_own(tmp_path / "base", turned=turned, left=left)
         with (
             contextlib.nullcontext() if left == "hf" else pytest.raises(UsageError, match="names does not lead 'model'")
         ):
-            bytecheckpoint.save(tmp_path / "step", {"model": Own()}, view=view).viewed.result()
+            model = Own(turned=turned)
+            optimizer = torch.optim.AdamW(model.parameters())
+            sum(parameter.sum() for parameter in model.parameters()).backward()
+            optimizer.step()
+            model.load_state_dict(Own(turned=turned).state_dict())
+            handle = bytecheckpoint.save(tmp_path / "step", {"model": model, "optimizer": optimizer}, view=view)
+            handle.viewed.result()
+            assert handle.result().view == ("files" if turned else "index")
         check(tmp_path / "step", architecture=None)
-    model = Own()
+    keys = sorted(sorted(load_file(file)) for file in (tmp_path / "step").glob("model/rank-*"))
+    assert keys == ([["block"], ["embed.weight"]] if turned else [["embed.weight", "layer.weight"]])
+    fresh = Own(0.0, turned=turned)
+    bytecheckpoint.load(tmp_path / "step", {"model": fresh})
+    wanted = Own(turned=turned).state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in fresh.state_dict().items())
+    model = Own(turned=turned)
     model.extra = nn.Parameter(torch.zeros(1))
-    view = HuggingFaceView(layout=Layout("names", "hf", "own", rules=rules), files_from=base)
+    view = view_of_own(tmp_path / "base", turned=turned)
     with pytest.raises(IncompatibleCheckpointError, match="extra"):
         bytecheckpoint.save(tmp_path / "step", {"model": model}, view=view)
+
+
+@pytest.mark.parametrize(("groups", "wide", "form"), [(16, 4, "index"), (17, 4, "files"), (17, 1 << 12, "index")])
+def test_short_runs_are_written_once_more(tmp_path: Path, groups: int, wide: int, form: str) -> None:
+    """Rows that a layout puts in turn are places in the catalog, if they are few or long."""
+    (tmp_path / "config.json").write_text("{}")
+    rule = Rule({"a": "x = (g n) d", "b": "y = (g n) d"}, {"both": "(g [x: n | y: n]) d"})
+    view = HuggingFaceView(layout=Layout("r", "hf", "own", rules=[rule], dims={"n": "2"}), files_from=tmp_path)
+    model = nn.Module()
+    model.both = nn.Parameter(torch.arange(4.0 * groups * wide).view(4 * groups, wide))
+    handle = bytecheckpoint.save(tmp_path / "step", {"model": model}, view=view)
+    handle.viewed.result()
+    assert handle.result().view == form
+    wanted = model.both.detach().view(groups, 2, 2, wide)
+    for number, (_, value) in enumerate(sorted(read(tmp_path / "step", None).items())):
+        assert torch.equal(value, wanted[:, number].reshape(-1, wide))
+
+
+def test_a_cached_plan_is_not_that_of_another_configuration(tmp_path: Path) -> None:
+    """The rows of the parts depend on a value of the configuration, which changes between two saves of one model."""
+    rule = Rule({"a": "x = (g n) d", "b": "y = (g n) d"}, {"both": "(g [x: n | y: n]) d"})
+    view = HuggingFaceView(layout=Layout("r", "hf", "own", rules=[rule], dims={"g": "hf.groups"}), files_from=tmp_path)
+    model = nn.Module()
+    model.both = nn.Parameter(torch.arange(16.0 * 3).view(16, 3))
+    for groups, form in ((2, "index"), (4, "files"), (2, "index")):
+        (tmp_path / "config.json").write_text(f'{{"groups": {groups}}}')
+        handle = bytecheckpoint.save(tmp_path / "step", {"model": model}, view=view)
+        handle.viewed.result()
+        assert handle.result().view == form
+        wanted = model.both.detach().view(groups, 2, 8 // groups, 3)
+        for number, (_, value) in enumerate(sorted(read(tmp_path / "step", None).items())):
+            assert torch.equal(value, wanted[:, number].reshape(-1, 3))
+
+
+def test_an_incremental_save_writes_the_tensors_of_a_layout_once_more(tmp_path: Path) -> None:
+    view = view_of_own(tmp_path / "base", turned=False)
+    for name in "ab":
+        handle = bytecheckpoint.save(tmp_path / name, {"model": Own(turned=False)}, view=view, incremental=True)
+        handle.viewed.result()
+        assert handle.result().view == "files"
+        check(tmp_path / name, architecture=None)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_view_of_a_layout_follows_a_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turned: bool) -> None:
+    view, url = view_of_own(tmp_path / "base", turned=turned), f"tier+file://{tmp_path}/step"
+    with hot_tier(monkeypatch):
+        for value in (1.0, 2.0):
+            states = {"model": Own(value, turned=turned)}
+            bytecheckpoint.prepare(states, view=view)
+            handle = bytecheckpoint.save(url, states, view=view, async_checkpoint=True)
+            assert handle.result().view == ("files" if turned else "index")
+            handle.viewed.result()
+            check(tmp_path / "step", value, None)
+        assert not tools.verify(url).notes
+    tools.copy(tmp_path / "step", str(tmp_path / "copy"))
+    shutil.rmtree(tmp_path / "step")
+    check(tmp_path / "copy", 2.0, None)
+    assert tools.verify(tmp_path / "copy").ok and not tools.verify(tmp_path / "copy").notes
 
 
 def test_the_files_of_a_view_follow_a_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,14 @@ import xxhash
 
 from bytecheckpoint.engine.catalogs import read_outline
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError
-from bytecheckpoint.representation.names import CATALOG_NAME, view_generation_of
+from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.header_reader import parse_header
+from bytecheckpoint.representation.names import CATALOG_NAME, is_uri, view_generation_of
 from bytecheckpoint.storage import FileReader, NewFile, Storage
 
 __all__ = [
-    "VIEW_INDEX", "VIEW_KEY", "committed_view", "copy_view", "publish_view", "sum_of", "view_files", "view_info",
-    "view_names", "view_sums",
+    "VIEW_INDEX", "VIEW_KEY", "committed_view", "copy_view", "named_in", "publish_view", "sum_of", "view_files",
+    "view_info", "view_names", "view_sums",
 ]  # fmt: skip
 
 #: The file without which a view is none.
@@ -101,6 +103,24 @@ def view_sums(storage: Storage, info: Mapping[str, Any]) -> dict[str, tuple[int,
         return {name: (int(size), str(digest)) for name, (size, digest) in found.items()}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(f"{storage.url}/{VIEW_INDEX} is damaged: {error}", file=VIEW_INDEX) from error
+
+
+def named_in(storage: Storage, catalog: Catalog, state: str) -> dict[str, str]:
+    """Return the file of each tensor of another program that the files of a state hold whole, by their headers.
+
+    Raises:
+        CorruptCheckpointError: a header is damaged.
+        StorageError: the storage fails.
+    """
+    found: dict[str, str] = {}
+    for file in catalog.files:
+        if file.state != state or is_uri(file.name) or file.format != "safetensors":
+            continue
+        with contextlib.closing(storage.open(file.name)) as reader:
+            data = np.empty(file.data_offset, np.uint8)
+            reader.read_into(0, [memoryview(data)])
+        found.update(dict.fromkeys(parse_header(data.tobytes(), file=file.name).names, file.name))
+    return found
 
 
 def publish_view(storage: Storage, files: Mapping[str, bytes]) -> None:

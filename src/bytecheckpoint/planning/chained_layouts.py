@@ -22,7 +22,7 @@ from bytecheckpoint.representation.catalog import Catalog, row_order
 from bytecheckpoint.representation.catalog_rows import cells, rows_of
 from bytecheckpoint.representation.dtypes import itemsize
 
-__all__ = ["lay_out_through"]
+__all__ = ["as_stored", "lay_out_through"]
 
 _MOST_BOXES = 4_000_000
 
@@ -51,18 +51,22 @@ def lay_out_through(catalog: Catalog, layouts: Sequence[Layout], live: LiveSide 
                 "alone, save, and load the result through the others"
             )
         laid = found if laid is None else _joined(laid, found)
-        catalog = _as_stored(found)
+        catalog = as_stored(found)
     found = lay_out(catalog, last, live)
     return found if laid is None else _joined(laid, found)
 
 
-def _as_stored(laid: LaidOut) -> Catalog:
-    """Return the tensors that `laid` shows as if they were stored: all their boxes, with their places in the files."""
+def as_stored(laid: LaidOut) -> Catalog:
+    """Return the tensors that `laid` shows as if they were stored: all their boxes, with their places in the files.
+
+    Elements that change, and padding, have no boxes. A tensor without boxes has a row that stands for no element.
+    """
     shown, rows = laid.catalog, laid.rows
     assert rows.strides is not None
     whole = BoxTable(np.arange(shown.count), np.zeros_like(shown.shapes), shown.shapes)
     wanted, _ = laid.wanted(whole, row_major(whole.lengths))
     pairs = intersect(rows.boxes, wanted.boxes)
+    pairs = pairs.take(~np.isin(wanted.boxes.tensor[pairs.right], [*laid.maps]))
     width = pairs.offsets.shape[1]
     within_row, within_part = (
         pairs.offsets - widened(boxes.offsets, width, 0)[at]
@@ -75,12 +79,11 @@ def _as_stored(laid: LaidOut) -> Catalog:
     row = pairs.left[cut.source]
     begin = rows.start[row] + ((within_row * from_step).sum(1)[cut.source] + cut.skipped) * rows.element[row]
     boxes = BoxTable(tensor[cut.source], cut.offsets, cut.lengths)
-    # A tensor without elements has a row all the same.
     empty = np.setdiff1d(whole.tensor, boxes.tensor)
     boxes = BoxTable.concat([boxes, whole.take(empty)])
     file = np.append(rows.file[row], shown.file[np.searchsorted(shown.boxes.tensor, empty)]).astype(np.int32)
     offset = np.append(begin, np.zeros(len(empty), np.int64)) + np.array([f.data_offset for f in shown.files])[file]
-    strides = np.concatenate([cut.strides, row_major(whole.lengths[empty])])
+    strides = np.concatenate([cut.strides, np.zeros_like(whole.lengths[empty])])
     order = row_order(boxes)
     at = np.arange(len(boxes)) if order is None else order
     boxes, strides = boxes.take(at), strides[at]

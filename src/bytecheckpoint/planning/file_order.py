@@ -55,16 +55,20 @@ class FileOrder:
         self.place = _numbered(keys)
         self.section = _numbered([key[:3] for key in keys])
 
-    def files(self, rank: Int64s, tensor: Int64s, nbytes: Int64s) -> FilesOfRows:
+    def files(
+        self, rank: Int64s, tensor: Int64s, nbytes: Int64s, apart: Mask | None = None, inside: Mask | None = None
+    ) -> FilesOfRows:
         """Divide rows, which are in this order rank by rank, into files.
 
         Args:
             rank: rank that writes each row, int64 [n].
             tensor: tensor of each row, int64 [n].
             nbytes: bytes of each row, int64 [n].
+            apart: mask of rows that lie in files without others, [n]; None: those of frozen tensors.
+            inside: mask of rows that lie in the file of the row before, [n]; None: none need to.
         """
         state = self.state[tensor]
-        part = _parts(rank, state, self.frozen[tensor])
+        part = _parts(rank, state, self.frozen[tensor] if apart is None else apart, inside)
         new = _changes(rank, state, part)
         first = np.flatnonzero(new)
         file = np.cumsum(new) - 1
@@ -78,11 +82,15 @@ def _numbered(keys: Sequence[tuple[object, ...]]) -> Int64s:
     return np.array([number[key] for key in keys], np.int64)
 
 
-def _parts(rank: Int64s, state: Int64s, frozen: Mask) -> Int64s:
-    """Return the part number of each row: frozen tensors have their own files, and files of too many entries are split."""
+def _parts(rank: Int64s, state: Int64s, apart: Mask, inside: Mask | None = None) -> Int64s:
+    """Return the part number of each row: some rows have their own files, and files of too many entries are split."""
     new_state = _changes(rank, state)
-    new_file = new_state | _changes(frozen)
-    new_file[_count_from(new_file) % tuning().max_entries_per_file == 0] = True
+    new_file = new_state | _changes(apart)
+    count = _count_from(new_file)
+    if inside is not None:  # rows that stay together count as the first of them
+        count = count[np.maximum.accumulate(np.where(inside, 0, np.arange(len(count))))]
+    full = count // tuning().max_entries_per_file
+    new_file[1:] |= full[1:] != full[:-1]
     return np.cumsum(new_file) - np.cumsum(new_file)[new_state][np.cumsum(new_state) - 1]
 
 
@@ -101,17 +109,18 @@ def _count_from(begins: Mask) -> Int64s:
     return rows - rows[begins][np.cumsum(begins) - 1]
 
 
-def file_bounds(state: Int64s, frozen: Mask) -> list[tuple[int, int, int, int]]:
+def file_bounds(state: Int64s, apart: Mask, inside: Mask | None = None) -> list[tuple[int, int, int, int]]:
     """Divide the rows of one rank, in the order of the plan, into files.
 
     Args:
         state: number of each row's state.
-        frozen: mask of the rows of frozen tensors.
+        apart: mask of the rows that lie in files without others, such as those of frozen tensors.
+        inside: mask of the rows that lie in the file of the row before; None: none need to.
 
     Returns:
         (state, part, first row, end row) of each file.
     """
-    part = _parts(np.zeros_like(state), state, frozen)
+    part = _parts(np.zeros_like(state), state, apart, inside)
     starts = np.flatnonzero(_changes(state, part)) if len(state) else state
     ends = [*starts[1:].tolist(), len(state)]
     return list(zip(state[starts].tolist(), part[starts].tolist(), starts.tolist(), ends, strict=False))

@@ -54,6 +54,7 @@ class StorageHeader:
         files: number of files that the rank has in this save; 0 when the header does not hold it.
         siblings: `names.file_stem` of all files that the rank was known to write, this file included.
         adopted: names of the rank's files in this save that earlier saves wrote.
+        names: names of the tensors of another program that the entries make up; empty if the entries have their own names.
         foreign: True when another program wrote the file; each entry is then a whole tensor.
         metadata: `__metadata__` of a foreign file, unchanged; empty for a file of this package.
     """
@@ -70,6 +71,7 @@ class StorageHeader:
     files: int
     siblings: tuple[str, ...]
     adopted: tuple[str, ...]
+    names: tuple[str, ...]
     foreign: bool
     metadata: Mapping[str, str]
 
@@ -152,7 +154,8 @@ def _parse_own(text: bytes, metadata: dict[str, str], tensors: dict[str, Safeten
             f"storage file {file!r} has format version {version}, this package reads up to {FILE_FORMAT_VERSION}: "
             "upgrade it"
         )
-    entries = _own_entries(_decode_records(metadata.get(METADATA_PREFIX + "entries", "")), tensors, file)
+    records = _decode_records(metadata.get(METADATA_PREFIX + "entries", ""))
+    entries = _own_entries(records, tensors, file) if version < 2 else _named_entries(records, tensors, file)
     data_length = entries[-1].byte_offset + entries[-1].byte_length if entries else 0
     block_bytes = _number(metadata, "block_bytes", file)
     sums = metadata.get(METADATA_PREFIX + "sums", "")
@@ -179,6 +182,7 @@ def _parse_own(text: bytes, metadata: dict[str, str], tensors: dict[str, Safeten
         files=_number({METADATA_PREFIX + "files": "0"} | metadata, "files", file),
         siblings=msgspec.json.decode(metadata.get(METADATA_PREFIX + "siblings", "[]"), type=tuple[str, ...]),
         adopted=msgspec.json.decode(metadata.get(METADATA_PREFIX + "adopted", "[]"), type=tuple[str, ...]),
+        names=() if version < 2 else tuple(tensors),
         foreign=False,
         metadata={},
     )
@@ -203,33 +207,59 @@ def _own_entries(records: list[EntryRecord], tensors: dict[str, SafetensorsEntry
     entries = []
     end = 0
     for record, (name, tensor) in zip(records, tensors.items(), strict=True):
-        dtype, shape, offsets, lengths = record.dtype, record.global_shape, record.offsets, record.lengths
-        start, end = end, end + _byte_length(dtype, lengths)
-        inside = len(shape) == len(offsets) == len(lengths) and all(
-            o + n <= size for o, n, size in zip(offsets, lengths, shape, strict=True)
-        )
-        code = safetensors_code(dtype) or "U8"
-        if not inside or (tensor.dtype, tensor.shape) != (code, stored_shape(dtype, lengths)):
+        entry = _own_entry(record, end, file)
+        end += entry.byte_length
+        code = safetensors_code(entry.dtype) or "U8"
+        if (tensor.dtype, tensor.shape) != (code, stored_shape(entry.dtype, entry.lengths)):
             raise _damaged(file, f"the two descriptions of tensor {name!r} differ")
-        if tensor.data_offsets != (start, end):
+        if tensor.data_offsets != (entry.byte_offset, end):
             raise _damaged(file, f"tensor {name!r} does not start where the tensor before ends")
-        entries.append(
-            StoredEntry(
-                key=TensorKey(unescape(record.state), unescape(record.fqn), unescape(record.slot)),
-                dtype=dtype,
-                global_shape=shape,
-                offsets=offsets,
-                lengths=lengths,
-                aliases=tuple(map(unescape, record.aliases)),
-                requires_grad=record.requires_grad,
-                owner=record.owner,
-                byte_offset=start,
-                byte_length=end - start,
-            )
-        )
+        entries.append(entry)
     if safetensors_keys(entries) != list(map(unescape, tensors)):
         raise _damaged(file, "the names of its tensors differ from their description")
     return entries
+
+
+def _named_entries(records: list[EntryRecord], tensors: dict[str, SafetensorsEntry], file: str) -> list[StoredEntry]:
+    """Return the entries of a file in which the tensors of another program consist of some of them each."""
+    entries: list[StoredEntry] = []
+    end = 0
+    for name, tensor in tensors.items():
+        start = end
+        while len(entries) < len(records) and end < tensor.data_offsets[1]:
+            entries.append(_own_entry(records[len(entries)], end, file))
+            end += entries[-1].byte_length
+            if safetensors_code(entries[-1].dtype) != tensor.dtype:
+                raise _damaged(file, f"the two descriptions of tensor {name!r} differ")
+        if tensor.data_offsets != (start, end) or start == end:
+            raise _damaged(file, f"tensor {name!r} is not made of whole boxes that follow the tensor before")
+        if _byte_length(entries[-1].dtype, tensor.shape) != end - start:
+            raise _damaged(file, f"the two descriptions of tensor {name!r} differ")
+    if len(entries) < len(records):
+        raise _damaged(file, f"its tensors consist of {len(entries)} boxes, it describes {len(records)}")
+    return entries
+
+
+def _own_entry(record: EntryRecord, start: int, file: str) -> StoredEntry:
+    """Return the entry that a record describes, at byte `start` of the data section."""
+    shape, offsets, lengths = record.global_shape, record.offsets, record.lengths
+    inside = len(shape) == len(offsets) == len(lengths) and all(
+        o + n <= size for o, n, size in zip(offsets, lengths, shape, strict=True)
+    )
+    if not inside:
+        raise _damaged(file, f"a box of {record.fqn!r} is not inside of the tensor")
+    return StoredEntry(
+        key=TensorKey(unescape(record.state), unescape(record.fqn), unescape(record.slot)),
+        dtype=record.dtype,
+        global_shape=shape,
+        offsets=offsets,
+        lengths=lengths,
+        aliases=tuple(map(unescape, record.aliases)),
+        requires_grad=record.requires_grad,
+        owner=record.owner,
+        byte_offset=start,
+        byte_length=_byte_length(record.dtype, lengths),
+    )
 
 
 def _parse_foreign(
@@ -268,6 +298,7 @@ def _parse_foreign(
         files=0,
         siblings=(),
         adopted=(),
+        names=(),
         foreign=True,
         metadata=metadata,
     )

@@ -29,6 +29,7 @@ from bytecheckpoint.representation.storage_file import (
     SafetensorsEntry,
     StoredEntry,
     StoredFragments,
+    ViewTensor,
     safetensors_keys,
     tensor_name,
 )
@@ -105,6 +106,7 @@ def build_header(
     block_bytes: int,
     siblings: Sequence[str] = (),
     adoptable: Sequence[str] = (),
+    named: Sequence[ViewTensor] = (),
     max_header_bytes: int = MAX_HEADER_BYTES,
 ) -> HeaderTemplate:
     """Lay out the header of the file that holds `entries`.
@@ -120,6 +122,7 @@ def build_header(
         block_bytes: size of a checksum block, from `checksums.block_bytes`.
         siblings: `names.file_stem` of all files that the same rank is known to write in the same save.
         adoptable: `names.file_stem` of those that may be files of earlier saves, whose names the header must hold then.
+        named: tensors of another program that the entries make up, in file order; () if the entries have their own names.
         max_header_bytes: largest header that is allowed.
 
     Raises:
@@ -127,11 +130,13 @@ def build_header(
     """
     _check_generation(generation)
     table, records = _described(entries, data_length)
+    if named:
+        table = _table_of(named, entries)
     blocks = block_count(data_length, block_bytes)
     text = bytearray(8)  # for the length of the header
     text += b'{"__metadata__":{"format":"pt"'
     # Fields of fixed width come first: their places depend only on the text before them.
-    _add_field(text, "version", str(FILE_FORMAT_VERSION))
+    _add_field(text, "version", str(FILE_FORMAT_VERSION if named else 1))
     self_at = _add_field(text, "self", "0" * SUM_DIGITS)
     generation_at = _add_field(text, "generation", generation)
     files_at = _add_field(text, "files", "0" * COUNT_DIGITS)
@@ -228,6 +233,21 @@ def _safetensors_table(
         dtype = entry.dtype
         table[key] = SafetensorsEntry(safetensors_code(dtype) or "U8", stored_shape(dtype, entry.lengths), (start, end))
     return table, end
+
+
+def _table_of(named: Sequence[ViewTensor], entries: Sequence[StoredEntry | StoredFragments]) -> str:
+    """Describe tensors of another program, which consist of these entries, as the members of a JSON object."""
+    table: dict[str, SafetensorsEntry] = {}
+    first = start = 0
+    for tensor in named:
+        parts = entries[first : first + tensor.entries]
+        first, end = first + tensor.entries, start + sum(entry.byte_length for entry in parts)
+        code = safetensors_code(parts[0].dtype)
+        assert code is not None and tensor.name not in table, f"{tensor.name} is no name for {parts[0].dtype}"
+        table[tensor.name] = SafetensorsEntry(code, tensor.shape, (start, end))
+        start = end
+    assert first == len(entries), f"{first} of {len(entries)} entries have names"
+    return msgspec.json.encode(table)[1:-1].decode()
 
 
 def _fragments_table(entry: StoredFragments) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
@@ -23,11 +23,13 @@ __all__ = [
     "SafetensorsEntry",
     "StoredEntry",
     "StoredFragments",
+    "ViewTensor",
     "safetensors_keys",
     "tensor_name",
 ]
 
-FILE_FORMAT_VERSION: Final = 1
+FILE_FORMAT_VERSION: Final = 2
+"""Newest version of a file's header: that of a file with the names of another program. Other files have version 1."""
 DATA_ALIGNMENT: Final = 4096
 MAX_HEADER_BYTES: Final = 100_000_000
 """Largest header that safetensors accepts."""
@@ -61,6 +63,20 @@ class EntryRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     aliases: tuple[str, ...]
     requires_grad: bool
     owner: int
+
+
+class ViewTensor(NamedTuple):
+    """A tensor of another program, whose bytes are some entries of a storage file that follow each other.
+
+    Attributes:
+        name: name by which that program finds it in the file.
+        shape: its shape.
+        entries: number of the entries.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    entries: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,13 @@ from bytecheckpoint.collectives.base import names_of_ranks
 from bytecheckpoint.collectives.stop import StopSignal
 from bytecheckpoint.engine.save_resources import PlanCache
 from bytecheckpoint.engine.view_files import VIEW_INDEX, publish_view, view_info
-from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.errors import CheckpointError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.failures import Failure
-from bytecheckpoint.planning.assembly import plan_assembly
+from bytecheckpoint.frameworks.configurations import configuration_of
+from bytecheckpoint.planning.assembly import Assembly, plan_assembly
+from bytecheckpoint.planning.file_tensors import catalog_of_plan, named_tensors
 from bytecheckpoint.planning.local_table import LocalTable
+from bytecheckpoint.planning.planned_rows import SavePlan
 from bytecheckpoint.representation.catalog_file import encode as encode_catalog
 from bytecheckpoint.representation.fingerprints import stored_fingerprint
 from bytecheckpoint.representation.names import CATALOG_NAME, escape, new_generation, unescape
@@ -319,7 +322,8 @@ class Coordinator:
         assembly = None
         whole = {request.whole for request in requests.values()}
         if len(requests) == len(tables) and len(whole) == 1 and (state := whole.pop()):
-            assembly = plan_assembly(columns, state, len(tables))
+            with span("plan assembly"):
+                assembly = self._plan_assembly(columns, state)
         plan = GlobalPlan(name, columns, tables, expected, assembly)
         self._plans.add(name, plan)
         assigned = assign_values(values, whole_world=len(values) == len(tables))
@@ -334,6 +338,19 @@ class Coordinator:
             return response if rank in requests else RewriteRequest(response, rewrite_reason)
 
         return plan, list(values), reply
+
+    def _plan_assembly(self, columns: SavePlan, state: str) -> Assembly | None:
+        """Plan how ranks join the tensors of a state as the view wants them; None if they cannot."""
+        view, files = self._request.states.view, None
+        assert view is not None, "rank 0 asked for whole tensors"
+        stored = catalog_of_plan(columns, state, configuration_of(self._request.states.objects))
+        try:
+            shown = view.shown(stored)
+        except (UsageError, IncompatibleCheckpointError):
+            return None  # `describe` says so, or the view becomes files
+        if shown is not None and (files := named_tensors(columns, state, stored, shown)) is None:
+            return None
+        return plan_assembly(columns, state, self._collective.world_size, files)
 
     # --- commit ---------------------------------------------------------------------------------------------------
 
@@ -368,7 +385,8 @@ class Coordinator:
                 catalog = build_catalog(plan.written(reports), reports, generation, info)
                 view: dict[str, bytes] = {}
                 if (wanted := self._request.states.view) is not None:
-                    view, catalog = wanted.describe(catalog)
+                    named = {name: catalog.files[file].name for name, file in plan.named_files(reports).items()}
+                    view, catalog = wanted.describe(catalog, lambda: named)
                     catalog = replace(catalog, info={**catalog.info, **view_info(view, generation)})
                 found = stored_fingerprint(catalog)
                 fingerprints = {} if found is None else {escape(name): text for name, text in found.states.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from bytecheckpoint.representation.fingerprints import StoredBox
 from bytecheckpoint.representation.header_writer import HeaderTemplate, build_header
 from bytecheckpoint.representation.names import escape, file_stem, storage_file_name, values_file_name
 from bytecheckpoint.representation.shards import LiveShard
-from bytecheckpoint.representation.storage_file import StoredEntry, StoredFragments
+from bytecheckpoint.representation.storage_file import StoredEntry, StoredFragments, ViewTensor
 from bytecheckpoint.saving.capture import Value
 from bytecheckpoint.saving.messages import FileRecord
 
@@ -98,7 +98,8 @@ def lay_out_rows(
     origin: FileOrigin,
     *,
     incremental: bool = False,
-    siblings: Sequence[str] | None = None,
+    siblings: Callable[[Sequence[str]], Sequence[str]] = list,
+    named: Sequence[ViewTensor] = (),
 ) -> tuple[list[PlannedFile], list[tuple[int, int, int]]]:
     """Lay out the files of one rank's part of a plan.
 
@@ -107,7 +108,8 @@ def lay_out_rows(
         rows: numbers of their boxes, in the order of the plan.
         origin: origin of the files. Each header gets the generation of its own save when it is rendered.
         incremental: True if frozen parameters lie in files of their own.
-        siblings: `names.file_stem` of all files of the rank; None if these are all.
+        siblings: function that returns `names.file_stem` of all files of the rank, given those of these files.
+        named: tensors of another program that the last rows make up, in order.
 
     Returns:
         The files, and the sources of their tensors (`RankImage.sources`).
@@ -121,7 +123,12 @@ def lay_out_rows(
     codes = {state: code for code, state in enumerate(states)}
     state_of = np.fromiter((codes[shard.key.state] for shard in shards), np.int64, len(shards))
     frozen = np.fromiter((incremental and shard.frozen for shard in shards), bool, len(shards))[shard_of]
-    bounds = file_bounds(state_of[shard_of], frozen)
+    apart, inside, begins_named = frozen.copy(), np.zeros(len(rows), bool), _begins(named, len(rows))
+    if named:
+        apart[begins_named[0] :] = True
+        inside[begins_named[0] :] = True
+        inside[begins_named] = False
+    bounds = file_bounds(state_of[shard_of], apart, inside)
     # Boxes of one shard that follow each other become one entry of the image.
     new = np.ones(len(rows), bool)
     new[1:] = (np.diff(rows) != 1) | (np.diff(shard_of) != 0)
@@ -131,7 +138,7 @@ def lay_out_rows(
     numbers = shard_of[starts].tolist()
     begins = (rows - ends[shard_of])[starts].tolist()  # counted from the shard's end: negative
     stems = [file_stem(origin.file_name(states[state], part, values=False)) for state, part, _, _ in bounds]
-    named = stems if siblings is None else siblings
+    all_stems = siblings(stems)
     adoptable = [stem for stem, (_, _, first, _) in zip(stems, bounds, strict=True) if frozen[first]]
     for state, part, first, last in bounds:
         entries: list[StoredEntry | StoredFragments] = []
@@ -147,10 +154,17 @@ def lay_out_rows(
             sizes.append(entry.byte_length)
             offset += entry.byte_length
         section = _section(position, sizes, list(range(begin, len(sources))))
-        header = _header(entries, states[state], origin, named, adoptable)
+        held = slice(*np.searchsorted(begins_named, [first, last]).tolist())
+        header = _header(entries, states[state], origin, all_stems, adoptable, named[held])
         files.append(PlannedFile(states[state], part, False, header, section, bool(frozen[first]), entries))
         position = end_of(section)
     return files, sources
+
+
+def _begins(named: Sequence[ViewTensor], rows: int) -> Int64s:
+    """Return the first row of each of these tensors, which the last of so many rows make up."""
+    counts = np.array([tensor.entries for tensor in named], np.int64)
+    return rows - int(counts.sum()) + np.cumsum(counts) - counts
 
 
 def _entry(shard: LiveShard, first: int, end: int, offset: int) -> StoredEntry | StoredFragments:
@@ -322,6 +336,7 @@ def _header(
     origin: FileOrigin,
     siblings: Sequence[str],
     adoptable: Sequence[str],
+    named: Sequence[ViewTensor] = (),
 ) -> HeaderTemplate:
     """Build the header of a file whose data section `entries` tile."""
     length = entries[-1].byte_offset + entries[-1].byte_length if entries else 0
@@ -335,4 +350,5 @@ def _header(
         block_bytes=block_bytes(length),
         siblings=siblings,
         adoptable=adoptable,
+        named=named,
     )

@@ -57,11 +57,21 @@ class GlobalPlan:
 
     def written(self, reports: Mapping[int, WriteReport]) -> SavePlan:
         """Return the rows and files that the ranks have written, given the reports of all."""
+        joined = self._joined(reports)
+        return self.columns if joined is None else joined.columns
+
+    def named_files(self, reports: Mapping[int, WriteReport]) -> dict[str, int]:
+        """Return the number of the file of each tensor of another program that the ranks have written whole."""
+        joined = self._joined(reports)
+        return {} if joined is None else joined.named_files()
+
+    def _joined(self, reports: Mapping[int, WriteReport]) -> Assembly | None:
+        """Return the assembly if the ranks have written by it."""
         whole = {report.whole for report in reports.values()}
         if whole == {True} and self.assembly is not None:
-            return self.assembly.columns
+            return self.assembly
         assert whole == {False}, "the ranks agree whether they join tensors"
-        return self.columns
+        return None
 
     def fits(self, reports: Mapping[int, WriteReport | AssemblyRequest]) -> bool:
         """Return whether all reporting ranks have followed this plan."""

@@ -1,4 +1,4 @@
-"""Keep one rank's part in joining the cut tensors of one state: tensors that it writes whole, and boxes that move."""
+"""Keep one rank's part in joining the boxes of one state: those that it writes, and pieces of staged ones that move."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from bytecheckpoint.engine.assembly import BoxMove, Bytes, Exchange, WholeTensor
 from bytecheckpoint.engine.staging import chunks_of
 from bytecheckpoint.engine.writing import StagedChunk
 from bytecheckpoint.planning.assembly import RankMoves
+from bytecheckpoint.planning.local_table import TensorRecord
 from bytecheckpoint.representation.names import file_stem, unescape
-from bytecheckpoint.representation.shards import LiveShard
+from bytecheckpoint.representation.shards import LiveShard, TensorKey
 from bytecheckpoint.saving.file_layout import FileOrigin, PlannedFile, end_of, lay_out_names, lay_out_rows, moved
 
 __all__ = ["RankAssembly", "make_rank_assembly"]
@@ -22,13 +23,14 @@ __all__ = ["RankAssembly", "make_rank_assembly"]
 
 @dataclass(frozen=True, slots=True)
 class RankAssembly:
-    """The tensors of one state that one rank writes whole. Their memory lies in the pool behind the rank's image.
+    """The boxes of one state that one rank writes. Their memory lies in the pool behind the rank's image.
 
     Attributes:
         state: name of the state.
-        files: files in the place of the rank's files of the state, as many as these; sections from byte 0 of the memory.
-        tensors: tensors in them, from byte 0 of the memory.
-        kept, sent, received: boxes that make up these tensors and those of other ranks (`join_tensors`).
+        files: files in the place of the rank's files of the state, and further ones if there are more; sections from byte 0
+            of the memory.
+        tensors: boxes in them, from byte 0 of the memory.
+        kept, sent, received: pieces that make up these boxes and those of other ranks (`join_tensors`).
     """
 
     state: str
@@ -67,23 +69,27 @@ class RankAssembly:
 
     def replaced(
         self, files: Sequence[PlannedFile], memory: int, chunk_bytes: int
-    ) -> tuple[list[PlannedFile], list[StagedChunk]]:
-        """Return the files of the rank with those of whole tensors in the place of those of its boxes, and their chunks.
+    ) -> tuple[list[PlannedFile], list[StagedChunk], list[int]]:
+        """Return the files of the rank with those of joined boxes in the place of those of staged ones.
 
         Args:
             files: all files of the rank's image.
             memory: byte of the pool where the tensors' memory begins.
             chunk_bytes: length of a chunk.
+
+        Returns:
+            The files, the chunks of the joined ones, and the numbers of these.
         """
         places = self.places_in(files)
-        found = list(files)
+        places += range(len(files), len(files) + len(self.files) - len(places))
+        found = [*files, *self.files[len(self.places_in(files)) :]]
         for place, file in zip(places, self.files, strict=True):
             found[place] = replace(file, image=moved(file.image, memory))
         chunks = [
             StagedChunk(places[c.file], c.start, found[places[c.file]].image.start + c.start, c.nbytes)
             for c in chunks_of([file.image for file in self.files], chunk_bytes)
         ]
-        return found, chunks
+        return found, chunks, places
 
 
 def make_rank_assembly(
@@ -98,42 +104,68 @@ def make_rank_assembly(
         moves: the coordinator's plan for this rank.
     """
     rows, kept, sent, received = moves.columns()
-    state = unescape(moves.state)
+    state, ndim = unescape(moves.state), moves.ndim
     stems = [file_stem(origin.file_name(file.state, file.part, values=False)) for file in files]
     ends = np.cumsum([shard.rows for shard in shards], dtype=np.int64)
-    tensors = [_whole(shards[number]) for number in np.searchsorted(ends, rows, "right").tolist()]
-    found, _ = lay_out_rows(tensors, np.arange(len(tensors)), origin, siblings=stems)
-    parts = {file.part: file for file in found}
-    position = end_of(found[-1].image) if found else 0
-    places = [file for file in files if file.state == state]
-    written = [
-        parts.get(file.part) or lay_out_names(state, origin, stems, (), part=file.part, position=position, values=False)
-        for file in places
-    ]
-    assert len(written) >= len(found), "a rank writes a tensor of which it stages a box"
-    staged = [(file.image.start + box.start, box) for file in files for box in file.boxes()]
+    own = [*shards, *(_of_record(record, shape) for record, shape in moves.others)]
+    numbers = np.where(rows[:, 0] < 0, len(shards) - 1 - rows[:, 0], np.searchsorted(ends, rows[:, 0], "right"))
+    boxes = zip(numbers.tolist(), rows[:, 1:].tolist(), strict=True)
+    tensors = [_box(own[number], box[:ndim], box[ndim:]) for number, box in boxes]
 
-    def move(row: int, rank: int, number: int, tensor: int = -1) -> BoxMove:
-        at, box = staged[row]
-        return BoxMove(rank, number, at, box.nbytes, tensor, box.offsets, box.lengths)
+    def with_further(found: Sequence[str]) -> list[str]:
+        return list(dict.fromkeys([*stems, *found]))
+
+    found, _ = lay_out_rows(tensors, np.arange(len(tensors)), origin, siblings=with_further, named=moves.named)
+    position = end_of(found[-1].image) if found else 0
+    every = with_further([file_stem(origin.file_name(state, file.part, values=False)) for file in found])
+    lacking = {file.part for file in files if file.state == state}.difference(file.part for file in found)
+    empty = (lay_out_names(state, origin, every, (), part=part, position=position, values=False) for part in lacking)
+    written = sorted([*found, *empty], key=lambda file: file.part)
+    staged = [file.image.start + box.start for file in files for box in file.boxes()]
 
     items = [tensor.data.element_size() for tensor in tensors]
-    ndim = moves.ndim
+
+    def nbytes(tensor: int, lengths: Sequence[int]) -> int:
+        return items[tensor] * int(np.prod(lengths))
+
     return RankAssembly(
         state,
         written,
-        [WholeTensor(file.image.start + box.start, box.itemsize, box.shape) for file in found for box in file.boxes()],
-        [move(row, origin.rank, 0, tensor) for row, tensor in kept.tolist()],
-        [move(row, owner, number) for row, owner, number in sent.tolist()],
         [
-            BoxMove(rank, number, -1, items[tensor] * int(np.prod(box[ndim:])), tensor, box[:ndim], box[ndim:])
-            for rank, number, tensor, *box in received.tolist()
+            WholeTensor(file.image.start + box.start, box.itemsize, tuple(box.lengths))
+            for file in found
+            for box in file.boxes()
+        ],
+        [
+            BoxMove(origin.rank, 0, staged[row] + start, nbytes(k, box[ndim:]), k, box[:ndim], box[ndim:])
+            for row, start, k, *box in kept.tolist()
+        ],
+        [BoxMove(owner, number, staged[row] + start, size) for row, start, size, owner, number in sent.tolist()],
+        [
+            BoxMove(rank, number, -1, nbytes(k, box[ndim:]), k, box[:ndim], box[ndim:])
+            for rank, number, k, *box in received.tolist()
         ],
     )
 
 
-def _whole(shard: LiveShard) -> LiveShard:
-    """Return the shard of the whole tensor of which this is a box, without its elements."""
-    shape = shard.global_shape
-    data = torch.empty([1] * len(shape), dtype=shard.data.dtype).expand(shape)
-    return structs.replace(shard, offsets=(0,) * len(shape), lengths=shape, fragments=None, data=data)
+def _box(shard: LiveShard, offsets: Sequence[int], lengths: Sequence[int]) -> LiveShard:
+    """Return the shard of a box of the tensor of which this is one, without its elements."""
+    ndim = len(shard.global_shape)
+    data = torch.empty([1] * ndim, dtype=shard.data.dtype).expand(tuple(lengths[:ndim]))
+    return structs.replace(
+        shard, offsets=tuple(offsets[:ndim]), lengths=tuple(lengths[:ndim]), fragments=None, data=data
+    )
+
+
+def _of_record(record: TensorRecord, shape: tuple[int, ...]) -> LiveShard:
+    """Return a shard without elements of a tensor of which this rank holds nothing."""
+    return LiveShard(
+        key=TensorKey(*map(unescape, record.key)),
+        dtype=record.dtype,
+        global_shape=shape,
+        offsets=(0,) * len(shape),
+        lengths=(0,) * len(shape),
+        data=torch.empty(0, dtype=getattr(torch, record.dtype)),
+        aliases=tuple(map(unescape, record.aliases)),
+        requires_grad=record.requires_grad,
+    )

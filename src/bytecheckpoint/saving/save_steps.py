@@ -164,7 +164,8 @@ class Save:
         """
         self._operation.phase = "plan"
         table, key = captured.describe()
-        key += self._whole.encode()
+        if self._whole and (view := self._request.states.view) is not None:
+            key += f"{self._whole}:{view.names}".encode()
         plan = None if dry else self._resources.plans.get(key)
         layout = self._layout(captured) if self._origin.rank == 0 else b""
         if plan is not None:

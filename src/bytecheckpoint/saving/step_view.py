@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from bytecheckpoint.arguments import value_of
 from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.engine.catalogs import read_catalog, read_outline
-from bytecheckpoint.engine.view_files import VIEW_INDEX, VIEW_KEY, publish_view, view_info
+from bytecheckpoint.engine.view_files import VIEW_INDEX, VIEW_KEY, named_in, publish_view, view_info
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.frameworks.selection import NameSelection
 from bytecheckpoint.representation.catalog import Catalog
@@ -43,18 +43,31 @@ class ViewOfSave(ABC):
     Attributes:
         whole: name of the state whose tensors should lie whole in files, so that the view needs no files of its own; "" if
             it needs them in any case.
+        names: text that differs between views with different names of tensors.
     """
 
     whole: str = ""
+    names: str = ""
+
+    def shown(self, catalog: Catalog) -> Catalog | None:
+        """Return the tensors that files should hold whole, as boxes of those of `whole`; None if these are the tensors.
+
+        Args:
+            catalog: tensors of that state, as if each lay whole in a file.
+
+        Raises:
+            UsageError, IncompatibleCheckpointError: the tensors cannot be shown so.
+        """
 
     @abstractmethod
-    def describe(self, catalog: Catalog) -> tuple[dict[str, bytes], Catalog]:
+    def describe(self, catalog: Catalog, named: Callable[[], Mapping[str, str]]) -> tuple[dict[str, bytes], Catalog]:
         """Return the small files of the view and the catalog to commit, on rank 0.
 
         `VIEW_INDEX` is not among the files if `write` is to write it.
 
         Args:
             catalog: catalog of the save, of which only the info may change.
+            named: function that returns the file of each tensor of `shown`; nothing if these lie in no files.
 
         Raises:
             UsageError, IncompatibleCheckpointError: the view cannot be made.
@@ -97,7 +110,9 @@ def complete_view(agreement: Agreement, view: ViewOfSave | Exception, storage: S
         if VIEW_KEY not in info or VIEW_INDEX in present or "moved_to" in info:
             return False, ""
         generation = info[VIEW_KEY]["generation"]
-        files = value_of(view).describe(read_catalog(storage)[0])[0]
+        catalog = read_catalog(storage)[0]
+        found = value_of(view)
+        files = found.describe(catalog, lambda: named_in(storage, catalog, found.whole))[0]
         if view_info(files, generation)[VIEW_KEY] != info[VIEW_KEY]:
             raise IncompatibleCheckpointError("its configuration differs from that of the model now")
         storage.delete([name for name in present if view_generation_of(name) is not None])  # parts of files

@@ -213,15 +213,16 @@ class RankWriter:
         assert assembly is not None
         pool, whole, image = staged.pool, staged.whole, staged.image
         assert pool is not None and whole is not None, "this rank has said that it is ready"
-        joined, opened = assembly.places_in(staged.files), None
-        files, chunks = assembly.replaced(staged.files, whole.start, self._settings.storage.chunk_bytes)
+        places, opened = assembly.places_in(staged.files), None
+        files, chunks, joined = assembly.replaced(staged.files, whole.start, self._settings.storage.chunk_bytes)
+        self._files += files[len(staged.files) :]
         self._operation.planned_bytes = sum(file.image.nbytes for file in files)
         if image is None:  # the other files are written meanwhile
             opened = self._open(files, agreed, pool)
             opened[0].write_staged([chunk for chunk in staged.chunks if chunk.file not in joined])
         with busy(self._settings.timeout + assembly.nbytes / _SLOWEST_COPY), span("join tensors", assembly.nbytes):
             if image is not None:
-                sections = [moved(staged.files[place].image, whole.image) for place in joined]
+                sections = [moved(staged.files[place].image, whole.image) for place in places]
                 Image(image.tensors, sections, image.copies).stage(pool.tensor(), pool.generation)
             received = assembly.join(pool.tensor().numpy(), whole.image, whole.start, exchange)
         self._operation.count("joined with others", nbytes=received)

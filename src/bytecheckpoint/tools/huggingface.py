@@ -53,7 +53,7 @@ from bytecheckpoint.tools.subject import Subject, opened
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["WeightFiles", "export_huggingface"]
+__all__ = ["WeightFiles", "export_huggingface", "index_of"]
 
 _CHUNK_BYTES = 16 << 20
 _WEIGHTS = re.compile(
@@ -201,13 +201,12 @@ class WeightFiles:
         """Bytes of tensors in all files."""
         return sum(file.nbytes for file in self._files)
 
-    def index(self, sums: Mapping[str, object] | None = None) -> bytes:
-        """Return the index of the files, with their sums if these are known."""
+    def index(
+        self, sums: Mapping[str, object] | None = None, held: Mapping[str, str] | None = None, held_bytes: int = 0
+    ) -> bytes:
+        """Return the index of the files, with their sums if these are known, and of tensors that other files hold."""
         weights = {tensor.name: file.name for file in self._files for tensor in file.tensors}
-        metadata = {"total_size": self.nbytes} | ({} if sums is None else {"files": sums})
-        return (
-            json.dumps({"metadata": metadata, "weight_map": dict(sorted(weights.items()))}, indent=2).encode() + b"\n"
-        )
+        return index_of(self.nbytes + held_bytes, dict(sorted({**(held or {}), **weights}.items())), sums)
 
     def write(self, storage: Storage) -> dict[str, tuple[int, str]]:
         """Write the files of this rank; return the size and xxh3_64 of each."""
@@ -265,6 +264,18 @@ class WeightFiles:
                 self._progress(self._done, self._total)
         if batch:
             yield batch
+
+
+def index_of(nbytes: int, weights: Mapping[str, str], sums: Mapping[str, object] | None = None) -> bytes:
+    """Return the index of files of safetensors.
+
+    Args:
+        nbytes: bytes of all tensors.
+        weights: file of each tensor.
+        sums: size and sum of each file that no catalog names; None if these are not known.
+    """
+    metadata = {"total_size": nbytes} | ({} if sums is None else {"files": sums})
+    return json.dumps({"metadata": metadata, "weight_map": dict(weights)}, indent=1).encode() + b"\n"
 
 
 class _Export:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,8 +25,9 @@ from bytecheckpoint.layouts import LayoutArgument
 from bytecheckpoint.layouts.config import flattened
 from bytecheckpoint.opening import open as open_checkpoint
 from bytecheckpoint.opening.view import CheckpointView
-from bytecheckpoint.planning.chained_layouts import lay_out_through
-from bytecheckpoint.planning.part_space import layout_of_model, stored_side
+from bytecheckpoint.planning.chained_layouts import as_stored, lay_out_through
+from bytecheckpoint.planning.file_tensors import lie_whole
+from bytecheckpoint.planning.part_space import LaidOut, layout_of_model, stored_side
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
 from bytecheckpoint.representation.dtypes import safetensors_code
 from bytecheckpoint.representation.names import escape, is_uri, view_file_name
@@ -35,7 +36,7 @@ from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tiers.flush.job import transfer_limit
 from bytecheckpoint.tiers.storage import tier_of
-from bytecheckpoint.tools.huggingface import WeightFiles
+from bytecheckpoint.tools.huggingface import WeightFiles, index_of
 from bytecheckpoint.tools.huggingface_description import (
     configuration_files,
     files_beside,
@@ -54,8 +55,9 @@ class HuggingFaceView(StepView):
     """Let `from_pretrained` read each step as it is: `save(..., view=HuggingFaceView())`.
 
     The storage files of the step get an index: tensors lie whole there, since ranks join those that are cut (FSDP, tensor
-    parallelism) before they write, and no byte is written twice. For another dtype or a layout of names all ranks write
-    files behind the commit, which takes the bytes of the model once more; `SaveHandle.viewed` is done when they are there.
+    parallelism) before they write, and no byte is written twice. Through a layout they lie there under the names of Hugging
+    Face. For another dtype, and for tensors that the layout transposes or repeats, all ranks write files behind the commit,
+    which takes the bytes of these tensors once more; `SaveHandle.viewed` is done when they are there.
 
     Attributes:
         state: name of the state that holds the model.
@@ -117,30 +119,57 @@ class _ModelView(ViewOfSave):
 
     def __init__(self, wanted: HuggingFaceView, models: Sequence[Any], names: Sequence[str]) -> None:
         self._wanted, self._models, self._names = wanted, models, names
-        self.whole = wanted.state if wanted.layout is None and export_dtype(wanted.dtype) is None else ""
+        self.whole = wanted.state if export_dtype(wanted.dtype) is None else ""
+        layouts = check_layout(wanted.layout)
+        self.names = layouts if isinstance(layouts, str) else ",".join(layout.label for layout in layouts or ())
+        # On rank 0, what `describe` has found: file of each tensor that files of the step hold, and the other tensors.
+        self._held: Mapping[str, str] = {}
+        self._rest: list[str] | None = None
 
-    def describe(self, catalog: Catalog) -> tuple[dict[str, bytes], Catalog]:
-        """Return the configuration, the files beside it, and the index if all tensors lie whole."""
-        wanted, state, dtype = self._wanted, self._wanted.state, export_dtype(self._wanted.dtype)
+    def shown(self, catalog: Catalog) -> Catalog | None:
+        """Return the tensors of Hugging Face, as far as a layout leads to them and moves their elements only."""
+        if self._wanted.layout is None:
+            return None
+        return as_stored(self._laid_out(_with_configuration(catalog, json.loads(self._files()["config.json"]))))
+
+    def _files(self) -> dict[str, bytes]:
+        """Return the configuration and the files beside it."""
+        wanted = self._wanted
         copied = {} if wanted.files_from is None else dict(files_beside(wanted.files_from))
-        files = fitted(
-            {**copied, **(configuration_files(self._models[0]) if self._models else {})}, dtype, quantised=False
-        )
+        configuration = configuration_files(self._models[0]) if self._models else {}
+        files = fitted({**copied, **configuration}, export_dtype(wanted.dtype), quantised=False)
         if "config.json" not in files:
             raise UsageError(
                 "HuggingFaceView: rank 0 has no configuration: give files_from=, a folder with config.json"
             )
-        if (layouts := check_layout(wanted.layout)) is not None:
+        return files
+
+    def _laid_out(self, catalog: Catalog) -> LaidOut:
+        """Show a catalog that has the configuration under the names of Hugging Face."""
+        layouts, state = check_layout(self._wanted.layout), self._wanted.state
+        assert layouts is not None
+        layouts = layout_of_model(catalog) if layouts == "auto" else layouts
+        laid, last = lay_out_through(catalog, layouts), layouts[-1]  # which refuses what does not fit
+        side = stored_side(last, laid.catalog.fqns(state))
+        if side is None or not last.sides[side].startswith("hf"):
+            raise UsageError(f"HuggingFaceView: layout {last.label} does not lead {state!r} to names of Hugging Face")
+        return laid
+
+    def describe(self, catalog: Catalog, named: Callable[[], Mapping[str, str]]) -> tuple[dict[str, bytes], Catalog]:
+        """Return the configuration, the files beside it, and the index if all tensors lie whole."""
+        wanted, state, dtype = self._wanted, self._wanted.state, export_dtype(self._wanted.dtype)
+        files, self._held, self._rest = self._files(), {}, None
+        if wanted.layout is not None:
             catalog = _with_configuration(catalog, json.loads(files["config.json"]))
-            layouts = layout_of_model(catalog) if layouts == "auto" else layouts
-            shown = lay_out_through(catalog.expanded(), layouts).catalog  # which refuses what does not fit
-            last = layouts[-1]
-            side = stored_side(last, shown.fqns(state))
-            if side is None or not last.sides[side].startswith("hf"):
-                raise UsageError(
-                    f"HuggingFaceView: layout {last.label} does not lead {state!r} to names of Hugging Face"
-                )
-            return files, catalog
+            laid = self._laid_out(catalog.expanded())
+            known = named() if dtype is None else {}
+            # The ranks have followed a plan that was made for the configuration of an earlier save, perhaps.
+            if not known or not lie_whole(as_stored(laid), state, known):
+                return files, catalog
+            self._held, self._rest = known, sorted({*laid.catalog.fqns(state)}.difference(known))
+            if self._rest:
+                return files, catalog
+            return {**files, VIEW_INDEX: index_of(_nbytes(catalog, known), known)}, catalog
         if lacking := {*self._names}.difference(catalog.fqns(state), catalog.aliases.get(state, ())):
             # from_pretrained would take new weights for them.
             raise UsageError(f"HuggingFaceView: {state!r} holds no {listed(sorted(lacking), 3)}, names of the model")
@@ -148,31 +177,35 @@ class _ModelView(ViewOfSave):
         if weights is None or dtype is not None:
             return files, catalog
         size = int(catalog.byte_length[np.isin(catalog.boxes.tensor, catalog.of_state(state))].sum())
-        index = {"metadata": {"total_size": size}, "weight_map": weights}
-        return {**files, VIEW_INDEX: json.dumps(index, indent=1).encode() + b"\n"}, catalog
+        return {**files, VIEW_INDEX: index_of(size, weights)}, catalog
 
     def write(self, agreement: Agreement, storage: Storage, generation: str) -> None:
         """Write the files of the view, each rank its share, and the index last."""
         wanted, ranks, tier = self._wanted, ToolRanks(agreement), tier_of(storage)
         target = with_time_limits(storage if tier is None else tier.durable)
 
-        def prepare(stack: contextlib.ExitStack) -> tuple[WeightFiles, list[str]]:
+        def prepare(stack: contextlib.ExitStack, rest: list[str] | None) -> tuple[WeightFiles, list[str]]:
             source = CheckpointView.of(stack.enter_context(open_checkpoint(tier or storage, layout=wanted.layout)))
             _check_current(source.catalog, generation)
             agreement.timeout += transfer_limit(source.catalog)
             tensors, _, _ = tensors_to_export(source, wanted.state, export_dtype(wanted.dtype))
-            files = distribute(tensors, wanted.max_shard_bytes, ranks.count)
+            if rest is not None:
+                lacking = {*rest}
+                tensors = [tensor for tensor in tensors if tensor.name in lacking]
+            files = distribute(tensors, wanted.max_shard_bytes, ranks.count) if tensors else []
             for number, file in enumerate(files, 1):
                 file.name = view_file_name(number, len(files), generation)
             return WeightFiles(source, files, ranks), [file.name for file in files]
 
         with contextlib.ExitStack() as stack:
-            weights, names = ranks.all_succeed(VIEW_STEP, lambda: prepare(stack))
+            rest = ranks.agree(VIEW_STEP, lambda: None, lambda _: self._rest)
+            weights, names = ranks.all_succeed("prepare", lambda: prepare(stack, rest))
 
             def publish(sums: list[dict[str, Any]]) -> None:
                 target.sync(names)
-                _check_current(read_outline(target), generation)
-                target.publish(VIEW_INDEX, weights.index({name: one for part in sums for name, one in part.items()}))
+                _check_current(current := read_outline(target), generation)
+                held = self._held, _nbytes(current, self._held)
+                target.publish(VIEW_INDEX, weights.index({k: one for part in sums for k, one in part.items()}, *held))
                 try:
                     _check_current(read_outline(target), generation)
                 except CheckpointError:  # another save has committed meanwhile, and must not have these weights
@@ -189,6 +222,12 @@ class _ModelView(ViewOfSave):
                 _log.warning(
                     "%s: finite values are infinite in the view: %s", target.url, listed([*weights.overflowed], 5)
                 )
+
+
+def _nbytes(catalog: Catalog, held: Mapping[str, str]) -> int:
+    """Return the bytes of tensors in some files."""
+    files = {*held.values()}
+    return sum(file.size - file.data_offset for file in catalog.files if file.name in files)
 
 
 def _whole_tensors(catalog: Catalog, state: str) -> dict[str, str] | None:
