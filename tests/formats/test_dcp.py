@@ -367,3 +367,12 @@ def test_items_that_zstd_has_compressed(tmp_path: Path) -> None:
         (copy / place.relative_path).write_bytes(changed)
         with pytest.raises(CorruptCheckpointError, match=words):
             bytecheckpoint.open(copy)
+
+
+def test_a_tensor_in_a_tuple_may_have_the_name_of_another(tmp_path: Path) -> None:
+    dcp.save({"m": {"a.0": torch.ones(2), "a": (torch.zeros(2),)}}, checkpoint_id=str(tmp_path), no_dist=True)
+    with bytecheckpoint.open(tmp_path) as found:
+        assert {key: entry[...].tolist() for key, entry in found.tensors.items()} == {
+            "m/a.0": [1, 1],
+            "m/a.0#2": [0, 0],
+        }

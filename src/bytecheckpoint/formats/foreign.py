@@ -133,9 +133,11 @@ class ForeignColumns:
             tree: encoder of the trees.
             label: address of the files, for messages; None leaves out tensors in parts.
         """
-        values = {}
+        values, taken = {}, dict[str, set[str]]()
+        for key in self.keys:
+            taken.setdefault(key.state, set()).add(key.fqn)
         for state, value in states.items():
-            values[state] = tree.encode(value)
+            values[state] = tree.encode(value, taken.get(state, ()))
             self.add_whole(state, tree.tensors)
             if label is not None:
                 self.add_sharded(state, [tree.sharded], label)

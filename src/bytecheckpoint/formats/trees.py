@@ -6,7 +6,7 @@ Torch is not imported.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final, NoReturn
 
 import msgspec
@@ -64,14 +64,19 @@ class Tree:
         self._file = file
         self._left = self._most = max(_MOST_VALUES, metadata_bytes // BYTES_PER_VALUE)
         self._path: list[object] = []
+        self._taken: Collection[str] = ()
 
-    def encode(self, value: object) -> bytes:
+    def encode(self, value: object, taken: Collection[str] = ()) -> bytes:
         """Return a value as an encoded value; references in it name its tensors by their paths.
+
+        Args:
+            value: the value.
+            taken: names that other tensors of the state have.
 
         Raises:
             IncompatibleCheckpointError: the tree has too many values, or too many levels.
         """
-        self.tensors, self.sharded = {}, {}
+        self.tensors, self.sharded, self._taken = {}, {}, taken
         return bytes((0xC1, 1)) + _pack(self._native(value, 0))
 
     def _native(self, value: Any, depth: int) -> object:
@@ -153,7 +158,7 @@ class Tree:
         plain = name = key_of_path(tuple(self._path))
         self._charge(len(name))
         number = 1
-        while name in self.tensors or name in self.sharded:
+        while name in self.tensors or name in self.sharded or name in self._taken:
             number += 1
             name = f"{plain}#{number}"
         if type(value) is ShardedValue:
