@@ -28,6 +28,7 @@ from bytecheckpoint import (
     UsageError,
     tools,
 )
+from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.engine.view_files import VIEW_INDEX
 from bytecheckpoint.layouts import Layout, Rule
 from bytecheckpoint.manager import Retention
@@ -205,6 +206,24 @@ def test_a_cached_plan_is_not_that_of_another_configuration(tmp_path: Path) -> N
         wanted = model.both.detach().view(groups, 2, 8 // groups, 3)
         for number, (_, value) in enumerate(sorted(read(tmp_path / "step", None).items())):
             assert torch.equal(value, wanted[:, number].reshape(-1, 3))
+
+
+def test_ranks_with_different_views_are_refused(tmp_path: Path) -> None:
+    """Each would write its share of the files by its own layout."""
+    layouts = [Layout("names", "hf", "own", rules=[Rule({"a": "n m"}, {"b": axes})]) for axes in ("m n", "n m")]
+    (tmp_path / "config.json").write_text("{}")
+
+    def save(collective: Collective) -> None:
+        model = nn.Module()
+        model.b = nn.Parameter(torch.ones(4, 4))
+        view = HuggingFaceView(layout=layouts[collective.rank], files_from=tmp_path)
+        handle = bytecheckpoint.save(tmp_path / "step", {"model": model}, view=view)
+        handle.result()
+        with pytest.raises(UsageError, match=r"rank 0 saves with view=.*'model', names \(\w+\), .*, rank 1 with view="):
+            handle.viewed.result()
+
+    ThreadWorld(2).run(save)
+    assert not (tmp_path / "step" / VIEW_INDEX).exists()
 
 
 def test_an_incremental_save_writes_the_tensors_of_a_layout_once_more(tmp_path: Path) -> None:

@@ -10,6 +10,9 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Literal
+
+import xxhash
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.layouts.axes import TextError, parse_axes
@@ -23,7 +26,7 @@ from bytecheckpoint.layouts.text import parse, to_text
 from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.similar_names import SimilarNames
 
-__all__ = ["KEY_IN_NAMES", "Layout", "LayoutArgument", "builtin_names", "find", "find_all"]
+__all__ = ["KEY_IN_NAMES", "Layout", "LayoutArgument", "builtin_names", "find", "find_all", "identity_of"]
 
 _BUILTIN = Path(__file__).parent / "builtin"
 
@@ -334,6 +337,14 @@ def find_or_read(text: str) -> Layout:
 def find_all(text: str) -> tuple[Layout, ...]:
     """Return the layouts of which a user gives the names or files, joined by commas."""
     return tuple(find_or_read(name.strip()) for name in text.split(","))
+
+
+def identity_of(layouts: Sequence[Layout] | Literal["auto"] | None) -> str:
+    """Return an argument of a call in a form that ranks compare, and that a message shows."""
+    if layouts is None or layouts == "auto":
+        return repr(layouts)
+    text = "\n".join(layout.to_text() for layout in layouts)
+    return f"{'+'.join(layout.name for layout in layouts)} ({xxhash.xxh3_64_hexdigest(text.encode())[:8]})"
 
 
 def builtin_names() -> list[str]:

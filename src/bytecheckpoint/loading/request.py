@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import xxhash
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Destination, Framework, Strict, SupportsShards, is_strict
@@ -45,13 +44,6 @@ class Matching:
     rename: Callable[[str], str] | None
     names: Mapping[Any, Any] | None
     layout: Sequence[Layout] | Literal["auto"] | None = None
-
-    def comparable_layout(self) -> str:
-        """Return `layout` in a form that ranks compare, and that a message shows."""
-        if self.layout is None or self.layout == "auto":
-            return repr(self.layout)
-        text = "\n".join(layout.to_text() for layout in self.layout)
-        return f"{'+'.join(layout.name for layout in self.layout)} ({xxhash.xxh3_64_hexdigest(text.encode())[:8]})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from bytecheckpoint.frameworks.tensors.allocation import memory_for
 from bytecheckpoint.garbage_collection import gc_paused
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.layouts import Layout
+from bytecheckpoint.layouts.layout import identity_of
 from bytecheckpoint.loading.catalog_exchange import CatalogExchange, OpenCheckpoint
 from bytecheckpoint.loading.decision import (
     FitDecision,
@@ -259,7 +260,7 @@ class Load:
             exchange = CatalogExchange(self._collective, self._tag, found, timeout, self._cancel, self._stack)
             own, report = exchange.read()
             self._operation.mark("catalog")
-            report = msgspec.structs.replace(report, layout=checked.matching.comparable_layout())
+            report = msgspec.structs.replace(report, layout=identity_of(checked.matching.layout))
             return (checked, exchange, own), report
 
         (checked, exchange, own), decision = self._agree("open", work, _decide_open, OpenReport, OpenDecision)

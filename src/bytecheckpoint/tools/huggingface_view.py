@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,8 +21,10 @@ from bytecheckpoint.errors import CheckpointError, StorageConflictError, UsageEr
 from bytecheckpoint.frameworks.modules import as_modules
 from bytecheckpoint.frameworks.selection import NameSelection
 from bytecheckpoint.frameworks.wrappers import unwrapped, walk_modules
-from bytecheckpoint.layouts import LayoutArgument
+from bytecheckpoint.layouts import Layout, LayoutArgument
 from bytecheckpoint.layouts.config import flattened
+from bytecheckpoint.layouts.layout import identity_of
+from bytecheckpoint.lazy import lazy
 from bytecheckpoint.opening import open as open_checkpoint
 from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.planning.chained_layouts import as_stored, lay_out_through
@@ -74,6 +76,18 @@ class HuggingFaceView(StepView):
     files_from: str | os.PathLike[str] | None = None
     max_shard_bytes: int = 5_000_000_000
 
+    @lazy
+    def _layouts(self) -> tuple[Layout, ...] | Literal["auto"] | None:
+        return check_layout(self.layout)
+
+    def _described(self) -> str:
+        """Return the part of the choice that is the same on all ranks."""
+        return f"HuggingFaceView({self.state!r}, {self._names}, {self.dtype}, {self.max_shard_bytes})"
+
+    @lazy
+    def _names(self) -> str:
+        return identity_of(self._layouts)
+
     def of(self, states: Mapping[str, object], selection: NameSelection) -> ViewOfSave:
         """Return the view for one save of live objects."""
         export_dtype(self.dtype)
@@ -120,8 +134,7 @@ class _ModelView(ViewOfSave):
     def __init__(self, wanted: HuggingFaceView, models: Sequence[Any], names: Sequence[str]) -> None:
         self._wanted, self._models, self._names = wanted, models, names
         self.whole = wanted.state if export_dtype(wanted.dtype) is None else ""
-        layouts = check_layout(wanted.layout)
-        self.names = layouts if isinstance(layouts, str) else ",".join(layout.label for layout in layouts or ())
+        self.names = wanted._names
         # On rank 0, what `describe` has found: file of each tensor that files of the step hold, and the other tensors.
         self._held: Mapping[str, str] = {}
         self._rest: list[str] | None = None
@@ -146,7 +159,7 @@ class _ModelView(ViewOfSave):
 
     def _laid_out(self, catalog: Catalog) -> LaidOut:
         """Show a catalog that has the configuration under the names of Hugging Face."""
-        layouts, state = check_layout(self._wanted.layout), self._wanted.state
+        layouts, state = self._wanted._layouts, self._wanted.state
         assert layouts is not None
         layouts = layout_of_model(catalog) if layouts == "auto" else layouts
         laid, last = lay_out_through(catalog, layouts), layouts[-1]  # which refuses what does not fit
@@ -198,7 +211,7 @@ class _ModelView(ViewOfSave):
             return WeightFiles(source, files, ranks), [file.name for file in files]
 
         with contextlib.ExitStack() as stack:
-            rest = ranks.agree(VIEW_STEP, lambda: None, lambda _: self._rest)
+            rest = ranks.agree(VIEW_STEP, wanted._described, self._agree)
             weights, names = ranks.all_succeed("prepare", lambda: prepare(stack, rest))
 
             def publish(sums: list[dict[str, Any]]) -> None:
@@ -222,6 +235,13 @@ class _ModelView(ViewOfSave):
                 _log.warning(
                     "%s: finite values are infinite in the view: %s", target.url, listed([*weights.overflowed], 5)
                 )
+
+    def _agree(self, views: list[str]) -> list[str] | None:
+        """Refuse different views of ranks; return the tensors that are left to write, None for all."""
+        for rank, view in enumerate(views):
+            if view != views[0]:
+                raise UsageError(f"rank 0 saves with view={views[0]}, rank {rank} with view={view}; give all the same")
+        return self._rest
 
 
 def _nbytes(catalog: Catalog, held: Mapping[str, str]) -> int:
