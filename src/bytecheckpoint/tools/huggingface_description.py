@@ -96,10 +96,11 @@ class ModelDescription(msgspec.Struct, omit_defaults=True):
 
 def configuration_files(model: Any) -> dict[str, str]:
     """Return the texts of the configuration files of a model of transformers by name, of other models none."""
-    config: Any = copy.deepcopy(getattr(model, "config", None))
+    config: Any = getattr(model, "config", None)
     generation = getattr(model, "generation_config", None)
     if not hasattr(config, "save_pretrained"):
         return {}
+    config = copy.deepcopy(config)  # not before: one of Megatron holds process groups when a training has begun
     config.dtype = str(model.dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard prepends that to the class's name
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint
+from bytecheckpoint import HuggingFaceView
+from bytecheckpoint.engine.view_files import VIEW_INDEX
 from tests.support.llama import Llama
 from tests.support.megatron.models import RATE, Layout, gpt_chunks, transformer_config
 from tests.support.megatron.rank_files import save_rank_files
@@ -45,7 +49,9 @@ def in_megatron(layout: Layout, folder: str, source: str | None = None) -> list[
     trainer = start_with_own_shards(layout, RATE, build=llama_chunks)
     if source is None:
         trainer.train(STEPS)
-        bytecheckpoint.save(f"{folder}/own", trainer.states())
+        view = HuggingFaceView(layout="llama", files_from=folder)
+        handle = bytecheckpoint.save(f"{folder}/own", trainer.states(), view=view, async_checkpoint=True)
+        assert handle.result().view == "index"
         save_rank_files(trainer, folder)
         for kind in KINDS if layout.distributed else ():
             save_torch_dist(trainer, f"{folder}/{kind}", kind)
@@ -85,11 +91,17 @@ def under_fsdp(source: str, target: str | None, first: int) -> list[float]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_next_losses(worlds: Worlds, layout: Layout, tmp_path: Path) -> None:
-    """Of a checkpoint of this package and back, and of all kinds of Megatron's own."""
+    """Of a checkpoint of this package, whose files are a view too, and back, and of all kinds of Megatron's own."""
     tolerance = 2e-2 if layout.bf16 else 2e-5
+    (tmp_path / "config.json").write_text(json.dumps(Llama().config.to_dict()))
     expected = worlds.run(layout.world, in_megatron, layout, str(tmp_path), timeout=200)[0]
     found = worlds.run(2, under_fsdp, str(tmp_path / "own"), str(tmp_path / "fsdp"), STEPS, timeout=200)[0]
     assert found[:STEPS] == pytest.approx(expected, rel=tolerance)
+    files = json.loads((tmp_path / "own" / VIEW_INDEX).read_text())["weight_map"]
+    viewed = {key: value for file in set(files.values()) for key, value in load_file(tmp_path / "own" / file).items()}
+    assert viewed.keys() == files.keys() == Llama().state_dict().keys()
+    with bytecheckpoint.open(tmp_path / "own", layout="llama") as shown:
+        assert all(torch.equal(value, shown[f"model/{key}"][...]) for key, value in viewed.items())
     back = worlds.run(layout.world, in_megatron, layout, "", str(tmp_path / "fsdp"), timeout=200)[0]
     assert back == pytest.approx(found[STEPS:], rel=tolerance)
     for kind in (f"iter_{STEPS:07}", *(KINDS if layout.distributed else ())):
