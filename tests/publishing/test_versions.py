@@ -514,6 +514,61 @@ def test_other_names_and_dtypes(tmp_path: Path) -> None:
             assert torch.equal(named["inner"].weight, model.weight)
 
 
+def test_tensors_beside_those_followed_come_and_go(tmp_path: Path) -> None:
+    """Files of equal length then hold tensors at other places; empty tensors begin where others do."""
+    held = {"model": {"a": torch.zeros(600), "b": torch.zeros(600)}}
+    a, b, empty = torch.randn(600), torch.randn(600), torch.zeros(0)
+    follower = Follower(tmp_path, options=LoadOptions(strict=False))
+    versions = []
+    with Publisher(tmp_path) as publisher:
+        for step, order in enumerate((["a", "b"], ["b", "a"], ["b", "e", "a"], ["b", "e", "a"], ["b", "f", "a"]), 1):
+            a, b = a.clone(), b.clone()
+            a[0], b[step] = step, step
+            tensors = {"a": a, "b": b, "e": empty, "f": empty}
+            publisher.publish({"model": {name: tensors[name] for name in order}}, step).result()
+            report = follower.update(held)
+            assert report is not None and torch.equal(held["model"]["a"], a) and torch.equal(held["model"]["b"], b)
+            versions.append((report.versions, report.unproven))
+    assert versions == [(0, ()), (0, ()), (0, ()), (1, ()), (0, ())]
+
+
+def test_a_version_on_the_way_need_not_fit(tmp_path: Path) -> None:
+    whole = {"a": torch.randn(40), "b": torch.randn(40)}
+    held = {"model": {name: torch.zeros(40) for name in whole}}
+    follower = Follower(tmp_path)
+    with Publisher(tmp_path) as publisher:
+        publisher.publish({"model": whole}, 1).result()
+        follower.update(held)
+        publisher.publish({"model": {"a": whole["a"]}}, 2).result()
+        with pytest.raises(IncompatibleCheckpointError, match="lacks model/b"):
+            follower.update(held)
+        whole["b"] += 1
+        publisher.publish({"model": whole}, 3).result()
+        assert follower.update(held) is not None
+    assert torch.equal(held["model"]["b"], whole["b"])
+
+
+def test_a_step_that_was_saved_anew_is_followed(tmp_path: Path) -> None:
+    follower, held = Follower(tmp_path), {"model": {"w": torch.zeros(4)}}
+    for value in (1.0, 2.0):
+        bytecheckpoint.save(tmp_path / "step_00000001", {"model": {"w": torch.full((4,), value)}}, step=1)
+        assert follower.update(held) is not None and follower.update(held) is None
+        assert held["model"]["w"].tolist() == [value] * 4
+
+
+def test_tensors_in_parts_of_one_memory_of_numpy(tmp_path: Path) -> None:
+    memory, whole = np.zeros(100, np.float32), {"a": torch.randn(10), "b": torch.randn(90)}
+    held = {"model": {"a": torch.from_numpy(memory[:10]), "b": torch.from_numpy(memory)[10:]}}
+    follower = Follower(tmp_path)
+    with Publisher(tmp_path) as publisher:
+        for step in (1, 2):
+            whole["b"][50] = step
+            publisher.publish({"model": whole}, step).result()
+            report = follower.update(held)
+            assert report is not None and report.versions == step - 1
+    assert np.array_equal(memory, torch.cat([*whole.values()]).numpy())
+
+
 # --- catalogs and storages --------------------------------------------------------------------------------------------
 
 

@@ -241,14 +241,15 @@ def fingerprints_by_key(catalog: Catalog) -> dict[str, tuple[int, int]]:
 
 
 class _RowsOfFiles:
-    """Rows of a catalog by the file that holds them.
+    """Rows of a catalog that hold bytes, by their file.
 
     Args:
         catalog: the catalog.
     """
 
     def __init__(self, catalog: Catalog) -> None:
-        self._order = np.lexsort((catalog.byte_offset, catalog.file))
+        order = np.lexsort((catalog.byte_offset, catalog.file))
+        self._order = order[catalog.byte_length[order] > 0]  # an empty row begins where another one does
         self._ends = np.searchsorted(catalog.file[self._order], np.arange(len(catalog.files)), "right")
         self._begins = catalog.byte_offset
 
@@ -271,7 +272,7 @@ class _Finder:
         self._catalog = self._files.catalog
         self._rows = _RowsOfFiles(self._catalog)
         self._found = _FoundChanges()
-        self._memories: dict[tuple[int, int], _MemoryOfTensors] = {}
+        self._memories: dict[tuple[int, int, int], _MemoryOfTensors] = {}
 
     def run(self) -> _FoundChanges:
         """Return the changes.
@@ -300,6 +301,8 @@ class _Finder:
         try:
             if not reader.head.base:
                 raise NeedsWholeLoad(f"{entry.name} builds on no file")
+            if reader.head.moved:
+                raise NeedsWholeLoad(f"{entry.name} holds other tensors than the file before, or at other places")
             segments = reader.segments
             changed = int((segments["count"].astype(np.int64) * segments["unit"]).sum())
             if entry.size > _LARGE_FILE and changed > _MOST_CHANGED * entry.size:
@@ -369,7 +372,8 @@ class _Finder:
 
     def _memory(self, data: torch.Tensor, unit: int) -> _MemoryOfTensors:
         """Return the memory in which a tensor lies."""
-        key = (data.untyped_storage().data_ptr(), unit)
+        storage = data.untyped_storage()  # one of NumPy's memory may be a part of another one
+        key = (storage.data_ptr(), storage.nbytes(), unit)
         if key not in self._memories:
             self._memories[key] = _MemoryOfTensors(data, unit)
         return self._memories[key]

@@ -127,7 +127,8 @@ class Follower:
             for version in path:
                 reports.append(self._apply(version, states))
                 self.version = version
-        except NeedsWholeLoad as reason:
+        except (NeedsWholeLoad, IncompatibleCheckpointError, CheckpointNotFoundError) as reason:
+            # A version on the way may not fit, or be gone by now; a target that does not fit is refused below.
             _log.info("%s is loaded whole: %s", target.path, reason)
             self._converts = self._converts or CONVERTED in str(reason)  # the same on all ranks
             path = []

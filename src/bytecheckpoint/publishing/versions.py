@@ -21,6 +21,7 @@ class PublishedVersion:
         id: id that no other version has; "" for a checkpoint that no publisher wrote.
         base: id of the version on which it builds, "" for one that is whole.
         before: id of the version from which it has the differences, beside its files if it is whole; "" for none.
+        created: time of the save, by which a checkpoint without an id differs from another one of its step.
     """
 
     step: int
@@ -28,13 +29,16 @@ class PublishedVersion:
     id: str
     base: str
     before: str
+    created: float
 
     @staticmethod
     def of(info: StepInfo) -> PublishedVersion:
         """Return the version in a step's folder."""
         facts = published_facts(info.metadata)
         base = facts.get("base", "")
-        return PublishedVersion(info.step, info.path, facts.get("id", ""), base, facts.get("before", base))
+        return PublishedVersion(
+            info.step, info.path, facts.get("id", ""), base, facts.get("before", base), info.created
+        )
 
 
 def path_to(versions: Sequence[PublishedVersion], held: str) -> list[PublishedVersion]:

@@ -70,18 +70,20 @@ _WORTH = 0.95
 _codec = pa.Codec("zstd", compression_level=1)
 
 
-class DeltaHead(msgspec.Struct, frozen=True):
+class DeltaHead(msgspec.Struct, frozen=True, omit_defaults=True):
     """The description at the end of a file of differences.
 
     Attributes:
         size: bytes of the decoded file.
         base: name of the earlier file from the folder of the run, as "step_00000041/model/rank-...", or "" for none.
         index: rows of `INDEX`, by their first byte. What no segment covers is as in the base.
+        moved: True if the file holds other boxes than the base, or at other places: no segment changes a tensor then.
     """
 
     size: int
     base: str
     index: bytes
+    moved: bool = False
 
     def segments(self) -> NDArray[np.void]:
         """Return the rows of the index."""

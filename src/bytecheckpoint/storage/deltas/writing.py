@@ -11,7 +11,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from bytecheckpoint.representation.dtypes import itemsize
-from bytecheckpoint.representation.header_reader import header_bytes_needed, parse_header
+from bytecheckpoint.representation.header_reader import content_of_header, header_bytes_needed, parse_header
 from bytecheckpoint.representation.names import delta_name, file_stem, is_of_values
 from bytecheckpoint.storage.base import FileWriter, NewFile, Storage
 from bytecheckpoint.storage.deltas.coding import (
@@ -187,16 +187,20 @@ class _DeltaWriter(FileWriter):
         self._end = PREFIX_BYTES
         self._segments: list[tuple[int, ...]] = []
         self._base = base
-        self._starts, self._units = np.zeros(0, np.int64), [1]
+        self._starts, self._units, self._boxes = np.zeros(0, np.int64), [1], b""
         if base:
             self._find_boxes()
 
     def _find_boxes(self) -> None:
         """Find where the boxes of tensors begin, and the sizes of their elements, in the header of the base."""
-        content = self._file.content
-        header = parse_header(content[: header_bytes_needed(content[:8].tobytes())].tobytes())
+        text = self._header()
+        header, self._boxes = parse_header(text), content_of_header(text)[0]
         self._starts = np.array([header.data_offset + entry.byte_offset for entry in header.entries], np.int64)
         self._units += [min(itemsize(entry.dtype), 4) for entry in header.entries]
+
+    def _header(self) -> bytes:
+        content = self._file.content
+        return content[: header_bytes_needed(content[:8].tobytes())].tobytes()
 
     def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
         for buffer in buffers:
@@ -231,7 +235,8 @@ class _DeltaWriter(FileWriter):
 
     def finish(self, size: int) -> None:
         index = np.array(sorted(self._segments), INDEX)
-        head, prefix = encode_head(DeltaHead(size, self._base, index.tobytes()), self._end)
+        moved = bool(self._base) and content_of_header(self._header())[0] != self._boxes
+        head, prefix = encode_head(DeltaHead(size, self._base, index.tobytes(), moved), self._end)
         self._inner.write_at(self._end, [memoryview(head)])
         self._inner.write_at(0, [memoryview(prefix)])
         self._inner.finish(self._end + len(head))
