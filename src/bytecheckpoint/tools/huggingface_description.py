@@ -109,7 +109,10 @@ def configuration_files(model: Any) -> dict[str, str]:
         if generation is not None and model.can_generate():
             generation.save_pretrained(folder)
 
-    return texts_written_by(save)
+    try:
+        return texts_written_by(save)
+    except ValueError as error:  # settings that contradict each other
+        raise UsageError(f"the configuration of {type(model).__name__} cannot be saved: {error}") from error
 
 
 def texts_written_by(save: Callable[[str], object]) -> dict[str, str]:

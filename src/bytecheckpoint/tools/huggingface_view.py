@@ -186,11 +186,35 @@ class _ModelView(ViewOfSave):
         if lacking := {*self._names}.difference(catalog.fqns(state), catalog.aliases.get(state, ())):
             # from_pretrained would take new weights for them.
             raise UsageError(f"HuggingFaceView: {state!r} holds no {listed(sorted(lacking), 3)}, names of the model")
+        self._check_ties(catalog.aliases.get(state, {}))
         weights = _whole_tensors(catalog, state)
         if weights is None or dtype is not None:
             return files, catalog
         size = int(catalog.byte_length[np.isin(catalog.boxes.tensor, catalog.of_state(state))].sum())
         return {**files, VIEW_INDEX: index_of(size, weights)}, catalog
+
+    def _check_ties(self, aliases: Mapping[str, str]) -> None:
+        """Refuse parameters that are one tensor, but not by the model's own account: files hold one of them.
+
+        Args:
+            aliases: other name of a tensor -> name under which the files hold it.
+        """
+        tied: set[str] = set()
+        for model in self._models:
+            if not hasattr(model, "get_expanded_tied_weights_keys"):
+                return
+            # By the configuration as it is now, and by names that no wrapper has changed.
+            tied.update(model.get_expanded_tied_weights_keys(all_submodels=True), model.all_tied_weights_keys)
+        groups = {name: {name} for name in {*aliases.values()}.intersection(self._names)}
+        for alias, name in aliases.items():
+            groups.get(name, set()).add(alias)
+        for group in groups.values():
+            if len(apart := sorted(group - tied)) > 1:
+                raise UsageError(
+                    f"HuggingFaceView: {listed(apart, 3)} are one tensor, which the configuration of the model does not "
+                    "say, so from_pretrained would fill all but one at random: tie them there (tie_word_embeddings=True), "
+                    "or give each a tensor of its own"
+                )
 
     def write(self, agreement: Agreement, storage: Storage, generation: str) -> None:
         """Write the files of the view, each rank its share, and the index last."""

@@ -159,6 +159,22 @@ def test_a_wrapped_model_is_refused(tmp_path: Path) -> None:
         bytecheckpoint.save(tmp_path, {"model": adapted}, view=HuggingFaceView())
 
 
+@on_ranks(1)
+def test_ties_that_the_configuration_lacks_are_refused(tmp_path: Path) -> None:
+    model = llama(tied=False)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    wanted = dict(model.state_dict())
+    with pytest.raises(bytecheckpoint.UsageError, match=r"lm_head.weight, model.embed_tokens.weight are one tensor"):
+        bytecheckpoint.save(tmp_path, {"model": model}, view=HuggingFaceView())
+    model.config.tie_word_embeddings = True
+    model.generation_config.temperature = 0.5
+    with pytest.raises(bytecheckpoint.UsageError, match="configuration of LlamaForCausalLM cannot be saved"):
+        bytecheckpoint.save(tmp_path, {"model": model}, view=HuggingFaceView())
+    model.generation_config.do_sample = True
+    bytecheckpoint.save(tmp_path, {"model": model}, view=HuggingFaceView())
+    check(tmp_path, wanted)
+
+
 def train(root: Path, die_at: int | None, last: int) -> None:
     """Continue a run of FSDP2, and die on all ranks when the files of a view are written, but not its index."""
     from torch.distributed.fsdp import fully_shard
