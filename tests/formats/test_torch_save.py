@@ -226,6 +226,14 @@ def test_checkpoints_of_programs_have_states(tmp_path):
     assert_same(dict(found["model"]), dict(model.state_dict()))
 
 
+def test_a_load_says_what_was_left_out(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "kind": collections.OrderedDict, "step": 3}, tmp_path / "x.pt")
+    states: dict[str, Any] = {"model": {"w": torch.zeros(2)}, "extra_states": {}}
+    report = bytecheckpoint.load(tmp_path / "x.pt", states)
+    assert report.notes == ("kind: the function or class collections.OrderedDict is left out",)
+    assert states["extra_states"] == {"kind": None, "step": 3}
+
+
 @pytest.mark.parametrize("new", [True, False])
 def test_tensors_among_hyperparameters(tmp_path, new):
     """As compiled optimizers have them; groups may share one."""

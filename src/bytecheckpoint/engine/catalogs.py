@@ -261,6 +261,10 @@ class CatalogReader:
         """Return the versions of the files of another program, by name; {} for a checkpoint of this package."""
         return self._storage.versions() if isinstance(self._storage, ForeignStorage) else {}
 
+    def notes(self) -> tuple[str, ...]:
+        """Return facts about another program's files, such as values that were left out, if this rank has read them."""
+        return self._storage.notes() if isinstance(self._storage, ForeignStorage) and not self._given else ()
+
     def head(self) -> CatalogHead:
         """Return the part that every rank needs, for other ranks."""
         if self.groups is None:

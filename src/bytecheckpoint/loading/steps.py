@@ -332,8 +332,7 @@ class Load:
                 if selection.unmatched:
                     advice += f"; no name here matches the pattern {selection.unmatched[0]!r}"
                 refuse_missing(url, missing, view.other_names(destination.recognized), advice)
-                if laid is not None:
-                    destination.notes += laid.notes
+                destination.notes += [*checkpoint.reader.notes(), *(() if laid is None else laid.notes)]
                 destination.mismatches += lost_positions(catalog, request.states, world_size)
                 refuse_mismatches(url, request.refused_mismatches(destination))
                 loaded, others = view.extra_state_names(destination.extra_states, world_size)
