@@ -157,17 +157,26 @@ def test_every_kind_of_value(path: str) -> None:
     values = {"none": None, "pair": (1, 2.5), "set": {3}, "bytes": b"ab", "list": [1, [2]], "rank": dist.get_rank()}
     slots = {"step": torch.tensor(2.0), "inner": {"a": halves(1), "count": 3}}
     groups = [{"params": ["w"], "lr": torch.tensor(0.25), "betas": (0.9, 0.99)}]
-    saved = {"model": {"w": halves(1)}, "x": values, "optimizer": {"state": {"w": slots}, "param_groups": groups}}
+    pair = {"y": (torch.full((2,), 5.0), [1, (torch.zeros(0),)])}
+    saved = {
+        "model": {"w": halves(1)},
+        "x": values,
+        "pairs": pair,
+        "optimizer": {"state": {"w": slots}, "param_groups": groups},
+    }
     dcp.save(saved, storage_writer=Writer(path, metadata={"run": 7}, step=4))
     empty = {"step": torch.tensor(0.0), "inner": {"a": halves(0), "count": 0}}
     others = [{"params": ["w"], "lr": torch.tensor(0.0), "betas": ()}]
     found = {
         "model": {"w": halves(0)},
         "x": dict.fromkeys(values),
+        "pairs": {"y": None},
         "optimizer": {"state": {"w": empty}, "param_groups": others},
     }
     load_of(found, path)
     assert found["x"] == values, "each rank gets its own values"
+    first, (number, (empty_one,)) = found["pairs"]["y"]
+    assert (first.tolist(), number, empty_one.tolist()) == ([5.0, 5.0], 1, [])
     assert torch.equal(found["model"]["w"].to_local(), saved["model"]["w"].to_local())
     assert torch.equal(empty["inner"]["a"].to_local(), slots["inner"]["a"].to_local())
     assert (empty["step"], empty["inner"]["count"], others[0]["lr"]) == (2.0, 3, 0.25)

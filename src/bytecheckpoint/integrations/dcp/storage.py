@@ -208,6 +208,10 @@ class _Names(dict[str, Any]):
         return self[self._others[name]]
 
 
+class _StandIn(torch.Tensor):
+    """A tensor without elements, in the place of one of the checkpoint."""
+
+
 class DcpReader(_DcpStorage, StorageReader):
     """Loads a checkpoint of any layout into a state_dict: `dcp.load(state_dict, storage_reader=Reader(path))`.
 
@@ -245,19 +249,24 @@ class DcpReader(_DcpStorage, StorageReader):
         """Describe the checkpoint in DCP's names; each tensor is one chunk."""
         self._failure = None
         try:
-            with open_checkpoint(self._address()) as checkpoint:
-                rank = dist.get_rank(self._group) if dist.is_initialized() else 0
-                view = CheckpointView.of(checkpoint).for_rank(rank if rank in checkpoint.ranks else None)
+            with self._opened() as view:
                 return self._describe(view)
         except CheckpointError as error:  # which DCP would only log
             self._failure = error
             return dcp.Metadata({})
 
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[CheckpointView]:
+        """Yield the checkpoint as this rank sees it."""
+        with open_checkpoint(self._address()) as checkpoint:
+            rank = dist.get_rank(self._group) if dist.is_initialized() else 0
+            yield CheckpointView.of(checkpoint).for_rank(rank if rank in checkpoint.ranks else None)
+
     def _describe(self, view: CheckpointView) -> dcp.Metadata:
         stand_ins: dict[int, tuple[torch.Tensor, Entry]] = {}
 
         def stand_in(entry: Entry) -> torch.Tensor:
-            tensor = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+            tensor = torch.empty(entry.shape, dtype=entry.dtype, device="meta").as_subclass(_StandIn)
             stand_ins[id(tensor)] = tensor, entry
             return tensor
 
@@ -269,8 +278,8 @@ class DcpReader(_DcpStorage, StorageReader):
                 key = view.stored_under(stand_ins[id(value)][1].key)
                 assert key is not None
                 self._tensors[name] = key, value.shape
-            else:
-                self._values[name] = value
+            else:  # a tensor in a tuple, say, has no name for DCP
+                self._values[name] = mapped(value, lambda one: stand_ins[id(one)][1], _StandIn)
             found[name] = _described(value)
         without = {name.partition(".")[2]: name for name in flat if name.partition(".")[0] in _WITHOUT_STATE}
         self._others = {**without, **_flat_settings(trees, flat)}
@@ -290,11 +299,12 @@ class DcpReader(_DcpStorage, StorageReader):
         """
         wanted: dict[TensorKey, TensorParts] = {}
         tensors: list[tuple[Any, torch.Tensor]] = []
+        values: list[tuple[Any, Any]] = []
         for item in plan.items:
             name = item.storage_index.fqn
             name = name if name in self._tensors or name in self._values else self._others[name]
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, _saved(self._values[name]))
+                values.append((item, self._values[name]))
                 continue
             tensor = planner.resolve_tensor(item)
             tensors.append((item, tensor))
@@ -310,6 +320,10 @@ class DcpReader(_DcpStorage, StorageReader):
                 self._address(), {DCP: wanted}, framework=DCP, strict=False, cast=self._cast, process_group=group,
                 timeout=self._timeout, prepare_save=False,
             )  # fmt: skip
+        with contextlib.ExitStack() as stack:
+            view = cache(lambda: stack.enter_context(self._opened()))  # for tensors that these values hold
+            for item, value in values:
+                planner.load_bytes(item, _saved(mapped(value, lambda entry: view()[entry.key][...])))
         for item, tensor in tensors:
             planner.commit_tensor(item, tensor)
         return _done(None)
