@@ -120,6 +120,13 @@ def test_copies_that_differ_are_named() -> None:
     assert "model/weight on rank 2 differ" in str(found[0])
 
 
+def test_conjugates_and_negatives_are_those_that_a_save_writes() -> None:
+    values = torch.randn(6, dtype=torch.complex64)
+    lazy = {"a": values.conj(), "b": torch._neg_view(values.real)}
+    written = {"a": values.conj().resolve_conj(), "b": -values.real}
+    assert fingerprint({"model": lazy}) == fingerprint({"model": written})
+
+
 def test_part_of_a_model_has_none() -> None:
     with pytest.raises(UsageError, match=r"each element of model/[wv] once"):
         fingerprint({"model": coded_states(0, 2, 1)["model"]})

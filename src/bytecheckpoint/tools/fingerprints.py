@@ -204,9 +204,10 @@ def _described(shard: LiveShard) -> list[Any]:
 
 def _sums_of(shard: LiveShard) -> Sums:
     box = BoxSums(shard.global_shape, itemsize(shard.dtype), shard.offsets, shard.lengths)
-    total, nbytes = np.zeros(2, np.uint64), shard.data.numel() * shard.data.element_size()
+    data = shard.data.resolve_conj().resolve_neg()  # as a save writes it
+    total, nbytes = np.zeros(2, np.uint64), data.numel() * data.element_size()
     for start in range(0, nbytes, _PIECE):
-        total += box.of(start, dense_bytes(shard.data, start, min(start + _PIECE, nbytes)).cpu().numpy())
+        total += box.of(start, dense_bytes(data, start, min(start + _PIECE, nbytes)).cpu().numpy())
     return total
 
 
