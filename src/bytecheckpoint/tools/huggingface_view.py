@@ -119,7 +119,20 @@ class HuggingFaceView(StepView):
             (bare, name) for _, bare, part in parts for name, value in part._parameters.items() if value is not None
         ]
         # FSDP1 has parameters in one flat one, and takes them out of their modules while it computes.
-        return _ModelView(self, models, [f"{bare}{name}" for bare, name in found if name != "_flat_param"])
+        names = [f"{bare}{name}" for bare, name in found if name != "_flat_param"]
+        return _ModelView(self, models, names, _tied_names(models))
+
+
+def _tied_names(models: Sequence[Any]) -> set[str] | None:
+    """Return the names of parameters that from_pretrained ties to others; None if not all are models of transformers."""
+    found: set[str] = set()
+    for model in models:
+        if not hasattr(model, "get_expanded_tied_weights_keys"):
+            return None
+        found.update(model.all_tied_weights_keys)
+        with contextlib.suppress(ValueError):  # wrappers have changed names for which it has patterns
+            found.update(model.get_expanded_tied_weights_keys(all_submodels=True))  # by the configuration as it is now
+    return found
 
 
 class _ModelView(ViewOfSave):
@@ -129,10 +142,13 @@ class _ModelView(ViewOfSave):
         wanted: the user's choice.
         models: live modules, without their wrappers.
         names: names of their parameters.
+        tied: those that from_pretrained ties to others; None if that is not known.
     """
 
-    def __init__(self, wanted: HuggingFaceView, models: Sequence[Any], names: Sequence[str]) -> None:
-        self._wanted, self._models, self._names = wanted, models, names
+    def __init__(
+        self, wanted: HuggingFaceView, models: Sequence[Any], names: Sequence[str], tied: set[str] | None
+    ) -> None:
+        self._wanted, self._models, self._names, self._tied = wanted, models, names, tied
         self.whole = wanted.state if export_dtype(wanted.dtype) is None else ""
         self.names = wanted._names
         # On rank 0, what `describe` has found: file of each tensor that files of the step hold, and the other tensors.
@@ -199,17 +215,13 @@ class _ModelView(ViewOfSave):
         Args:
             aliases: other name of a tensor -> name under which the files hold it.
         """
-        tied: set[str] = set()
-        for model in self._models:
-            if not hasattr(model, "get_expanded_tied_weights_keys"):
-                return
-            # By the configuration as it is now, and by names that no wrapper has changed.
-            tied.update(model.get_expanded_tied_weights_keys(all_submodels=True), model.all_tied_weights_keys)
+        if self._tied is None:
+            return
         groups = {name: {name} for name in {*aliases.values()}.intersection(self._names)}
         for alias, name in aliases.items():
             groups.get(name, set()).add(alias)
         for group in groups.values():
-            if len(apart := sorted(group - tied)) > 1:
+            if len(apart := sorted(group - self._tied)) > 1:
                 raise UsageError(
                     f"HuggingFaceView: {listed(apart, 3)} are one tensor, which the configuration of the model does not "
                     "say, so from_pretrained would fill all but one at random: tie them there (tie_word_embeddings=True), "
