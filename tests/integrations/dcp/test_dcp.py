@@ -207,6 +207,16 @@ def test_a_dict_of_tensors_without_states(path: str) -> None:
 
 
 @on_ranks(2)
+def test_tied_parameters_are_read_under_each_name(path: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[0].weight = model[1].weight
+    nn.init.constant_(model[0].weight, 4.0)
+    bytecheckpoint.save(path, {"model": model})
+    found = load_of({"model": {f"{n}.weight": torch.zeros(3, 3) for n in range(2)}}, path)
+    assert all(torch.equal(value, model[0].weight) for value in found["model"].values())
+
+
+@on_ranks(2)
 def test_asynchronous_saves_are_of_their_moment(path: str) -> None:
     group = dist.new_group(backend="gloo")  # DCP's own messages must not mix with those of the training
     weight = halves(1)

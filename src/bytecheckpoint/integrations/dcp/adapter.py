@@ -50,7 +50,7 @@ class DcpFramework(NativeFramework):
     """The adapter of state_dicts as DCP gets them; `Framework` documents the public methods.
 
     A save gets nested values by state; those with the form of an optimizer's state_dict are saved as an optimizer is. A
-    load gets one state, of `TensorParts` by key.
+    load gets one state, of pairs of a key and `TensorParts`; tied tensors have one key.
     """
 
     name = DCP
@@ -79,8 +79,8 @@ class DcpFramework(NativeFramework):
     ) -> Destination:
         """Plan a load into the parts of a plan of DCP."""
         destination = Destination()
-        wanted: dict[TensorKey, TensorParts] = states[DCP]  # type: ignore[assignment]
-        for key, tensor in wanted.items():
+        wanted: Sequence[tuple[TensorKey, TensorParts]] = states[DCP]  # type: ignore[assignment]
+        for key, tensor in wanted:
             found = None if key.slot else saved.find_by_content(key.state, key.fqn)
             if (found := found or saved.stored(key)) is None:
                 raise missing_tensor_error(key.state, key.fqn)

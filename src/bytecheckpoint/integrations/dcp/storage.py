@@ -297,12 +297,12 @@ class DcpReader(_DcpStorage, StorageReader):
         Raises:
             CheckpointError: the load failed, on any rank.
         """
-        wanted: dict[TensorKey, TensorParts] = {}
+        wanted: dict[str, tuple[TensorKey, TensorParts]] = {}  # by the program's name: tied tensors have one key
         tensors: list[tuple[Any, torch.Tensor]] = []
         values: list[tuple[Any, Any]] = []
         for item in plan.items:
-            name = item.storage_index.fqn
-            name = name if name in self._tensors or name in self._values else self._others[name]
+            fqn = item.storage_index.fqn
+            name = fqn if fqn in self._tensors or fqn in self._values else self._others[fqn]
             if item.type == LoadItemType.BYTE_IO:
                 values.append((item, self._values[name]))
                 continue
@@ -313,12 +313,12 @@ class DcpReader(_DcpStorage, StorageReader):
                 tensor.detach().copy_(self._values[name][part])
             else:
                 key, shape = self._tensors[name]
-                parts = wanted.setdefault(key, TensorParts(shape, [])).parts
-                parts.append((tuple(item.storage_offsets), tensor.detach()))
+                _, tensor_parts = wanted.setdefault(fqn, (key, TensorParts(shape, [])))
+                tensor_parts.parts.append((tuple(item.storage_offsets), tensor.detach()))
         with self._world() as group:
             self.report = load(
-                self._address(), {DCP: wanted}, framework=DCP, strict=False, cast=self._cast, process_group=group,
-                timeout=self._timeout, prepare_save=False,
+                self._address(), {DCP: [*wanted.values()]}, framework=DCP, strict=False, cast=self._cast,
+                process_group=group, timeout=self._timeout, prepare_save=False,
             )  # fmt: skip
         with contextlib.ExitStack() as stack:
             view = cache(lambda: stack.enter_context(self._opened()))  # for tensors that these values hold

@@ -135,7 +135,7 @@ class MegatronLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
 
             loaded = dict_list_map_outplace(take, sharded_state_dict)
         self.report = load(
-            checkpoint_dir, {DCP: wanted}, framework=DCP, strict=False, cast=self._cast, prepare_save=False
+            checkpoint_dir, {DCP: [*wanted.items()]}, framework=DCP, strict=False, cast=self._cast, prepare_save=False
         )
         return loaded
 
