@@ -18,6 +18,7 @@ from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.saving import coordinator
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tuning import tuned
+from bytecheckpoint.world import _worlds
 from tests.support.layouts import Leaf, coded
 from tests.support.ranks import outcomes
 from tests.support.settings import using
@@ -63,6 +64,8 @@ def check(path: Path, salt: int, fsdp: int, tp: int, *, strict: bool = True) -> 
 @pytest.fixture
 def replies(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many replies of each kind the coordinators sent."""
+    for world in list(_worlds):
+        world.drain()  # a load of the test before may still prepare a save
     found: Counter[str] = Counter()
     encode = coordinator.encode
 
