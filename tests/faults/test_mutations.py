@@ -17,10 +17,11 @@ import bytecheckpoint
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
-from bytecheckpoint.frameworks.optimizers.tree import is_optimizer_tree, parse_state_reference, unpack_tensors
+from bytecheckpoint.frameworks.optimizers.tree import is_optimizer_tree, unpack_tensors
 from bytecheckpoint.representation.catalog_file import decode, encode
 from bytecheckpoint.representation.checksums import block_sums
 from bytecheckpoint.representation.string_column import StringColumn
+from bytecheckpoint.representation.values.tree import parse_state_reference
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools import verify
 from tests.support.catalogs import with_footer

@@ -227,6 +227,12 @@ def resealed(text: bytes, old: bytes, new: bytes) -> bytes:
     return bytes(changed)
 
 
+def refused(text: bytes, old: bytes, new: bytes) -> None:
+    """Check that a header is damaged with `old` replaced by `new`."""
+    with pytest.raises(CorruptCheckpointError):
+        parse_header(resealed(text, old, new))
+
+
 def test_headers_that_contradict_themselves_are_corrupt() -> None:
     entries = placed([whole("w", "float32", (2, 3)), whole("x", "uint8", (1,))])
     made = template(entries)
@@ -242,8 +248,7 @@ def test_headers_that_contradict_themselves_are_corrupt() -> None:
         (b'generation":"0', b'generation":"G'),
         (b"bytecheckpoint.entries", b"bytecheckpoint.entriez"),
     ]:
-        with pytest.raises(CorruptCheckpointError):
-            parse_header(resealed(text, old, new))
+        refused(text, old, new)
     with pytest.raises(IncompatibleCheckpointError, match="version 3"):
         parse_header(resealed(text, b'version":"1"', b'version":"3"'))
     with pytest.raises(IncompatibleCheckpointError, match="float99"):
@@ -274,8 +279,7 @@ def test_entries_make_up_tensors_of_another_program() -> None:
         (b'"v":{"dtype":"F32","shape":[3,4],"data_offsets":[48,96]}}', b"}" + b" " * 56),
         (b'version":"2"', b'version":"1"'),
     ]:
-        with pytest.raises(CorruptCheckpointError):
-            parse_header(resealed(text, old, new))
+        refused(text, old, new)
 
 
 def test_headers_longer_than_safetensors_allows_are_refused() -> None:

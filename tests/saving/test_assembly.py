@@ -141,6 +141,8 @@ class Named(Whole):
         seed: seed of the choices.
     """
 
+    names = "another program's"
+
     def __init__(self, full: Mapping[str, torch.Tensor], seed: object) -> None:
         self.full = full
         self.wanted: dict[str, torch.Tensor] = {}

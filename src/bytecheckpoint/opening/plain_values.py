@@ -8,7 +8,7 @@ from typing import Any
 
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.frameworks.optimizers.renaming import renamed_trees
-from bytecheckpoint.frameworks.optimizers.tree import parse_state_reference, unpack_tensors
+from bytecheckpoint.frameworks.optimizers.tree import unpack_tensors
 from bytecheckpoint.opening.entry import Entry
 from bytecheckpoint.representation.names import unique_name
 from bytecheckpoint.representation.values.codec import (
@@ -19,6 +19,7 @@ from bytecheckpoint.representation.values.codec import (
     leaves_with_paths,
     naming_file,
 )
+from bytecheckpoint.representation.values.tree import parse_state_reference
 
 __all__ = ["UnregisteredInstance", "has_complementary_trees", "plain_values"]
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from bytecheckpoint.errors import MissingKeyError
-from bytecheckpoint.frameworks.optimizers.tree import parse_state_reference
 from bytecheckpoint.opening.box_reader import TensorPiece, read_in_pieces
 from bytecheckpoint.opening.checkpoint import Checkpoint
 from bytecheckpoint.opening.entry import Entry
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.values.codec import decode
+from bytecheckpoint.representation.values.tree import parse_state_reference
 from bytecheckpoint.storage import Storage
 
 __all__ = ["CheckpointView"]

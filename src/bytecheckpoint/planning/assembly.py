@@ -16,7 +16,7 @@ from bytecheckpoint.planning.file_tensors import FileTensors, whole_tensors
 from bytecheckpoint.planning.intersect import intersect
 from bytecheckpoint.planning.local_table import TensorRecord
 from bytecheckpoint.planning.planned_rows import SavePlan
-from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major
+from bytecheckpoint.representation.boxes import BoxTable, Int64s, is_one_run, row_major
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.storage_file import ViewTensor
 from bytecheckpoint.tuning import tuning
@@ -189,7 +189,7 @@ def plan_assembly(plan: SavePlan, state: str, world_size: int, files: FileTensor
     )
     strides = row_major(boxes.lengths)[row]
     # Boxes of file tensors are runs of elements, so each piece is one in the staged box.
-    assert ((lengths == 1) | (strides == row_major(lengths)) | (lengths == 0).any(axis=1)[:, None]).all()
+    assert (is_one_run(lengths, strides) | (lengths == 0).any(axis=1)).all()
     size = item[boxes.tensor[row]]
     start = np.where(lengths.all(axis=1), ((offsets - boxes.offsets[row]) * strides).sum(axis=1), 0) * size
     nbytes, holder, group = lengths.prod(axis=1) * size, plan.rank[row], files.tensor[part]

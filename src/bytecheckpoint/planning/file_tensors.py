@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint.planning.planned_rows import SavePlan
-from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major, widened
+from bytecheckpoint.representation.boxes import BoxTable, Int64s, is_one_run, row_major, widened
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog, StorageFile, TensorTable
 from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
 from bytecheckpoint.representation.dtypes import itemsize, safetensors_code
@@ -33,7 +33,7 @@ class FileTensors:
         boxes: the boxes, in the order in which they make up the tensors, [p].
         tensor: number of the tensor that each box belongs to, int64 [p], ascending.
         names: name of each tensor in its file; "" for a box of a plan's tensor that is listed as that.
-        shapes: shape of each tensor.
+        shapes: shape of each tensor that has a name.
     """
 
     boxes: BoxTable
@@ -44,14 +44,12 @@ class FileTensors:
 
 def whole_tensors(plan: SavePlan, numbers: Int64s) -> FileTensors:
     """Return tensors of a plan as they are."""
-    shapes = plan.shapes[numbers]
-    dims = plan.ndims[numbers].tolist()
-    return FileTensors(
-        BoxTable(numbers, np.zeros_like(shapes), shapes),
-        np.arange(len(numbers)),
-        [""] * len(numbers),
-        [tuple(shape[:ndim]) for shape, ndim in zip(shapes.tolist(), dims, strict=True)],
-    )
+    shapes, count = plan.shapes[numbers], len(numbers)
+    return FileTensors(BoxTable(numbers, np.zeros_like(shapes), shapes), np.arange(count), [""] * count, [()] * count)
+
+
+def _numbers_of(plan: SavePlan, state: str) -> Int64s:
+    return np.array([k for k, tensor in enumerate(plan.tensors) if tensor.state == state], np.int64)
 
 
 def catalog_of_plan(plan: SavePlan, state: str, config: Mapping[str, Any]) -> Catalog:
@@ -62,7 +60,7 @@ def catalog_of_plan(plan: SavePlan, state: str, config: Mapping[str, Any]) -> Ca
         state: escaped name of the state.
         config: configuration of the modules, as the catalog of the save will have it.
     """
-    numbers = np.array([k for k, tensor in enumerate(plan.tensors) if tensor.state == state], np.int64)
+    numbers = _numbers_of(plan, state)
     tensors = [plan.tensors[number] for number in numbers.tolist()]
     shapes = plan.shapes[numbers]
     nbytes = np.prod(shapes, axis=1) * np.array([itemsize(tensor.dtype) for tensor in tensors], np.int64)
@@ -106,7 +104,7 @@ def named_tensors(plan: SavePlan, state: str, stored: Catalog, shown: Catalog) -
         whose elements do not follow each other in long runs (as in a transposed one), or change, or are those of a tensor
         before, and such as a safetensors file cannot hold. None if all are left out.
     """
-    numbers = np.array([k for k, tensor in enumerate(plan.tensors) if tensor.state == state], np.int64)
+    numbers = _numbers_of(plan, state)
     volumes = stored.shapes.prod(axis=1)
     if (volumes == 0).any() or not len(numbers) or not plan.boxes.ndim:
         return None
@@ -208,7 +206,7 @@ def _runs_of(shown: Catalog) -> _StoredRuns:
     boxes = shown.boxes
     strides = row_major(boxes.lengths) if shown.strides is None else widened(shown.strides, boxes.ndim, 1)
     dense = row_major(shown.shapes[boxes.tensor])
-    follow = ((boxes.lengths == 1) | ((strides == row_major(boxes.lengths)) & (dense == strides))).all(axis=1)
+    follow = is_one_run(boxes.lengths, strides) & is_one_run(boxes.lengths, dense)
     place = (boxes.offsets * dense).sum(axis=1)
     order = np.lexsort((place, boxes.tensor))
     tensor = boxes.tensor[order]

@@ -13,7 +13,7 @@ import numpy as np
 
 from bytecheckpoint.planning.coverage import missing_volume, overlapping
 from bytecheckpoint.planning.intersect import Intersections, intersect
-from bytecheckpoint.representation.boxes import BoxTable, Int64s, Mask, row_major, widened
+from bytecheckpoint.representation.boxes import BoxTable, Int64s, Mask, is_one_run, row_major, widened
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_groups import CatalogGroups
 from bytecheckpoint.representation.catalog_rows import cells, ranges
@@ -202,12 +202,12 @@ def _in_short_runs(
 
 def _cut(rows: _Sources) -> _Sources:
     """Cut each row at the multiples of its `range_bytes`, into boxes; one with strides into slabs of a quarter of that."""
-    if not _is_one_run(rows.boxes.lengths, rows.strides).all():
+    if not is_one_run(rows.boxes.lengths, rows.strides).all():
         rows = _in_slabs(rows)
     nbytes = rows.boxes.volumes() * rows.element
     first = rows.start // rows.range_bytes
     count = np.maximum(-(-(rows.start + nbytes) // rows.range_bytes) - first, 1)
-    count[~_is_one_run(rows.boxes.lengths, rows.strides)] = 1
+    count[~is_one_run(rows.boxes.lengths, rows.strides)] = 1
     several = np.flatnonzero(count > 1)
     if not len(several):
         return rows
@@ -229,7 +229,7 @@ def _in_slabs(rows: _Sources) -> _Sources:
         reach = np.maximum(lengths - 1, 0) * strides
         most = rows.range_bytes // 4 // rows.element
         long = np.flatnonzero(
-            ~_is_one_run(lengths, strides) & (reach.sum(axis=1) >= most) & (reach > 0).any(axis=1) & lengths.all(axis=1)
+            ~is_one_run(lengths, strides) & (reach.sum(axis=1) >= most) & (reach > 0).any(axis=1) & lengths.all(axis=1)
         )
         if not len(long):
             return rows
@@ -287,7 +287,7 @@ def _copies(found: Intersections, sources: _Sources, wanted: BoxTable, contiguou
     first = ((found.offsets - sources.boxes.offsets[found.left]) * strides).sum(axis=1)
     target_strides = row_major(wanted.lengths)[found.right]
     target_offsets = found.offsets - wanted.offsets[found.right]
-    one_run = _is_one_run(found.lengths, strides) & _is_one_run(found.lengths, target_strides)
+    one_run = is_one_run(found.lengths, strides) & is_one_run(found.lengths, target_strides)
     return Copies(
         wanted=found.right,
         source=sources.start[found.left] + first * sources.element[found.left],
@@ -298,12 +298,6 @@ def _copies(found: Intersections, sources: _Sources, wanted: BoxTable, contiguou
         target_offsets=target_offsets,
         lengths=found.lengths,
     )
-
-
-def _is_one_run(lengths: Int64s, strides: Int64s) -> Mask:
-    """Return whether the elements of boxes follow each other, with given strides."""
-    runs: Mask = ((lengths == 1) | (strides == row_major(lengths))).all(axis=1)
-    return runs
 
 
 def _merged(copies: Copies, file: Int64s, element: Int64s, chunk_bytes: int) -> tuple[Copies, Int64s]:

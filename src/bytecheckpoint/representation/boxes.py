@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BoxTable", "Int64s", "Mask", "row_major", "row_major_of", "widened"]
+__all__ = ["BoxTable", "Int64s", "Mask", "is_one_run", "row_major", "row_major_of", "widened"]
 
 Int64s = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -98,6 +98,12 @@ def row_major(lengths: Int64s) -> Int64s:
     if lengths.shape[1] > 1:
         strides[:, :-1] = np.cumprod(lengths[:, :0:-1], axis=1)[:, ::-1]
     return strides
+
+
+def is_one_run(lengths: Int64s, strides: Int64s) -> Mask:
+    """Return whether the elements of boxes follow each other, [n], given their extents and strides, [n, d]."""
+    runs: Mask = ((lengths == 1) | (strides == row_major(lengths))).all(axis=1)
+    return runs
 
 
 def row_major_of(shape: Sequence[int]) -> tuple[int, ...]:

@@ -343,13 +343,14 @@ class Coordinator:
         """Plan how ranks join the tensors of a state as the view wants them; None if they cannot."""
         view, files = self._request.states.view, None
         assert view is not None, "rank 0 asked for whole tensors"
-        stored = catalog_of_plan(columns, state, configuration_of(self._request.states.objects))
-        try:
-            shown = view.shown(stored)
-        except (UsageError, IncompatibleCheckpointError):
-            return None  # `describe` says so, or the view becomes files
-        if shown is not None and (files := named_tensors(columns, state, stored, shown)) is None:
-            return None
+        if view.names:
+            stored = catalog_of_plan(columns, state, configuration_of(self._request.states.objects))
+            try:
+                files = named_tensors(columns, state, stored, view.shown(stored))
+            except (UsageError, IncompatibleCheckpointError):
+                pass  # `describe` says so, or the view becomes files
+            if files is None:
+                return None
         return plan_assembly(columns, state, self._collective.world_size, files)
 
     # --- commit ---------------------------------------------------------------------------------------------------

@@ -81,8 +81,9 @@ class RankAssembly:
             The files, the chunks of the joined ones, and the numbers of these.
         """
         places = self.places_in(files)
-        places += range(len(files), len(files) + len(self.files) - len(places))
-        found = [*files, *self.files[len(self.places_in(files)) :]]
+        further = self.files[len(places) :]
+        found = [*files, *further]
+        places += range(len(files), len(found))
         for place, file in zip(places, self.files, strict=True):
             found[place] = replace(file, image=moved(file.image, memory))
         chunks = [
@@ -125,8 +126,9 @@ def make_rank_assembly(
 
     items = [tensor.data.element_size() for tensor in tensors]
 
-    def nbytes(tensor: int, lengths: Sequence[int]) -> int:
-        return items[tensor] * int(np.prod(lengths))
+    def move(rank: int, number: int, at: int, tensor: int, box: Sequence[int]) -> BoxMove:
+        lengths = box[ndim:]
+        return BoxMove(rank, number, at, items[tensor] * int(np.prod(lengths)), tensor, box[:ndim], lengths)
 
     return RankAssembly(
         state,
@@ -136,15 +138,9 @@ def make_rank_assembly(
             for file in found
             for box in file.boxes()
         ],
-        [
-            BoxMove(origin.rank, 0, staged[row] + start, nbytes(k, box[ndim:]), k, box[:ndim], box[ndim:])
-            for row, start, k, *box in kept.tolist()
-        ],
+        [move(origin.rank, 0, staged[row] + start, k, box) for row, start, k, *box in kept.tolist()],
         [BoxMove(owner, number, staged[row] + start, size) for row, start, size, owner, number in sent.tolist()],
-        [
-            BoxMove(rank, number, -1, nbytes(k, box[ndim:]), k, box[:ndim], box[ndim:])
-            for rank, number, k, *box in received.tolist()
-        ],
+        [move(rank, number, -1, k, box) for rank, number, k, *box in received.tolist()],
     )
 
 

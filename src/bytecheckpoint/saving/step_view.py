@@ -43,14 +43,14 @@ class ViewOfSave(ABC):
     Attributes:
         whole: name of the state whose tensors should lie whole in files, so that the view needs no files of its own; "" if
             it needs them in any case.
-        names: text that differs between views with different names of tensors.
+        names: text that differs between views with different names of tensors; "" if these are the state's own.
     """
 
     whole: str = ""
     names: str = ""
 
-    def shown(self, catalog: Catalog) -> Catalog | None:
-        """Return the tensors that files should hold whole, as boxes of those of `whole`; None if these are the tensors.
+    def shown(self, catalog: Catalog) -> Catalog:
+        """Return the tensors that files should hold whole, as boxes of those of `whole`, if they have names of their own.
 
         Args:
             catalog: tensors of that state, as if each lay whole in a file.
@@ -58,6 +58,7 @@ class ViewOfSave(ABC):
         Raises:
             UsageError, IncompatibleCheckpointError: the tensors cannot be shown so.
         """
+        return catalog
 
     @abstractmethod
     def describe(self, catalog: Catalog, named: Callable[[], Mapping[str, str]]) -> tuple[dict[str, bytes], Catalog]:

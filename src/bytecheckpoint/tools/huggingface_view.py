@@ -150,15 +150,13 @@ class _ModelView(ViewOfSave):
     ) -> None:
         self._wanted, self._models, self._names, self._tied = wanted, models, names, tied
         self.whole = wanted.state if export_dtype(wanted.dtype) is None else ""
-        self.names = wanted._names
+        self.names = "" if wanted.layout is None else wanted._names
         # On rank 0, what `describe` has found: file of each tensor that files of the step hold, and the other tensors.
         self._held: Mapping[str, str] = {}
         self._rest: list[str] | None = None
 
-    def shown(self, catalog: Catalog) -> Catalog | None:
+    def shown(self, catalog: Catalog) -> Catalog:
         """Return the tensors of Hugging Face, as far as a layout leads to them and moves their elements only."""
-        if self._wanted.layout is None:
-            return None
         return as_stored(self._laid_out(_with_configuration(catalog, json.loads(self._files()["config.json"]))))
 
     def _files(self) -> dict[str, bytes]:

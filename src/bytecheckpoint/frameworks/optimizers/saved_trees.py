@@ -18,9 +18,10 @@ from bytecheckpoint.frameworks.optimizers.names import ParamGroup
 from bytecheckpoint.frameworks.optimizers.renaming import renamed_trees
 from bytecheckpoint.frameworks.optimizers.state_dtypes import StateDtypes
 from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state
-from bytecheckpoint.frameworks.optimizers.tree import is_optimizer_tree, parse_state_reference
+from bytecheckpoint.frameworks.optimizers.tree import is_optimizer_tree
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.values.codec import decode, naming_file
+from bytecheckpoint.representation.values.tree import parse_state_reference
 
 __all__ = ["SavedTrees"]
 

@@ -27,7 +27,6 @@ __all__ = [
     "comparable_bytes",
     "is_optimizer_tree",
     "pack_tensors",
-    "parse_state_reference",
     "unpack_tensors",
 ]
 
@@ -65,15 +64,6 @@ def is_optimizer_tree(value: Any) -> bool:
 def _are(kind: type, values: Any) -> bool:
     """Return whether a value is a list, or a tuple, of objects of one type."""
     return isinstance(values, list | tuple) and all(isinstance(item, kind) for item in values)
-
-
-def parse_state_reference(name: str) -> tuple[str, str]:
-    """Return the (FQN, slot) of a `state_reference`."""
-    length, _, rest = name.partition(":")
-    if not length.isdecimal():
-        raise CorruptCheckpointError(f"the optimizer's values refer to a tensor by a malformed name: {name!r}")
-    end = int(length) if len(length) < 10 else len(rest)
-    return rest[:end], rest[end:]
 
 
 def pack_tensors(value: Any) -> Any:

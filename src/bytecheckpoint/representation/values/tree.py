@@ -20,6 +20,7 @@ __all__ = [
     "key_of_path",
     "leaves_with_paths",
     "naming_file",
+    "parse_state_reference",
     "state_reference",
 ]
 
@@ -36,6 +37,15 @@ PACKED_TENSOR = "__tensor__"
 def state_reference(fqn: str, slot: str) -> str:
     """Return the name by which the tree of an optimizer refers to a state tensor inside a container."""
     return f"{len(fqn)}:{fqn}{slot}"
+
+
+def parse_state_reference(name: str) -> tuple[str, str]:
+    """Return the (FQN, slot) of a `state_reference`."""
+    length, _, rest = name.partition(":")
+    if not length.isdecimal():
+        raise CorruptCheckpointError(f"the optimizer's values refer to a tensor by a malformed name: {name!r}")
+    end = int(length) if len(length) < 10 else len(rest)
+    return rest[:end], rest[end:]
 
 
 class StoredTree(bytes):
