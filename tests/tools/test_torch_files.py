@@ -76,7 +76,7 @@ def check_same(first: nn.Module, second: nn.Module) -> None:
     )
 
 
-@pytest.mark.parametrize("max_shard_bytes", [700, 1 << 30])
+@pytest.mark.parametrize("max_shard_bytes", [700, 1 << 50])  # more than any disk has
 def test_dcp_loads_and_trains_on(tmp_path: Path, max_shard_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_files, "_PIECE_BYTES", 50)  # so that most tensors are several chunks
     model, optimizer, extra = saved(tmp_path / "own")

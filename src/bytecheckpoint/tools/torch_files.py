@@ -228,7 +228,8 @@ class DcpFiles:
             self.finish()
         if self._writer is None:
             name = f"__{self.ranks.rank}_{len(self.names)}.distcp"
-            self._writer, self._size = self.storage.create(NewFile(name, self._max_bytes)), 0
+            # What is reserved for it is the first item: few exports fill a file of `max_bytes`.
+            self._writer, self._size = self.storage.create(NewFile(name, len(data))), 0
             self.names.append(name)  # not before: `discard` leaves a file of this name that another export has made
         self._writer.write_at(self._size, [memoryview(data)])
         self._size += len(data)
