@@ -18,7 +18,7 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
 
 __all__ = [
-    "OPTIMIZER", "CheckpointOfTool", "ManagerArguments", "Mixin", "check_has", "differences", "folders_of_tool",
+    "OPTIMIZER", "SCHEDULE", "CheckpointOfTool", "ManagerArguments", "Mixin", "check_has", "differences", "folders_of_tool",
     "newest_of_tool", "patch", "refuse_newer", "seen_by_all", "subclass", "subclass_in_place",
 ]  # fmt: skip
 
@@ -26,6 +26,8 @@ _log = logging.getLogger("bytecheckpoint")
 
 #: What a checkpoint lacks that was saved for its weights alone.
 OPTIMIZER = "the optimizer"
+#: What a checkpoint lacks whose optimizer the tool would not load either.
+SCHEDULE = "the schedule"
 
 #: Base of classes with methods that override those of a tool. The tool's class follows it, so `super()` may be anything.
 Mixin: Any = object
@@ -178,29 +180,30 @@ def newest_of_tool(
         manager: manager of the run.
         tool: name of the tool.
         find: function that returns the tool's checkpoints, first the one from which the tool itself would continue.
-        lacks: function that returns what the checkpoint with a path lacks, `OPTIMIZER` where nothing but weights was to be
-            saved; "" for a complete one. Incomplete ones are passed over, with a warning.
+        lacks: function that returns what the checkpoint with a path lacks, `OPTIMIZER` or `SCHEDULE` where the tool would
+            load nothing but weights; "" for a complete one. Incomplete ones are passed over, with a warning.
 
     Raises:
         UsageError: a rank does not see the checkpoint, or there is nothing but weights; raised on all ranks.
     """
 
     def choose() -> CheckpointOfTool | None:
-        latest, weights, passed = manager.latest(), "", None
+        latest, passed = manager.latest(), None
+        weights: tuple[str, str] | None = None  # the first one, and what it lacks
         for one in find():
             if latest is not None and (one.step <= latest.step or 0 < one.modified < latest.committed):
                 passed = passed or one
             elif missing := lacks(one.path):
                 _log.warning("%s of %s is passed over: it lacks %s", one.path, tool, missing)
-                weights = weights or (one.path if missing == OPTIMIZER else "")
+                weights = weights or ((one.path, missing) if missing in (OPTIMIZER, SCHEDULE) else None)
             else:
                 own = "no step yet" if latest is None else f"no step above {latest.step}"
                 _log.warning("the run continues from %s, saved by %s: %s has %s", one.path, tool, manager.root, own)
                 return one
         if weights and latest is None:
             raise UsageError(
-                f"{tool} has saved {weights} without {OPTIMIZER}, and {manager.root} has no step: begin a new run, without "
-                "a resume, with a model that has these weights"
+                f"{tool} has saved {weights[0]} without {weights[1]}, and {manager.root} has no step: begin a new run, "
+                "without a resume, with a model that has these weights"
             )
         if latest is not None and passed:
             level, why = (

@@ -105,6 +105,30 @@ def test_a_folder_of_nothing_but_weights(tmp_path: Path) -> None:
     ):
         run(tmp_path, "auto")
     assert run(tmp_path, "auto", num_train_epochs=3, save_only_model=True).keys() == set(range(13, 19))
+    with pytest.raises(UsageError, match=r"checkpoint-8 lacks the optimizer, so Trainer would begin with a new"):
+        run(tmp_path, str(tmp_path / "checkpoint-8"), attached={"root": tmp_path / "branch"})
+
+
+@on_ranks(1)
+def test_a_folder_without_schedule_or_random_numbers(tmp_path: Path) -> None:
+    """Without a schedule Trainer loads no optimizer, and without random numbers it draws others, without a word."""
+    options: dict[str, Any] = {"lr_scheduler_type": "constant", "dropout": 0.2}
+    wanted = run(tmp_path, attached=False, **options)
+    (tmp_path / "checkpoint-12" / "scheduler.pt").unlink()
+    with pytest.raises(UsageError, match=r"checkpoint-12 lacks the schedule"):
+        run(tmp_path, tmp_path / "checkpoint-12", **options)
+    with collected_warnings() as said:
+        assert run(tmp_path, "auto", max_steps=9, **options) == {9: wanted[9]}
+    assert said[0].endswith("checkpoint-12 of Trainer is passed over: it lacks the schedule")
+    (tmp_path / "checkpoint-8" / "rng_state.pth").unlink()
+    with collected_warnings() as said:
+        run(tmp_path, tmp_path / "checkpoint-8", attached={"root": tmp_path / "branch"}, max_steps=9, **options)
+    assert any("checkpoint-8 has no rng_state.pth: dropout" in line for line in said)
+    for number in (4, 8):
+        (tmp_path / f"checkpoint-{number}" / "scheduler.pt").unlink()
+    shutil.rmtree(tmp_path / "step_00000009", ignore_errors=True)
+    with pytest.raises(UsageError, match=r"has saved .*checkpoint-12 without the schedule, .* has no step: begin"):
+        run(tmp_path, "auto", **options)
 
 
 @on_ranks(1)

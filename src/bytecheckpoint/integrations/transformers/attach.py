@@ -180,6 +180,8 @@ class _CheckpointedTrainer(Mixin):  # type: ignore[misc]
         if checkpoint is self.bytecheckpoint:
             self.bytecheckpoint.restore_generators()
         else:
+            if checkpoint is not None:
+                self.bytecheckpoint.check_generators(checkpoint)
             super()._load_rng_state(checkpoint)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.integrations.attaching import (
     OPTIMIZER,
+    SCHEDULE,
     CheckpointOfTool,
     ManagerArguments,
     differences,
@@ -98,17 +99,27 @@ class TrainerCheckpoints:
         """Return the folder from which Trainer itself resumes; None if this package does, or a new run begins."""
         with replace(self._arguments, preemption=None).manager({}) as manager:
             if resume not in ("auto", True):
-                return resume if seen_by_all(manager, resume, lambda: _is_of_trainer(resume)) else None
+                if not seen_by_all(manager, resume, lambda: _is_of_trainer(resume)):
+                    return None
+                if missing := manager.ask_rank_0(lambda: self._lacks(resume), str):
+                    raise UsageError(
+                        f"{resume} lacks {missing}, so Trainer would begin with a new optimizer: begin a new run, without "
+                        "a resume, with a model that has these weights"
+                    )
+                return resume
             find = functools.partial(self._of_trainer, manager)
             found = newest_of_tool(manager, "Trainer", find, self._lacks)
             return None if found is None else found.path
 
-    def _lacks(self, path: str) -> str:
+    def _lacks(self, path: str | os.PathLike[str]) -> str:
         """Return what a folder of Trainer lacks, for `newest_of_tool`."""
         if not _is_of_trainer(path):
             return f"a whole {_STATE_OF_TRAINER}"
-        weights_only = not glob.glob(os.path.join(glob.escape(path), "optimizer*"))
-        return OPTIMIZER if weights_only and not self._trainer.args.save_only_model else ""
+        if self._trainer.args.save_only_model:
+            return ""
+        if not glob.glob(os.path.join(glob.escape(os.fspath(path)), "optimizer*")):
+            return OPTIMIZER
+        return "" if os.path.isfile(os.path.join(path, "scheduler.pt")) else SCHEDULE
 
     def begin(self, steps_per_epoch: int | None) -> str:
         """Make the manager of a training whose objects are ready, and restore them if the user wants to resume.
@@ -219,6 +230,13 @@ class TrainerCheckpoints:
     def restore_generators(self) -> None:
         """Restore the random number generators. Trainer calls it when it has skipped batches."""
         self._generators.restore()
+
+    def check_generators(self, folder: str | os.PathLike[str]) -> None:
+        """Warn if a folder of Trainer has no random numbers for this rank, which Trainer takes without a word."""
+        args = self._trainer.args
+        name = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
+        if not os.path.isfile(os.path.join(folder, name)):
+            _log.warning("%s has no %s: dropout and the like draw other numbers than without the stop", folder, name)
 
     def save(self) -> None:
         """Save, because the trainer wants to."""
