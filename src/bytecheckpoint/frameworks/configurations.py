@@ -19,6 +19,8 @@ _warned_of: set[type] = set()
 
 #: Names of classes in transformers' configurations: perhaps thousands, of which no layout asks for one.
 _CLASSES = ("id2label", "label2id")
+#: Keys of which the value here counts where files have another one.
+_OF_HF5 = ("model_type", "tie_word_embeddings")
 #: Characters of a value: a list of some hundred layers is shorter.
 _LONGEST = 4096
 
@@ -57,7 +59,8 @@ def _values(config: Any, module: nn.Module) -> dict[str, object]:
         found = flattened("hf", {key: value for key, value in config.to_dict().items() if key not in _CLASSES})
         experts = (one._modules.get("experts") for one in modules_of(module))
         if any(one is not None and "gate_up_proj" in one._parameters for one in experts):
-            found |= {"hf.fused_experts": True, "hf5.model_type": config.model_type}
+            found["hf.fused_experts"] = True
+            found |= {f"hf5.{key}": found[f"hf.{key}"] for key in _OF_HF5 if f"hf.{key}" in found}
         return found
     if is_configuration(config):
         return flattened("megatron", model_facts(config, module))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from bytecheckpoint.errors import IncompatibleCheckpointError, listed
 from bytecheckpoint.frameworks.wrappers import unwrapped, walk_modules
 from bytecheckpoint.layouts import Alias, Layout, Statement
 from bytecheckpoint.layouts.examples import NUMBER, Example, escaped, rules_of
+from bytecheckpoint.layouts.parts import SourcePlace
 
 __all__ = ["layout_of_tables"]
 
@@ -65,13 +66,30 @@ def layout_of_tables(model: nn.Module, stored: Mapping[str, Shape], shapes: Mapp
             group.sources.setdefault(pattern or "", []).append(name)
     if all(group.plain_source == name for name, group in groups.items()):
         return None
+    # Of two names of a tied parameter the second one is not read: the files must be of a model that ties them, too.
+    tied = getattr(model.config, "tie_word_embeddings", False) and not groups.keys().isdisjoint(second)
+    kind = type(model).__name__
+    require = [Statement("", "hf.tie_word_embeddings | true", place=SourcePlace(kind))] if tied else []
     aliases = list(_aliases(second, groups))
-    rules = rules_of([group.example(stored, live, model) for group in groups.values()])
+    examples = [group.example(stored, live, model) for group in groups.values()]
     ignored = [
         Statement("hf", pattern if pattern.startswith("^") else f".*{pattern}.*")
         for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     ]
-    return Layout(type(model).__name__, "hf", "hf5", rules=rules, ignore=ignored, aliases=aliases)
+    kind = type(model).__name__
+    layout = Layout(kind, "hf", "hf5", rules=rules_of(examples), require=require, ignore=ignored, aliases=aliases)
+    return replace(layout, rules=rules_of([*examples, *_alike(layout, {**stored, **live})]))
+
+
+def _alike(layout: Layout, names: Iterable[str]) -> Iterator[Example]:
+    """Yield the rules of names that no rule fits, as of a head that one side lacks: they are the same on both sides.
+
+    What only one side has is then missing or unexpected, as in a load without a layout.
+    """
+    templates = [family.template for rule in layout.parsed for family in rule.families]
+    for name in names:
+        if not any(template.match(name) for template in templates):
+            yield Example({escaped(name): "..."}, {escaped(name): "..."})
 
 
 def _second_names(model: nn.Module) -> dict[str, str]:

@@ -174,17 +174,23 @@ def choose_layout(
     equal = wanted & {(state, name) for state, name, _ in keys}
     if equal and equal == wanted:
         return None
-    config = {**_stored_config(catalog), **live.config}
-    here = {key.partition(".")[0] for key in live.config}
+    saved = _stored_config(catalog)
+    config = {**saved, **live.config}
+    there, here = ({key.partition(".")[0] for key in config} for config in (saved, live.config))
     found = [layout for layout in map(find, builtin_names()) if here & {*layout.sides} and layout.is_for(config)]
-    if len(found) > 1 or equal:
-        names = [name for _, name, slot in keys if not slot]
-        sides = [stored_side(layout, names) for layout in found]
-        found = [a for a, side in zip(found, sides, strict=True) if side is not None and a.sides[1 - side] in here]
-    if len(found) != 1 and (known := own()) is not None:
+    names = [name for _, name, slot in keys if not slot]
+    sides = [stored_side(layout, names) for layout in found]
+    # A layout of the model may lead from or to another program than those of the checkpoint and here.
+    fits = [
+        layout
+        for layout, side in zip(found, sides, strict=True)
+        if side is not None and layout.sides[1 - side] in here and (not there or layout.sides[side] in there)
+    ]
+    if len(fits) != 1 and (known := own()) is not None:
         return (known,)
-    if equal and len(found) != 1:
+    if equal and len(fits) != 1:
         return None
+    found = fits or found[: len(found) == 1]
     return (_only_one(found, config, f" and a program of {' and '.join(sorted(here)) or 'unknown kind'}"),)
 
 
@@ -235,8 +241,10 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
     notes: list[str] = []
     maps: dict[int, ElementMap] = {}
     count = 0
-    config = {**_stored_config(catalog), **(live.config if live else {})}
-    dtype_here = _dtype_here(config)
+    saved, here = _stored_config(catalog), live.config if live else {}
+    # Where both programs are of transformers, layers and ties of the files are those of the files' configuration.
+    config = {**here, **saved}
+    dtype_here = _dtype_here({**saved, **here})
     for state in catalog.states():
         for slot in catalog.slot.values:
             numbers = np.flatnonzero(

@@ -40,6 +40,8 @@ FAMILIES = {
     "swin": "SwinModel",  # numbers of two levels
     "voxtral": "VoxtralForConditionalGeneration",  # several submodels
 }
+#: Others: a table that is built in, and the names of files.
+CLASSES = FAMILIES | {"bert": "BertForMaskedLM", "deepseek_v3": "DeepseekV3ForCausalLM", "llama": "LlamaForCausalLM"}
 
 
 def shrink(config: Any) -> Any:
@@ -53,10 +55,13 @@ def shrink(config: Any) -> Any:
     return config
 
 
-def model_of(name: str) -> Any:
+def model_of(name: str, **changes: Any) -> Any:
     import transformers
 
-    return getattr(transformers, FAMILIES[name])(shrink(transformers.AutoConfig.for_model(name)))
+    config = shrink(transformers.AutoConfig.for_model(name))
+    for key, value in changes.items():
+        setattr(config, key, value)
+    return getattr(transformers, CLASSES[name])(config)
 
 
 def assert_equal(model: Any, expected: Any) -> None:
@@ -108,6 +113,45 @@ def test_two_ranks_load_their_parts(path: str) -> None:
         bytecheckpoint.save(f"{path}/{name}-own", {"model": model}, view=view).viewed.result()
         dist.barrier()
         assert_equal(type(saved).from_pretrained(f"{path}/{name}-own"), saved)
+
+
+@pytest.mark.parametrize("name", ["bert", "deepseek_v3", "granitemoe", "llama"])
+def test_what_only_the_files_or_the_model_have(name: str, tmp_path: Path) -> None:
+    """Layers, names and heads that one side lacks are unexpected or missing, as in a load without a layout."""
+    torch.manual_seed(0)
+    saved, shorter = model_of(name, num_hidden_layers=3), model_of(name)
+    saved.save_pretrained(tmp_path / "hf")
+    with pytest.raises(IncompatibleCheckpointError, match=r"hf holds .*layer.*\.2\..* which no rank wants"):
+        bytecheckpoint.load(tmp_path / "hf", {"model": shorter}, layout="auto")
+    report = bytecheckpoint.load(tmp_path / "hf", {"model": shorter}, layout="auto", strict=False)
+    expected = saved.state_dict()
+    assert not report.missing and any(".2." in key for key in report.unexpected)
+    assert all(torch.equal(value, expected[key]) for key, value in shorter.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["bert", "granitemoe", "llama"])
+def test_a_head_that_one_side_lacks(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    saved, model = model_of(name, tie_word_embeddings=False), model_of(name, tie_word_embeddings=False)
+    base, other = saved.base_model, model.base_model
+    saved.save_pretrained(tmp_path / "head")
+    base.save_pretrained(tmp_path / "base")
+    with pytest.raises(IncompatibleCheckpointError, match=r"head holds .* which no rank wants"):
+        bytecheckpoint.load(tmp_path / "head", {"model": other}, layout="auto")
+    for path, live in (("head", other), ("base", model)):
+        with torch.no_grad():
+            _ = [parameter.zero_() for parameter in model.parameters()]
+        bytecheckpoint.load(tmp_path / path, {"model": live}, layout="auto", strict=False)
+        assert_equal(other, base)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "granitemoe"])
+def test_a_head_of_files_that_the_model_ties(name: str, tmp_path: Path) -> None:
+    """The head would be lost; the other way round, the files' configuration says what it is."""
+    model = model_of(name, tie_word_embeddings=True)
+    model_of(name, tie_word_embeddings=False).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=r"requires hf\.tie_word_embeddings .* is False"):
+        bytecheckpoint.load(tmp_path, {"model": model}, layout="auto")
 
 
 def test_what_cannot_be_stated_is_refused(tmp_path: Path) -> None:
