@@ -18,8 +18,8 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
 
 __all__ = [
-    "OPTIMIZER", "SCHEDULE", "CheckpointOfTool", "ManagerArguments", "Mixin", "check_has", "differences", "folders_of_tool",
-    "newest_of_tool", "patch", "refuse_newer", "seen_by_all", "subclass", "subclass_in_place",
+    "OBJECTS", "OPTIMIZER", "SCHEDULE", "CheckpointOfTool", "ManagerArguments", "Mixin", "check_has", "differences",
+    "folders_of_tool", "newest_of_tool", "patch", "refuse_newer", "seen_by_all", "subclass", "subclass_in_place",
 ]  # fmt: skip
 
 _log = logging.getLogger("bytecheckpoint")
@@ -28,6 +28,8 @@ _log = logging.getLogger("bytecheckpoint")
 OPTIMIZER = "the optimizer"
 #: What a checkpoint lacks whose optimizer the tool would not load either.
 SCHEDULE = "the schedule"
+#: What a checkpoint lacks whose save was killed at its end, or was of a program with other objects.
+OBJECTS = "registered objects"
 
 #: Base of classes with methods that override those of a tool. The tool's class follows it, so `super()` may be anything.
 Mixin: Any = object
@@ -180,11 +182,11 @@ def newest_of_tool(
         manager: manager of the run.
         tool: name of the tool.
         find: function that returns the tool's checkpoints, first the one from which the tool itself would continue.
-        lacks: function that returns what the checkpoint with a path lacks, `OPTIMIZER` or `SCHEDULE` where the tool would
-            load nothing but weights; "" for a complete one. Incomplete ones are passed over, with a warning.
+        lacks: function that returns what the checkpoint with a path lacks, one of the constants above where a new run
+            should not begin in its place; "" for a complete one. Incomplete ones are passed over, with a warning.
 
     Raises:
-        UsageError: a rank does not see the checkpoint, or there is nothing but weights; raised on all ranks.
+        UsageError: a rank does not see the checkpoint, or all lack one of these; raised on all ranks.
     """
 
     def choose() -> CheckpointOfTool | None:
@@ -195,7 +197,7 @@ def newest_of_tool(
                 passed = passed or one
             elif missing := lacks(one.path):
                 _log.warning("%s of %s is passed over: it lacks %s", one.path, tool, missing)
-                weights = weights or ((one.path, missing) if missing in (OPTIMIZER, SCHEDULE) else None)
+                weights = weights or ((one.path, missing) if missing in (OPTIMIZER, SCHEDULE, OBJECTS) else None)
             else:
                 own = "no step yet" if latest is None else f"no step above {latest.step}"
                 _log.warning("the run continues from %s, saved by %s: %s has %s", one.path, tool, manager.root, own)

@@ -191,6 +191,25 @@ def test_the_newest_checkpoint_of_accelerate(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
+def test_folders_whose_last_files_lack(tmp_path: Path) -> None:
+    """A kill leaves no registered objects, on which accelerate fails, or no random numbers, which it does not say."""
+    stock = Run(tmp_path, attached=False)
+    for step in (4, 8):
+        stock.counter.step = step
+        stock.accelerator.save_state(tmp_path / f"step_{step}")
+    (tmp_path / "step_8" / "custom_checkpoint_0.pkl").unlink()
+    (tmp_path / "step_4" / "random_states_0.pkl").write_bytes(b"")
+    job = Run(tmp_path)
+    with collected_warnings() as said:
+        assert job.accelerator.load_state() == 4 and job.counter.step == 4
+    assert said[0].endswith("step_8 of accelerate is passed over: it lacks registered objects")
+    assert any("step_4/random_states_0.pkl is not there or not whole" in line for line in said)
+    (tmp_path / "step_4" / "custom_checkpoint_0.pkl").unlink()
+    with pytest.raises(UsageError, match=r"has saved .*step_8 without registered objects, and .* has no step"):
+        job.accelerator.load_state()
+
+
+@on_ranks(1)
 def test_a_job_is_switched_back_and_forth(tmp_path: Path) -> None:
     job = Run(tmp_path)
     job.accelerator.save_state(step=8)

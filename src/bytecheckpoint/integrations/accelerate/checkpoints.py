@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.errors import CheckpointError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.modules import scan_modules
 from bytecheckpoint.frameworks.rng import rng_state
 from bytecheckpoint.handles import SaveHandle
@@ -22,6 +22,7 @@ from bytecheckpoint.integrations.accelerate.hooks import HookFiles, run_load_hoo
 from bytecheckpoint.integrations.accelerate.loaders import track
 from bytecheckpoint.integrations.accelerate.position import LoaderPosition
 from bytecheckpoint.integrations.attaching import (
+    OBJECTS,
     CheckpointOfTool,
     ManagerArguments,
     differences,
@@ -32,6 +33,7 @@ from bytecheckpoint.integrations.attaching import (
 )
 from bytecheckpoint.loading import load
 from bytecheckpoint.manager.run_folder import step_folder
+from bytecheckpoint.opening import open as open_checkpoint
 from bytecheckpoint.saving import save
 from bytecheckpoint.storage import resolve
 
@@ -114,6 +116,12 @@ class AcceleratorCheckpoints:
     def begin_behind(self, folder: str | os.PathLike[str]) -> int | None:
         """Count on from a checkpoint that accelerate itself has loaded; return its number, or None if it has none."""
         accelerator, number = self._accelerator, self._number_of(self._folder(folder) or "")
+        own = os.path.join(os.path.expanduser(folder), f"random_states_{accelerator.process_index}.pkl")
+        try:
+            with open_checkpoint(own):
+                pass
+        except CheckpointError:  # which accelerate takes without a word
+            _log.warning("%s is not there or not whole: dropout and the like draw other numbers", own)
         if number is not None:
             accelerator.project_configuration.iteration = number + 1
         if accelerator.is_main_process and not all(one.use_stateful_dataloader for one in accelerator._dataloaders):
@@ -129,14 +137,23 @@ class AcceleratorCheckpoints:
     def folder_of_accelerate(self, folder: str | os.PathLike[str] | None) -> Any:
         """Return the folder from which accelerate itself loads for this argument of `load_state`, or None."""
         if folder is None or self._folder(folder) is None:
-            found = newest_of_tool(self.manager, "accelerate", self._of_accelerate, _lacks)
+            found = newest_of_tool(self.manager, "accelerate", self._of_accelerate, self._lacks)
             return None if found is None else found.path
-        return folder if seen_by_all(self.manager, folder, lambda: not _lacks(os.path.expanduser(folder))) else None
+        seen = seen_by_all(self.manager, folder, lambda: _has(os.path.expanduser(folder), _OF_ACCELERATE))
+        return folder if seen else None
 
     def _of_accelerate(self) -> list[CheckpointOfTool]:
         """Return the checkpoints of accelerate itself, the newest one first: by number, those without one by time."""
         found = folders_of_tool(self.manager.root, _OF_RUN, "random_states_0.pkl")
-        return [one for one in found if not _lacks(one.path) or _has(one.path, "*model*")]  # which is written first
+        # The model is written first.
+        return [one for one in found if _has(one.path, _OF_ACCELERATE) or _has(one.path, "*model*")]
+
+    def _lacks(self, folder: str) -> str:
+        """Return what a folder of accelerate lacks, for `newest_of_tool`. Registered objects are written last."""
+        if not _has(folder, _OF_ACCELERATE):
+            return _OF_ACCELERATE
+        last = len(self._accelerator._custom_objects) - 1
+        return OBJECTS if last >= 0 and not _has(folder, f"custom_checkpoint_{last}.pkl") else ""
 
     # --- save -----------------------------------------------------------------------------------------------------
 
@@ -291,11 +308,6 @@ class AcceleratorCheckpoints:
             self.wait()
         finally:
             self.manager.close()
-
-
-def _lacks(folder: str) -> str:
-    """Return what a folder of accelerate lacks, for `newest_of_tool`."""
-    return "" if _has(folder, _OF_ACCELERATE) else _OF_ACCELERATE
 
 
 def _has(folder: str, pattern: str) -> bool:
