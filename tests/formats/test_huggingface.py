@@ -171,6 +171,22 @@ def test_safetensors_of_dcp(tmp_path):
         read_huggingface(resolve(str(folder)))
 
 
+def test_what_lies_around_the_weights(tmp_path: Path) -> None:
+    """Other safetensors are named in a note; pointers of Git LFS and the folder around a cached revision are refused."""
+    split(tmp_path, save_file, "safetensors", "model")
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    (note,) = read_huggingface(resolve(str(tmp_path))).notes
+    assert "model-00001-of-00002.safetensors, model-00002-of-00002.safetensors: not read" in note
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text("version https://git-lfs.github.com/spec/v1\nsize 3\n")
+    with pytest.raises(IncompatibleCheckpointError, match=r"index\.json is a pointer of Git LFS"):
+        found_in(tmp_path)
+    (tmp_path / "repository" / "blobs").mkdir(parents=True)
+    (tmp_path / "repository" / "blobs" / f"{1:064x}").write_bytes(b"")
+    with pytest.raises(IncompatibleCheckpointError, match="give one of the folders in its 'snapshots'"):
+        detect(resolve(str(tmp_path / "repository")))
+
+
 def edited_index(folder: Path, **edits: str | None) -> None:
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())

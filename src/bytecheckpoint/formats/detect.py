@@ -42,6 +42,7 @@ _PROGRAMS: Final = {
 }
 #: The same for folders without weights that are read.
 _OTHERS: Final = {
+    r"blobs/[0-9a-f]{40,64}": "a repository in the cache of Hugging Face: give one of the folders in its 'snapshots'",
     r".*\.(gguf|onnx)|.*\.h5|flax_model.*\.msgpack": "a model of another framework: take the safetensors of the same model",
 }
 

@@ -121,12 +121,14 @@ class RangedFile:
         """Return the content of a file of JSON as a type.
 
         Raises:
-            IncompatibleCheckpointError: the file is too large, or has too many values.
+            IncompatibleCheckpointError: the file is too large, has too many values, or only points to its content.
             CorruptCheckpointError: it is no JSON of this type.
         """
         if self.size > _MOST_JSON:
             raise IncompatibleCheckpointError(f"{self.label} has {self.size} bytes, more than {_MOST_JSON}")
-        return self.decoded_json("it", self.read(0, self.size), kind)
+        data = self.read(0, self.size)
+        refuse_pointer(self, data)
+        return self.decoded_json("it", data, kind)
 
     def decoded_json(self, what: str, text: bytes | str, kind: type[_T]) -> _T:
         """Return a text of JSON in the file, `what` in errors, as a type. Raises as `json`.
@@ -154,7 +156,7 @@ def refuse_pointer(file: RangedFile, first: bytes) -> None:
     """Refuse a file that only points to its content, as a clone without Git LFS leaves it, by its first bytes."""
     if first.startswith(b"version https://git-lfs."):
         raise IncompatibleCheckpointError(
-            f"{file.label} is a pointer of Git LFS, without the weights: run 'git lfs pull'"
+            f"{file.label} is a pointer of Git LFS, without its content: run 'git lfs pull'"
         )
 
 

@@ -100,7 +100,14 @@ def read_huggingface(storage: Storage, name: str | None = None) -> ForeignCheckp
     if wanted is None and name is None:
         _check_numbers(storage, names)
     reader = _FolderReader(storage, wanted)
-    others = [found for found in sizes if found.endswith((".pt", ".pth")) and found not in names]
+    # Hubs have the same weights as .bin; other safetensors may be those of an adapter, or of another save.
+    others = [
+        found
+        for found in sizes
+        if found not in names
+        and (found.endswith((".pt", ".pth")) or (found.endswith(SAFETENSORS) and "/" not in found))
+        and view_generation_of(found) is None
+    ]
     facts: dict[str, Any] = {}
     if others and name is None:
         text = f"{', '.join(others[:5])}: not read, since the weights lie beside; give one of them by name"
