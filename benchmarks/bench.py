@@ -71,8 +71,8 @@ class Bench:
         """Remove everything from the folder."""
         self.world.barrier()
         if self.world.rank == 0:
-            for path in self.folder.glob("[!.]*"):  # not the metrics, which a thread may be writing
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            for path in self.folder.glob("[!.]*"):  # a thread may be writing metrics, here and in checkpoints
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
         self.world.barrier()
 
     def measure(

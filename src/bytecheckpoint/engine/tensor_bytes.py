@@ -30,8 +30,8 @@ __all__ = [
 #: From this length on memcpy takes 0.6 of the time of torch's copy loop, which reads the target before it writes.
 _MEMCPY_BYTES = 64 << 10
 _COPY_THREADS = 4
-#: Bytes that are transposed at once. Half of it or a chunk of 8 MiB take 1.1 to 1.6 times as long (L2 of 1 MiB a core).
-_CACHED_BYTES = 1 << 20
+#: Bytes that are transposed at once. Loads take up to 1.2 times as long with half or twice of it (L2 of 1 MiB a core).
+_CACHED_BYTES = 2 << 20
 #: Rows of a block, at least: they become runs of the target, which should not be short.
 _BLOCK_ROWS = 64
 #: Boxes of fewer elements are transposed by torch as they are.

@@ -23,12 +23,8 @@ from bytecheckpoint.representation.plans import Copies, ReadPlan
 
 __all__ = ["StoredRows", "groups_to_read", "plan_reads", "stored_rows"]
 
-_SHORT_RUN_RANGE = 2 << 20
-"""Largest range whose elements are copied in short runs: a range of this size stays in the second-level cache."""
 _UNCHECKED_BLOCK = 64 << 10
 """Block length of files without checksums: the shortest gap that is worth two reads is two blocks."""
-_LONG_RUN = 1 << 10
-"""Shortest run, in bytes, that does not limit the size of its range: here the number of calls determines the cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +94,6 @@ class _Sources:
         row: catalog row that holds each box, int64 [n].
         file, element: columns of that row, as in `StoredRows`.
         start: byte offset of each box in its file's data section, int64 [n].
-        range_bytes: length at whose multiples the row, and the ranges that read it, are cut, int64 [n].
         strides: elements from one element of the box to the next along each dimension, int64 [n, d].
     """
 
@@ -107,7 +102,6 @@ class _Sources:
     file: Int64s
     element: Int64s
     start: Int64s
-    range_bytes: Int64s
     strides: Int64s
 
     def __len__(self) -> int:
@@ -115,7 +109,7 @@ class _Sources:
 
     def take(self, index: Int64s) -> _Sources:
         """Return the boxes at `index`, in that order."""
-        columns = (self.row, self.file, self.element, self.start, self.range_bytes, self.strides)
+        columns = (self.row, self.file, self.element, self.start, self.strides)
         return _Sources(self.boxes.take(index), *(column[index] for column in columns))
 
     def part(self, index: Int64s, offsets: Int64s, lengths: Int64s) -> _Sources:
@@ -150,11 +144,11 @@ def plan_reads(stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_byt
     ([0, 8, 16], [2, 10, 18], [0, 2, 4])
     """
     wanted = wanted.widened(max(stored.boxes.ndim, wanted.ndim))
-    rows, found = _rows_to_read(stored, wanted, contiguous, chunk_bytes)
+    rows, found = _rows_to_read(stored, wanted)
     missing = missing_volume(wanted, found)
     overlaps = overlapping(rows.boxes)
 
-    sources = _cut(rows)
+    sources = _cut(rows, chunk_bytes)
     if len(sources) != len(rows):
         found = intersect(sources.boxes, wanted)
     found = _split_gaps(found, sources, stored.block_bytes[sources.file])
@@ -168,9 +162,7 @@ def plan_reads(stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_byt
     return ReadPlan(*ranges, copies=copies, missing=missing, overlaps=overlapping_rows)
 
 
-def _rows_to_read(
-    stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_bytes: int
-) -> tuple[_Sources, Intersections]:
+def _rows_to_read(stored: StoredRows, wanted: BoxTable) -> tuple[_Sources, Intersections]:
     """Find the stored rows that hold wanted elements, and their intersections with the wanted boxes."""
     is_wanted = np.zeros(max(stored.boxes.tensor.max(initial=-1), wanted.tensor.max(initial=-1)) + 1, bool)
     is_wanted[wanted.tensor] = True
@@ -181,53 +173,35 @@ def _rows_to_read(
     found = Intersections(left.reshape(-1), found.right, found.offsets, found.lengths)
     boxes, rows = boxes.take(touched), candidates[touched]
     strides = row_major(boxes.lengths) if stored.strides is None else widened(stored.strides[rows], boxes.ndim, 1)
-    element = stored.element[rows]
-    range_bytes = np.full(len(rows), chunk_bytes, np.int64)
-    if chunk_bytes % _SHORT_RUN_RANGE == 0:
-        range_bytes[found.left[_in_short_runs(found, strides, wanted, contiguous, element)]] = _SHORT_RUN_RANGE
-    return _Sources(boxes, rows, stored.file[rows], element, stored.start[rows], range_bytes, strides), found
+    return _Sources(boxes, rows, stored.file[rows], stored.element[rows], stored.start[rows], strides), found
 
 
-def _in_short_runs(
-    found: Intersections, strides: Int64s, wanted: BoxTable, contiguous: Mask, element: Int64s
-) -> Int64s:
-    """Return the intersections that are not copied from file to memory in long runs."""
-    dense = row_major(found.lengths)
-    follows = (strides[found.left] == dense) & (row_major(wanted.lengths)[found.right] == dense)
-    follows |= found.lengths == 1
-    inner = np.logical_and.accumulate(follows[:, ::-1], axis=1)[:, ::-1]
-    run = np.prod(np.where(inner, found.lengths, 1), axis=1) * element[found.left]
-    return np.flatnonzero(~contiguous[found.right] | (run < _LONG_RUN))
-
-
-def _cut(rows: _Sources) -> _Sources:
-    """Cut each row at the multiples of its `range_bytes`, into boxes; one with strides into slabs of a quarter of that."""
+def _cut(rows: _Sources, chunk_bytes: int) -> _Sources:
+    """Cut each row at the multiples of `chunk_bytes`, into boxes; one with strides into slabs of a quarter of that."""
     if not is_one_run(rows.boxes.lengths, rows.strides).all():
-        rows = _in_slabs(rows)
+        rows = _in_slabs(rows, chunk_bytes)
     nbytes = rows.boxes.volumes() * rows.element
-    first = rows.start // rows.range_bytes
-    count = np.maximum(-(-(rows.start + nbytes) // rows.range_bytes) - first, 1)
+    first = rows.start // chunk_bytes
+    count = np.maximum(-(-(rows.start + nbytes) // chunk_bytes) - first, 1)
     count[~is_one_run(rows.boxes.lengths, rows.strides)] = 1
     several = np.flatnonzero(count > 1)
     if not len(several):
         return rows
     row = np.repeat(several, count[several])
-    begin = (first[row] + ranges(np.zeros_like(count[several]), count[several])) * rows.range_bytes[row] - rows.start[
-        row
-    ]
+    begin = (first[row] + ranges(np.zeros_like(count[several]), count[several])) * chunk_bytes - rows.start[row]
     # An element that lies across a multiple is of the range where it begins.
     low = -(-np.maximum(begin, 0) // rows.element[row])
-    high = -(-np.minimum(begin + rows.range_bytes[row], nbytes[row]) // rows.element[row])
+    high = -(-np.minimum(begin + chunk_bytes, nbytes[row]) // rows.element[row])
     flat = flat_ranges_to_boxes(rows.boxes.lengths[row], low, high)
     return _replaced(rows, several, row[flat.source], flat.offsets, flat.lengths)
 
 
-def _in_slabs(rows: _Sources) -> _Sources:
-    """Cut rows with strides along the dimensions that reach furthest, until each part spans a quarter of `range_bytes`."""
+def _in_slabs(rows: _Sources, chunk_bytes: int) -> _Sources:
+    """Cut rows with strides along the dimensions that reach furthest, until each part spans a quarter of `chunk_bytes`."""
     while True:
         lengths, strides = rows.boxes.lengths, rows.strides
         reach = np.maximum(lengths - 1, 0) * strides
-        most = rows.range_bytes // 4 // rows.element
+        most = chunk_bytes // 4 // rows.element
         long = np.flatnonzero(
             ~is_one_run(lengths, strides) & (reach.sum(axis=1) >= most) & (reach > 0).any(axis=1) & lengths.all(axis=1)
         )
@@ -342,10 +316,7 @@ def _ranges(
     base = (np.cumsum(stored.data_bytes) - stored.data_bytes)[file]
     begins, ends = base + low, np.maximum.accumulate(base + high)
     chunk = copies.source // chunk_bytes
-    part = copies.source // sources.range_bytes[source_of]
     new = np.ones(len(file), bool)
     new[1:] = (begins[1:] > ends[:-1]) | (chunk[1:] != chunk[:-1]) | (file[1:] != file[:-1])
-    # Ranges of short runs end at `range_bytes`, but not inside a block.
-    new[1:] |= (part[1:] != part[:-1]) & (begins[1:] >= ends[:-1]) & ~(copies.flat[1:] & copies.flat[:-1])
     first = np.flatnonzero(new)
     return file[first], low[first], np.maximum.reduceat(high, first), np.append(first, len(file))
