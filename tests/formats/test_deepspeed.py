@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -90,10 +91,11 @@ def test_an_export_holds_the_same(folder: str, tmp_path: Path) -> None:
     assert all(torch.equal(value, second["model"][name]) for name, value in first["model"].items())
 
 
-def test_a_lost_file_of_the_universal_form_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["head.weight/fp32.pt", "embed.weight/exp_avg.pt", "body.bias/step.pt"])
+def test_a_lost_file_of_the_universal_form_is_named(tmp_path: Path, name: str) -> None:
     shutil.copytree(GOLDEN / "universal1", tmp_path, dirs_exist_ok=True)
-    (tmp_path / "zero" / "head.weight" / "fp32.pt").unlink()
-    with pytest.raises(CheckpointNotFoundError, match=r"head\.weight/fp32\.pt"):
+    (tmp_path / "zero" / name).unlink()
+    with pytest.raises(CheckpointNotFoundError, match=re.escape(name)):
         read_deepspeed(resolve(str(tmp_path)))
 
 

@@ -12,7 +12,12 @@ import torch
 from torch import nn
 
 import bytecheckpoint
-from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+)
 from bytecheckpoint.formats import torch_save
 from bytecheckpoint.formats.deepspeed import read_deepspeed
 from bytecheckpoint.formats.deepspeed_modules import module_of_layer
@@ -186,6 +191,14 @@ def test_a_dimension_of_a_view_is_found_in_the_tensor() -> None:
     ]  # fmt: skip
     with pytest.raises(ValueError, match="no dimension"):
         divide_view([(4, 6), (4, 6)], (5, -1), 0, [[5, 5]])
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_lost_layer_is_named(tmp_path: Path, number: int) -> None:
+    shutil.copytree(GOLDEN / "pipeline", tmp_path, dirs_exist_ok=True)
+    (tmp_path / f"layer_0{number}-model_states.pt").unlink()
+    with pytest.raises(CheckpointNotFoundError, match=rf"lacks files of layers: none has ({number}\.|tied_modules)"):
+        read_deepspeed(resolve(str(tmp_path)))
 
 
 def test_a_layer_that_may_be_several_tied_modules_is_refused() -> None:

@@ -13,7 +13,12 @@ import pytest
 import torch
 
 import bytecheckpoint
-from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+)
 from bytecheckpoint.formats import megatron
 from bytecheckpoint.formats.dcp import read_content
 from bytecheckpoint.formats.detect import detect
@@ -187,6 +192,14 @@ def test_a_missing_file_is_named(copied: Path) -> None:
     (copied / "__1_0.distcp").unlink()
     with pytest.raises(CorruptCheckpointError, match=r"__1_0\.distcp"):
         bytecheckpoint.open(copied)
+
+
+def test_a_missing_file_of_common_values_is_named(tmp_path: Path) -> None:
+    """Megatron-Core 0.14 keeps the hyperparameters in it, so that an optimizer would keep its own."""
+    folder = shutil.copytree(GOLDEN.parent / "megatron-0.14.0" / "fully_sharded_model_space", tmp_path / "saved")
+    (folder / "common.pt").unlink()
+    with pytest.raises(CheckpointNotFoundError, match=r"saved lacks common\.pt"):
+        read_megatron(resolve(str(folder)))
 
 
 def test_huge_stacks_are_refused_before_memory_is_taken() -> None:

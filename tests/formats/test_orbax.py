@@ -61,6 +61,10 @@ def test_damage_is_named(tmp_path: Path) -> None:
     chunk = "params.dense.kernel/1.0"
     with pytest.raises(CorruptCheckpointError, match=r"chunks of params\.dense\.kernel are missing"):
         bytecheckpoint.open(damaged(chunk, None))
+    with pytest.raises(CorruptCheckpointError, match="chunks of step are missing"):  # it would be 0
+        bytecheckpoint.open(damaged("step/0", None))
+    with pytest.raises(CorruptCheckpointError, match=r"_strings\.json lacks the text note"):
+        bytecheckpoint.open(damaged("_strings.json", None))
     (finding,) = verify(damaged(chunk, b"\0" * 50)).findings
     assert finding.tensors == ("model/dense.kernel",) and "params.dense.kernel" in finding.message
     with bytecheckpoint.open(tmp_path / "x") as found:

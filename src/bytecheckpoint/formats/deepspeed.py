@@ -108,6 +108,10 @@ class _FolderOfRanks:
         with open_file(self._storage, self._models[0, 0]) as file, damage(file, "DeepSpeed"):
             self._parameters.find_stages(rest)
             self._modules.add([values[mp, 0]["module"] for mp, rank in sorted(values) if rank == 0], layers)
+            for rank in {rank for rank, _ in layers}:
+                held = self._modules.of_ranks[rank]
+                if lost := [fqn for fqn in self._parameters.of_rank(rank) if fqn not in held]:
+                    raise CheckpointNotFoundError(f"{self._storage.url} lacks files of layers: none has {listed(lost)}")
             self._parameters.divide(rest, self._modules.of_ranks)
             if self._parameters.degree > 1 and (lost := self._parameters.undivided()):
                 self._tree.notes.append(
@@ -224,8 +228,9 @@ class _FolderOfRanks:
         state = self._optimizer["state"] = {
             fqn: {"step": steps[fqn]} if fqn in steps else {} for fqn in parameters.stages
         }
-        first = next(iter(state), "")
-        slots = [FP32, *(slot for slot in _UNIVERSAL_SLOTS if self._storage.version(f"zero/{first}/{slot}.pt"))]
+        # What one parameter has, the others have too, or a file is lost: the one that is opened and lacks is named.
+        two = (*list(state)[:1], *list(state)[-1:])
+        slots = [FP32, *(s for s in _UNIVERSAL_SLOTS if any(self._storage.version(f"zero/{f}/{s}.pt") for f in two))]
         for fqn, slot in itertools.product(state, slots):
             with self._files.open(f"zero/{fqn}/{slot}.pt", 0) as (file, value), damage(file, "DeepSpeed"):
                 tensor = value["param"] if type(value) is dict else value

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from bytecheckpoint.errors import IncompatibleCheckpointError, listed
+from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, listed
 from bytecheckpoint.formats.dcp import DcpContent, read_content, read_dcp
 from bytecheckpoint.formats.decoded import Decoded
 from bytecheckpoint.formats.files import damage, open_file
@@ -205,10 +205,11 @@ class _TorchDist:
         """Return the common values, and those of single ranks by name, without Transformer Engine's extra states."""
         common: dict[str, Any] = {}
         others: dict[str, Any] = {}
-        left_out = []
+        left_out, found = [], False
         for name, value in self._old.values.items():
             value = value[0] if type(value) is list and len(value) == 1 else value
             if _COMMON.fullmatch(name):
+                found = True
                 common.update(value)
             elif "_extra_state/shard_" not in name:
                 others[name] = value
@@ -220,6 +221,10 @@ class _TorchDist:
             files = TorchFiles(self._storage, self._columns)
             with files.open(_COMMON_FILE) as (file, value), damage(file, "Megatron"):
                 common.update(value)
+        elif not found:
+            raise CheckpointNotFoundError(
+                f"{self._storage.url} lacks {_COMMON_FILE}, with the settings of the optimizer"
+            )
         if type(args := common.get("args")) is CallRecord and type(args.state) is dict:
             common["args"] = args.state
         return common, others

@@ -175,8 +175,9 @@ class _Pytree:
                 node = node.setdefault(name, {})
                 if not isinstance(node, dict):
                     raise CorruptCheckpointError(f"{self.label}: {leaf.name} lies below a value", file=METADATA)
-            value = strings.get(leaf.name) if leaf.kind == "string" else values.get(leaf.name)
-            node[leaf.path[-1]] = value
+            if leaf.kind == "string" and leaf.name not in strings:
+                raise CorruptCheckpointError(f"{self.label}/{_STRINGS} lacks the text {leaf.name}", file=_STRINGS)
+            node[leaf.path[-1]] = (strings if leaf.kind == "string" else values).get(leaf.name)
         for node, name in reversed(lists):  # the innermost first
             items = node[name]
             if set(items) == {str(k) for k in range(len(items))}:
@@ -185,6 +186,10 @@ class _Pytree:
 
     def _value(self, leaf: _Leaf) -> object:
         array = self._opened(leaf.name)
+        if self._all_stored and not self._call(
+            leaf.name, lambda: array.storage_statistics(query_fully_stored=True).result().fully_stored
+        ):
+            raise CorruptCheckpointError(f"{self.label} is damaged: chunks of {leaf.name} are missing", file=leaf.name)
         if leaf.kind == "scalar" and not array.shape:
             return self._read(leaf.name, array).item()
         dtype, shape = array.dtype.name, tuple(array.shape)
@@ -192,10 +197,6 @@ class _Pytree:
             element = itemsize(dtype)
         except UsageError:
             raise IncompatibleCheckpointError(f"{self.label}: {leaf.name} is stored as {dtype}") from None
-        if self._all_stored and not self._call(
-            leaf.name, lambda: array.storage_statistics(query_fully_stored=True).result().fully_stored
-        ):
-            raise CorruptCheckpointError(f"{self.label} is damaged: chunks of {leaf.name} are missing", file=leaf.name)
         chunk = tuple(array.chunk_layout.read_chunk.shape or shape)
         parts = []
         grid = [range(0, length, max(step, 1)) for length, step in zip(shape, chunk, strict=True)]
