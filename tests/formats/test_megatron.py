@@ -197,9 +197,13 @@ def test_a_missing_file_is_named(copied: Path) -> None:
 def test_a_missing_file_of_common_values_is_named(tmp_path: Path) -> None:
     """Megatron-Core 0.14 keeps the hyperparameters in it, so that an optimizer would keep its own."""
     folder = shutil.copytree(GOLDEN.parent / "megatron-0.14.0" / "fully_sharded_model_space", tmp_path / "saved")
-    (folder / "common.pt").unlink()
+    (folder / "common.pt").rename(tmp_path / "common.pt")
     with pytest.raises(CheckpointNotFoundError, match=r"saved lacks common\.pt"):
         read_megatron(resolve(str(folder)))
+    (tmp_path / "common.pt").rename(folder / "common.pt")
+    (folder / ".metadata").unlink()
+    with pytest.raises(CheckpointNotFoundError, match=r"saved lacks \.metadata, which .* last: a save was killed"):
+        bytecheckpoint.open(folder)
 
 
 def test_huge_stacks_are_refused_before_memory_is_taken() -> None:

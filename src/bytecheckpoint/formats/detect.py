@@ -105,6 +105,10 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
     if any(RANK_FILE.fullmatch(name) for name in names):
         return FormatReader("rank-files", read_rank_files)
     _refuse(storage, names, _OTHERS)
+    if any(name.endswith(".distcp") and "/" not in name for name in names):  # perhaps beside Megatron's common.pt
+        raise CheckpointNotFoundError(
+            f"{storage.url} lacks {METADATA}, which DCP and Megatron write last: a save was killed"
+        )
     torch_files = [name for name in names if name.endswith(_TORCH)]
     if len(torch_files) == 1:
         return FormatReader("torch-save", partial(read_torch_save, name=torch_files[0]))
