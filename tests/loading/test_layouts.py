@@ -292,6 +292,22 @@ def test_what_a_layout_ignores_in_the_program_stays_as_it_is(tmp_path: Path) -> 
     assert_holds(module, {"v": torch.arange(3.0), "bias_1": torch.full((2,), 7.0)})
 
 
+def test_a_load_that_is_not_strict_leaves_what_no_rule_fits(tmp_path: Path) -> None:
+    """As the value head of a critic, and what its file has beside it."""
+    sinks = {"model.layers.0.self_attn.sinks": torch.ones(6)}
+    folder, expected = folder_of(tmp_path / "hf", weights() | sinks), fused(weights())
+    del expected["output_layer.weight"]
+    module = module_of(expected | {"value_head.weight": torch.zeros(1, WIDTH)})
+    for strict in (True, {"model": True}):
+        with pytest.raises(IncompatibleCheckpointError, match=r"no rule fits .*; a load with strict=False"):
+            bytecheckpoint.load(folder, {"model": module}, layout="llama", strict=strict)
+    for lenient in (False, {"model": False}):
+        report = bytecheckpoint.load(folder, {"model": module}, layout="llama", strict=lenient)
+        assert [*report.missing] == ["model/value_head.weight"]
+        assert {"model/lm_head.weight", "model/model.layers.0.self_attn.sinks"} == {*report.unexpected}
+        assert_holds(module, expected | {"value_head.weight": torch.full((1, WIDTH), 7.0)})
+
+
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     found = weights()
     folder = folder_of(tmp_path / "hf", found)

@@ -46,11 +46,13 @@ class Side:
         names: names of the tensors.
         shapes: shapes of the tensors.
         partial: these are some of the side's tensors, as those of one rank: others may be missing.
+        strict: refuse names that fit no rule; False lets their tensors lie.
     """
 
     names: Sequence[str]
     shapes: Sequence[Sequence[int]]
     partial: bool = False
+    strict: bool = True
 
 
 @dataclass(frozen=True)
@@ -238,11 +240,13 @@ def check_left_over(layout: Layout, number: int, matched: MatchedSide, rules: Se
     """Refuse names that fit no rule and that the layout does not expect."""
     side = layout.sides[number]
     left = [matched.side.names[tensor] for tensor in matched.left_over if tensor not in matched.copies]
-    if not left:
+    if not left or not matched.side.strict:
         return
     families = {f.template.source: f for parsed in rules for f in parsed.families if f.side == number}
     near = SimilarNames(families).of(left[0], cutoff=0)
     advice = f"; the most similar is '{near[0]}' ({families[near[0]].place})" if near else ""
+    if matched.side.partial:
+        advice += "; a load with strict=False lets them lie"
     more = f" and {len(left) - _MOST_SHOWN} more" if len(left) > _MOST_SHOWN else ""
     raise IncompatibleCheckpointError(
         f"{layout.label}: no rule fits {', '.join(left[:_MOST_SHOWN])}{more} of the {side} side{advice}"

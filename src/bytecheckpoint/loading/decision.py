@@ -137,10 +137,10 @@ class NamesReport(msgspec.Struct, frozen=True):
     shapes: dict[str, dict[str, list[int]]] = {}
     config: dict[str, bool | int | float | str] = {}
 
-    def live_side(self) -> LiveSide:
-        """Return them for planning."""
+    def live_side(self, lenient: Collection[str]) -> LiveSide:
+        """Return them for planning; a load is not strict about the states in `lenient`."""
         shapes = {state: {name: tuple(shape) for name, shape in own.items()} for state, own in self.shapes.items()}
-        return LiveSide(shapes, self.config)
+        return LiveSide(shapes, self.config, lenient)
 
 
 def join_names(reports: Sequence[NamesReport]) -> NamesReport:

@@ -6,7 +6,7 @@ so do wanted boxes; they are intersected there, and copied by the strides of bot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,10 +38,12 @@ class LiveSide:
     Attributes:
         shapes: global shape of each tensor, by state and name; None: names and shapes follow from the checkpoint.
         config: configuration of the program, as {"megatron.num_query_groups": 8}.
+        lenient: states of which names that fit no rule of a layout stay as they are.
     """
 
     shapes: Mapping[str, Mapping[str, tuple[int, ...]]] | None
     config: Mapping[str, Any]
+    lenient: Collection[str] = ()
 
     def of(self, state: str) -> Mapping[str, tuple[int, ...]] | None:
         """Return the tensors of a state; of one without modules, such as an optimizer, those of all modules."""
@@ -267,9 +269,10 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
             shapes = [catalog.shape(n) for n in tensors.tolist()]
             other = None if live is None else live.of(state)
             sides: list[Side | None] = [None, None]
-            sides[own_side] = Side(stored_names, shapes, partial=other is not None)
+            strict = live is None or state not in live.lenient
+            sides[own_side] = Side(stored_names, shapes, partial=other is not None, strict=strict)
             if other is not None:
-                sides[1 - own_side] = Side(list(other), list(other.values()), partial=True)
+                sides[1 - own_side] = Side(list(other), list(other.values()), partial=True, strict=strict)
             try:
                 bound = bind(layout, sides[0], sides[1], config)
             except IncompatibleCheckpointError as error:
