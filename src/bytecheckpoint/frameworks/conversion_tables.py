@@ -8,6 +8,7 @@ the operations become axes, and numbers that all names of an instance share beco
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -55,16 +56,20 @@ def layout_of_tables(model: nn.Module, stored: Mapping[str, Shape], shapes: Mapp
     converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
     groups: dict[str, _Converted] = {}
+    same, left = shapes.keys() <= stored.keys(), dict[str, str]()
     for name in sorted(stored, key=loading.dot_natural_key):
         prefix = model.base_model_prefix
         renamed, pattern = loading.rename_source_key(name, renamings, converters, prefix, live)
-        if renamed not in live and name in live:
+        if same or (renamed not in live and name in live):
             renamed, pattern = name, None
         if renamed in live or (pattern is not None and "*" in renamed):
             converter = None if pattern is None else by_pattern[pattern]
             group = groups.setdefault(renamed, _Converted(renamed, converter))
             group.sources.setdefault(pattern or "", []).append(name)
-    if all(group.plain_source == name for name, group in groups.items()):
+        else:
+            left[name] = renamed
+    unused = [re.escape(name) for name in left if any(re.search(text, left[name]) for text in _unused(model))]
+    if not unused and all(group.plain_source == name for name, group in groups.items()):
         return None
     # Of two names of a tied parameter the second one is not read: the files must be of a model that ties them, too.
     tied = getattr(model.config, "tie_word_embeddings", False) and not groups.keys().isdisjoint(second)
@@ -72,13 +77,17 @@ def layout_of_tables(model: nn.Module, stored: Mapping[str, Shape], shapes: Mapp
     require = [Statement("", "hf.tie_word_embeddings | true", place=SourcePlace(kind))] if tied else []
     aliases = list(_aliases(second, groups))
     examples = [group.example(stored, live, model) for group in groups.values()]
-    ignored = [
-        Statement("hf", pattern if pattern.startswith("^") else f".*{pattern}.*")
-        for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    ]
-    kind = type(model).__name__
+    ignored = [Statement("hf", "|".join(unused))] if unused else []
     layout = Layout(kind, "hf", "hf5", rules=rules_of(examples), require=require, ignore=ignored, aliases=aliases)
     return replace(layout, rules=rules_of([*examples, *_alike(layout, {**stored, **live})]))
+
+
+def _unused(model: Any) -> list[str]:
+    """Return the patterns of tensors without a place in a model that transformers ignores in files."""
+    buffers = [name for name, _ in model.named_buffers()]
+    old = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
+    kept = [text for end, text in old.items() if any(name.endswith(end) for name in buffers)]
+    return [*kept, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
 
 
 def _alike(layout: Layout, names: Iterable[str]) -> Iterator[Example]:

@@ -28,6 +28,7 @@ __all__ = [
     "TextCodes",
     "active_rules",
     "check_left_over",
+    "ignored_patterns",
     "match_side",
     "scales_of",
     "skeletons",
@@ -147,7 +148,7 @@ def match_side(
     shapes[np.arange(shapes.shape[1]) < ndims[:, None]] = np.fromiter(
         (size for shape in side.shapes for size in shape), np.int64, int(ndims.sum())
     )
-    patterns = _ignored(layout, number, config)
+    patterns = ignored_patterns(layout, number, config)
     ignored = [k for k, name in enumerate(side.names) if any(pattern.fullmatch(name) for pattern in patterns)]
     matched = MatchedSide(side, shapes, ndims, scales=scales, ignored=ignored)
     no_parts = {*ignored, *tensors_of_scales(scales)}
@@ -196,7 +197,7 @@ def scales_of(layout: Layout, number: int) -> list[Scales]:
     return [s for s in layout.merged("scales") if isinstance(s, Scales) and s.side == layout.sides[number]]
 
 
-def _ignored(layout: Layout, number: int, config: Config) -> list[re.Pattern[str]]:
+def ignored_patterns(layout: Layout, number: int, config: Config) -> list[re.Pattern[str]]:
     """Return the patterns of the names of a side that may be there and are not used."""
     found = []
     for statement in layout.merged("ignore"):

@@ -18,7 +18,7 @@ from bytecheckpoint.layouts.binding import Binding, BoundSide, bind
 from bytecheckpoint.layouts.config import flattened
 from bytecheckpoint.layouts.layout import builtin_names, find
 from bytecheckpoint.layouts.lowering import PartBoxes, to_parts
-from bytecheckpoint.layouts.matching import Side, scales_of, skeletons
+from bytecheckpoint.layouts.matching import Side, ignored_patterns, scales_of, skeletons
 from bytecheckpoint.layouts.names import Template, parse_template
 from bytecheckpoint.planning.element_maps import ElementMap, element_maps, in_bytes, in_halves, pairs_of, scale_rows
 from bytecheckpoint.planning.read_plan import StoredRows, stored_rows
@@ -173,9 +173,11 @@ def choose_layout(
     """
     keys = catalog.keys()
     wanted = {(state, name) for state, shapes in (live.shapes or {}).items() for name in shapes}
-    equal = wanted & {(state, name) for state, name, _ in keys}
+    stored = {(state, name) for state, name, slot in keys if not slot and live.shapes and state in live.shapes}
+    equal = wanted & stored
     if equal and equal == wanted:
-        return None
+        known = None if equal == stored else own()
+        return None if known is None else (known,)
     saved = _stored_config(catalog)
     config = {**saved, **live.config}
     there, here = ({key.partition(".")[0] for key in config} for config in (saved, live.config))
@@ -366,6 +368,9 @@ def stored_side(layout: Layout, names: Sequence[str]) -> int | None:
         fits[-1] += sum(t.match(name) is not None for t in scales for name in names)
     if not any(fits):
         return None
+    if fits[0] == fits[1]:  # names that one side ignores are of that side
+        patterns = [ignored_patterns(layout, side, {}) for side in (0, 1)]
+        fits = [sum(any(p.fullmatch(name) for p in own) for name in names) for own in patterns]
     if fits[0] == fits[1]:
         raise UsageError(f"{layout.label}: the names of the checkpoint ({listed(names, 3)}) fit both sides")
     return int(fits[1] > fits[0])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -41,7 +42,8 @@ FAMILIES = {
     "voxtral": "VoxtralForConditionalGeneration",  # several submodels
 }
 #: Others: a table that is built in, and the names of files.
-CLASSES = FAMILIES | {"bert": "BertForMaskedLM", "deepseek_v3": "DeepseekV3ForCausalLM", "llama": "LlamaForCausalLM"}
+CLASSES = FAMILIES | {"bert": "BertForMaskedLM", "deepseek_v3": "DeepseekV3ForCausalLM", "gpt2": "GPT2LMHeadModel"}
+CLASSES |= {"llama": "LlamaForCausalLM"}
 
 
 def shrink(config: Any) -> Any:
@@ -151,6 +153,34 @@ def test_a_head_of_files_that_the_model_ties(name: str, tmp_path: Path) -> None:
     model = model_of(name, tie_word_embeddings=True)
     model_of(name, tie_word_embeddings=False).save_pretrained(tmp_path)
     with pytest.raises(UsageError, match=r"requires hf\.tie_word_embeddings .* is False"):
+        bytecheckpoint.load(tmp_path, {"model": model}, layout="auto")
+
+
+OLD_FILES = {
+    "gpt2": {"h.0.attn.bias": "h.0.attn.bias", "transformer.": ""},  # the pattern fits "c_attn.bias", too
+    "llama": {"model.layers.0.self_attn.rotary_emb.inv_freq": "model.layers.0.self_attn.rotary_emb.inv_freq"},
+    "bert": {"bert.embeddings.position_ids": "bert.embeddings.position_ids", "LayerNorm.weight": "LayerNorm.gamma"},
+}
+
+
+@pytest.mark.parametrize("name", OLD_FILES)
+def test_what_transformers_ignores_in_old_files(name: str, tmp_path: Path) -> None:
+    """Names without a place in the model that transformers ignores are ignored, and no others."""
+    torch.manual_seed(0)
+    saved, model = model_of(name), model_of(name)
+    saved.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for new, old in OLD_FILES[name].items():
+        tensors = {key.replace(new, old): value for key, value in tensors.items()} if new != old else tensors
+        tensors |= {new: torch.ones(4)} if new == old else {}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    report = bytecheckpoint.load(tmp_path, {"model": model}, layout="auto")
+    assert not report.unexpected and any("ignores 1 tensors" in note for note in report.notes)
+    assert_equal(model, saved)
+    assert (layout_of(model, tmp_path) is None) == (name == "llama")
+    tensors["foo.weight"] = torch.ones(4)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(IncompatibleCheckpointError, match=r"holds model/foo\.weight"):
         bytecheckpoint.load(tmp_path, {"model": model}, layout="auto")
 
 

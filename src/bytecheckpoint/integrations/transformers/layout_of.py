@@ -41,4 +41,6 @@ def layout_of(model: Any, path: str | os.PathLike[str], *, state: str = "model")
         stored = {
             key.removeprefix(prefix): tuple(t.shape) for key, t in found.tensors.items() if key.startswith(prefix)
         }
-    return layout_of_tables(model, stored, {name: tuple(t.shape) for name, t in model.state_dict().items()})
+    layout = layout_of_tables(model, stored, {name: tuple(t.shape) for name, t in model.state_dict().items()})
+    # One that only ignores names of files is of no use to a step.
+    return None if layout is None or all(rule.left == rule.right for rule in layout.rules) else layout
