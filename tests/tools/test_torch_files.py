@@ -230,6 +230,9 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) ->
         tools.export(tmp_path / "own", tmp_path / "there.pt", format="torch")
     with pytest.raises(UsageError, match=r"not empty|is a checkpoint"):
         tools.export(tmp_path / "own", tmp_path / "own", format="dcp")
+    for format_ in ("dcp", "deepspeed-universal"):
+        with pytest.raises(UsageError, match=r"is not empty .*: give a new folder$"):
+            tools.export(tmp_path / "own", tmp_path, format=format_, force=True)  # type: ignore[arg-type]
     assert (tmp_path / "there.pt").read_text() == "other"
     damage(storage_file(tmp_path / "own", "model"))
     for format_ in ("dcp", "torch", "deepspeed-universal"):

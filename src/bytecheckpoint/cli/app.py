@@ -193,7 +193,7 @@ def export(
     files_from: Annotated[
         str | None, typer.Option(help="Local folder of a model, whose files beside the weights are copied.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace weights that are there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace weights that are there: hf and torch.")] = False,
     layout: LayoutOption = None,
     json: Json = False,
 ) -> Job:

@@ -47,8 +47,12 @@ class ExportReport:
     others: tuple[str, ...] = ()
 
 
-def check_target(storage: Storage, force: bool) -> list[str]:
+def check_target(storage: Storage, force: bool | None) -> list[str]:
     """Check that the target can take an export. Return the names in it.
+
+    Args:
+        storage: the target.
+        force: True to take a folder with files; None for a format that replaces none.
 
     Raises:
         UsageError: the target cannot take an export.
@@ -66,9 +70,8 @@ def check_target(storage: Storage, force: bool) -> list[str]:
     if CATALOG_NAME in present:
         raise UsageError(f"{storage.url} is a checkpoint: export into another folder")
     if present and not force:
-        raise UsageError(
-            f"{storage.url} is not empty (it holds {present[0]!r}): give a new folder, or force the export"
-        )
+        advice = "give a new folder" if force is None else "give a new folder, or force the export"
+        raise UsageError(f"{storage.url} is not empty (it holds {present[0]!r}): {advice}")
     return present
 
 

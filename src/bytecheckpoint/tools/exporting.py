@@ -82,8 +82,8 @@ def export(
             training that the checkpoint describes, and for all tensors if it describes none.
         files_from: "hf" only: local folder of a model, from which all files but the weights are copied: configuration,
             tokenizer. None for those in the checkpoint's own folder, where the weights have the same names.
-        force: replace weights at the target. Other files of the folder stay. On storages other than local folders the
-            old weights are removed first.
+        force: "hf" and "torch" only: replace weights at the target. Other files of the folder stay. On storages other than
+            local folders the old weights are removed first.
         progress: function of (bytes read, bytes in all).
         process_group: ranks that write "hf", "dcp" or "megatron" together, which all make this call; each reads and writes
             its share of the files, and rank 0 the index, last. None for this process alone.
@@ -118,7 +118,7 @@ def export(
 
         def prepare() -> _Prepared:
             if format != "torch" and ranks.rank == 0:
-                check_target(storage, force=False)
+                check_target(storage, None)
             view = CheckpointView.of(stack.enter_context(opened(checkpoint)))
             return _PREPARED[format](view, DcpFiles(storage, max_shard_bytes, ranks), state)
 
