@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from bytecheckpoint.errors import MissingKeyError
@@ -78,30 +78,25 @@ class CheckpointView(Checkpoint):
         """Return whether a state is in streams: positions of data loaders, which any number of ranks divides."""
         return bool(len(self._index.streams(state)))
 
-    def structure(self, state: str, inside: set[str]) -> Any:
+    def structure(self, state: str) -> tuple[Any, set[str]]:
         """Return the plain values of a state in their containers, with an `Entry` for each tensor; None without values.
 
-        Where the ranks' values complement each other they are one. Instances of classes become their plain values. The keys
-        of the tensors are added to `inside`; a tied tensor has several.
+        Where the ranks' values complement each other they are one. Instances of classes become their plain values.
+
+        Returns:
+            The values, and the keys of the tensors in them, of which a tied one has several.
         """
+        inside: set[str] = set()
 
         def found(name: str) -> Entry | None:
             entry = self._entry(state, name, "")
             inside.update([f"{state}/{name}"] if entry is None else [f"{state}/{name}", entry.key])
             return entry
 
-        trees = [
-            decode(
-                blob,
-                on_tensor=found,
-                on_unregistered=lambda _, saved: saved,
-                restore=False,
-            )
-            for blob in self._trees(state)[0]
-        ]
+        trees = self._values(state, found)
         if len(trees) > 1 and all(isinstance(tree, dict) for tree in trees):
-            return {key: value for tree in reversed(trees) for key, value in tree.items()}  # type: ignore[attr-defined]
-        return trees[0] if trees else None
+            return {key: value for tree in reversed(trees) for key, value in tree.items()}, inside
+        return trees[0] if trees else None, inside
 
     def containers_of(self, state: str) -> dict[str, dict[str, Any]]:
         """Return the lists, tuples and dicts in the state of an optimizer's parameters, with an `Entry` for each tensor.
@@ -109,18 +104,19 @@ class CheckpointView(Checkpoint):
         Names are those in the checkpoint, also where a layout shows others.
         """
         found: dict[str, dict[str, Any]] = {}
-        for blob in self._trees(state)[0]:
-            tree: Any = decode(
-                blob,
-                on_tensor=lambda name: self._entry(state, *parse_state_reference(name)),
-                on_unregistered=lambda _, saved: saved,
-                restore=False,
-            )
+        for tree in self._values(state, lambda name: self._entry(state, *parse_state_reference(name))):
             for fqn, values in tree["state"].items():
                 own = {slot: value for slot, value in values.items() if isinstance(value, dict | list | tuple)}
                 for name in (fqn, *tree["aliases"].get(fqn, ())) if own else ():
                     found.setdefault(name, own)
         return found
+
+    def _values(self, state: str, on_tensor: Callable[[str], Entry | None]) -> list[Any]:
+        """Return the values of a state that each rank has saved, with the result of `on_tensor` for each tensor."""
+        return [
+            decode(blob, on_tensor=on_tensor, on_unregistered=lambda _, saved: saved, restore=False)
+            for blob in self._trees(state)[0]
+        ]
 
     def stream(self, keys: Iterable[str], max_bytes: int = 32 << 20) -> Iterator[TensorPiece]:
         """Read several tensors in pieces, in bounded memory; small tensors are read together.

@@ -28,8 +28,7 @@ def state_dict_of(view: CheckpointView, state: str) -> Any:
     groups = f"{state}/param_groups"
     if groups in view:
         return _optimizer(view, state, tensors)
-    inside: set[str] = set()
-    tree = view.structure(state, inside)
+    tree, inside = view.structure(state)
     if not isinstance(tree, dict):
         return tree if tree is not None else {key.removeprefix(f"{state}/"): entry for key, entry in tensors.items()}
     return {key.removeprefix(f"{state}/"): entry for key, entry in tensors.items() if key not in inside} | tree
