@@ -79,7 +79,7 @@ def layout_of_tables(model: nn.Module, stored: Mapping[str, Shape], shapes: Mapp
     examples = [group.example(stored, live, model) for group in groups.values()]
     ignored = [Statement("hf", "|".join(unused))] if unused else []
     layout = Layout(kind, "hf", "hf5", rules=rules_of(examples), require=require, ignore=ignored, aliases=aliases)
-    return replace(layout, rules=rules_of([*examples, *_alike(layout, {**stored, **live})]))
+    return replace(layout, rules=rules_of([*examples, *_alike(layout, {**left, **live})]))
 
 
 def _unused(model: Any) -> list[str]:
