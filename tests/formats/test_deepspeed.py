@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,29 @@ def test_missing_ranks_are_refused(tmp_path, stage):
     )
     with pytest.raises(CheckpointNotFoundError, match="data-parallel rank 1 of model-parallel rank 1"):
         read_deepspeed(storage)
+
+
+def test_files_of_several_saves_are_refused(tmp_path: Path) -> None:
+    """A save of the same name was killed, or was of more ranks: the parts of parameters would be of different steps."""
+    file = damaged(tmp_path / "1", 1) / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    with zipfile.ZipFile(file) as old:
+        members = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(file, "w") as new:
+        for name, data in members.items():
+            new.writestr(name, b"\0\0\x40\x40" if data == b"\0\0\0\x40" else data)  # 3.0 steps, not 2.0
+    with pytest.raises(
+        IncompatibleCheckpointError, match=r"ranks have different 'step' of body\.weight: files are of sev"
+    ):
+        read_deepspeed(resolve(str(tmp_path / "1")))
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(3)]
+    folder = damaged(tmp_path / "3", 3)
+    shutil.copy(folder / names[1], folder / names[2])
+    with pytest.raises(IncompatibleCheckpointError, match="several numbers of ranks"):
+        read_deepspeed(resolve(str(folder)))
+    (folder / names[2]).unlink()
+    torch.save(torch.load(folder / names[1], weights_only=False) | {"global_steps": 7}, folder / names[1])
+    with pytest.raises(IncompatibleCheckpointError, match="files of several steps: 2, 7"):
+        read_deepspeed(resolve(str(folder)))
 
 
 @pytest.mark.parametrize(

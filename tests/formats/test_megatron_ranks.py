@@ -46,6 +46,21 @@ def change(folder: Path, rank: str, **entries: Any) -> None:
     torch.save(value, file)
 
 
+@pytest.mark.parametrize(("number", "what"), [(1, "1 tensor"), (2, "1 pipeline")])
+def test_lost_ranks_are_named(copied: Path, number: int, what: str) -> None:
+    """All those of the second half, of which the other files show nothing."""
+    for rank in [rank for rank in RANKS if int(rank.split("_")[1 + number])]:
+        shutil.rmtree(copied / rank)
+    with pytest.raises(CheckpointNotFoundError, match=rf"has files of {what}-parallel ranks, and its args say 2"):
+        read_megatron_ranks(resolve(str(copied)))
+
+
+def test_ranks_of_several_iterations_are_refused(copied: Path) -> None:
+    change(copied, RANKS[-1], iteration=1)
+    with pytest.raises(IncompatibleCheckpointError, match="files of several iterations: 1, 2"):
+        read_megatron_ranks(resolve(str(copied)))
+
+
 def test_every_tensor_equals_what_was_trained() -> None:
     """Two tensor-parallel ranks, two stages with two chunks each; norms have both names."""
     assert detect(resolve(str(GOLDEN))).format == "megatron-ranks"

@@ -100,11 +100,17 @@ class _FolderOfRanks:
     def read(self, layers: _Files) -> ForeignCheckpoint:
         """Read the files; those of layers have keys of tensor-parallel rank and number of the layer."""
         values: dict[tuple[int, int], Any] = {}
+        steps: set[str] = set()
         for key in sorted(self._models):
             with self._files.open(self._models[key], key[1]) as (file, values[key]), damage(file, "DeepSpeed"):
+                steps.add(str(values[key].get("global_steps")))
                 if key[1] == 0:
                     self._parameters.add_rank(values[key])
         rest = values[0, 0]
+        if len(steps) > 1:
+            raise IncompatibleCheckpointError(
+                f"{self._storage.url} has files of several steps: {listed(sorted(steps))}"
+            )
         with open_file(self._storage, self._models[0, 0]) as file, damage(file, "DeepSpeed"):
             self._parameters.find_stages(rest)
             self._modules.add([values[mp, 0]["module"] for mp, rank in sorted(values) if rank == 0], layers)
@@ -126,6 +132,10 @@ class _FolderOfRanks:
                 self._add_optimizer(file, value["optimizer_state_dict"], mp, rank)
         if not self._optimizers:
             self._add_universal()
+        elif max(rank for _, rank in self._models) > max(rank for _, rank in self._optimizers):
+            raise IncompatibleCheckpointError(
+                f"{self._storage.url} has files of several numbers of ranks: keep those of one save"
+            )
         with open_file(self._storage, self._models[0, 0]) as file, damage(file, "DeepSpeed"):
             self._modules.prove_tied(self._storage)
             module = self._modules.tree(rest)
@@ -267,10 +277,19 @@ class _FolderOfRanks:
         content = self._optimizer["state"].setdefault(fqn, {})
         for slot, tensor in held.items():
             if type(tensor) is not StoredTensor or not tensor.shape:
-                content.setdefault(slot, tensor)
+                known, own = map(self._content_of, (content.setdefault(slot, tensor), tensor))
+                if known is not None and own is not None and known != own:
+                    raise IncompatibleCheckpointError(
+                        f"{self._storage.url}: ranks have different {slot!r} of {fqn}: files are of several saves, as where one "
+                        "of the same name was killed, or the optimizer keeps a value for each partition"
+                    )
                 continue
             content[slot] = TensorRef(f"state.{fqn}.{slot}")
             self._ranges.add_part(("optimizer", f"state.{fqn}.{slot}"), divided, rank, tensor, elements)
+
+    def _content_of(self, item: Any) -> Any:
+        """Return a number, or the CRC32 of a tensor that is one; None where it is not known."""
+        return self._files.crcs[item.storage.key] if type(item) is StoredTensor else item
 
 
 def _stage(saved: Mapping[str, Any]) -> int:

@@ -84,9 +84,11 @@ class _Ranks:
         """Read the files of models, given by the numbers in their names, and others beside them, of all names."""
         chunks: dict[int, dict[tuple[int, int], _Held]] = {}  # of each tensor-parallel rank, by chunk and stage
         ranks: set[_Rank] = set()
+        iterations: set[str] = set()
         for key, name in sorted(files.items(), key=str):
             with self._files.open(name) as (file, value), damage(file, "Megatron"):
                 args = _args_of(value)
+                iterations.add(str(value.get("iteration")))
                 ranks.add(rank := _rank_of(key, args))
                 self._note_rest(value, args, rank)
                 parameters = self._parameters(value)
@@ -99,6 +101,15 @@ class _Ranks:
             degrees = f"{tensor} x {stages} x {self._experts}"
             raise CheckpointNotFoundError(
                 f"{self._storage.url} has {len(ranks)} files of {degrees} model-parallel ranks"
+            )
+        for size, count in zip(("tensor", "pipeline"), (tensor, stages), strict=True):
+            if (said := self._rest.get("args", {}).get(f"{size}_model_parallel_size", count)) != count:
+                raise CheckpointNotFoundError(
+                    f"{self._storage.url} has files of {count} {size}-parallel ranks, and its args say {said}"
+                )
+        if len(iterations) > 1:
+            raise IncompatibleCheckpointError(
+                f"{self._storage.url} has files of several iterations: {listed(sorted(iterations))}"
             )
         with open_file(self._storage, name) as file, damage(file, "Megatron"):
             self._add([_numbered(chunks[rank]) for rank in sorted(chunks)])
