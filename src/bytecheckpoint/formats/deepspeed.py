@@ -280,8 +280,8 @@ class _FolderOfRanks:
                 known, own = map(self._content_of, (content.setdefault(slot, tensor), tensor))
                 if known is not None and own is not None and known != own:
                     raise IncompatibleCheckpointError(
-                        f"{self._storage.url}: ranks have different {slot!r} of {fqn}: files are of several saves, as where one "
-                        "of the same name was killed, or the optimizer keeps a value for each partition"
+                        f"{self._storage.url}: ranks have different {slot!r} of {fqn}: files are of several saves, of "
+                        "which one was killed, or the optimizer keeps a value for each partition"
                     )
                 continue
             content[slot] = TensorRef(f"state.{fqn}.{slot}")
