@@ -106,7 +106,14 @@ def test_names_that_leave_the_checkpoint_are_refused(name: str) -> None:
 
 
 def test_relative_names_and_uris_are_accepted() -> None:
-    for name in ("a", "model/x.safetensors", "..a/b..", "s3://bucket/step_1/model/x.safetensors", "hdfs://n/a"):
+    for name in (
+        "a",
+        "model/x.safetensors",
+        "..a/b..",
+        "run-10:00:00.pt",
+        "s3://bucket/step_1/model/x.safetensors",
+        "hdfs://n/a",
+    ):
         assert check_file_name(name) == name
     assert is_uri("s3://bucket/x") and not is_uri("model/x") and not is_uri("C:/x")
 

@@ -164,7 +164,7 @@ def folders_of_tool(root: str, name: re.Pattern[str], last: str) -> list[Checkpo
     storage, found = with_time_limits(resolve(root)), []
     for match in filter(None, map(name.fullmatch, storage.folders())):
         modified = 0.0
-        with suppress(FileNotFoundError, UsageError):  # a torn one; a name with a colon
+        with suppress(FileNotFoundError, UsageError):  # a torn one; a refused name
             modified = storage.stat(f"{match[0]}/{last}").modified
         found.append(CheckpointOfTool(int(match[1] or 0), f"{root}/{match[0]}", modified))
     return sorted(found, key=lambda one: (one.step, one.modified), reverse=True)

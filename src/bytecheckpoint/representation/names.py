@@ -53,6 +53,7 @@ _OWN_FILE = re.compile(
 )
 _VIEW_FILE = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}\.(?P<generation>[0-9a-f]{24})\.safetensors")
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://.+", re.DOTALL)
+_DRIVE = re.compile(r"[A-Za-z]:")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _SURROGATE = re.compile("[\ud800-\udfff\ufdd0]")
 _ESCAPED = re.compile("\ufdd0([0-9a-f]{4})")
@@ -162,7 +163,7 @@ def check_file_name(name: str) -> str:
     if is_uri(name) and not _CONTROL.search(name):
         return name
     parts = name.split("/")
-    if _CONTROL.search(name) or "\\" in name or ":" in name or any(part in ("", ".", "..") for part in parts):
+    if _CONTROL.search(name) or "\\" in name or _DRIVE.match(name) or any(part in ("", ".", "..") for part in parts):
         raise UsageError(f"file name {name[:200]!r} does not stay inside the checkpoint: use a plain relative name")
     if any(len(part.encode("utf-8", "surrogatepass")) > _LONGEST_COMPONENT for part in parts):
         raise UsageError(f"file name {name[:200]!r}... is too long for a file system: use shorter names")

@@ -178,7 +178,7 @@ def test_files_of_lightning(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "own.ckpt", weights_only=False).keys() >= {"optimizer_states", "state_dict"}
 
 
-@pytest.mark.parametrize("name", ["epoch=0-step=6.ckpt", "last.ckpt"])
+@pytest.mark.parametrize("name", ["epoch=0-step=6.ckpt", "last.ckpt", "train_step=7-10:30.ckpt"])
 @on_ranks(1)
 def test_a_job_that_changes_over_from_lightning(tmp_path: Path, name: str) -> None:
     """It goes on behind Lightning's newest file, whose name may have no step, and then behind its own steps."""
@@ -187,13 +187,16 @@ def test_a_job_that_changes_over_from_lightning(tmp_path: Path, name: str) -> No
     stock = pl.callbacks.ModelCheckpoint(tmp_path, every_n_epochs=1, save_top_k=-1, save_last=True)
     make(stock, max_epochs=2).fit(Net(), loader(False))
     files = ["last.ckpt", "epoch=1-step=12.ckpt", "epoch=0-step=6.ckpt"]
+    if name not in files:
+        (tmp_path / files[0]).rename(tmp_path / name)
+        files[0] = name
     for number, file in enumerate(files):
         os.utime(tmp_path / file, (10 + number, 10 + number))
     os.utime(tmp_path / name, (1e9, 1e9))
     (tmp_path / "step=99.ckpt").write_bytes((tmp_path / name).read_bytes()[:-100])
     (tmp_path / "step=98.ckpt").mkdir()  # sharded, and killed
     (tmp_path / "step=98.ckpt" / "__0_0.distcp").touch()
-    begin = 12 if name == "last.ckpt" else 6
+    begin = 12 if name == files[0] else 6
     again = Net()
     with collected_warnings() as said:
         run(tmp_path, net=again, shuffle=False)

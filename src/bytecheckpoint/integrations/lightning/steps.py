@@ -46,8 +46,8 @@ __all__ = ["POSITION", "LightningState", "Newest", "TrainerSteps", "averaging_ca
 
 #: Name of the `TrainingPosition` in the state that Lightning dumps.
 POSITION = "bytecheckpoint"
-#: Step in the name of a file of Lightning's.
-_STEP_IN_NAME = re.compile(r"(?<![a-z])step=(\d+)")
+#: Step in the name of a file of Lightning's; "train_step=7" may be a metric, so such a file is read.
+_STEP_IN_NAME = re.compile(r"(?<![A-Za-z0-9_])step=(\d+)")
 #: File of a sharded folder with what is no tensor.
 _REST_OF_FOLDER = "meta.pt"
 #: State of the weights in training, where a callback averages them and "model" holds the averages.
@@ -324,7 +324,7 @@ def _files(manager: CheckpointManager) -> Iterator[CheckpointOfTool]:
     for file, name in names.items():
         if file.endswith(".ckpt"):
             steps, modified = _STEP_IN_NAME.findall(file), 0.0
-            with contextlib.suppress(FileNotFoundError, UsageError):  # removed meanwhile; a name with a colon
+            with contextlib.suppress(FileNotFoundError, UsageError):  # removed meanwhile; a refused name
                 modified = folder.stat(name).modified
             found.append((modified, int(steps[-1]) if steps else -1, f"{manager.root}/{file}"))
     for modified, step, path in sorted(found, reverse=True):
