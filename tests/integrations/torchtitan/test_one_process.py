@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -195,8 +196,12 @@ def test_folders_that_are_passed_over(tmp_path: Path) -> None:
     run(tmp_path, steps=10, checkpoint={"stock": True})
     root = tmp_path / "checkpoint"
     (root / "step-12").mkdir()
+    shutil.copytree(root / "step-8", root / "step-11")
+    (root / "step-11" / "__0_0.distcp").write_bytes(b"")
     with collected_warnings() as said:
         assert run(tmp_path, steps=12, checkpoint=FULL) == {step: wanted[step] for step in range(9, 13)}
+    shutil.rmtree(root / "step-11")
+    assert said.pop(-3) == f"{root}/step-11 of torchtitan is passed over: it lacks files, or their ends"
     assert said[-3:] == [
         f"{root}/step-12 of torchtitan is passed over: it lacks .metadata",
         f"{root}/step-10 of torchtitan is passed over: it lacks the optimizer",

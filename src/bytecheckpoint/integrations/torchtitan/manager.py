@@ -24,7 +24,7 @@ from torchtitan.tools import filesystem
 
 from bytecheckpoint.dataloader import TorchdataLoader
 from bytecheckpoint.dataloader.hugging_face import check_exact
-from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.handles import SaveHandle
 from bytecheckpoint.integrations.attaching import OPTIMIZER, CheckpointOfTool, folders_of_tool, newest_of_tool
 from bytecheckpoint.integrations.generators import DelayedGenerators
@@ -262,8 +262,11 @@ class TorchtitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             return ".metadata"
         if "optimizer" in self._config.exclude_from_loading:
             return ""
-        with open_checkpoint(path) as checkpoint:
-            return "" if "optimizer" in checkpoint.states else OPTIMIZER
+        try:
+            with open_checkpoint(path) as checkpoint:
+                return "" if "optimizer" in checkpoint.states else OPTIMIZER
+        except CorruptCheckpointError:
+            return "files, or their ends"
 
     def _load_initial(self) -> str | None:
         config, path = self._config, self._config.initial_load_path
