@@ -13,7 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
+from bytecheckpoint.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    UsageError,
+)
 from bytecheckpoint.integrations.attaching import (
     OPTIMIZER,
     SCHEDULE,
@@ -29,6 +34,7 @@ from bytecheckpoint.integrations.generators import DelayedGenerators
 from bytecheckpoint.integrations.transformers.pretrained import adapter_names, describe_pretrained
 from bytecheckpoint.manager import Best, Cadence, CheckpointManager, StepInfo
 from bytecheckpoint.manager.run_folder import step_folder, step_number
+from bytecheckpoint.opening import open as open_checkpoint
 from bytecheckpoint.storage import resolve
 
 __all__ = ["TrainerCheckpoints", "keep_rule"]
@@ -101,11 +107,14 @@ class TrainerCheckpoints:
             if resume not in ("auto", True):
                 if not seen_by_all(manager, resume, lambda: _is_of_trainer(resume)):
                     return None
-                if missing := manager.ask_rank_0(lambda: self._lacks(resume), str):
+                missing = manager.ask_rank_0(lambda: self._lacks(resume), str)
+                if missing in (OPTIMIZER, SCHEDULE):
                     raise UsageError(
                         f"{resume} lacks {missing}, so Trainer would begin with a new optimizer: begin a new run, without "
                         "a resume, with a model that has these weights"
                     )
+                if missing:
+                    raise UsageError(f"{resume} lacks {missing}: a save was killed; give another folder")
                 return resume
             find = functools.partial(self._of_trainer, manager)
             found = newest_of_tool(manager, "Trainer", find, self._lacks)
@@ -115,9 +124,15 @@ class TrainerCheckpoints:
         """Return what a folder of Trainer lacks, for `newest_of_tool`."""
         if not _is_of_trainer(path):
             return f"a whole {_STATE_OF_TRAINER}"
+        folder = glob.escape(os.fspath(path))
+        for file in sorted(glob.glob(os.path.join(folder, "*.safetensors")) + glob.glob(os.path.join(folder, "*.pt"))):
+            try:
+                open_checkpoint(file).close()
+            except CorruptCheckpointError:
+                return f"a whole {os.path.basename(file)}"
         if self._trainer.args.save_only_model:
             return ""
-        if not glob.glob(os.path.join(glob.escape(os.fspath(path)), "optimizer*")):
+        if not glob.glob(os.path.join(folder, "optimizer*")):
             return OPTIMIZER
         return "" if os.path.isfile(os.path.join(path, "scheduler.pt")) else SCHEDULE
 
