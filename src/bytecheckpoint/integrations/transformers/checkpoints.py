@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bytecheckpoint.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
@@ -130,6 +131,8 @@ class TrainerCheckpoints:
                 open_checkpoint(file).close()
             except CorruptCheckpointError:
                 return f"a whole {os.path.basename(file)}"
+            except CheckpointError:  # of a kind that Trainer may read
+                pass
         if self._trainer.args.save_only_model:
             return ""
         if not glob.glob(os.path.join(folder, "optimizer*")):
