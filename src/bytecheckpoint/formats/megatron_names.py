@@ -14,6 +14,7 @@ import numpy as np
 
 from bytecheckpoint.errors import listed
 from bytecheckpoint.formats.foreign import ForeignColumns
+from bytecheckpoint.formats.meanings import StoredTensor
 from bytecheckpoint.formats.shown import VALUES_NAME
 from bytecheckpoint.representation.values.tree import TensorRef
 
@@ -120,12 +121,12 @@ class NamedGroups:
 
     Attributes:
         groups: the groups.
-        steps: number of steps of each parameter whose group has one.
+        steps: number of steps of each parameter whose group has one; without a distributed optimizer, a tensor of a file.
         notes: facts that a user should know.
     """
 
     groups: list[dict[str, Any]]
-    steps: dict[str, float]
+    steps: dict[str, Any]
     notes: list[str]
 
 
@@ -144,7 +145,7 @@ def named_groups(
     """
     named: list[dict[str, Any]] = [{**settings_of(group), "params": []} for group in groups]
     undecided: list[str] = []
-    steps: dict[str, float] = {}
+    steps: dict[str, Any] = {}
     with_experts = any(group.get("is_expert_parallel") for group in groups)
     for fqn, shape in shapes.items():
         is_vector = (len(shape) == 1 or fqn.endswith(".bias")) and not (decayed_norms and _is_qk_norm(fqn))
@@ -157,7 +158,7 @@ def named_groups(
             continue
         named[chosen[0]]["params"].append(fqn)
         if (step := groups[chosen[0]].get(STEP)) is not None:
-            steps[fqn] = float(step)
+            steps[fqn] = step
     notes = []
     if decayed_norms is None and len(groups) > 1 and any(map(_is_qk_norm, shapes)):
         notes.append(
@@ -172,16 +173,20 @@ def named_groups(
 
 
 def add_steps(
-    columns: ForeignColumns, states: Mapping[str, dict[str, Any]], steps: Mapping[str, float]
+    columns: ForeignColumns, states: Mapping[str, dict[str, Any]], steps: Mapping[str, Any]
 ) -> dict[str, bytes]:
     """Add a step for each parameter, as torch's optimizers have: Megatron saves one for a group. Return the file."""
-    data = np.fromiter(steps.values(), "<f4", len(steps)).tobytes()
-    file = columns.add_file(_STEPS, len(data)) if steps else 0
-    for k, fqn in enumerate(steps):
-        states[fqn][STEP] = TensorRef(f"state.{fqn}.{STEP}")
-        number = columns.add_tensor("optimizer", f"state.{fqn}.{STEP}", "float32", ())
-        columns.rows.append((number, (), (), file, 4 * k, ()))
-    return {_STEPS: data} if steps else {}
+    stored = {fqn: step for fqn, step in steps.items() if type(step) is StoredTensor}
+    numbers = {fqn: float(step) for fqn, step in steps.items() if fqn not in stored}
+    data = np.fromiter(numbers.values(), "<f4", len(numbers)).tobytes()
+    file = columns.add_file(_STEPS, len(data)) if numbers else 0
+    for k, fqn in enumerate((*numbers, *stored)):
+        states[fqn][STEP] = TensorRef(name := f"state.{fqn}.{STEP}")
+        if fqn in stored:
+            columns.add_whole("optimizer", {name: stored[fqn]})
+        else:
+            columns.rows.append((columns.add_tensor("optimizer", name, "float32", ()), (), (), file, 4 * k, ()))
+    return {_STEPS: data} if numbers else {}
 
 
 def _is_qk_norm(fqn: str) -> bool:

@@ -25,6 +25,7 @@ CASES = {
         Layout(tp=2, dp=2, bf16=True),
         [Layout(tp=2, dp=2, bf16=True), Layout(dp=4, bf16=True), Layout(tp=2, pp=2, bf16=True)],
     ),
+    "whole": (Layout(tp=2, bf16=True, distributed=False), [Layout(pp=2, bf16=True, distributed=False)]),
     "experts": (Layout(ep=2, dp=2, moe=True), [Layout(dp=2, moe=True), Layout(pp=2, moe=True)]),
     "virtual": (Layout(pp=2, vpp=2, dp=2, tied=False), [Layout(dp=2, tied=False), Layout(tp=2, pp=2, tied=False)]),
 }
