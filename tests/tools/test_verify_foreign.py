@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,24 @@ def test_blobs_of_hugging_face(tmp_path: Path) -> None:
     flip_bit(blob, blob.stat().st_size - 5)
     (found,) = verify(snapshot / "model.safetensors").findings
     assert found.kind == "sum" and found.tensor_count == 2
+
+
+def test_records_of_downloads(tmp_path: Path) -> None:
+    file, record = tmp_path / "model.safetensors", tmp_path / ".cache/huggingface/download/model.safetensors.metadata"
+    record.parent.mkdir(parents=True)
+    save_file({name: value.contiguous() for name, value in STATE.items()}, file)
+    written = file.stat().st_mtime
+    record.write_text(f"{'a' * 40}\n{hashlib.sha256(file.read_bytes()).hexdigest()}\n{written + 2}\n")
+    note = "model.safetensors: its sha256 in the record of its download was checked"
+    assert verify(tmp_path).ok and notes_of(verify(tmp_path), "model.safetensors") == [note]
+    flip_bit(file, file.stat().st_size - 5)
+    os.utime(file, (written, written))
+    (found,) = verify(tmp_path).findings
+    assert found.kind == "sum" and found.file == "model.safetensors"
+    os.utime(file, (written + 60, written + 60))  # trained on since
+    assert verify(tmp_path).ok and verify(tmp_path).bytes_read == 0
+    record.write_text("torn")
+    assert verify(tmp_path).ok
 
 
 def test_files_without_sums_are_named(tmp_path: Path) -> None:

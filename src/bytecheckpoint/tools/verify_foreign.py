@@ -1,11 +1,12 @@
 """Verify a checkpoint of another program by the sums that its format has, in bounded memory, without torch.
 
-These are the CRC32s of zip members, the sha256s of Megatron's integrity.json, and the sha256s that name blobs in a cache
-of Hugging Face.
+These are the CRC32s of zip members, the sha256s of Megatron's integrity.json, and the sha256s that a download from
+the hub of Hugging Face has left.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -39,6 +40,8 @@ _CHUNK: Final = 8 << 20
 _TASK_BYTES: Final = 64 << 20
 _INTEGRITY: Final = "integrity.json"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+#: Records of `hf download --local-dir`: the revision, the digest and the time of the download, in lines.
+_RECORDS: Final = ".cache/huggingface/download"
 
 
 class _Integrity(msgspec.Struct):
@@ -104,7 +107,7 @@ class _ForeignCheck:
         self._numbers = {file.name: number for number, file in enumerate(catalog.files)}
         self._sums = storage.sums()
         self._counted = counted
-        self.digests = {**_blobs(storage, catalog), **_manifest(storage, catalog)}
+        self.digests = {**_of_hub(storage, catalog), **_manifest(storage, catalog)}
 
     def sums_of(self, name: str) -> str:
         """Return which sums a file has, in words."""
@@ -200,8 +203,8 @@ class _ForeignCheck:
         return finding_in(self._catalog, number, kind, text, (low, high))
 
 
-def _blobs(storage: ForeignStorage, catalog: Catalog) -> dict[str, tuple[str, str]]:
-    """Return the digests that name blobs in a cache of Hugging Face, behind the links of a snapshot."""
+def _of_hub(storage: ForeignStorage, catalog: Catalog) -> dict[str, tuple[str, str]]:
+    """Return the digests that a download from the hub of Hugging Face has left, for files that lie in local folders."""
     folder = unwrapped(storage)
     found = {}
     for file in catalog.files if isinstance(folder, LocalStorage) else ():
@@ -209,7 +212,19 @@ def _blobs(storage: ForeignStorage, catalog: Catalog) -> dict[str, tuple[str, st
         place, digest = os.path.split(target)
         if os.path.basename(place) == "blobs" and _SHA256.fullmatch(digest):
             found[file.name] = digest, "in the cache of Hugging Face"
+        elif digest := _recorded(folder.url, file.name):
+            found[file.name] = digest, "in the record of its download"
     return found
+
+
+def _recorded(folder: str, name: str) -> str:
+    """Return the digest in the record that `hf download --local-dir` keeps of a file; "" if the file is newer."""
+    with contextlib.suppress(OSError, ValueError):
+        with open(os.path.join(folder, _RECORDS, f"{name}.metadata"), encoding="utf-8") as record:
+            _, digest, time = (record.readline(100).strip() for _ in range(3))
+        if _SHA256.fullmatch(digest) and os.path.getmtime(os.path.join(folder, name)) <= float(time) + 1:
+            return digest
+    return ""
 
 
 def _manifest(storage: ForeignStorage, catalog: Catalog) -> dict[str, tuple[str, str]]:
