@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint
 from bytecheckpoint import CheckpointError, CorruptCheckpointError, UsageError, tools
 from bytecheckpoint.cli.main import run
+from bytecheckpoint.integrations.dcp import Reader
 from bytecheckpoint.opening import Entry
 from bytecheckpoint.tools import exporting, huggingface, torch_files
 from tests.loading.test_layouts import fused, module_of, sized, weights
@@ -95,6 +96,34 @@ def test_dcp_loads_and_trains_on(tmp_path: Path, max_shard_bytes: int, monkeypat
     for run_ in ((model, optimizer), (other, second)):
         train(*run_, 3)
     check_same(model, other)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_dcp_loads_optimizers_of_named_parameters(tmp_path: Path, named: bool, flat: bool) -> None:
+    """Their param groups have names, which DCP demands; those of other optimizers have none, and get none."""
+
+    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = run_of(seed)[0]
+        return model, torch.optim.AdamW(model.named_parameters() if named else model.parameters(), lr=0.1)  # type: ignore[arg-type]
+
+    first, second = made(1), made(2)
+    train(*first, 1)
+    bytecheckpoint.save(tmp_path / "own", {"model": first[0], "optimizer": first[1]})
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    of_model, of_optimizer = get_state_dict(*second, options=options)
+    states, readers = {"model": of_model, "optimizer": of_optimizer}, {"own": Reader()}
+    if not flat:
+        tools.export(tmp_path / "own", tmp_path / "dcp", format="dcp")
+        readers["dcp"] = None
+    for name, reader in readers.items():
+        dcp.load(states, checkpoint_id=str(tmp_path / name), storage_reader=reader)
+        set_state_dict(*second, model_state_dict=of_model, optim_state_dict=of_optimizer, options=options)
+        check_same(first[0], second[0])
+        assert second[1].param_groups[0].get("param_names") == first[1].param_groups[0].get("param_names")
+    train(*first, 3)
+    train(*second, 3)
+    check_same(first[0], second[0])
 
 
 def test_a_file_of_torch(tmp_path: Path) -> None:

@@ -147,18 +147,21 @@ class _Prepared:
     write: Callable[[Advance], Written]
 
 
-def _trees(view: CheckpointView, state: str | None) -> tuple[dict[str, Any], list[str], int]:
+def _trees(
+    view: CheckpointView, state: str | None, *, param_names: bool = False
+) -> tuple[dict[str, Any], list[str], int]:
     """Return the states for programs of torch, the names of those that are left out, and the bytes of tensors."""
     if state is not None and state not in view.states:
         raise UsageError(f"{view.path} has no {state!r}; it holds {', '.join(view.states)}")
     chosen = [state] if state is not None else list(view.states)
     skipped = [name for name in chosen if view.has_streams(name)]
-    tree: dict[str, Any] = {name: state_dict_of(view, name) for name in chosen if name not in skipped}
+    kept = [name for name in chosen if name not in skipped]
+    tree: dict[str, Any] = {name: state_dict_of(view, name, param_names=param_names) for name in kept}
     return tree, skipped, sum(view[k].nbytes for name in tree for k in view.keys_of(name) if view.stored_under(k))
 
 
 def _prepare_dcp(view: CheckpointView, files: DcpFiles, state: str | None) -> _Prepared:
-    tree, skipped, total = _trees(view, state)
+    tree, skipped, total = _trees(view, state, param_names=True)
     return _Prepared(total, skipped, lambda advance: write_dcp(view, tree, files, advance))
 
 

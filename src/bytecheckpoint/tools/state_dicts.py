@@ -15,11 +15,17 @@ from bytecheckpoint.representation.values.codec import leaves_with_paths
 __all__ = ["mapped", "state_dict_of"]
 
 
-def state_dict_of(view: CheckpointView, state: str) -> Any:
+def state_dict_of(view: CheckpointView, state: str, *, param_names: bool = False) -> Any:
     """Return the values of a state in their containers, with an `Entry` for each tensor.
 
     An optimizer becomes {"state": {name: {slot: value}}, "param_groups": [...]} with parameters by name, as torch's
     `get_optimizer_state_dict` returns it; modules become {name: tensor}.
+
+    Args:
+        view: the checkpoint.
+        state: name of the state.
+        param_names: give param groups the names of their parameters, as those of an optimizer of named parameters have
+            them. DCP loads what the live optimizer has, so that others leave them.
 
     Raises:
         IncompatibleCheckpointError: a value is an instance of a class that is not registered here.
@@ -27,7 +33,10 @@ def state_dict_of(view: CheckpointView, state: str) -> Any:
     tensors = {key: view[key] for key in view.keys_of(state) if view.stored_under(key) is not None}
     groups = f"{state}/param_groups"
     if groups in view:
-        return _optimizer(view, state, tensors)
+        found = _optimizer(view, state, tensors)
+        if param_names:
+            found["param_groups"] = [{**group, "param_names": [*group["params"]]} for group in found["param_groups"]]
+        return found
     tree, inside = view.structure(state)
     if not isinstance(tree, dict):
         return tree if tree is not None else {key.removeprefix(f"{state}/"): entry for key, entry in tensors.items()}

@@ -270,7 +270,8 @@ class DcpReader(_DcpStorage, StorageReader):
             stand_ins[id(tensor)] = tensor, entry
             return tensor
 
-        trees = {state: state_dict_of(view, state) for state in view.states if not view.has_streams(state)}
+        kept = [state for state in view.states if not view.has_streams(state)]
+        trees = {state: state_dict_of(view, state, param_names=True) for state in kept}
         flat, paths = flatten_state_dict({state: mapped(tree, stand_in) for state, tree in trees.items()})
         self._tensors, self._values, found = {}, {}, {}
         for name, value in flat.items():
