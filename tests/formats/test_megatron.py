@@ -7,6 +7,7 @@ import re
 import shutil
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -223,11 +224,32 @@ def test_norms_of_queries_and_keys_may_have_weight_decay(decayed_norms: bool | N
     """The program's arguments say it (`--apply-wd-to-qk-layernorm`); without them a note tells what was assumed."""
     names = ["layers.0.q_layernorm.weight", "layers.0.linear.weight", "layers.0.linear.bias", "norm.weight"]
     shapes = {name: (4, 4) if name == names[1] else (4,) for name in names}
-    found = named_groups([{"wd_mult": 1.0}, {"wd_mult": 0.0}], shapes, decayed_norms)
+    args = {} if decayed_norms is None else {"apply_wd_to_qk_layernorm": decayed_norms}
+    found = named_groups([{"wd_mult": 1.0}, {"wd_mult": 0.0}], shapes, args)
     decayed, others = found.groups
     assert decayed["params"] == (names[:2] if decayed_norms else names[1:2])
     assert others["params"] == (names[2:] if decayed_norms else [names[0], *names[2:]])
     assert any("queries and keys" in note for note in found.notes) == noted
+
+
+@pytest.mark.parametrize(
+    ("said", "args"),
+    [
+        ({"default_config": False, "max_lr": 0.5}, {"decoupled_lr": 0.5}),
+        ({"default_config": True, "max_lr": 0.1, "is_decoupled_lr": True}, {}),  # of older versions
+        ({"default_config": False, "max_lr": 0.5}, {"decoupled_lr": 0.5, "use_mup": True}),
+        ({"default_config": False, "max_lr": 0.5}, {}),
+    ],
+)
+def test_embedding_and_head_may_have_a_learning_rate_of_their_own(said: dict[str, Any], args: dict[str, Any]) -> None:
+    """Where nothing says that, the group may be one of other matrices."""
+    names = ["embedding.word_embeddings.weight", "embedding.position_embeddings.weight", "output_layer.weight"]
+    groups = [{"default_config": True, "max_lr": 0.1}, {"max_lr": 0.1, "wd_mult": 0.0}, said]
+    found = named_groups(groups, dict.fromkeys(names, (4, 4)) | {"norm.weight": (4,)}, args)
+    known = len(args) == 1 or "is_decoupled_lr" in said
+    whole = [names[1:2], ["norm.weight"], [names[0], names[2]]] if known else [[], ["norm.weight"], []]
+    assert [group["params"] for group in found.groups] == whole
+    assert bool(found.notes) != known
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -100,8 +100,8 @@ class _TorchDist:
         if self._slots:
             of_groups = {name: others.pop(name) for name in list(others) if ".distributed.dp_group_idx_" in name}
             args = common.get("args")
-            decayed_norms = args.get("apply_wd_to_qk_layernorm") if type(args) is dict else None
-            named = named_groups(param_groups(optimizer) or param_groups(of_groups), self._shapes, decayed_norms)
+            args = args if type(args) is dict else {}
+            named = named_groups(param_groups(optimizer) or param_groups(of_groups), self._shapes, args)
             self._tree.notes += named.notes
             made |= add_steps(self._columns, self._slots, named.steps)
             states["optimizer"] = {"state": self._slots, "param_groups": named.groups}

@@ -36,6 +36,8 @@ STEP: Final = "step"
 """Slot of the number of steps of a parameter, and setting of a group that has one."""
 #: The same and another name of it, and the name elsewhere.
 SLOTS: Final = {PARAM: "fp32", "fp32_param": "fp32"}
+#: Names of the parameters that may have a learning rate of their own.
+_ENDS: Final = ("embedding.word_embeddings.weight", "output_layer.weight")
 #: Name of the file of steps, which no folder holds.
 _STEPS: Final = f"{VALUES_NAME}-steps"
 #: Settings of a param group that say which parameters it has, and are no hyperparameters of the optimizer inside.
@@ -131,28 +133,32 @@ class NamedGroups:
 
 
 def named_groups(
-    groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]], decayed_norms: object
+    groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]], args: Mapping[str, Any]
 ) -> NamedGroups:
     """Return the groups with their parameters.
 
-    Megatron's rule is that vectors and biases have no weight decay, and that experts have groups of their own. A parameter
-    for which that leaves several groups is in none.
+    Megatron's rule is that vectors and biases have no weight decay, and that experts have groups of their own, as have
+    embedding and head with a decoupled learning rate. A parameter for which that leaves several groups is in none.
 
     Args:
         groups: hyperparameters of the groups.
         shapes: shapes of the parameters, by name.
-        decayed_norms: true if the norms of queries and keys have weight decay; None if nothing says it.
+        args: arguments of the training program, {} if nothing says them.
     """
     named: list[dict[str, Any]] = [{**settings_of(group), "params": []} for group in groups]
     undecided: list[str] = []
     steps: dict[str, Any] = {}
     with_experts = any(group.get("is_expert_parallel") for group in groups)
+    decayed_norms = args.get("apply_wd_to_qk_layernorm")
+    of_ends = [k for k, group in enumerate(groups) if _is_decoupled(group, args)]
     for fqn, shape in shapes.items():
         is_vector = (len(shape) == 1 or fqn.endswith(".bias")) and not (decayed_norms and _is_qk_norm(fqn))
         is_expert = with_experts and is_of_expert(fqn)
         chosen = [k for k, group in enumerate(groups) if bool(group.get("is_expert_parallel")) == is_expert]
         if len(chosen) > 1:
             chosen = [k for k in chosen if (groups[k].get("wd_mult", 1) == 0) == is_vector]
+        if len(chosen) > 1:
+            chosen = [k for k in chosen if (k in of_ends) == (fqn in _ENDS)]
         if len(chosen) != 1:
             undecided.append(fqn)
             continue
@@ -187,6 +193,12 @@ def add_steps(
         else:
             columns.rows.append((columns.add_tensor("optimizer", name, "float32", ()), (), (), file, 4 * k, ()))
     return {_STEPS: data} if numbers else {}
+
+
+def _is_decoupled(group: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
+    """Return whether a group has the learning rate of embedding and head; newer groups say only which rate they have."""
+    rate = None if group.get("default_config", True) or args.get("use_mup") else args.get("decoupled_lr")
+    return bool(group.get("is_decoupled_lr")) or (rate is not None and group.get("max_lr") == rate)
 
 
 def _is_qk_norm(fqn: str) -> bool:

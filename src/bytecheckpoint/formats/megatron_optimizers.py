@@ -251,13 +251,13 @@ class JoinedOptimizer:
         step = self._files.crcs[step.storage.key] if type(step) is StoredTensor else settings.get(STEP, step)
         return {*parameter.state}, settings_of(settings), step
 
-    def tree(self, decayed_norms: object) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+    def tree(self, args: Mapping[str, Any]) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
         """Return the tree of the optimizer, None without one, and the files of it that no folder holds."""
         if self.unproven or not self._saved:
             return None, {}
         columns, numbers = self._ranges.columns, self._ranges.numbers
         flat = {fqn: columns.shapes[numbers["model", fqn]] for fqn, own in self._held.items() if own.group is None}
-        named = named_groups(param_groups(self._saved) if flat else (), flat, decayed_norms)
+        named = named_groups(param_groups(self._saved) if flat else (), flat, args)
         self.notes += named.notes
         for fqn, own in self._held.items():
             if own.group is not None:

@@ -120,7 +120,7 @@ class _Ranks:
             )
         numbers, columns = self._ranges.numbers, self._ranges.columns
         states: dict[str, Any] = {"model": {fqn: TensorRef(fqn) for state, fqn in numbers if state == "model"}}
-        optimizer, made = self._optimizer.tree(self._rest.get("args", {}).get("apply_wd_to_qk_layernorm"))
+        optimizer, made = self._optimizer.tree(self._rest.get("args", {}))
         if optimizer is not None:
             states[_OPTIMIZER] = optimizer
         if type(self._rest.get(_SCHEDULER)) is dict:
