@@ -308,6 +308,29 @@ def test_a_load_that_is_not_strict_leaves_what_no_rule_fits(tmp_path: Path) -> N
         assert_holds(module, expected | {"value_head.weight": torch.full((1, WIDTH), 7.0)})
 
 
+def test_what_a_load_does_not_select_needs_no_rule(tmp_path: Path) -> None:
+    """A strict load stays strict about the rest, also where it names what no rule fits on either side."""
+    head, sinks = "value_head.weight", "model.layers.0.self_attn.sinks"
+    folder, expected = folder_of(tmp_path / "hf", weights() | {sinks: torch.ones(6)}), fused(weights())
+    module = module_of(expected | {head: torch.zeros(1, WIDTH)})
+    report = bytecheckpoint.load(
+        folder, {"model": module}, layout="llama", exclude=["model/value_head.*", "model/*.sinks"]
+    )
+    assert not report.missing and not report.unexpected
+    assert_holds(module, expected | {head: torch.full((1, WIDTH), 7.0)})
+    for left, named in ((sinks, "lacks model/value_head"), (head, "holds model/.*sinks")):
+        with pytest.raises(IncompatibleCheckpointError, match=named):
+            bytecheckpoint.load(folder, {"model": module}, layout="llama", exclude=[f"model/{left}"])
+    renamed = module_of({f"net.{name}": value for name, value in (expected | {head: torch.zeros(1, WIDTH)}).items()})
+    first = "net.decoder.layers.1."
+    bytecheckpoint.load(
+        folder, {"model": renamed}, layout="llama", rename={"model/net.": "model/"}, include=[f"model/{first}*"]
+    )
+    for name, value in renamed.state_dict().items():
+        own = expected.get(name.removeprefix("net."))
+        assert torch.equal(value, own) if own is not None and name.startswith(first) else (value == 7).all(), name
+
+
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     found = weights()
     folder = folder_of(tmp_path / "hf", found)

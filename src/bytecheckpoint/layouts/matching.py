@@ -247,7 +247,7 @@ def check_left_over(layout: Layout, number: int, matched: MatchedSide, rules: Se
     near = SimilarNames(families).of(left[0], cutoff=0)
     advice = f"; the most similar is '{near[0]}' ({families[near[0]].place})" if near else ""
     if matched.side.partial:
-        advice += "; a load with strict=False lets them lie"
+        advice += "; a load with strict=False, or with exclude= for them, lets them lie"
     more = f" and {len(left) - _MOST_SHOWN} more" if len(left) > _MOST_SHOWN else ""
     raise IncompatibleCheckpointError(
         f"{layout.label}: no rule fits {', '.join(left[:_MOST_SHOWN])}{more} of the {side} side{advice}"

@@ -298,7 +298,9 @@ class Load:
                     catalog, groups = opened.exchange.rows(checkpoint, None), None
                     checkpoint.files.replace_catalog(catalog)
                     checkpoint.trees.replace_catalog(catalog)
-                here = opened.live.live_side([s for s in catalog.states() if not request.strict_about(s)])
+                # What is not selected needs no rule; what is selected and has none is missing or unexpected below.
+                part = matching.selection.active
+                here = opened.live.live_side([s for s in catalog.states() if part or not request.strict_about(s)])
                 layouts: Sequence[Layout] | None
                 if matching.layout == "auto":
                     layouts = choose_layout(catalog, here, partial(request.layout_of_tables, catalog, here))
