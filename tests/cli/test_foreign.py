@@ -165,3 +165,9 @@ def test_auto_names_the_layouts_among_which_to_choose(folder: Path, tmp_path: Pa
 def test_tools_that_change_checkpoints_refuse_those_of_others(cli: Call, folder: Path, tool: str, name: str) -> None:
     code, _, err = cli(tool, folder / name)
     assert code and f"is a checkpoint of another program: {tool} works on those of this package only" in err
+
+
+def test_cp_refuses_checkpoints_of_others(cli: Call, folder: Path, tmp_path: Path) -> None:
+    code, _, err = cli("cp", folder / "hf", tmp_path / "copy")
+    assert code and "is a checkpoint of another program: cp works on those of this package only" in err
+    assert not (tmp_path / "copy").exists()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from bytecheckpoint.engine.catalogs import read_catalog, read_catalog_file
 from bytecheckpoint.engine.file_set import other_folders
-from bytecheckpoint.errors import CorruptCheckpointError, UsageError
+from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
 from bytecheckpoint.storage import Storage, other_folder, resolve
@@ -15,7 +15,7 @@ from bytecheckpoint.tiers.copying import commit, copy_files, own_files
 from bytecheckpoint.tiers.lease import LEASE_FILE, leased
 from bytecheckpoint.tiers.storage import tier_of
 from bytecheckpoint.tools.progress import Counted, Progress
-from bytecheckpoint.tools.subject import Subject, storage_of
+from bytecheckpoint.tools.subject import Subject, refuse_other_programs, storage_of
 
 __all__ = ["CopyReport", "check_apart", "copy"]
 
@@ -51,7 +51,7 @@ def copy(checkpoint: Subject, target: str, progress: Progress | None = None) -> 
         progress: function of (bytes copied, bytes in all), called by one thread at a time.
 
     Raises:
-        UsageError: `target` holds something else, or is or contains the checkpoint.
+        UsageError: `target` holds something else, or is or contains the checkpoint; the checkpoint is of another program.
         CheckpointNotFoundError: there is no checkpoint.
         CorruptCheckpointError: the checkpoint is damaged; `target` has no checkpoint then.
         StorageConflictError: another process fills `target`, or has saved to it.
@@ -59,7 +59,12 @@ def copy(checkpoint: Subject, target: str, progress: Progress | None = None) -> 
     """
     source, destination = storage_of(checkpoint), resolve(target)
     check_apart(source, destination)
-    path, (catalog, data) = source.url, read_catalog(source)
+    path = source.url
+    try:
+        catalog, data = read_catalog(source)
+    except CheckpointNotFoundError:
+        refuse_other_programs(source, "cp")
+        raise
     if others := other_folders(catalog):
         if catalog.is_foreign:
             raise UsageError(f"{path} names files of another program: copy those, and adopt them there")
