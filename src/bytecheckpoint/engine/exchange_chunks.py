@@ -78,15 +78,8 @@ class ChunkMover:
         except IndexError:
             pooled = self._scratch.new_buffer()
         buffers = [memoryview(pooled[: stop - start].numpy())]
-        # Each range is scattered while it is in the processor's cache. Other ranks may want the bytes between ranges.
-        done = start
-        for index in [*sorted(indexes), None]:
-            end = stop if index is None else max(self._bounds(index)[1], done)
-            if end > done:
-                self._files.fetch(file, done, end, [buffers[0][done - start : end - start]])
-                done = end
-            if index is not None:
-                self._scratch.scatter(index, pooled, start)
+        self._files.fetch(file, start, stop, buffers)
+        self.deliver(chunk, pooled)
         return LoadedChunk(buffers, segments_of_buffers(buffers), pooled, delivered=True)
 
     def deliver(self, chunk: int, data: torch.Tensor) -> None:
