@@ -68,7 +68,8 @@ def layout_of_tables(model: nn.Module, stored: Mapping[str, Shape], shapes: Mapp
             group.sources.setdefault(pattern or "", []).append(name)
         else:
             left[name] = renamed
-    unused = [re.escape(name) for name in left if any(re.search(text, left[name]) for text in _unused(model))]
+    patterns = _unused(model)
+    unused = [re.escape(name) for name, renamed in left.items() if any(re.search(text, renamed) for text in patterns)]
     if not unused and all(group.plain_source == name for name, group in groups.items()):
         return None
     # Of two names of a tied parameter the second one is not read: the files must be of a model that ties them, too.
@@ -79,7 +80,8 @@ def layout_of_tables(model: nn.Module, stored: Mapping[str, Shape], shapes: Mapp
     examples = [group.example(stored, live, model) for group in groups.values()]
     ignored = [Statement("hf", "|".join(unused))] if unused else []
     layout = Layout(kind, "hf", "hf5", rules=rules_of(examples), require=require, ignore=ignored, aliases=aliases)
-    return replace(layout, rules=rules_of([*examples, *_alike(layout, {**left, **live})]))
+    alike = [*_alike(layout, {**left, **live})]
+    return replace(layout, rules=rules_of([*examples, *alike])) if alike else layout
 
 
 def _unused(model: Any) -> list[str]:

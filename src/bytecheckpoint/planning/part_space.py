@@ -194,8 +194,9 @@ def choose_layout(
         return (known,)
     if equal and len(fits) != 1:
         return None
-    found = fits or found[: len(found) == 1]
-    return (_only_one(found, config, f" and a program of {' and '.join(sorted(here)) or 'unknown kind'}"),)
+    if not fits and len(found) == 1:
+        fits = found  # whose own errors say what does not fit
+    return (_only_one(fits, config, f" and a program of {' and '.join(sorted(here)) or 'unknown kind'}"),)
 
 
 def layout_of_model(catalog: Catalog) -> tuple[Layout]:
