@@ -196,6 +196,8 @@ def test_a_job_that_changes_over_from_lightning(tmp_path: Path, name: str) -> No
     (tmp_path / "step=99.ckpt").write_bytes((tmp_path / name).read_bytes()[:-100])
     (tmp_path / "step=98.ckpt").mkdir()  # sharded, and killed
     (tmp_path / "step=98.ckpt" / "__0_0.distcp").touch()
+    for file, time in (("step=99.ckpt", 1.2e9), ("step=98.ckpt/__0_0.distcp", 1.1e9)):
+        os.utime(tmp_path / file, (time, time))
     begin = 12 if name == files[0] else 6
     again = Net()
     with collected_warnings() as said:
