@@ -225,7 +225,7 @@ def test_norms_of_queries_and_keys_may_have_weight_decay(decayed_norms: bool | N
     names = ["layers.0.q_layernorm.weight", "layers.0.linear.weight", "layers.0.linear.bias", "norm.weight"]
     shapes = {name: (4, 4) if name == names[1] else (4,) for name in names}
     args = {} if decayed_norms is None else {"apply_wd_to_qk_layernorm": decayed_norms}
-    found = named_groups([{"wd_mult": 1.0}, {"wd_mult": 0.0}], shapes, args)
+    found = named_groups([{"wd_mult": 1.0}, {"wd_mult": 0.0}], shapes, {}, args)
     decayed, others = found.groups
     assert decayed["params"] == (names[:2] if decayed_norms else names[1:2])
     assert others["params"] == (names[2:] if decayed_norms else [names[0], *names[2:]])
@@ -245,11 +245,22 @@ def test_embedding_and_head_may_have_a_learning_rate_of_their_own(said: dict[str
     """Where nothing says that, the group may be one of other matrices."""
     names = ["embedding.word_embeddings.weight", "embedding.position_embeddings.weight", "output_layer.weight"]
     groups = [{"default_config": True, "max_lr": 0.1}, {"max_lr": 0.1, "wd_mult": 0.0}, said]
-    found = named_groups(groups, dict.fromkeys(names, (4, 4)) | {"norm.weight": (4,)}, args)
+    found = named_groups(groups, dict.fromkeys(names, (4, 4)) | {"norm.weight": (4,)}, {}, args)
     known = len(args) == 1 or "is_decoupled_lr" in said
     whole = [names[1:2], ["norm.weight"], [names[0], names[2]]] if known else [[], ["norm.weight"], []]
     assert [group["params"] for group in found.groups] == whole
-    assert bool(found.notes) != known
+    assert bool(found.undecided) != known and found.notes == found.undecided
+
+
+def test_adam_beside_muon_has_the_parameters_with_its_moments() -> None:
+    """Muon has a group without betas; which matrices are Adam's shows in their state only."""
+    states = {"linear.weight": ["momentum_buffer"], "embedding.weight": ["exp_avg", "exp_avg_sq"]}
+    groups = [{"momentum": 0.95}, {"betas": (0.9, 0.99), "step": 3}, {"betas": (0.9, 0.99), "wd_mult": 0.0, "step": 3}]
+    shapes = dict.fromkeys(states, (4, 4)) | {"norm.weight": (4,)}
+    found = named_groups(groups, shapes, states | {"norm.weight": ["exp_avg"]}, {})
+    assert [group["params"] for group in found.groups] == [[name] for name in shapes]
+    assert found.steps == {"embedding.weight": 3, "norm.weight": 3}
+    assert not found.notes
 
 
 @pytest.mark.parametrize("kind", KINDS)

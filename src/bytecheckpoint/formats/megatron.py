@@ -97,12 +97,18 @@ class _TorchDist:
         states: dict[str, Any] = {"model": {fqn: TensorRef(fqn) for fqn in names}}
         optimizer = common.pop("optimizer", None)
         made: dict[str, bytes | Decoded] = {}
-        if self._slots:
+        facts: dict[str, Any] = {}
+        groups = param_groups(optimizer)
+        if groups and not self._slots:  # SGD without momentum, which has every parameter of the model
+            keys = zip(self._columns.keys, self._columns.shapes, strict=True)
+            self._shapes = {key.fqn: shape for key, shape in keys if key.state == "model"}
+        if groups or self._slots:
             of_groups = {name: others.pop(name) for name in list(others) if ".distributed.dp_group_idx_" in name}
             args = common.get("args")
             args = args if type(args) is dict else {}
-            named = named_groups(param_groups(optimizer) or param_groups(of_groups), self._shapes, args)
+            named = named_groups(groups or param_groups(of_groups), self._shapes, self._slots, args)
             self._tree.notes += named.notes
+            facts = {"left_out": named.undecided} if named.undecided else {}
             made |= add_steps(self._columns, self._slots, named.steps)
             states["optimizer"] = {"state": self._slots, "param_groups": named.groups}
         elif optimizer is not None:
@@ -111,9 +117,9 @@ class _TorchDist:
             states[SCHEDULER] = common.pop(SCHEDULER)
         states["extra_states"] = {**common, **others}
         values = self._columns.add_states(states, self._tree)
-        return ForeignCheckpoint(
-            "megatron", self._columns, values, self._tree.notes, rows, self._old.sums, {**made, **self._old.made}
-        )
+        made |= self._old.made
+        notes, sums = self._tree.notes, self._old.sums
+        return ForeignCheckpoint("megatron", self._columns, values, notes, rows, sums, made, facts)
 
     def add_tensors(self) -> RowColumns:
         """Add the tensors, stacked ones as one for each layer and expert; return their rows."""

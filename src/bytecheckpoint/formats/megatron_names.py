@@ -6,7 +6,7 @@ Megatron stacks the layers of a model and the experts of a layer, and does not s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -36,6 +36,8 @@ STEP: Final = "step"
 """Slot of the number of steps of a parameter, and setting of a group that has one."""
 #: The same and another name of it, and the name elsewhere.
 SLOTS: Final = {PARAM: "fp32", "fp32_param": "fp32"}
+#: Slot that Adam has, and Muon and SGD have not.
+_MOMENT: Final = "exp_avg"
 #: Names of the parameters that may have a learning rate of their own.
 _ENDS: Final = ("embedding.word_embeddings.weight", "output_layer.weight")
 #: Name of the file of steps, which no folder holds.
@@ -125,28 +127,35 @@ class NamedGroups:
         groups: the groups.
         steps: number of steps of each parameter whose group has one; without a distributed optimizer, a tensor of a file.
         notes: facts that a user should know.
+        undecided: that one of them which names parameters in no group, if there is one.
     """
 
     groups: list[dict[str, Any]]
     steps: dict[str, Any]
     notes: list[str]
+    undecided: list[str]
 
 
 def named_groups(
-    groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]], args: Mapping[str, Any]
+    groups: Sequence[Mapping[str, Any]],
+    shapes: Mapping[str, tuple[int, ...]],
+    states: Mapping[str, Container[str]],
+    args: Mapping[str, Any],
 ) -> NamedGroups:
     """Return the groups with their parameters.
 
     Megatron's rule is that vectors and biases have no weight decay, and that experts have groups of their own, as have
-    embedding and head with a decoupled learning rate. A parameter for which that leaves several groups is in none.
+    embedding and head with a decoupled learning rate. Beside Muon, Adam steps some of the parameters, which then have its
+    moments. A parameter for which that leaves several groups is in none.
 
     Args:
         groups: hyperparameters of the groups.
         shapes: shapes of the parameters, by name.
+        states: slots of the parameters, by name.
         args: arguments of the training program, {} if nothing says them.
     """
     named: list[dict[str, Any]] = [{**settings_of(group), "params": []} for group in groups]
-    undecided: list[str] = []
+    free: list[str] = []
     steps: dict[str, Any] = {}
     with_experts = any(group.get("is_expert_parallel") for group in groups)
     decayed_norms = args.get("apply_wd_to_qk_layernorm")
@@ -156,11 +165,13 @@ def named_groups(
         is_expert = with_experts and is_of_expert(fqn)
         chosen = [k for k, group in enumerate(groups) if bool(group.get("is_expert_parallel")) == is_expert]
         if len(chosen) > 1:
+            chosen = [k for k in chosen if ("betas" in groups[k]) == (_MOMENT in states.get(fqn, ()))] or chosen
+        if len(chosen) > 1:
             chosen = [k for k in chosen if (groups[k].get("wd_mult", 1) == 0) == is_vector]
         if len(chosen) > 1:
             chosen = [k for k in chosen if (k in of_ends) == (fqn in _ENDS)]
         if len(chosen) != 1:
-            undecided.append(fqn)
+            free.append(fqn)
             continue
         named[chosen[0]]["params"].append(fqn)
         if (step := groups[chosen[0]].get(STEP)) is not None:
@@ -170,12 +181,11 @@ def named_groups(
         notes.append(
             "nothing says whether the norms of queries and keys have weight decay: they are taken to have none"
         )
-    if undecided:
-        notes.append(
-            f"nothing says which of {len(groups)} groups of hyperparameters {len(undecided)} parameters have: "
-            f"{listed(undecided)}"
-        )
-    return NamedGroups(named, steps, notes)
+    undecided = []
+    if free:
+        text = f"which of {len(groups)} groups of hyperparameters {len(free)} parameters have: {listed(free)}"
+        undecided = [f"nothing says {text}"]
+    return NamedGroups(named, steps, notes + undecided, undecided)
 
 
 def add_steps(

@@ -257,7 +257,8 @@ class JoinedOptimizer:
             return None, {}
         columns, numbers = self._ranges.columns, self._ranges.numbers
         flat = {fqn: columns.shapes[numbers["model", fqn]] for fqn, own in self._held.items() if own.group is None}
-        named = named_groups(param_groups(self._saved) if flat else (), flat, args)
+        states = {fqn: self._held[fqn].state for fqn in flat}
+        named = named_groups(param_groups(self._saved) if flat else (), flat, states, args)
         self.notes += named.notes
         for fqn, own in self._held.items():
             if own.group is not None:

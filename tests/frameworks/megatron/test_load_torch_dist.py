@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,21 @@ def test_any_layout_trains_on(worlds: Worlds, name: str, tmp_path: Path) -> None
     if name == "virtual":
         (found,) = worlds.run(1, load_plain, Layout(tied=False), f"{tmp_path}/fully_reshardable", timeout=300)
         assert_losses(found, losses, 1e-5)
+
+
+def save_without_momentum(layout: Layout, folder: str) -> list[float]:
+    trainer = start_with_own_shards(layout, lr=0.5, sgd_momentum=0.0)
+    trainer.train(BEFORE)
+    save_torch_dist(trainer, folder, "fully_reshardable")
+    return trainer.train(AFTER)
+
+
+def test_groups_of_optimizers_without_state(worlds: Worlds, tmp_path: Path) -> None:
+    """SGD without momentum has settings alone."""
+    layout = Layout(tp=2, distributed=False, optimizer="sgd")
+    losses, _ = worlds.run(2, save_without_momentum, layout, str(tmp_path / "saved"), timeout=300)
+    found, _ = worlds.run(2, load, replace(layout, tp=1, pp=2), str(tmp_path / "saved"), timeout=300)
+    assert_losses(found, losses, 1e-5)
 
 
 def save_equal_norms(layout: Layout, folder: str) -> None:

@@ -12,8 +12,10 @@ import pytest
 import bytecheckpoint
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.tools import verify
+from tests.formats.golden.make_megatron import digests
 from tests.support.comparisons import assert_complete, assert_same_checkpoints
 from tests.support.megatron.models import Layout
+from tests.support.megatron.torch_dist import save_torch_dist
 from tests.support.megatron.training import Trainer
 from tests.support.real_frameworks import AFTER, BEFORE, assert_losses
 from tests.support.worlds import Worlds
@@ -33,6 +35,7 @@ def save(layout: Layout, layer_wise: bool, path: str) -> list[float]:
     trainer.train(BEFORE)
     report = bytecheckpoint.save(path, trainer.states(), async_checkpoint=True, staging="background").result(60)
     assert report.staging.startswith("blocking: ranks of LayerWise" if layer_wise else "background")
+    save_torch_dist(trainer, f"{path}-megatron", "fully_reshardable")
     return trainer.train(AFTER)
 
 
@@ -43,6 +46,14 @@ def load(layout: Layout, layer_wise: bool, path: str) -> list[float]:
     trainer.loaded()
     bytecheckpoint.save(f"{path}-{layout}-{layer_wise}", trainer.states())
     return trainer.train(AFTER)
+
+
+def load_megatron(layout: Layout, layer_wise: bool, path: str) -> None:
+    """Load a checkpoint of Megatron: each parameter gets the hyperparameters of its group."""
+    trainer = Trainer(layout, seed=9, lr=0.01, **options(layer_wise))
+    states = {name: trainer.states()[name] for name in ("model", "optimizer")}
+    assert_complete(bytecheckpoint.load(f"{path}-megatron", states), ("missing", "cast"))
+    assert {group["max_lr"] for group in trainer.optimizer.param_groups} == {0.02, 0.01}
 
 
 def refuse_older(layout: Layout, path: str) -> None:
@@ -86,6 +97,9 @@ def test_any_layout_trains_on(
     layout, layer_wise = cases[source]
     losses, *_ = worlds.run(layout.world, save, layout, layer_wise, path, timeout=300)
     assert verify(path).ok
+    assert digests(f"{path}-megatron") == digests(path)
+    one, layer_wise = [*cases.values()][-1]
+    worlds.run(one.world, load_megatron, one, layer_wise, path, timeout=300)
     for name, (layout, layer_wise) in cases.items():
         found, *_ = worlds.run(layout.world, load, layout, layer_wise, path, timeout=300)
         assert_same_checkpoints(path, f"{path}-{layout}-{layer_wise}", more_than=20)

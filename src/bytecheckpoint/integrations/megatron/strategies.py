@@ -163,7 +163,7 @@ def _states_of(found: list[Any], common: dict[str, Any]) -> dict[str, Any]:
     if groups := param_groups(common.get("optimizer")):
         shapes = {fqn: tuple(next(iter(of_parameter.values())).shape) for fqn, of_parameter in slots.items()}
         args = vars(common["args"]) if hasattr(common.get("args"), "__dict__") else {}
-        named = named_groups(groups, shapes, args)
+        named = named_groups(groups, shapes, slots, args)
         for fqn, step in named.steps.items():
             slots[fqn]["step"] = torch.tensor(float(step))
         states["optimizer"] = {"state": slots, "param_groups": named.groups}
