@@ -61,6 +61,11 @@ torch.save(optim, f"{folder}/optim_world_size_4_rank_{rank}.pt")
 torch.save({"rng": torch.full((3,), rank), "epoch": 2}, f"{folder}/extra_state_world_size_4_rank_{rank}.pt")
 if rank == 0:
     torch.save({"w": DTensor.from_local(whole, mesh, [Partial(), Replicate()])}, f"{folder}/partial.pt")
+if rank == 1:
+    optim["param_groups"][0]["lr"] = 0.2
+    states["same"] = DTensor.from_local(whole + 1, mesh, [Replicate(), Replicate()])
+    torch.save(states, f"{folder}.model")
+    torch.save(optim, f"{folder}.optim")
 dist.destroy_process_group()
 """
 )
@@ -115,6 +120,33 @@ def test_missing_parts_are_refused(saved, tmp_path):
     shutil.copy(tmp_path / "model_world_size_4_rank_1.pt", tmp_path / "model_world_size_2_rank_1.pt")
     with pytest.raises(IncompatibleCheckpointError, match="several numbers of ranks"):
         read_rank_files(storage)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model_world_size_4_rank_4.pt", r"'model_world_size_4_rank_4\.pt', and ranks of 4 are 0 to 3"),
+        ("model_world_size_4_rank_1.pth", r"two files of one rank, 'model_.*1\.pt' and 'model_.*1\.pth'"),
+        ("critic_world_size_2_rank_0.pt", r"ranks \(critic_world_size_2_rank_0\.pt, \w+_world_size_4_rank_0\.pt\)"),
+    ],
+)
+def test_files_of_other_saves_are_refused(saved, tmp_path, name, message):
+    """They lie in the folder as where a run was killed, or ended with fewer ranks."""
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    shutil.copy(tmp_path / "model_world_size_4_rank_1.pt", tmp_path / name)
+    with pytest.raises(IncompatibleCheckpointError, match=message):
+        read_rank_files(resolve(str(tmp_path)))
+
+
+def test_ranks_of_two_saves(saved, tmp_path):
+    """Settings of an optimizer are the same on all ranks; copies of a tensor are, unless they have drifted apart."""
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    shutil.copy(f"{saved}.model", tmp_path / "model_world_size_4_rank_1.pt")
+    (note,) = (n for n in read_rank_files(resolve(str(tmp_path))).notes if n.startswith("model"))
+    assert "different copies of same, as" in note
+    shutil.copy(f"{saved}.optim", tmp_path / "optim_world_size_4_rank_1.pt")
+    with pytest.raises(IncompatibleCheckpointError, match=r"different 'param_groups' of 'optim': .* several saves"):
+        read_rank_files(resolve(str(tmp_path)))
 
 
 def test_files_of_torch_checkpointing(saved, tmp_path):

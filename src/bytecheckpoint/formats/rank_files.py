@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
+from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, listed
 from bytecheckpoint.formats.files import open_file, read_in_parallel
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.meanings import StorageRef, StoredTensor
@@ -45,22 +45,21 @@ def are_numbered(names: Sequence[str]) -> bool:
 
 def read_rank_files(storage: Storage) -> ForeignCheckpoint:
     """Read a folder with a file of each rank; the text before `world_size` is the state."""
-    listed = [name for name, _ in storage.list()]
-    described = RankItems(storage, listed) if describes_safetensors(listed) else None
+    present = [name for name, _ in storage.list()]
+    described = RankItems(storage, present) if describes_safetensors(present) else None
     groups = {(state, described.ranks): names for state, names in described.files.items()} if described else {}
-    for name in listed:
-        if found := RANK_FILE.fullmatch(name):
-            groups.setdefault((found[1] or "model", int(found[2])), {})[int(found[3])] = name
-    numbered = [] if groups and not described else [found for name in listed if (found := _NUMBERED.fullmatch(name))]
+    groups |= _ranks_of(storage.url, present)
+    others = () if groups and not described else present
+    numbered = [found for name in others if (found := _NUMBERED.fullmatch(name))]
     ranks = described.ranks if described else 1 + max((int(found[2]) for found in numbered), default=0)
     for found in numbered:
         groups.setdefault((found[1], ranks), {})[int(found[2])] = found[0]
     if not groups:
         raise CheckpointNotFoundError(f"{storage.url} has no file of a rank")
-    if len({state for state, _ in groups}) != len(groups):
-        raise IncompatibleCheckpointError(
-            f"{storage.url} has files of several numbers of ranks: keep those of one save"
-        )
+    counts = {count: min(names.values()) for (_, count), names in groups.items()}
+    if len(counts) > 1:
+        text = f"files of several numbers of ranks ({listed(sorted(counts.values()))}): keep those of one save"
+        raise IncompatibleCheckpointError(f"{storage.url} has {text}")
     columns, tree = ForeignColumns(), Tree(storage.url)
     files = TorchFiles(storage, columns)
     values: dict[str, bytes] = {}
@@ -70,7 +69,7 @@ def read_rank_files(storage: Storage) -> ForeignCheckpoint:
             raise CheckpointNotFoundError(
                 f"{storage.url} lacks the files of ranks {missing[:5]} of {count} of {state!r}"
             )
-        blobs, sharded, whole = [], [], []
+        blobs, settings, sharded, whole = [], set(), [], []
         for rank in range(count):
             if described and state in described.files:
                 with open_file(storage, names[rank]) as file:
@@ -79,15 +78,26 @@ def read_rank_files(storage: Storage) -> ForeignCheckpoint:
                     whole.append({fqn: one for fqn, one in held.items() if isinstance(one, StoredTensor)})
                 continue
             with files.open(names[rank], rank) as (_, value):
+                if type(value) is dict and "param_groups" in value:
+                    settings.add(tree.encode(value["param_groups"]))
                 blobs.append(tree.encode(value))
                 sharded.append(tree.sharded)
                 whole.append(tree.tensors)
+        if len(settings) > 1:
+            raise IncompatibleCheckpointError(
+                f"{storage.url}: ranks have different 'param_groups' of {state!r}: their files are of several saves"
+            )
         if blobs:
             values[state] = blobs[0]
         if any(blob != blobs[0] for blob in blobs):
             tree.notes.append(f"{state}: the ranks have different plain values; those of rank 0 are kept")
         divided = divided or any(sharded)
         columns.add_sharded(state, sharded, storage.url)
+        if different := _different_copies(sharded, files.crcs):
+            tree.notes.append(
+                f"{state}: ranks have different copies of {listed(different)}, as files of several saves have: "
+                "those of the lowest rank are kept"
+            )
         _sum_copies(storage, columns, whole, files.crcs)
         _add_whole(columns, state, whole, files)
     if ranks > 1 and not divided:
@@ -95,12 +105,27 @@ def read_rank_files(storage: Storage) -> ForeignCheckpoint:
             f"{storage.url} has {len(numbered)} files of torch.save ({numbered[0][0]}, ...), and none holds "
             "a part of a tensor: give one"
         )
-    facts: dict[str, Any] = {"world_size": max(count for _, count in groups)}
+    facts: dict[str, Any] = {"world_size": max(counts)}
     if described and described.others:
         text = f"{', '.join(described.others[:5])}: not read, since {METADATA} does not say the places of their tensors"
         tree.notes.append(text)
         facts["left_out"] = [text]
     return ForeignCheckpoint("rank-files", columns, values, tree.notes, sums=files.sums(), facts=facts)
+
+
+def _ranks_of(url: str, present: Sequence[str]) -> dict[tuple[str, int], dict[int, str]]:
+    """Return the files of ranks among the names of a folder, by state and number of ranks, then by rank."""
+    groups: dict[tuple[str, int], dict[int, str]] = {}
+    for name in present:
+        if (found := RANK_FILE.fullmatch(name)) is None:
+            continue
+        count, rank = int(found[2]), int(found[3])
+        if rank >= count:
+            raise IncompatibleCheckpointError(f"{url} has {name!r}, and ranks of {count} are 0 to {count - 1}")
+        other = groups.setdefault((found[1] or "model", count), {}).setdefault(rank, name)
+        if other != name:
+            raise IncompatibleCheckpointError(f"{url} has two files of one rank, {other!r} and {name!r}: keep one")
+    return groups
 
 
 def _sum_copies(
@@ -141,6 +166,16 @@ def _add_whole(
         for rank, tensor in held.items():
             columns.add_whole(state, {fqn: tensor}, rank)
     columns.add_whole(state, alike)
+
+
+def _different_copies(ranks: Sequence[Mapping[str, ShardedValue]], sums: Mapping[str, int | None]) -> list[str]:
+    """Return the tensors of which several ranks have a part, with different bytes."""
+    copies: dict[tuple[str, tuple[int, ...]], set[Any]] = {}
+    for fqn, value in (pair for tensors in ranks for pair in tensors.items()):
+        for offsets, part in value.parts:
+            if sums.get(part.storage.key) is not None:
+                copies.setdefault((fqn, offsets), set()).add(_content(part, sums))
+    return [*dict.fromkeys(fqn for (fqn, _), found in copies.items() if len(found) > 1)]
 
 
 def _content(tensor: StoredTensor, sums: Mapping[str, int | None]) -> tuple[Any, ...] | None:
