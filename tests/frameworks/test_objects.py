@@ -241,6 +241,16 @@ def test_objects_inside_containers_restore_themselves(state: str) -> None:
     assert engine.count == 3 and torch.equal(engine.weight, torch.full((2,), 3.0))
 
 
+def test_objects_inside_containers_that_a_checkpoint_lacks() -> None:
+    """Nothing would restore them: they are missing, and a load that is not strict leaves them where they are."""
+    one, two, net = Engine(1), Engine(2), nn.Linear(1, 1)
+    live = {"one": one, "gone": 1, "inner": {"nets": (net, torch.ones(1))}, "list": [0, two, 3]}
+    found = save({"extra_states": {"step": 3, "list": [5]}}).load({"extra_states": live})
+    assert found.missing == ["extra_states/one", "extra_states/inner.nets.0", "extra_states/list.1"]
+    assert live == {"step": 3, "one": one, "inner": {"nets": (net, torch.ones(1))}, "list": [5, two]}
+    assert (one.count, two.count) == (1, 2)
+
+
 def test_an_object_that_rejects_its_state(tmp_path: Path) -> None:
     class Picky:
         def state_dict(self) -> dict[str, int]:

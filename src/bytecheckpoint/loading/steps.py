@@ -333,7 +333,9 @@ class Load:
                     advice += '; layout="auto" loads the same model under other names'
                 if selection.unmatched:
                     advice += f"; no name here matches the pattern {selection.unmatched[0]!r}"
-                refuse_missing(url, missing, view.other_names(destination.recognized), advice)
+                unused_states = (state for state in catalog.states() if state not in request.states)
+                names = chain(view.other_names(destination.recognized), unused_states)
+                refuse_missing(url, missing, names, advice)
                 destination.notes += [*checkpoint.reader.notes(), *(() if laid is None else laid.notes)]
                 destination.mismatches += lost_positions(catalog, request.states, world_size)
                 refuse_mismatches(url, request.refused_mismatches(destination))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,11 @@ from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.values.codec import decode, leaves_with_paths
 from bytecheckpoint.representation.values.numpy_values import array_of_tensor
 from bytecheckpoint.representation.values.registry import registration_of
+from bytecheckpoint.representation.values.types import NATIVE_TYPES
 
-__all__ = ["ValueReader", "missing_tensor_error"]
+__all__ = ["ValueReader", "missing_tensor_error", "objects_without_value"]
+
+_ABSENT = object()
 
 
 def missing_tensor_error(state_name: str, name: str) -> CorruptCheckpointError:
@@ -204,6 +207,9 @@ class ValueReader:
         if isinstance(value, dict):
             old = live if isinstance(live, dict) else {}
             pairs = {key: self.build(item, old.get(key)) for key, item in value.items()}
+            for key, item in old.items():
+                if key not in value and _holds_objects(item):
+                    pairs[key] = item
             result = live if isinstance(live, dict) and self._is_reusable(value, live, root) else value
             if isinstance(result, collections.defaultdict) and isinstance(value, collections.defaultdict):
                 result.default_factory = value.default_factory
@@ -214,6 +220,7 @@ class ValueReader:
         if type(value) is list or type(value) is tuple or _is_named_tuple(value):
             old_items = live if isinstance(live, list | tuple) else ()
             items = [self.build(item, old_items[i] if i < len(old_items) else None) for i, item in enumerate(value)]
+            items += filter(_holds_objects, old_items[len(items) :])
             if isinstance(value, tuple):
                 return type(value)(*items) if _is_named_tuple(value) else tuple(items)
             target: list[Any] = live if isinstance(live, list) and self._is_reusable(value, live, root) else value
@@ -244,6 +251,27 @@ class ValueReader:
         first = identity not in self._used
         self._used.add(identity)
         return first
+
+
+def objects_without_value(value: Any, live: Any, path: tuple[object, ...] = ()) -> Iterator[tuple[object, ...]]:
+    """Yield the paths of the objects with load_state_dict, in dicts, lists and tuples, for which `value` has nothing."""
+    if type(live) in NATIVE_TYPES or is_tensor_like(live):
+        return
+    if is_stateful(live):
+        if value is _ABSENT:
+            yield path
+    elif isinstance(live, dict):
+        saved = value if isinstance(value, dict) else {}
+        for key, item in live.items():
+            yield from objects_without_value(saved.get(key, _ABSENT), item, (*path, key))
+    elif isinstance(live, list | tuple):
+        items = value if isinstance(value, list | tuple) else ()
+        for i, item in enumerate(live):
+            yield from objects_without_value(items[i] if i < len(items) else _ABSENT, item, (*path, i))
+
+
+def _holds_objects(live: Any) -> bool:
+    return any(True for _ in objects_without_value(_ABSENT, live))
 
 
 def _is_plain_dataclass(value: Any) -> bool:

@@ -18,14 +18,14 @@ from bytecheckpoint.frameworks.objects.capture import (
     saved_provider,
     tensor_name,
 )
-from bytecheckpoint.frameworks.objects.reader import ValueReader, missing_tensor_error
+from bytecheckpoint.frameworks.objects.reader import ValueReader, missing_tensor_error, objects_without_value
 from bytecheckpoint.frameworks.tensors.allocation import FilledMemory, make_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtensors import PLAIN_TYPES
 from bytecheckpoint.frameworks.tensors.plain import is_tensor_like
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.representation.shards import TensorKey
-from bytecheckpoint.representation.values.codec import encode
+from bytecheckpoint.representation.values.codec import encode, key_of_path
 from bytecheckpoint.representation.values.registry import default_registration, registration_of
 from bytecheckpoint.representation.values.types import NATIVE_TYPES
 
@@ -54,6 +54,8 @@ def load_object(
             "them into a provider like the one that saved them (StateProvider)"
         )
     reader.match_live(value, live)
+    for path in objects_without_value(value, live):
+        destination.missing.append(str(TensorKey(state_name, key_of_path(path))))
     reader.request_tensors()
     # Copies of other ranks are no surprise to this rank: those ranks load them, or exist no longer.
     destination.recognized.update(saved.keys(state_name))
