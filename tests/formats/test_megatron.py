@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import bytecheckpoint
 from bytecheckpoint.errors import (
@@ -184,9 +185,24 @@ def test_a_wrong_marker_is_refused(copied: Path, text: str, error: type[Checkpoi
         read_megatron(resolve(str(copied)))
 
 
-def test_metadata_of_another_program_is_no_marker(copied: Path) -> None:
-    (copied / "metadata.json").write_text('{"author": "me"}')
-    assert read_megatron(resolve(str(copied))).format == "dcp"
+@pytest.mark.parametrize("text", ["", '{"author": "me"}'])
+@pytest.mark.parametrize("folder", [OLD, GOLDEN / KINDS[0]], ids=["0.14", "0.19"])
+def test_names_of_values_are_a_marker_too(folder: Path, text: str, tmp_path: Path) -> None:
+    """Without its file the folder would be one of DCP, whose tensors hold all layers."""
+    storage = resolve(str(shutil.copytree(folder, tmp_path / "saved")))
+    expected = detect(storage).read(storage).catalog.keys()
+    (tmp_path / "saved" / "metadata.json").unlink()
+    if text:
+        (tmp_path / "saved" / "metadata.json").write_text(text)
+    found = detect(storage).read(storage)
+    assert found.format == "megatron" and found.catalog.keys() == expected
+    assert any("metadata.json of Megatron is missing" in note for note in found.notes)
+
+
+def test_metadata_of_another_program_is_no_marker(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
+    (tmp_path / "metadata.json").write_text('{"author": "me"}')
+    assert read_megatron(resolve(str(tmp_path))).format == "dcp"
 
 
 def test_a_missing_file_is_named(copied: Path) -> None:

@@ -32,7 +32,16 @@ from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.values.tree import MAX_DEPTH, TensorRef, key_of_path
 from bytecheckpoint.storage import Storage
 
-__all__ = ["METADATA", "DcpContent", "metadata_files", "place_of", "read_content", "read_dcp", "trees_of"]
+__all__ = [
+    "METADATA",
+    "DcpContent",
+    "metadata_files",
+    "place_of",
+    "read_content",
+    "read_dcp",
+    "trees_of",
+    "with_states",
+]
 
 METADATA: Final = ".metadata"
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
@@ -237,7 +246,11 @@ class DcpContent:
 
 def read_dcp(storage: Storage) -> ForeignCheckpoint:
     """Read a checkpoint of DCP."""
-    content = read_content(storage)
+    return with_states(storage, read_content(storage))
+
+
+def with_states(storage: Storage, content: DcpContent) -> ForeignCheckpoint:
+    """Return the content of a checkpoint of DCP in the form of states."""
     tree = Tree(storage.url, content.metadata.nbytes)
     with damage(content.file, "DCP"):
         values = _values(content, tree)

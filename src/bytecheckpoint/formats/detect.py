@@ -76,8 +76,8 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
         raise CheckpointNotFoundError(f"{storage.url} is a checkpoint of this package, not of another program")
     if not names:
         raise CheckpointNotFoundError(f"{storage.url} is empty, or there is no such folder")
-    if MARKER in names and METADATA in names:
-        return FormatReader("megatron", read_megatron)
+    if METADATA in names:
+        return FormatReader("megatron" if MARKER in names else "dcp", read_megatron)
     if metadata_files(names):
         return FormatReader("dcp", read_dcp)
     if UNIVERSAL_FILE in names or any(OPTIMIZER_FILE.fullmatch(name) for name in names):

@@ -19,12 +19,13 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
 
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, listed
-from bytecheckpoint.formats.dcp import DcpContent, read_content, read_dcp
+from bytecheckpoint.formats.dcp import DcpContent, read_content, with_states
 from bytecheckpoint.formats.decoded import Decoded
 from bytecheckpoint.formats.files import damage, open_file
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
@@ -59,34 +60,44 @@ _MOST_MARKER_BYTES: Final = 1 << 20
 _MOST_PARTS: Final = 1 << 20
 COMMON: Final = "common_state/shard_0_1"
 """Name of the values that are the same on all ranks."""
+#: Name of a value that one rank has.
+_SHARD = re.compile(r".+/shard_[\d.]+_[\d.]+")
 _COMMON = re.compile(r"common_state/shard_\d+_\d+")
 SCHEDULER: Final = "opt_param_scheduler"
 """Name of the state of the scheduler."""
 
 
 def read_megatron(storage: Storage) -> ForeignCheckpoint:
-    """Read a checkpoint of Megatron-Core; one of DCP whose `metadata.json` is of another program is read as such."""
-    with open_file(storage, MARKER) as file, damage(file, "Megatron"):
+    """Read a checkpoint of Megatron-Core; one of DCP that neither a file nor names of values show to be its, as such."""
+    is_marked, content = _is_marked(storage), read_content(storage)
+    if not is_marked and not any(map(_SHARD.fullmatch, content.values)):
+        return with_states(storage, content)
+    notes = [] if is_marked else [f"{MARKER} of Megatron is missing: it writes it last, and loads nothing without it"]
+    with damage(content.file, "Megatron"):
+        return _TorchDist(storage, content, notes).read()
+
+
+def _is_marked(storage: Storage) -> bool:
+    """Return whether a file says that a folder is Megatron's; refuse the formats that are not read."""
+    with suppress(CheckpointNotFoundError), open_file(storage, MARKER) as file, damage(file, "Megatron"):
         if file.size > _MOST_MARKER_BYTES:
             raise IncompatibleCheckpointError(f"{file.label} has {file.size} bytes, which Megatron's has not")
         facts = json.loads(file.read(0, file.size))
-        if type(facts) is not dict or "sharded_backend" not in facts:
-            return read_dcp(storage)
-        if facts["sharded_backend"] != "torch_dist":
-            backend = facts["sharded_backend"]
-            raise IncompatibleCheckpointError(f"{file.label}: the format {backend!r} of Megatron is not read")
-    content = read_content(storage)
-    with damage(content.file, "Megatron"):
-        return _TorchDist(storage, content).read()
+        if type(facts) is dict and "sharded_backend" in facts:
+            if (backend := facts["sharded_backend"]) != "torch_dist":
+                raise IncompatibleCheckpointError(f"{file.label}: the format {backend!r} of Megatron is not read")
+            return True
+    return False
 
 
 class _TorchDist:
     """The reader of one checkpoint, of which the content is known."""
 
-    def __init__(self, storage: Storage, content: DcpContent) -> None:
+    def __init__(self, storage: Storage, content: DcpContent, notes: Sequence[str] = ()) -> None:
         self._storage, self._old = storage, content
         self._columns = ForeignColumns(files=content.columns.files, places=content.columns.places)
         self._tree = Tree(storage.url, content.file.size)
+        self._tree.notes += notes
         self._slots: dict[str, dict[str, Any]] = {}  # by parameter
         self._shapes: dict[str, tuple[int, ...]] = {}  # of the parameters that have slots
 
