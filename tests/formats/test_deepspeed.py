@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import shutil
+import struct
 import zipfile
 from pathlib import Path
 
@@ -134,7 +135,9 @@ def test_missing_ranks_are_refused(tmp_path, stage):
     last = folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     data = last.read_bytes()
     last.unlink()
-    with pytest.raises(IncompatibleCheckpointError, match="number of partitions"):
+    with pytest.raises(
+        IncompatibleCheckpointError, match=r"optimizer of (2 ranks, and .* files of )?1: files are missing"
+    ):
         read_deepspeed(storage)
     last.write_bytes(data)
     (folder / "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt").write_bytes(data)
@@ -149,25 +152,60 @@ def test_missing_ranks_are_refused(tmp_path, stage):
 
 def test_files_of_several_saves_are_refused(tmp_path: Path) -> None:
     """A save of the same name was killed, or was of more ranks: the parts of parameters would be of different steps."""
-    file = damaged(tmp_path / "1", 1) / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    with zipfile.ZipFile(file) as old:
-        members = {name: old.read(name) for name in old.namelist()}
-    with zipfile.ZipFile(file, "w") as new:
-        for name, data in members.items():
-            new.writestr(name, b"\0\0\x40\x40" if data == b"\0\0\0\x40" else data)  # 3.0 steps, not 2.0
-    with pytest.raises(
-        IncompatibleCheckpointError, match=r"ranks have different 'step' of body\.weight: files are of sev"
+    begin, step = b"\0\0\0\x40", b"\0\0\x40\x40"  # 2.0 and 3.0 steps
+    rates = struct.pack(">d", 0.01), struct.pack(">d", 0.02)
+    for name, (old, new), message in (
+        ("step", (begin, step), r"ranks have different 'step' of body\.weight: files are of several saves"),
+        (
+            "rate",
+            rates,
+            r"rank_1_.*: ranks have different settings \('lr': 0\.01 and 0\.02\): files are of several saves",
+        ),
     ):
-        read_deepspeed(resolve(str(tmp_path / "1")))
+        file = damaged(tmp_path / name, 1) / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+        with zipfile.ZipFile(file) as archive:
+            members = {member: archive.read(member) for member in archive.namelist()}
+        with zipfile.ZipFile(file, "w") as archive:
+            for member, data in members.items():
+                archive.writestr(member, data.replace(old, new) if "data.pkl" in member or data == old else data)
+        with pytest.raises(IncompatibleCheckpointError, match=message):
+            read_deepspeed(resolve(str(tmp_path / name)))
     names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(3)]
     folder = damaged(tmp_path / "3", 3)
     shutil.copy(folder / names[1], folder / names[2])
-    with pytest.raises(IncompatibleCheckpointError, match="several numbers of ranks"):
+    with pytest.raises(IncompatibleCheckpointError, match="the model of 3 ranks, and an optimizer of 2"):
         read_deepspeed(resolve(str(folder)))
     (folder / names[2]).unlink()
     torch.save(torch.load(folder / names[1], weights_only=False) | {"global_steps": 7}, folder / names[1])
     with pytest.raises(IncompatibleCheckpointError, match="files of several steps: 2, 7"):
         read_deepspeed(resolve(str(folder)))
+
+
+@pytest.mark.parametrize("folder", ["zero1", "zero2", "universal1"])
+def test_weights_of_another_save_are_refused(folder: str, tmp_path: Path) -> None:
+    """Optimizers without a step, and the counts of each file, show nothing of it."""
+    shutil.copytree(GOLDEN / folder, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "mp_rank_00_model_states.pt"
+    value = torch.load(file, weights_only=False)
+    value["module"]["head.weight"][-1, -1] += 1  # the largest parameter
+    torch.save(value, file)
+    with pytest.raises(
+        IncompatibleCheckpointError, match=r"\.pt: its fp32 weights do not round to those in .*mp_rank_00"
+    ):
+        read_deepspeed(resolve(str(tmp_path)))
+    value["param_shapes"] = None
+    torch.save(value, file)
+    with pytest.raises(IncompatibleCheckpointError, match=r"mp_rank_00.*: it says no shapes of parameters"):
+        read_deepspeed(resolve(str(tmp_path)))
+
+
+def test_states_of_another_parameter_are_refused(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "universal1", tmp_path, dirs_exist_ok=True)
+    shutil.copy(tmp_path / "zero/body.bias/exp_avg.pt", tmp_path / "zero/head.weight/exp_avg.pt")
+    with pytest.raises(
+        CorruptCheckpointError, match=r"head\.weight/exp_avg\.pt.*9 elements of exp_avg, and 63 of fp32"
+    ):
+        read_deepspeed(resolve(str(tmp_path)))
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ class _FolderOfRanks:
         self._parameters = ModelParameters()
         self._modules = JoinedModules(self._files, self._parameters, self._ranges)
         self._optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
+        self._settings: dict[int, list[dict[str, Any]]] = {}  # of the param groups, by rank of model parallelism
 
     def read(self, layers: _Files) -> ForeignCheckpoint:
         """Read the files; those of layers have keys of tensor-parallel rank and number of the layer."""
@@ -110,6 +111,15 @@ class _FolderOfRanks:
         if len(steps) > 1:
             raise IncompatibleCheckpointError(
                 f"{self._storage.url} has files of several steps: {listed(sorted(steps))}"
+            )
+        of_models, ranks = (
+            1 + max((rank for _, rank in files), default=-1) for files in (self._models, self._optimizers)
+        )
+        ranks = ranks or int(rest.get("dp_world_size") or of_models)
+        if of_models > ranks or (of_models < ranks and self._models[0, 0].startswith("zero_pp_rank")):
+            raise IncompatibleCheckpointError(
+                f"{self._storage.url} has states of the model of {of_models} ranks, and an optimizer of {ranks}: files are "
+                "missing, or are of several saves"
             )
         with open_file(self._storage, self._models[0, 0]) as file, damage(file, "DeepSpeed"):
             self._parameters.find_stages(rest)
@@ -132,12 +142,8 @@ class _FolderOfRanks:
                 self._add_optimizer(file, value["optimizer_state_dict"], mp, rank)
         if not self._optimizers:
             self._add_universal()
-        elif max(rank for _, rank in self._models) > max(rank for _, rank in self._optimizers):
-            raise IncompatibleCheckpointError(
-                f"{self._storage.url} has files of several numbers of ranks: keep those of one save"
-            )
         with open_file(self._storage, self._models[0, 0]) as file, damage(file, "DeepSpeed"):
-            self._modules.prove_tied(self._storage)
+            self._modules.prove(self._storage)
             module = self._modules.tree(rest)
             rows = self._ranges.rows(file)
         states = {"optimizer": self._optimizer, "model": module}
@@ -163,12 +169,21 @@ class _FolderOfRanks:
         inner = saved["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
         flat = saved["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
         partitions = saved["partition_count"]
-        if set(partitions if type(partitions) is list else [partitions]) != {count}:
+        if (counts := {*partitions} if type(partitions) is list else {partitions}) != {count}:
             raise IncompatibleCheckpointError(
-                f"{file.label}: its number of partitions is not that of the files; such folders are not read"
+                f"{file.label}: it is of an optimizer of {listed(sorted(map(str, counts)))} ranks, and the folder has "
+                f"files of {count}: files are missing, or are of several saves"
             )
         if type(inner) is list:  # of an elastic checkpoint, which has no hyperparameters
             inner = {"state": dict(enumerate(inner)), "param_groups": [{} for _ in inner]}
+        settings = [{k: self._content_of(v) for k, v in group.items()} for group in inner.get("param_groups", [])]
+        if (known := self._settings.setdefault(mp, settings)) != settings:
+            pairs = ((k, old[k], new.get(k)) for old, new in zip(known, settings, strict=False) for k in old)
+            unlike = next((f"{k!r}: {a} and {b}" for k, a, b in pairs if a != b), "their number")
+            raise IncompatibleCheckpointError(
+                f"{file.label}: ranks have different settings ({unlike}): files are of several saves, of which one was "
+                "killed, or the optimizer keeps a value for each partition"
+            )
         groups, parameters = inner.get("state", {}), self._parameters
         for number, tensor in enumerate(flat):
             held = {FP32: tensor, **groups.get(number, {})}
@@ -241,6 +256,7 @@ class _FolderOfRanks:
         # What one parameter has, the others have too, or a file is lost: the one that is opened and lacks is named.
         two = (*list(state)[:1], *list(state)[-1:])
         slots = [FP32, *(s for s in _UNIVERSAL_SLOTS if any(self._storage.version(f"zero/{f}/{s}.pt") for f in two))]
+        masters: dict[str, int] = {}  # number of elements
         for fqn, slot in itertools.product(state, slots):
             with self._files.open(f"zero/{fqn}/{slot}.pt", 0) as (file, value), damage(file, "DeepSpeed"):
                 tensor = value["param"] if type(value) is dict else value
@@ -248,6 +264,9 @@ class _FolderOfRanks:
                     state[fqn][slot] = tensor
                     continue
                 known = parameters.place(fqn, 0)[1].shape
+                size, own = masters.setdefault(fqn, math.prod(tensor.shape)), math.prod(tensor.shape)
+                if size != own:
+                    raise ValueError(f"{own} elements of {slot}, and {size} of {FP32}")
                 whole = replicated([known if math.prod(known) == math.prod(tensor.shape) else tensor.shape])
                 state[fqn][slot] = TensorRef(f"state.{fqn}.{slot}")
                 self._ranges.add_whole(("optimizer", f"state.{fqn}.{slot}"), whole, 0, tensor)

@@ -12,6 +12,7 @@ from bytecheckpoint.formats.meanings import StoredTensor
 from bytecheckpoint.formats.rank_parts import FlatRanges
 from bytecheckpoint.formats.rounding import is_rounded
 from bytecheckpoint.formats.torch_save import TorchFiles
+from bytecheckpoint.representation.boxes import row_major_of
 from bytecheckpoint.representation.values.tree import TensorRef
 from bytecheckpoint.storage import Storage
 
@@ -19,6 +20,9 @@ __all__ = ["FP32", "JoinedModules", "module_of_layer"]
 
 FP32: Final = "fp32"
 """Slot of the masters of parameters."""
+#: Dtypes of masters and weights that are compared, and how many elements at each end of a range.
+_ROUNDED: Final = {("float32", dtype) for dtype in ("float32", "bfloat16", "float16")}
+_COMPARED: Final = 4096
 
 
 class JoinedModules:
@@ -56,21 +60,49 @@ class JoinedModules:
                             f"{file.label}: another layer has other values of {place}.{key}"
                         )
 
-    def prove_tied(self, storage: Storage) -> None:
-        """Compare the layers that were taken for tied modules with the masters of these, which have to round to them."""
+    def prove(self, storage: Storage) -> None:
+        """Compare weights of the model with their masters, which have to round to them.
+
+        All elements are compared of layers that were taken for tied modules; of other parameters the ends of the longest
+        range in each file of the optimizer, because files of several saves differ there.
+        """
         columns = self._ranges.columns
+        longest: dict[int, tuple[int, StoredTensor, tuple[int, int, int, int]]] = {}
         with open_files(storage, [file.name for file in columns.files]) as opened:
-            for rank, name in sorted(self._tied):
-                fqn, _, own_rank = self._parameters.place(name, rank)
-                tensor = self.of_ranks[rank][name]
-                at, begin = columns.places[tensor.storage.key]
-                masters = self._ranges.of_rank(("optimizer", f"state.{fqn}.{FP32}"), own_rank)
-                if not all(
-                    is_rounded((opened(file), first), (opened(at), begin + tensor.start), tensor.dtype, (start, stop))
-                    for start, stop, file, first in masters
-                ):
-                    text = f"nothing says which layer {name!r} is: other layers have its shape"
-                    raise IncompatibleCheckpointError(text)
+
+            def is_proven(tensor: StoredTensor, masters: tuple[int, int, int, int], elements: tuple[int, int]) -> bool:
+                (at, begin), (start, _, file, first) = columns.places[tensor.storage.key], masters
+                high = opened(file), first + 4 * (elements[0] - start)
+                return is_rounded(high, (opened(at), begin + tensor.start), tensor.dtype, elements)
+
+            for rank, module in enumerate(self.of_ranks):
+                for name, tensor in module.items():
+                    for masters in self._masters(name, rank, tensor):
+                        start, stop, file, _ = masters
+                        if (rank, name) in self._tied and not is_proven(tensor, masters, (start, stop)):
+                            text = f"nothing says which layer {name!r} is: other layers have its shape"
+                            raise IncompatibleCheckpointError(text)
+                        if file not in longest or stop - start > longest[file][0]:
+                            longest[file] = stop - start, tensor, masters
+            for _, tensor, masters in longest.values():
+                start, stop, file, _ = masters
+                ends = {(at, min(at + _COMPARED, stop)) for at in (start, max(start, stop - _COMPARED))}
+                if not all(is_proven(tensor, masters, elements) for elements in ends):
+                    weights = opened(columns.places[tensor.storage.key][0]).label
+                    raise IncompatibleCheckpointError(
+                        f"{opened(file).label}: its fp32 weights do not round to those in {weights}: the files are of "
+                        "several saves, of which one was killed, or weights were changed without the optimizer"
+                    )
+
+    def _masters(self, name: str, rank: int, tensor: Any) -> Sequence[tuple[int, int, int, int]]:
+        """Return the ranges of the fp32 elements of a rank's tensor; of one that is no weight of a partition, none."""
+        fqn, _, own_rank = self._parameters.place(name, rank)
+        number = self._ranges.numbers.get(("optimizer", f"state.{fqn}.{FP32}"), -1)
+        own = self._ranges.tensors.get((number, own_rank))
+        if own is None or type(tensor) is not StoredTensor or tensor.strides != row_major_of(own.shape):
+            return ()
+        dtypes = self._ranges.columns.dtypes[number], tensor.dtype
+        return own.ranges if tensor.shape == own.shape and dtypes in _ROUNDED else ()
 
     def _content(self, tensor: StoredTensor) -> tuple[Any, ...]:
         """Return facts that are equal only if the bytes of two tensors are."""

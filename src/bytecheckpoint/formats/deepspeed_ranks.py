@@ -44,6 +44,11 @@ class ModelParameters:
 
     def add_rank(self, value: Mapping[str, Any]) -> None:
         """Add what the file of a model-parallel rank says."""
+        if value["param_shapes"] is None:
+            raise IncompatibleCheckpointError(
+                "it says no shapes of parameters, as that of a pipeline in bf16 without ZeRO (stage 0): load it with "
+                "DeepSpeed, and save it with this package"
+            )
         self.shapes.append([{fqn: shape_of(size) for fqn, size in group.items()} for group in value["param_shapes"]])
         self._frozen.append(value.get("frozen_param_shapes") or {})
         self.buffers.update(value["buffer_names"])

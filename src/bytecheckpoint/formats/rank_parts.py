@@ -218,11 +218,6 @@ class FlatRanges:
         flat = msgspec.structs.replace(tensor, shape=(size,), strides=(1,))
         self.add_part(key, divided, rank, flat, (0, size))
 
-    def of_rank(self, key: tuple[str, str], rank: int) -> Sequence[tuple[int, int, int, int]]:
-        """Return first and last element, file and first byte of each range of a rank's tensor."""
-        own = self.tensors.get((self.numbers.get(key, -1), rank))
-        return own.ranges if own else ()
-
     def rows(self, file: RangedFile) -> RowColumns:
         """Return the boxes of all ranges, which have to fill the tensors; `file` stands in errors."""
         columns, tensors = self.columns, list(self.tensors.values())
