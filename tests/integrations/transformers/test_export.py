@@ -112,6 +112,33 @@ def test_an_adapter(tmp_path: Path, kind: str) -> None:
 
 
 @on_ranks(1)
+def test_folders_of_an_adapter_and_its_base(tmp_path: Path) -> None:
+    """They load as they lie into one model, by the names of the how-to pages."""
+    saved = kinds()["lora"](model())
+    for name, value in saved.state_dict().items():
+        if "lora_" in name:
+            torch.nn.init.normal_(value)
+    saved.save_pretrained(tmp_path / "adapter")
+    model().save_pretrained(tmp_path / "base")
+    live = kinds()["lora"](model())
+    for value in live.parameters():
+        torch.nn.init.zeros_(value)
+    bytecheckpoint.load(
+        tmp_path / "base",
+        {"model": live},
+        rename=lambda name: name.replace("base_model.model.", "").replace(".base_layer.", "."),
+        exclude=["model/*lora_*"],
+    )
+    bytecheckpoint.load(
+        tmp_path / "adapter",
+        {"model": live},
+        rename=lambda name: name.replace(".default.", "."),
+        include=["model/*lora_*"],
+    )
+    same(live.state_dict(), saved.state_dict())
+
+
+@on_ranks(1)
 def test_a_configuration_that_cannot_be_written(tmp_path: Path) -> None:
     """As a generation configuration that Transformers finds inconsistent: the training goes on."""
     net = model()
