@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import bytecheckpoint
-from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
+from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
 from tests.formats.golden.make_deepspeed import Net
 from tests.support.settings import using
+from tests.support.tiny_model import trained
 from tests.support.worlds import on_ranks
 
 
@@ -174,3 +175,13 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     for call in (bytecheckpoint.open, lambda found: bytecheckpoint.load(found, {"model": net()})):
         with pytest.raises(CorruptCheckpointError, match=r"model\.pt"):
             call(path)
+
+
+def test_an_optimizer_of_another_form_is_refused_by_its_keys(tmp_path: Path) -> None:
+    """As DeepSpeed writes it without ZeRO, in bfloat16."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = trained(model)
+    wrapped = {"optimizer_state_dict": optimizer.state_dict(), "fp32_groups": []}
+    torch.save({"module": model.state_dict(), "optimizer": wrapped}, tmp_path / "a.pt")
+    with pytest.raises(IncompatibleCheckpointError, match="as a dict of optimizer_state_dict, fp32_groups, which"):
+        bytecheckpoint.load(tmp_path / "a.pt", {"model": model, "optimizer": optimizer})

@@ -118,8 +118,9 @@ class SavedTrees:
         tree: Any = decode(blob, on_tensor=partial(_note_reference, references), on_unregistered=self._classes)
         with naming_file(blob):
             if not is_optimizer_tree(tree):
+                what = f"a dict of {listed([*tree])}" if type(tree) is dict else type(tree).__name__
                 raise IncompatibleCheckpointError(
-                    f"{self._state_name} was saved from plain values, not from an optimizer: load it into a dict"
+                    f"{self._state_name} was saved as {what}, which has not the form of an optimizer: load it into a dict"
                 )
         self.merged.optimizer_types.update(tree["optimizers"])
         if references and self._saved.shown_names:
