@@ -214,6 +214,17 @@ def test_tensors_with_two_names_on_both_sides(tmp_path: Path) -> None:
             assert torch.equal(module.input, value) and not report.unexpected
 
 
+def test_a_head_that_a_tied_program_lacks_is_noted(tmp_path: Path) -> None:
+    """The layout takes it for the embedding, as the configuration says; the file may say otherwise."""
+    expected = fused(weights())
+    folder = folder_of(tmp_path / "hf", weights(), tie_word_embeddings=True)
+    for tied in (True, False):
+        module = module_of({n: t for n, t in expected.items() if not (tied and n == "output_layer.weight")})
+        notes = bytecheckpoint.load(folder, {"model": module}, layout="llama").notes
+        assert any(note.endswith("and does not read them: lm_head.weight") for note in notes) == tied
+        assert_holds(module, {n: expected[n] for n in module.state_dict()})
+
+
 def test_equal_names_need_no_layout(tmp_path: Path) -> None:
     module = module_of(weights())
     bytecheckpoint.load(folder_of(tmp_path / "hf", weights()), {"model": module}, layout="auto")

@@ -290,6 +290,9 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
             if own.ignored and not slot:
                 names_of = listed([own.names[k] for k in own.ignored], 2)
                 notes.append(f"the layout ignores {len(own.ignored)} tensors of {state}: {names_of}")
+            if not slot and (twins := _unread_twins(own, tensors)):
+                text = f"takes {len(twins)} tensors of {state} for tied ones, and does not read them"
+                notes.append(f"the layout {text}: {listed(twins, 2)}")
             if slot and own.scales:
                 raise IncompatibleCheckpointError(
                     f"{state} has {slot!r} of quantised parameters, which no layout moves"
@@ -326,6 +329,18 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
         done.catalog, concatenated([*rows, done.rows]), groups, done.alone, done.stored, names, done.twins,
         maps, list(dict.fromkeys(notes)),
     )  # fmt: skip
+
+
+def _unread_twins(own: BoundSide, tensors: Int64s) -> list[str]:
+    """Return the second names of tied tensors under which a checkpoint has tensors of their own.
+
+    Args:
+        own: side of the checkpoint.
+        tensors: number of the tensor of each of its names in the catalog.
+    """
+    second = np.unique(own.places.tensor[own.places.copy])
+    first = np.setdiff1d(np.arange(len(own.names)), second)
+    return [own.names[k] for k in second[~np.isin(tensors[second], tensors[first])].tolist()]
 
 
 def _note_names(names: dict[str, list[str]], own: BoundSide, shown: BoundSide) -> None:
