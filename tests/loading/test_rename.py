@@ -167,3 +167,48 @@ def test_errors_name_what_may_be_meant(tmp_path: Path) -> None:
         bytecheckpoint.load(tmp_path, {"model": live})
     with pytest.raises(IncompatibleCheckpointError, match=r"holds model/1.weight \(nearest here: 'model/0.weight'\), "):
         bytecheckpoint.load(tmp_path, {"model": saved[:1]})  # type: ignore[index]
+
+
+class Holder(nn.Module):
+    """A module of a program that has the name of DDP's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "1._orig_mod."])
+@pytest.mark.parametrize("live", [lambda model: model, torch.compile])
+def test_files_of_wrapped_models(tmp_path: Path, prefix: str, live: Any) -> None:
+    """Files of torch.save have the names of DDP and torch.compile; a part of a model may be compiled, too."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(Holder(model).named_parameters())  # names of its own
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    first, part = ("1.", prefix.removeprefix("1.")) if prefix[0] == "1" else ("", prefix)
+    names = {
+        name: name.replace(first, first + part, 1) if name.startswith(first) else name for name in model.state_dict()
+    }
+    weights = {names[name]: value for name, value in model.state_dict().items()}
+    torch.save({"model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "old.pt")
+    other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    loaded = torch.optim.AdamW(other.named_parameters())
+    bytecheckpoint.load(tmp_path / "old.pt", {"model": live(other), "optimizer": loaded})
+    assert all(map(torch.equal, other.state_dict().values(), model.state_dict().values()))
+    for before, after in zip(optimizer.state.values(), loaded.state.values(), strict=True):
+        assert all(torch.equal(before[slot], after[slot]) for slot in before)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "module._orig_mod."])
+def test_a_module_with_the_name_of_ddps(tmp_path: Path, prefix: str) -> None:
+    saved, live = nn.Linear(2, 2), Holder(nn.Linear(2, 2))
+    torch.save({prefix + name: value for name, value in saved.state_dict().items()}, tmp_path / "old.pt")
+    bytecheckpoint.load(tmp_path / "old.pt", {"model": live})
+    assert torch.equal(live.module.weight, saved.weight)
+
+
+def test_a_name_below_a_wrapper_that_two_tensors_have(tmp_path: Path) -> None:
+    """Neither of them is chosen."""
+    torch.save({"a._orig_mod.b": torch.ones(1), "_orig_mod.a.b": torch.zeros(1)}, tmp_path / "old.pt")
+    with pytest.raises(IncompatibleCheckpointError, match=r"lacks model/a\.b"):
+        bytecheckpoint.load(tmp_path / "old.pt", {"model": {"a": {"b": torch.empty(1)}}})

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Final
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import SavedTensor
 from bytecheckpoint.frameworks.objects.capture import STATES_BY_NAME
 from bytecheckpoint.frameworks.selection import NameSelection
-from bytecheckpoint.representation.catalog import VALUES_SLOT
+from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
 from bytecheckpoint.representation.shards import TensorKey
 
-__all__ = ["LiveNames"]
+__all__ = ["LiveNames", "names_below_wrappers"]
+
+_WRAPPER: Final = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+#: The name of the wrapped module in DDP; modules of users may have it, too.
+_IN_DDP: Final = "module."
+
+
+def names_below_wrappers(catalog: Catalog) -> Callable[[str], str] | None:
+    """Return `rename` for a checkpoint of another program, whose names lead through DDP or torch.compile; None for others.
+
+    Live names lead through no wrappers. A name that the checkpoint has as it is, is that one.
+    """
+    stored: dict[str, str] = {}
+    for state in catalog.states():
+        names = {*catalog.fqns(state), *catalog.aliases.get(state, ())}
+        bare = {name: _WRAPPER.sub("", name) for name in names if not name.startswith("#")}
+        while len(set(bare.values())) == len(bare):  # else several tensors have one name
+            stored |= {f"{state}/{bare[name]}": f"{state}/{name}" for name in bare if bare[name] not in names}
+            if not bare or not all(name.startswith(_IN_DDP) for name in bare.values()):
+                break
+            bare = {name: below.removeprefix(_IN_DDP) for name, below in bare.items()}
+    return (lambda name: stored.get(name, name)) if stored else None
 
 
 class LiveNames:

@@ -56,7 +56,7 @@ from bytecheckpoint.loading.fit import (
     refuse_unexpected,
     wanted_boxes,
 )
-from bytecheckpoint.loading.live_names import LiveNames
+from bytecheckpoint.loading.live_names import LiveNames, names_below_wrappers
 from bytecheckpoint.loading.request import LoadRequest
 from bytecheckpoint.loading.saved import SavedView
 from bytecheckpoint.planning.chained_layouts import lay_out_through
@@ -311,7 +311,10 @@ class Load:
                     catalog = laid.catalog
                     checkpoint.trees.show(catalog, laid.stored)
             selection = copy.deepcopy(matching.selection)
-            live = LiveNames(selection, matching.rename, request.states.keys())
+            rename = matching.rename
+            if rename is None and laid is None and catalog.is_foreign:
+                rename = names_below_wrappers(catalog)
+            live = LiveNames(selection, rename, request.states.keys())
             shown = {} if laid is None else laid.names
             view = SavedView(catalog, checkpoint.trees, self._collective.rank, live, groups, shown)
             with gc_paused(), memory_for(url):
