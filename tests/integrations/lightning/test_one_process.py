@@ -217,6 +217,19 @@ def test_a_job_that_changes_over_from_lightning(tmp_path: Path, name: str) -> No
 
 
 @on_ranks(1)
+def test_files_below_the_folder_are_named(tmp_path: Path) -> None:
+    """Lightning writes them there for a metric whose name has a slash; they may be of another run as well."""
+    stock = pl.callbacks.ModelCheckpoint(tmp_path, filename="val/{step}", every_n_epochs=1, save_top_k=-1)
+    make(stock, max_epochs=1).fit(Net(), loader(False))
+    with collected_warnings() as said:
+        run(tmp_path, max_epochs=1)
+    assert (
+        f"{tmp_path}/val/step=6.ckpt is not taken: it is in a folder below; pass its path if it is of this run" in said
+    )
+    assert run(tmp_path, ckpt_path=str(tmp_path / "val" / "step=6.ckpt"), max_steps=8).keys() == {7, 8}
+
+
+@on_ranks(1)
 def test_a_job_that_changes_back_and_forth(tmp_path: Path) -> None:
     """A file of Lightning's that was written after the newest step, and says a later one, is the newest checkpoint."""
     (tmp_path / "step=3.ckpt").touch()

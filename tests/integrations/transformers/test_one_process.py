@@ -124,10 +124,14 @@ def test_a_folder_without_schedule_or_random_numbers(tmp_path: Path) -> None:
     with collected_warnings() as said:
         run(tmp_path, tmp_path / "checkpoint-8", attached={"root": tmp_path / "branch"}, max_steps=9, **options)
     assert any("checkpoint-8 has no rng_state.pth: dropout" in line for line in said)
-    weights = tmp_path / "checkpoint-8" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-8])
-    with pytest.raises(UsageError, match=r"checkpoint-8 lacks a whole model\.safetensors: a save was killed"):
-        run(tmp_path, tmp_path / "checkpoint-8", attached={"root": tmp_path / "other"}, **options)
+    for name in ("rng_state.pth", "pytorch_model.bin", "model.safetensors"):
+        file = tmp_path / "checkpoint-8" / name
+        if not file.exists():
+            torch.save({"w": torch.ones(4)}, file)
+        file.write_bytes(file.read_bytes()[:-8])
+        with pytest.raises(UsageError, match=rf"checkpoint-8 lacks a whole {name}: a save was killed"):
+            run(tmp_path, tmp_path / "checkpoint-8", attached={"root": tmp_path / "other"}, **options)
+        file.unlink()
     for number in (4, 8):
         (tmp_path / f"checkpoint-{number}" / "scheduler.pt").unlink()
     shutil.rmtree(tmp_path / "step_00000009", ignore_errors=True)

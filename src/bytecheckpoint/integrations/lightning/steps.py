@@ -327,6 +327,11 @@ def _files(manager: CheckpointManager) -> Iterator[CheckpointOfTool]:
             with contextlib.suppress(FileNotFoundError, UsageError):  # removed meanwhile; a refused name
                 modified = folder.stat(name).modified
             found.append((modified, int(steps[-1]) if steps else -1, f"{manager.root}/{file}"))
+    nested = [name for file, name in names.items() if file != name and name.endswith(".ckpt")]
+    if nested and not found and latest is None:
+        _log.warning(
+            "%s/%s is not taken: it is in a folder below; pass its path if it is of this run", manager.root, nested[0]
+        )
     for modified, step, path in sorted(found, reverse=True):
         if step < 0 and not (latest is not None and 0 < modified < latest.committed):
             with contextlib.suppress(CorruptCheckpointError, CheckpointNotFoundError):

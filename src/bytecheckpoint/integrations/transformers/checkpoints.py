@@ -44,6 +44,8 @@ _log = logging.getLogger("bytecheckpoint")
 
 #: Last file of each checkpoint of Trainer itself.
 _STATE_OF_TRAINER = "trainer_state.json"
+#: Files that Trainer reads when it resumes.
+_FILES_OF_TRAINER = ("*.safetensors", "*_model*.bin", "*.pt", "*.pth")
 _OF_TRAINER = re.compile(r"checkpoint-([0-9]+)")
 #: Callbacks of transformers that upload Trainer's folders: the attribute that decides, its value that does, and a remedy.
 _UPLOADS = {
@@ -126,7 +128,7 @@ class TrainerCheckpoints:
         if not _is_of_trainer(path):
             return f"a whole {_STATE_OF_TRAINER}"
         folder = glob.escape(os.fspath(path))
-        for file in sorted(glob.glob(os.path.join(folder, "*.safetensors")) + glob.glob(os.path.join(folder, "*.pt"))):
+        for file in sorted(file for kind in _FILES_OF_TRAINER for file in glob.glob(os.path.join(folder, kind))):
             try:
                 open_checkpoint(file).close()
             except CorruptCheckpointError:
