@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from argparse import Namespace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from bytecheckpoint.opening import Entry
 from bytecheckpoint.tools import exporting, huggingface, torch_files
 from tests.loading.test_layouts import fused, module_of, sized, weights
 from tests.support.damage import damage, storage_file
+from tests.support.warned import warned
 from tests.support.worlds import on_ranks
 
 WIDTH = 6
@@ -167,6 +169,22 @@ def test_this_package_reads_it_back(tmp_path: Path, format_: str) -> None:
     assert expected["model/decoder.layers.1.mlp.linear_fc1.weight"].shape == (
         fused(weights())["decoder.layers.1.mlp.linear_fc1.weight"].shape
     )
+
+
+class Phase(Enum):
+    """A value of a program that other programs do not have."""
+
+    WARM = 1
+
+
+@pytest.mark.parametrize("format_", ["dcp", "torch"])
+def test_classes_whose_instances_become_plain_values_are_named(tmp_path: Path, format_: str) -> None:
+    for name, value in (("class", Phase.WARM), ("plain", 1)):
+        bytecheckpoint.save(tmp_path / name, {"model": nn.Linear(2, 2), "extra_states": {"phase": value}})
+        with warned() as said:
+            tools.export(tmp_path / name, tmp_path / f"{name}.out", format=format_)
+        assert [line for line in said if "Phase in 'extra_states' become their plain" in line] == said
+        assert len(said) == (name == "class")
 
 
 @pytest.mark.parametrize("format_", ["dcp", "torch"])

@@ -78,25 +78,26 @@ class CheckpointView(Checkpoint):
         """Return whether a state is in streams: positions of data loaders, which any number of ranks divides."""
         return bool(len(self._index.streams(state)))
 
-    def structure(self, state: str) -> tuple[Any, set[str]]:
+    def structure(self, state: str) -> tuple[Any, set[str], set[str]]:
         """Return the plain values of a state in their containers, with an `Entry` for each tensor; None without values.
 
         Where the ranks' values complement each other they are one. Instances of classes become their plain values.
 
         Returns:
-            The values, and the keys of the tensors in them, of which a tied one has several.
+            The values, the keys of the tensors in them, of which a tied one has several, and the names of the classes.
         """
         inside: set[str] = set()
+        classes: set[str] = set()
 
         def found(name: str) -> Entry | None:
             entry = self._entry(state, name, "")
             inside.update([f"{state}/{name}"] if entry is None else [f"{state}/{name}", entry.key])
             return entry
 
-        trees = self._values(state, found)
+        trees = self._values(state, found, classes.add)
         if len(trees) > 1 and all(isinstance(tree, dict) for tree in trees):
-            return {key: value for tree in reversed(trees) for key, value in tree.items()}, inside
-        return trees[0] if trees else None, inside
+            return {key: value for tree in reversed(trees) for key, value in tree.items()}, inside, classes
+        return trees[0] if trees else None, inside, classes
 
     def containers_of(self, state: str) -> dict[str, dict[str, Any]]:
         """Return the lists, tuples and dicts in the state of an optimizer's parameters, with an `Entry` for each tensor.
@@ -111,11 +112,17 @@ class CheckpointView(Checkpoint):
                     found.setdefault(name, own)
         return found
 
-    def _values(self, state: str, on_tensor: Callable[[str], Entry | None]) -> list[Any]:
+    def _values(
+        self, state: str, on_tensor: Callable[[str], Entry | None], on_class: Callable[[str], None] = lambda _: None
+    ) -> list[Any]:
         """Return the values of a state that each rank has saved, with the result of `on_tensor` for each tensor."""
+
+        def plain(name: str, saved: object) -> object:
+            on_class(name)
+            return saved
+
         return [
-            decode(blob, on_tensor=on_tensor, on_unregistered=lambda _, saved: saved, restore=False)
-            for blob in self._trees(state)[0]
+            decode(blob, on_tensor=on_tensor, on_unregistered=plain, restore=False) for blob in self._trees(state)[0]
         ]
 
     def stream(self, keys: Iterable[str], max_bytes: int = 32 << 20) -> Iterator[TensorPiece]:

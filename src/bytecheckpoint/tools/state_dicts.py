@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.representation.values.codec import leaves_with_paths
 
 __all__ = ["mapped", "state_dict_of"]
+
+_log = logging.getLogger("bytecheckpoint")
 
 
 def state_dict_of(view: CheckpointView, state: str, *, param_names: bool = False) -> Any:
@@ -37,7 +40,9 @@ def state_dict_of(view: CheckpointView, state: str, *, param_names: bool = False
         if param_names:
             found["param_groups"] = [{**group, "param_names": [*group["params"]]} for group in found["param_groups"]]
         return found
-    tree, inside = view.structure(state)
+    tree, inside, classes = view.structure(state)
+    if classes:
+        _log.warning("%s: instances of %s in %r become their plain values", view.path, listed(sorted(classes)), state)
     if not isinstance(tree, dict):
         return tree if tree is not None else {key.removeprefix(f"{state}/"): entry for key, entry in tensors.items()}
     return {key.removeprefix(f"{state}/"): entry for key, entry in tensors.items() if key not in inside} | tree
