@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,27 @@ def test_another_order_is_refused(tmp_path: Path) -> None:
         states = {"model": model, "optimizer": torch.optim.AdamW(groups)}
         with pytest.raises(IncompatibleCheckpointError, match=message):
             bytecheckpoint.load(tmp_path / "old.pt", states, strict={"extra_states": False})
+
+
+def test_errors_name_what_the_file_holds(tmp_path: Path) -> None:
+    """A program's file does not say the class of its optimizer, and holds all plain values of a state in one pickle."""
+    model, optimizer = left_by(tmp_path / "old.pt", OPTIMIZERS["adamw"])
+    momentum = OPTIMIZERS["momentum"](optimizer.param_groups)
+    with pytest.raises(IncompatibleCheckpointError, match=r"another algorithm \(exp_avg, exp_avg_sq, step\), .* SGD"):
+        bytecheckpoint.load(
+            tmp_path / "old.pt", {"model": model, "optimizer": momentum}, strict={"extra_states": False}
+        )
+    torch.save({"model": model.state_dict(), "run": {"phase": Phase.WARM, "epoch": 7}}, tmp_path / "other.pt")
+    with pytest.raises(
+        IncompatibleCheckpointError, match=r"^values of 'run': the checkpoint holds an instance of .*Phase"
+    ):
+        bytecheckpoint.load(tmp_path / "other.pt", {"model": model, "run": {"epoch": 0}})
+
+
+class Phase(Enum):
+    """A value of the program that saved."""
+
+    WARM = 1
 
 
 def test_no_layout_renames_numbers(tmp_path: Path) -> None:

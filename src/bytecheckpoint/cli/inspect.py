@@ -13,11 +13,11 @@ from bytecheckpoint.cli.format import as_json, print_json, print_table, printabl
 from bytecheckpoint.cli.ls import open_catalog, origin, summary, tensor_bytes
 from bytecheckpoint.engine.catalogs import check_rank
 from bytecheckpoint.errors import UsageError, shown
-from bytecheckpoint.formats.shown import VALUES_NAME
 from bytecheckpoint.layouts.layout import find_all
 from bytecheckpoint.planning.chained_layouts import lay_out_through
 from bytecheckpoint.planning.part_space import layout_of_model
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
+from bytecheckpoint.representation.names import VALUES_NAME
 
 __all__ = ["inspect"]
 

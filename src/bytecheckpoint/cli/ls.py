@@ -21,11 +21,10 @@ from bytecheckpoint.concurrency import call_with_timeout, parallel_map
 from bytecheckpoint.engine.catalogs import read_catalog, read_outline, read_summary
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageUnavailableError
 from bytecheckpoint.formats.detect import as_checkpoint
-from bytecheckpoint.formats.shown import VALUES_NAME
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog, CatalogSummary
 from bytecheckpoint.representation.dtypes import itemsize
-from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, natural_order
+from bytecheckpoint.representation.names import CATALOG_NAME, VALUES_NAME, generation_of, natural_order
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.tiers.storage import hot_part
 from bytecheckpoint.tuning import tuning

@@ -22,13 +22,13 @@ from bytecheckpoint.formats.files import RangedFile, damage, open_file
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.meanings import CONSTANTS, MEANINGS, dtype_name
 from bytecheckpoint.formats.rows import RowColumns
-from bytecheckpoint.formats.shown import VALUES_NAME
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.formats.unpickling import MAX_PICKLE_BYTES, read_pickle
 from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import row_order
 from bytecheckpoint.representation.dtypes import itemsize
+from bytecheckpoint.representation.names import VALUES_NAME
 from bytecheckpoint.representation.values.tree import MAX_DEPTH, TensorRef, key_of_path
 from bytecheckpoint.storage import Storage
 

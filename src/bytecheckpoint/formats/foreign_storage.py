@@ -11,11 +11,11 @@ from bytecheckpoint.errors import CheckpointReplacedError
 from bytecheckpoint.formats.decoded import BytesReader, Decoded, DecodedFiles
 from bytecheckpoint.formats.files import read_in_parallel
 from bytecheckpoint.formats.foreign import ForeignCheckpoint
-from bytecheckpoint.formats.shown import VALUES_NAME, with_values
+from bytecheckpoint.formats.shown import with_values
 from bytecheckpoint.garbage_collection import gc_paused
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog_file import encode
-from bytecheckpoint.representation.names import CATALOG_NAME
+from bytecheckpoint.representation.names import CATALOG_NAME, VALUES_NAME
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.base import FileReader, FileStat, call_timeout
 from bytecheckpoint.storage.wrappers import WrappedStorage

@@ -15,7 +15,7 @@ import numpy as np
 from bytecheckpoint.errors import listed
 from bytecheckpoint.formats.foreign import ForeignColumns
 from bytecheckpoint.formats.meanings import StoredTensor
-from bytecheckpoint.formats.shown import VALUES_NAME
+from bytecheckpoint.representation.names import VALUES_NAME
 from bytecheckpoint.representation.values.tree import TensorRef
 
 __all__ = [

@@ -18,11 +18,11 @@ from bytecheckpoint.formats.decoded import Decoded
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.meanings import StorageRef, StoredTensor
 from bytecheckpoint.formats.sharded import ShardedValue
-from bytecheckpoint.formats.shown import VALUES_NAME
 from bytecheckpoint.formats.torch_save import states_beside
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.representation.boxes import row_major_of
 from bytecheckpoint.representation.dtypes import itemsize
+from bytecheckpoint.representation.names import VALUES_NAME
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.objects.aws import s3_access
 

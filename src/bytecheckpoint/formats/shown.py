@@ -15,13 +15,11 @@ from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.trees import BYTES_PER_VALUE, Tree, decode_containers
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.dtypes import itemsize
+from bytecheckpoint.representation.names import VALUES_NAME
 from bytecheckpoint.representation.values.tree import PACKED_TENSOR, TensorRef, key_of_path, state_reference
 from bytecheckpoint.storage.base import Storage
 
-__all__ = ["VALUES_NAME", "names_of_parameters", "with_values"]
-
-VALUES_NAME: Final = ".bytecheckpoint-values"
-"""Beginning of the names of files that hold plain values, in memory."""
+__all__ = ["names_of_parameters", "with_values"]
 
 #: Longest tensor among hyperparameters.
 _MOST_HYPERPARAMETER_BYTES: Final = 1 << 20

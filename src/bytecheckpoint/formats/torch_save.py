@@ -19,11 +19,11 @@ from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.inert import GlobalName
 from bytecheckpoint.formats.meanings import CONSTANTS, MEANINGS, StorageRef, StoredTensor, storage_of
 from bytecheckpoint.formats.sharded import ShardedValue, rebuilt_tensor
-from bytecheckpoint.formats.shown import VALUES_NAME
 from bytecheckpoint.formats.trees import Tree, is_module
 from bytecheckpoint.formats.unpickling import MAX_PICKLE_BYTES, PickleEndsError, read_pickle
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.dtypes import itemsize
+from bytecheckpoint.representation.names import VALUES_NAME
 from bytecheckpoint.storage import Storage
 
 __all__ = ["TorchFiles", "TorchObject", "read_object", "read_torch_save", "states_beside", "states_of", "unpickle"]

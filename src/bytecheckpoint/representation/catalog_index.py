@@ -9,6 +9,7 @@ import numpy as np
 from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
+from bytecheckpoint.representation.names import VALUES_NAME
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.values.tree import StoredTree
 
@@ -17,8 +18,9 @@ __all__ = ["CatalogIndex", "stored_tree"]
 
 def stored_tree(catalog: Catalog, number: int, data: bytes) -> StoredTree:
     """Return the encoded value of a tensor of plain values, with the places that errors name."""
-    row = int(np.searchsorted(catalog.boxes.tensor, number))
-    return StoredTree(data, catalog.files[catalog.file[row]].name, str(catalog.key(number)))
+    row, key = int(np.searchsorted(catalog.boxes.tensor, number)), catalog.key(number)
+    name = catalog.files[catalog.file[row]].name
+    return StoredTree(data, f"values of {key.state!r}" if name.startswith(VALUES_NAME) else name, str(key))
 
 
 class CatalogIndex:

@@ -15,6 +15,7 @@ __all__ = [
     "GENERATION_LENGTH",
     "METRICS_FOLDER",
     "STEP_FOLDER",
+    "VALUES_NAME",
     "check_file_name",
     "companions",
     "delta_name",
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 CATALOG_NAME: Final = "metadata.parquet"
+VALUES_NAME: Final = ".bytecheckpoint-values"
+"""Beginning of the names of files in memory that hold what no file of another program's checkpoint holds as it is."""
 GENERATION_LENGTH: Final = 24
 #: Folder of the metrics, in the folder of the run, or of a checkpoint by itself.
 METRICS_FOLDER: Final = ".bytecheckpoint-metrics"

@@ -20,13 +20,13 @@ from bytecheckpoint.errors import CheckpointNotFoundError, UsageError
 from bytecheckpoint.formats.detect import as_checkpoint
 from bytecheckpoint.formats.files import open_file
 from bytecheckpoint.formats.foreign_storage import ForeignStorage
-from bytecheckpoint.formats.shown import VALUES_NAME
 from bytecheckpoint.representation.catalog import Catalog, StorageFile
 from bytecheckpoint.representation.catalog_file import encode
 from bytecheckpoint.representation.checksums import block_bytes, block_sum, block_sums
 from bytecheckpoint.representation.header_writer import build_header
 from bytecheckpoint.representation.names import (
     CATALOG_NAME,
+    VALUES_NAME,
     check_file_name,
     generation_of,
     new_generation,

@@ -24,8 +24,8 @@ from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, Corr
 from bytecheckpoint.formats.archives import locate, read_directory
 from bytecheckpoint.formats.files import RangedFile, open_file
 from bytecheckpoint.formats.foreign_storage import ForeignStorage
-from bytecheckpoint.formats.shown import VALUES_NAME
 from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.names import VALUES_NAME
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.storage.time_limits import with_time_limits

@@ -95,6 +95,7 @@ def load_optimizers(
     types = trees.merged.optimizer_types
     stateless: list[str] = []
     foreign: list[str] = []
+    foreign_slots: set[str] = set()
     others: list[Optimizer] = []
     without_master: list[str] = []
     for index, group in enumerate(groups):
@@ -115,6 +116,7 @@ def load_optimizers(
             live = group.optimizer.state.get(parameter) or {}
             if check.is_foreign(live, {*slots, *trees.values_of(*name)}):
                 foreign.append(name[0])
+                foreign_slots.update(slots)
                 destination.recognized.update(slots.values())
                 destination.finish.append(partial(group.optimizer.state.pop, parameter, None))
                 continue
@@ -138,8 +140,9 @@ def load_optimizers(
     if foreign or others:
         of = f" of {len(foreign)} parameters ({listed(foreign)})" if foreign else ""
         names_here = sorted({type(o).__name__ for o in others or optimizers})
+        there = ", ".join(sorted(types or foreign_slots))  # other programs do not say their class
         destination.mismatches.append(
-            f"{state_name}: the checkpoint has the state{of} of another algorithm ({', '.join(sorted(types))}), with which "
+            f"{state_name}: the checkpoint has the state{of} of another algorithm ({there}), with which "
             f"{', '.join(names_here)} cannot continue"
         )
     if without_master:

@@ -52,7 +52,7 @@ class StoredTree(bytes):
     """An encoded value of a checkpoint.
 
     Attributes:
-        file: name of the storage file that holds it.
+        file: name of the storage file that holds it; of another program's checkpoint, the state.
         key: key of the state to which it belongs.
     """
 
