@@ -125,7 +125,8 @@ class NamedGroups:
 
     Attributes:
         groups: the groups.
-        steps: number of steps of each parameter whose group has one; without a distributed optimizer, a tensor of a file.
+        steps: number of steps of each parameter with state, if its group has one; without a distributed optimizer, a
+            tensor of a file.
         notes: facts that a user should know.
         undecided: that one of them which names parameters in no group, if there is one.
     """
@@ -174,7 +175,7 @@ def named_groups(
             free.append(fqn)
             continue
         named[chosen[0]]["params"].append(fqn)
-        if (step := groups[chosen[0]].get(STEP)) is not None:
+        if (step := groups[chosen[0]].get(STEP)) is not None and states.get(fqn):
             steps[fqn] = step
     notes = []
     if decayed_norms is None and len(groups) > 1 and any(map(_is_qk_norm, shapes)):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import bytecheckpoint
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, MissingKeyError
 from bytecheckpoint.tools import verify
 from tests.frameworks.megatron.test_load_torch_dist import load as load_by_ours
@@ -29,6 +30,7 @@ CASES = {
         [Layout(tp=2, dp=2, bf16=True), Layout(dp=4, bf16=True), Layout(tp=2, pp=2, bf16=True)],
     ),
     "experts": (Layout(ep=2, dp=2, moe=True), [Layout(ep=2, dp=2, moe=True), Layout(pp=2, ep=2, dp=2, moe=True)]),
+    "whole": (Layout(tp=2, bf16=True, distributed=False), [Layout(pp=2, bf16=True, distributed=False)]),
     "virtual": (Layout(pp=2, vpp=2, dp=2, tied=False), [Layout(dp=2, tied=False), Layout(tp=2, pp=2, tied=False)]),
 }
 
@@ -68,6 +70,9 @@ def test_any_layout_trains_on(worlds: Worlds, name: str, tmp_path: Path) -> None
     path = str(tmp_path / "step")
     losses, *_ = worlds.run(source.world, save, source, path, timeout=300)
     assert verify(path).ok
+    with bytecheckpoint.open(path) as saved:
+        steps = [saved[key][...] for key in saved if key.endswith("/step")]
+    assert len(steps) > 20 and all(step.dtype == torch.float32 and step == BEFORE for step in steps)
     for layout in layouts:
         stock, by_megatron, by_ours = (
             worlds.run(layout.world, load, layout, path, timeout=300)[0]

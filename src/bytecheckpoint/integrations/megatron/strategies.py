@@ -162,6 +162,7 @@ def _states_of(found: list[Any], common: dict[str, Any]) -> dict[str, Any]:
             states[key.state][key.fqn] = parts
     if groups := param_groups(common.get("optimizer")):
         shapes = {fqn: tuple(next(iter(of_parameter.values())).shape) for fqn, of_parameter in slots.items()}
+        shapes = shapes or {fqn: tuple(parts.shape) for fqn, parts in states["model"].items()}  # SGD without momentum
         args = vars(common["args"]) if hasattr(common.get("args"), "__dict__") else {}
         named = named_groups(groups, shapes, slots, args)
         for fqn, step in named.steps.items():
