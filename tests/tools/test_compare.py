@@ -114,6 +114,26 @@ def test_classes_that_are_not_registered_here(tmp_path: Path) -> None:
     assert (difference.kind, difference.key) == ("value", "extra_states/one")
 
 
+def test_the_first_difference_inside_of_settings_is_named(tmp_path: Path) -> None:
+    """Long values that begin alike are cut before their difference."""
+    layers = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(9))
+    for name, change, count in (("a", {}, 9), ("rate", {"lr": 0.2}, 9), ("key", {"own": 1}, 9), ("length", {}, 8)):
+        group = {"params": list(layers[:count].parameters()), "lr": 0.1, **change}
+        optimizer = torch.optim.SGD([group, {"params": list(layers[count:].parameters())}] if count < 9 else [group])
+        bytecheckpoint.save(tmp_path / name, {"model": layers, "optimizer": optimizer})
+    texts = [compare(tmp_path / "a", tmp_path / name).differences[0].message for name in ("rate", "key", "length")]
+    for text, place in zip(
+        texts,
+        (
+            "[0]['lr'] is 0.1 in the first and 0.2",
+            "[0]['own'] is missing in the first and 1",
+            "[0]['params'][16] is '8.weight' in the first and missing",
+        ),
+        strict=True,
+    ):
+        assert text == f"optimizer/param_groups at {place} in the second checkpoint"
+
+
 def test_tensors_in_any_container_are_compared(tmp_path: Path) -> None:
     """Their elements count, not the objects that an open checkpoint shows for them."""
     for name, last in (("a", 1.0), ("b", 1.0), ("c", 2.0)):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import math
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,16 @@ __all__ = ["CompareReport", "Difference", "compare"]
 _CHUNK_BYTES = 16 << 20
 
 
+class _Missing:
+    """The value of a key that only the other container has."""
+
+    def __repr__(self) -> str:
+        return "missing"
+
+
+_MISSING = _Missing()
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """One difference between two checkpoints.
@@ -38,7 +49,8 @@ class Difference:
             (elements differ), "value" (plain values differ), "unreadable" (a value that cannot be read here).
         key: the key that differs.
         rank: the rank that owns the value, None if all ranks share it.
-        a, b: dtype, shape, value or first differing element of each side, as text.
+        a, b: dtype, shape, value (of containers, the first inner one that differs) or first differing element of each
+            side, as text.
         count: number of differing elements, 0 for other kinds.
         first: coordinate of the first differing element.
         max_abs: largest absolute difference, None if there is no such number (nan, infinity, a dtype without arithmetic).
@@ -184,7 +196,21 @@ class _Comparison:
         if (isinstance(one, Entry) or isinstance(two, Entry)) and not _are_tensor_and_array(one, two):
             yield _mismatch("type", key, rank, _shorten(one), _shorten(two))
         elif not self._same(one, two):
-            yield _mismatch("value", key, rank, _shorten(one), _shorten(two))
+            place, first, second = self._unlike(one, two)
+            yield _mismatch("value", key, rank, _shorten(first), _shorten(second), place)
+
+    def _unlike(self, one: Any, two: Any, place: str = "") -> tuple[str, Any, Any]:
+        """Return the place of the first difference inside of two plain values, as "[0]['lr']", and what they have there."""
+        pairs: Iterable[tuple[Any, Any, Any]] = ()
+        if type(one) is type(two) is dict:
+            pairs = ((key, one.get(key, _MISSING), two.get(key, _MISSING)) for key in one | two)
+        elif type(one) is type(two) and isinstance(one, list | tuple):
+            both = itertools.zip_longest(one, two, fillvalue=_MISSING)
+            pairs = ((number, *pair) for number, pair in enumerate(both))
+        for key, first, second in pairs:
+            if not self._same(first, second):
+                return self._unlike(first, second, f"{place}[{key!r}]")
+        return place, one, two
 
     def _same(self, one: Any, two: Any) -> bool:
         """Return whether two plain values are equal. Numbers and tensors inside containers may differ by the tolerance."""
@@ -340,6 +366,6 @@ def _difference(kind: str, key: str, rank: int | None, a: str, b: str, text: str
     return Difference(kind, key, rank, a, b, f"{key}{whose} {text}")
 
 
-def _mismatch(kind: str, key: str, rank: int | None, a: str, b: str) -> Difference:
-    what = {"shape": "has shape", "dtype": "is", "value": "is", "type": "is a"}[kind]
+def _mismatch(kind: str, key: str, rank: int | None, a: str, b: str, place: str = "") -> Difference:
+    what = {"shape": "has shape", "dtype": "is", "value": f"at {place} is" if place else "is", "type": "is a"}[kind]
     return _difference(kind, key, rank, a, b, f"{what} {a} in the first and {b} in the second checkpoint")
