@@ -69,6 +69,11 @@ def test_ls(cli: Call, folder: Path) -> None:
     assert cli("ls", folder)[2].endswith("new.pt, old.pt, ...): give one\n")
 
 
+def test_ls_of_a_bucket(cli: Call) -> None:
+    """No folder is around it in which a file of its name could lie."""
+    assert "fsspec+memory://empty holds no committed checkpoint" in cli("ls", "fsspec+memory://empty")[2]
+
+
 def test_inspect(cli: Call, folder: Path) -> None:
     found = as_json(cli, "inspect", folder / "new.pt", "--values", "--boxes")
     assert found["writers"] == [{"rank": 0, "files": 1, "bytes": (folder / "new.pt").stat().st_size}]

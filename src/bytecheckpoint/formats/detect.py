@@ -152,7 +152,7 @@ def find_checkpoint(storage: Storage) -> ForeignStorage:
     """
     folder, _, name = storage.url.rpartition("/")
     of_file: CheckpointNotFoundError | None = None
-    if folder and name:
+    if folder and name and not folder.endswith(":/"):  # else a bucket
         try:
             around = wrapped_like(storage, resolve(folder))
             if (reader := _of_file(around, name)) is not None:
