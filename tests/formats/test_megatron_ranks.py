@@ -264,12 +264,22 @@ def test_stacked_experts_of_several_ranks_are_refused(tmp_path: Path) -> None:
 def test_gates_are_told_by_the_next_layer() -> None:
     """Rows of gate and up are twice the columns of the next layer; without that layer nothing is concluded."""
     held: Any = {"m.linear_fc2.weight": SimpleNamespace(shape=(16, 4))}
-    gated = _division("m.linear_fc1.weight", [(8, 16), (8, 16)], held)
+    gated = _division("m.linear_fc1.weight", [(8, 16), (8, 16)], held, {})
     assert gated and [part.whole[0] for part in gated.parts] == [0, 4, 8, 12]
-    plain = _division("m.linear_fc1.bias", [(4,), (4,)], held)
+    plain = _division("m.linear_fc1.bias", [(4,), (4,)], held, {})
     assert plain and [part.whole[0] for part in plain.parts] == [0, 4]
-    assert _division("m.linear_fc1.weight", [(8, 16), (8, 16)], {}) is None
-    assert _division("m.linear_fc1.weight", [(6, 16), (6, 16)], held) is None
+    assert _division("m.linear_fc1.weight", [(8, 16), (8, 16)], {}, {}) is None
+    assert _division("m.linear_fc1.weight", [(6, 16), (6, 16)], held, {}) is None
+
+
+@pytest.mark.parametrize(("rows", "begins"), [(7, [0, 7]), (14, [0]), (9, None)])
+def test_down_projections_are_divided_as_the_args_say(rows: int, begins: list[int] | None) -> None:
+    """Transformer Engine's are whole on each rank, those of Megatron-Core are divided."""
+    args = {"q_lora_rank": 14, "kv_lora_rank": 10, "qk_pos_emb_head_dim": 4}
+    for kind in ("q", "kv"):
+        found = _division(f"m.linear_{kind}_down_proj.weight", [(rows, 16)] * 2, {}, args)
+        assert begins == (None if found is None else sorted({part.whole[0] for part in found.parts}))
+        assert _division(f"m.linear_{kind}_down_proj.weight", [(rows, 16)] * 2, {}, {}) is None
 
 
 def test_layers_follow_each_other_by_chunk_and_stage() -> None:

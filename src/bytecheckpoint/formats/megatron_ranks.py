@@ -38,13 +38,17 @@ _STACKED_EXPERTS = re.compile(r".*\.experts\.weight[12]")
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 #: Names of parameters that Megatron-Core divides along dimension 0, along dimension 1, and not at all.
 _ROWS = re.compile(
-    r"embedding\.word_embeddings\.weight|output_layer\.weight|.*\.(linear_qkv|linear_fc1)\.(weight|bias)|.*\.linear_fc1\.weight\d+"
+    r"embedding\.word_embeddings\.weight|output_layer\.weight|.*\.linear_fc1\.weight\d+"
+    r"|.*\.(linear_qkv|linear_fc1|linear_q_proj|linear_q_up_proj|linear_kv_up_proj)\.(weight|bias)"
 )
 _COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight|.*\.linear_fc2\.weight\d+")
 _WHOLE = re.compile(
     r".*\.(linear_proj|linear_fc2)\.bias|.*layer_?norm(_weight|_bias|\.weight|\.bias)|embedding\.position_embeddings\.weight"
     r"|.*\.router\.(weight|bias|expert_bias)|.*\.shared_experts\.gate_weight"
 )
+#: Parameters of latent attention that are divided along dimension 0, or not at all, and the settings that are their rows.
+_LATENT = re.compile(r".*\.linear_(q|kv)_down_proj\.weight")
+_LATENT_ROWS = {"q": ("q_lora_rank",), "kv": ("kv_lora_rank", "qk_pos_emb_head_dim")}
 _OPTIMIZER, _SCHEDULER = "optimizer", "opt_param_scheduler"
 
 #: Parameters of one file by name, whose layers are numbered through.
@@ -206,12 +210,12 @@ class _Ranks:
 
     def _add(self, ranks: Sequence[_Held]) -> None:
         """Add the slices of all tensors."""
-        unknown = []
+        unknown, args = [], self._rest.get("args", {})
         for name in dict.fromkeys(itertools.chain(*ranks)):
             shapes = [held[name].shape for held in ranks if name in held]
             if len(shapes) < len(ranks):
                 raise ValueError(f"some tensor-parallel ranks lack {name!r}")
-            divided = replicated(shapes) if len(ranks) == 1 else _division(name, shapes, ranks[0])
+            divided = replicated(shapes) if len(ranks) == 1 else _division(name, shapes, ranks[0], args)
             if divided is None:
                 unknown.append(name)
             for rank, held in enumerate(ranks):
@@ -274,8 +278,15 @@ def _numbered(chunks: Mapping[tuple[int, int], _Held]) -> _Held:
     return found
 
 
-def _division(name: str, shapes: Sequence[tuple[int, ...]], held: _Held) -> DividedTensor | None:
-    """Return how Megatron-Core divides a parameter; None if its name does not say it."""
+def _division(
+    name: str, shapes: Sequence[tuple[int, ...]], held: _Held, facts: Mapping[str, Any]
+) -> DividedTensor | None:
+    """Return how Megatron-Core divides a parameter; None if its name and the args do not say it."""
+    if latent := _LATENT.fullmatch(name):
+        rows = sum(facts.get(key) or 0 for key in _LATENT_ROWS[latent[1]])
+        if sum(shape[0] for shape in shapes) == rows:
+            return divide(shapes, 0)
+        return replicated(shapes) if shapes[0][0] == rows else None
     if _WHOLE.fullmatch(name):
         return replicated(shapes)
     if _COLUMNS.fullmatch(name):
