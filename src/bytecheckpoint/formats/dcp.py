@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
+from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.formats.alike_objects import column
 from bytecheckpoint.formats.dcp_items import ItemReader, checked_boxes, decompressed, same_items
 from bytecheckpoint.formats.decoded import Decoded
@@ -279,7 +279,7 @@ def read_content(storage: Storage) -> DcpContent:
     with damage(files[0], "DCP"):
         # Before any item is read: the names come from a pickle, and may lead out of the folder.
         for missing in (name for name in dict.fromkeys(metadata.files()) if name not in sizes):
-            raise files[0].damaged(f"it names the file {missing!r}, which is not there")
+            raise CorruptCheckpointError(f"{storage.url} lacks {missing!r}, which the metadata names", file=missing)
         metadata.settle(storage)
         return _content(storage, files[0], sizes, metadata)
 

@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from bytecheckpoint.errors import CorruptCheckpointError
 from bytecheckpoint.formats.archives import is_zip, local_header_end, read_directory
 from bytecheckpoint.formats.decoded import BytesReader, Decoded
 from bytecheckpoint.formats.files import RangedFile, open_file, read_in_parallel
@@ -163,8 +164,10 @@ class ItemReader:
     def _check_inside(self, file: NDArray[Any], begin: Int64s, size: Int64s) -> None:
         outside = (begin < 0) | (size < 0) | (size > self._sizes[file] - begin) if len(file) else np.zeros(0, np.bool_)
         if outside.any():
-            number = int(file[np.argmax(outside)])
-            raise ValueError(f"an item lies outside of {self._names[number]!r}, which has {self._sizes[number]} bytes")
+            item = np.argmax(outside)
+            first, stop, name = int(begin[item]), int(begin[item]) + int(size[item]), self._names[int(file[item])]
+            text = f"it has {self._sizes[file[item]]} bytes, and the metadata says that an item has bytes {first} to {stop}"
+            raise CorruptCheckpointError(f"{self._storage.url}/{name} is damaged: {text}", file=name)
 
     def _by_file(self, file: NDArray[Any]) -> Iterator[tuple[RangedFile, Int64s]]:
         """Open each file in turn; yield it with the numbers of its items."""
