@@ -74,6 +74,14 @@ def test_ls_of_a_bucket(cli: Call) -> None:
     assert "fsspec+memory://empty holds no committed checkpoint" in cli("ls", "fsspec+memory://empty")[2]
 
 
+@pytest.mark.parametrize("tool", ["ls", "inspect", "verify"])
+def test_what_lies_there_instead_is_said(cli: Call, tool: str, tmp_path: Path) -> None:
+    dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=tmp_path)
+    (tmp_path / ".metadata").unlink()
+    code, _, err = cli(tool, tmp_path)
+    assert code == 2 and err.endswith("lacks .metadata, which DCP and Megatron write last: a save was killed\n"), err
+
+
 def test_inspect(cli: Call, folder: Path) -> None:
     found = as_json(cli, "inspect", folder / "new.pt", "--values", "--boxes")
     assert found["writers"] == [{"rank": 0, "files": 1, "bytes": (folder / "new.pt").stat().st_size}]

@@ -152,7 +152,7 @@ def test_targets_that_are_refused(source: Path, tmp_path: Path) -> None:
             adopt(again, str(tmp_path / "adopted"))
     with pytest.raises(UsageError, match="is a checkpoint of this package"):
         adopt(tmp_path / "adopted", str(tmp_path / "again"))
-    with pytest.raises(CheckpointNotFoundError, match="no checkpoint of another program"):
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint of a known format"):
         adopt(tmp_path / "full", str(tmp_path / "again"))
     adopt(source / "a.pt", str(source / "beside"))
     assert verify(source / "beside").ok

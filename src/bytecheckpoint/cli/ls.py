@@ -20,7 +20,7 @@ from bytecheckpoint.cli.format import (
 from bytecheckpoint.concurrency import call_with_timeout, parallel_map
 from bytecheckpoint.engine.catalogs import read_catalog, read_outline, read_summary
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageUnavailableError
-from bytecheckpoint.formats.detect import as_checkpoint
+from bytecheckpoint.formats.detect import find_instead
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog, CatalogSummary
 from bytecheckpoint.representation.dtypes import itemsize
@@ -50,9 +50,10 @@ def open_catalog(path: str) -> tuple[Storage, Catalog]:
 
 def _open_foreign(storage: Storage, error: CheckpointNotFoundError) -> tuple[Storage, Catalog]:
     """Open the catalog of another program's checkpoint. Raises `error`, or a better one, if there is none."""
-    foreign = as_checkpoint(storage)
-    if foreign is None:
-        raise explain_missing_catalog(storage, error) from None
+    try:
+        foreign = find_instead(storage, error)
+    except CheckpointNotFoundError as reason:
+        raise explain_missing_catalog(storage, reason) from None
     print_notes(foreign.notes())
     return foreign, read_catalog(foreign)[0]
 

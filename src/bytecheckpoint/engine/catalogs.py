@@ -21,7 +21,7 @@ from bytecheckpoint.errors import (
     StorageUnavailableError,
     UsageError,
 )
-from bytecheckpoint.formats.detect import find_checkpoint
+from bytecheckpoint.formats.detect import find_instead
 from bytecheckpoint.formats.foreign_storage import ForeignStorage
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import Catalog, CatalogSummary
@@ -155,10 +155,7 @@ def open_catalog(storage: Storage) -> tuple[Storage, CatalogReader]:
     try:
         return storage, CatalogReader(storage)
     except CheckpointNotFoundError as error:
-        try:
-            foreign = find_checkpoint(storage)
-        except CheckpointNotFoundError as reason:
-            raise CheckpointNotFoundError(f"{error}; {reason}") from None
+        foreign = find_instead(storage, error)
         return foreign, CatalogReader(foreign)
 
 

@@ -28,7 +28,7 @@ from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.wrappers import wrapped_like
 
-__all__ = ["FormatReader", "as_checkpoint", "detect", "find_checkpoint"]
+__all__ = ["FormatReader", "as_checkpoint", "detect", "find_checkpoint", "find_instead"]
 
 _TORCH: Final = (".pt", ".pth", ".bin", ".ckpt")
 #: First byte of a pickle since protocol 2.
@@ -163,6 +163,23 @@ def find_checkpoint(storage: Storage) -> ForeignStorage:
         return ForeignStorage(storage, detect(storage).read)
     except CheckpointNotFoundError as error:
         raise of_file or error from None
+
+
+def find_instead(storage: Storage, error: CheckpointNotFoundError) -> ForeignStorage:
+    """Return what `find_checkpoint` finds where there is no checkpoint of this package.
+
+    Args:
+        storage: the folder, or the address of a single file.
+        error: says that there is no checkpoint of this package.
+
+    Raises:
+        CheckpointNotFoundError: there is none either; the message is that of `error`, and what lies there.
+        IncompatibleCheckpointError: it has a format that is not read.
+    """
+    try:
+        return find_checkpoint(storage)
+    except CheckpointNotFoundError as reason:
+        raise CheckpointNotFoundError(f"{error}; {reason}") from None
 
 
 def as_checkpoint(storage: Storage) -> ForeignStorage | None:

@@ -16,8 +16,8 @@ from bytecheckpoint._version import __version__
 from bytecheckpoint.concurrency import parallel_map
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.engine.file_set import parallel_reads
-from bytecheckpoint.errors import CheckpointNotFoundError, UsageError
-from bytecheckpoint.formats.detect import as_checkpoint
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.formats.detect import find_checkpoint
 from bytecheckpoint.formats.files import open_file
 from bytecheckpoint.formats.foreign_storage import ForeignStorage
 from bytecheckpoint.representation.catalog import Catalog, StorageFile
@@ -91,11 +91,9 @@ def adopt(checkpoint: Subject, target: str, *, hash: bool = True, progress: Prog
         StorageError: a storage fails.
     """
     given, destination = storage_of(checkpoint), resolve(target)
-    source = as_checkpoint(given)
-    if source is None or CATALOG_NAME in dict(given.list()):
-        if given.version(CATALOG_NAME):
-            raise UsageError(f"{given.url} is a checkpoint of this package: copy it")
-        raise CheckpointNotFoundError(f"{given.url} holds no checkpoint of another program")
+    if given.version(CATALOG_NAME):
+        raise UsageError(f"{given.url} is a checkpoint of this package: copy it")
+    source = find_checkpoint(given)
     _check_target(source, destination)
     if compressed := source.decoded():
         raise UsageError(

@@ -6,7 +6,7 @@ import time
 
 from bytecheckpoint.engine.catalogs import read_catalog, read_catalog_file
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError
-from bytecheckpoint.formats.detect import as_checkpoint
+from bytecheckpoint.formats.detect import find_instead
 from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.delivery import deliver_alert
 from bytecheckpoint.monitoring.record import path_without_secrets
@@ -72,10 +72,8 @@ def _verify(storage: Storage, progress: Progress | None, threads: int) -> Verify
         return verify_tier(tier, progress, threads=threads)
     try:
         catalog, _ = read_catalog(storage)
-    except CheckpointNotFoundError:
-        if (foreign := as_checkpoint(storage)) is None:
-            raise
-        return verify_foreign(foreign, progress, threads=threads)
+    except CheckpointNotFoundError as error:
+        return verify_foreign(find_instead(storage, error), progress, threads=threads)
     return verify_catalog(storage, catalog, progress, threads=threads)
 
 
