@@ -232,7 +232,12 @@ def test_a_file_that_was_cut_short(tmp_path, length):
         (["latest_checkpointed_iteration.txt"], "one iteration"),
         (["_CHECKPOINT_METADATA", "manifest.ocdbt"], "Orbax"),
         (["model.gguf"], "another framework"),
-        (["a.pt", "b.pt"], "give one"),
+        (["a.pt", "b.pt"], "files of torch.save .* give one"),
+        (
+            ["actor/model_world_size_2_rank_0.pt", "actor/model_world_size_2_rank_1.pt"],
+            "around other checkpoints: .*'actor/",
+        ),
+        (["pytorch_model_fsdp_0/.metadata", "scheduler.bin", "sampler.bin"], "around other .*'pytorch_model_fsdp_0/"),
         (["x.safetensors.index.json", "y.safetensors.index.json"], "several indexes"),
     ],
 )

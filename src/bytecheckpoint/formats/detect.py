@@ -46,6 +46,11 @@ _OTHERS: Final = {
     r".*\.(gguf|onnx)|.*\.h5|flax_model.*\.msgpack": "a model of another framework: take the safetensors of the same model",
 }
 
+#: The same for folders with several files of torch.save.
+_AROUND: Final = {
+    r".+/(\.metadata|([^/]*_)?world_size_\d+_rank_\d+\.pth?)": "a folder around other checkpoints: give one of these",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class FormatReader:
@@ -115,6 +120,7 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
     if torch_files and are_numbered(torch_files):
         return FormatReader("rank-files", read_rank_files)
     if torch_files:
+        _refuse(storage, names, _AROUND)
         listed = ", ".join(torch_files[:5])
         raise IncompatibleCheckpointError(
             f"{storage.url} has {len(torch_files)} files of torch.save ({listed}, ...): give one"
