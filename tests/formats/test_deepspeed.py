@@ -101,6 +101,18 @@ def test_a_lost_file_of_the_universal_form_is_named(tmp_path: Path, name: str) -
         read_deepspeed(resolve(str(tmp_path)))
 
 
+def test_a_state_that_the_conversion_leaves_out_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bytecheckpoint.formats import torch_save
+
+    plain, setting = torch_save.unpickle, re.compile(rb"(amsgradq.)\x89", re.DOTALL)
+    assert not read_deepspeed(resolve(str(GOLDEN / "universal1"))).notes
+    monkeypatch.setattr(
+        torch_save, "unpickle", lambda opened, data, *more: plain(opened, setting.sub(b"\\1\x88", data), *more)
+    )
+    (note,) = read_deepspeed(resolve(str(GOLDEN / "universal1"))).notes
+    assert "max_exp_avg_sq, without which an optimizer with amsgrad makes no step" in note
+
+
 def test_names_of_parameters_do_not_lead_out_of_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     from bytecheckpoint.formats import torch_save
 

@@ -256,6 +256,11 @@ class _FolderOfRanks:
         # What one parameter has, the others have too, or a file is lost: the one that is opened and lacks is named.
         two = (*list(state)[:1], *list(state)[-1:])
         slots = [FP32, *(s for s in _UNIVERSAL_SLOTS if any(self._storage.version(f"zero/{f}/{s}.pt") for f in two))]
+        if "max_exp_avg_sq" not in slots and any(group.get("amsgrad") for group in self._optimizer["param_groups"]):
+            self._tree.notes.append(
+                "DeepSpeed's conversion has left out the state max_exp_avg_sq, without which an optimizer with amsgrad "
+                "makes no step: take the folder that it was made of"
+            )
         masters: dict[str, int] = {}  # number of elements
         for fqn, slot in itertools.product(state, slots):
             with self._files.open(f"zero/{fqn}/{slot}.pt", 0) as (file, value), damage(file, "DeepSpeed"):
