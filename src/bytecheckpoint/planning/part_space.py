@@ -166,7 +166,8 @@ def choose_layout(
     Args:
         catalog: catalog of the checkpoint.
         live: tensors to load into.
-        own: function that returns the layout that the program's model knows, asked if none that is built in fits.
+        own: function that returns the layout that the program's model knows, asked if none that is built in fits, or no
+            name is the same.
 
     Raises:
         IncompatibleCheckpointError: nothing says which model the checkpoint has, or no layout or several are for it.
@@ -190,7 +191,8 @@ def choose_layout(
         for layout, side in zip(found, sides, strict=True)
         if side is not None and layout.sides[1 - side] in here and (not there or layout.sides[side] in there)
     ]
-    if len(fits) != 1 and (known := own()) is not None:
+    # Where no name is the same, one of the two may be a base model, and the other one with a head.
+    if (len(fits) != 1 or not equal) and (known := own()) is not None:
         return (known,)
     if equal and len(fits) != 1:
         return None

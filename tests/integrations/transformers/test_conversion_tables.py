@@ -43,7 +43,7 @@ FAMILIES = {
 }
 #: Others: a table that is built in, and the names of files.
 CLASSES = FAMILIES | {"bert": "BertForMaskedLM", "deepseek_v3": "DeepseekV3ForCausalLM", "gpt2": "GPT2LMHeadModel"}
-CLASSES |= {"llama": "LlamaForCausalLM"}
+CLASSES |= {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM"}
 
 
 def shrink(config: Any) -> Any:
@@ -131,7 +131,7 @@ def test_what_only_the_files_or_the_model_have(name: str, tmp_path: Path) -> Non
     assert all(torch.equal(value, expected[key]) for key, value in shorter.state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["bert", "granitemoe", "llama"])
+@pytest.mark.parametrize("name", ["bert", "deepseek_v3", "granitemoe", "llama", "mixtral"])
 def test_a_head_that_one_side_lacks(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     saved, model = model_of(name, tie_word_embeddings=False), model_of(name, tie_word_embeddings=False)
