@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import collections
+import datetime
+import decimal
 import io
 import pathlib
 import re
 import struct
+import types
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -128,6 +131,11 @@ def test_plain_values_keep_their_types(tmp_path, new):
         "path": pathlib.PosixPath("/a/b"),
         "args": argparse.Namespace(lr=0.1),
         "rng": np.random.RandomState(1).get_state(),
+        "milestones": collections.Counter((2, 4, 4)),
+        "recent": [collections.deque((1.5, [2]), maxlen=5), collections.deque(), collections.deque((1,))],
+        "namespaces": [types.SimpleNamespace(a=1), types.SimpleNamespace()],
+        "times": [datetime.datetime(2026, 2, 3, 4, 5, 6, 7), datetime.timedelta(1, 2, 3)],
+        "decimal": decimal.Decimal("1.50"),
     }
     assert_same(values_of(tmp_path, save(tmp_path, theirs, new))["model"], theirs)
 
@@ -224,6 +232,29 @@ def test_checkpoints_of_programs_have_states(tmp_path):
     assert_same(found["optimizer"], theirs["optimizer_states"][0])  # type: ignore[index]
     assert found["extra_states"]["epoch"] == 3 and found["extra_states"]["lr_schedulers"] == []
     assert_same(dict(found["model"]), dict(model.state_dict()))
+
+
+def test_other_keys_of_programs_are_states(tmp_path: Path) -> None:
+    """One model under a key of its own, several with an optimizer each, and a scaler that is off."""
+
+    def made() -> dict[str, Any]:
+        models = {name: torch.nn.Linear(2, 2) for name in ("netG", "netD")}
+        optimizers = {f"opt{name[-1]}": torch.optim.Adam(model.parameters()) for name, model in models.items()}
+        return {**models, **optimizers, "scaler": torch.amp.GradScaler("cpu", enabled=False)}
+
+    states, other = made(), made()
+    for name in ("netG", "netD"):
+        states[name](torch.ones(1, 2)).sum().backward()
+        states[f"opt{name[-1]}"].step()
+    theirs = {name: state.state_dict() for name, state in states.items()}
+    torch.save(theirs, tmp_path / "gan.pt")
+    assert not bytecheckpoint.load(tmp_path / "gan.pt", other).missing
+    assert_same({name: state.state_dict() for name, state in other.items()}, theirs)
+    torch.save({"netG": theirs["netG"], "epoch": 3}, tmp_path / "one.pt")
+    found = {"model": torch.nn.Linear(2, 2), "extra_states": {"epoch": 0}}
+    bytecheckpoint.load(tmp_path / "one.pt", found)
+    assert_same(dict(found["model"].state_dict()), dict(theirs["netG"]))  # type: ignore[attr-defined]
+    assert found["extra_states"] == {"epoch": 3}
 
 
 def test_a_load_says_what_was_left_out(tmp_path: Path) -> None:

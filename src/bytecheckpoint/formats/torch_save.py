@@ -111,6 +111,8 @@ def states_of(value: object) -> dict[str, Any]:
     and the rest, with what is in an entry "extra_states", is the state "extra_states". The only `state_dict` of an
     optimizer is the state "optimizer", also in a list (Lightning); several of a list are "optimizer_0" and so on. A file of
     such a `state_dict` alone, or of a scheduler's, is the state "optimizer" or "scheduler", as a Trainer writes them.
+    Without one of the usual keys, a dict with the `state_dict` of an optimizer or a plain value beside dicts of tensors is
+    divided in the same way: its only dict of tensors is the state "model", of several (GANs) none is.
     Anything else is the state "model" as a whole, of a module its `state_dict`.
     """
     if not isinstance(value, dict):
@@ -120,16 +122,27 @@ def states_of(value: object) -> dict[str, Any]:
     if value.keys() >= _SCHEDULER_KEYS:
         return {"scheduler": value}
     model = next((key for key in _MODEL_KEYS if _holds_tensors(value.get(key))), None)
-    return {"model": value} if model is None else states_beside(value, model)
+    if model is not None:
+        return states_beside(value, model)
+    others = [item for item in value.values() if not _holds_tensors(item)]
+    models = [key for key, item in value.items() if type(key) is str and _holds_tensors(item)]
+    if not models or any(isinstance(item, StoredTensor | ShardedValue) for item in others) or "model" in value:
+        return {"model": value}
+    if all(isinstance(item, dict) and not _optimizers(item) for item in others):
+        return {"model": value}
+    return states_beside(value, models[0]) if len(models) == 1 else _divided({}, value)
 
 
 def states_beside(value: object, model: str) -> dict[str, Any]:
     """Divide a dict whose entry `model` is the dict of the state "model" into states; anything else is that state."""
     if not isinstance(value, dict) or not (isinstance(value.get(model), dict) or is_module(value.get(model))):
         return {"model": value}
-    states: dict[str, Any] = {"model": value[model]}
+    return _divided({"model": value[model]}, {key: item for key, item in value.items() if key != model})
+
+
+def _divided(states: dict[str, Any], others: dict[Any, Any]) -> dict[str, Any]:
+    """Return `states` with those that other entries of a program's checkpoint are."""
     rest = {}
-    others = {key: item for key, item in value.items() if key != model}
     optimizers = {key: found for key, item in others.items() if (found := _optimizers(item))}
     alone = sum(map(len, optimizers.values())) == 1
     for key, item in others.items():
@@ -139,13 +152,17 @@ def states_beside(value: object, model: str) -> dict[str, Any]:
             states["optimizer"] = found[0]
         elif isinstance(item, list) and numbered and not numbered.keys() & others.keys():
             states |= numbered
-        elif type(key) is str and key and key not in {"model", _REST} and isinstance(item, dict | list) and item:
+        elif type(key) is str and key and key not in {"model", _REST} and _is_state(item):
             states[key] = item
         else:
             rest[key] = item
     if isinstance(own := rest.get(_REST), dict) and not own.keys() & rest.keys():  # as our export writes it
         rest = {**{key: item for key, item in rest.items() if key != _REST}, **own}
     return {**states, _REST: rest} if rest else states
+
+
+def _is_state(value: object) -> bool:
+    return is_module(value) or isinstance(value, dict) or (isinstance(value, list) and bool(value))
 
 
 def _optimizers(value: object) -> list[Any]:

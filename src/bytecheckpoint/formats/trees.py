@@ -221,8 +221,22 @@ class Tree:
             return self._dict(self._state_dict(value), depth)
         if target.full == "argparse.Namespace" and type(state) is dict:
             return _ext(Code.ARGPARSE_NAMESPACE, self._native(state, depth))
-        if target.full == "collections.defaultdict" and value.pairs is not None:
-            return self._dict(dict(value.pairs), depth)
+        match target.full, args, state:
+            case "collections.defaultdict", _, _:
+                return self._dict(dict(value.pairs or ()), depth)
+            case "collections.Counter", (dict() as counts,), None:
+                return _ext(Code.COUNTER, self._pairs(counts, depth))
+            case "collections.deque", () | ((), int()), None:
+                return _ext(Code.DEQUE, [args[1] if args else None, self._items(value.items or [], depth)])
+            case "types.SimpleNamespace", (), dict():
+                return _ext(Code.SIMPLE_NAMESPACE, self._dict(state, depth))
+            case "datetime.timedelta", (int(), int(), int()), None:
+                return _ext(Code.TIMEDELTA, list(args))
+            case "datetime.datetime", (bytes() as packed,), None if len(packed) == 10:
+                year, micro = packed[0] << 8 | packed[1], int.from_bytes(packed[7:], "big")
+                return _ext(Code.DATETIME, [year, packed[2] & 127, *packed[3:7], micro, packed[2] >> 7, None])
+            case "decimal.Decimal", (str(text),), None:
+                return _ext(Code.DECIMAL, text)
         if not args and not value.kwargs and value.items is None and (value.pairs is None or state is None):
             saved = dict(value.pairs) if value.pairs is not None else state
             return _ext(Code.REGISTERED, [target.full, self._native(saved, depth)])
