@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -255,19 +255,21 @@ class ValueReader:
 
 def objects_without_value(value: Any, live: Any, path: tuple[object, ...] = ()) -> Iterator[tuple[object, ...]]:
     """Yield the paths of the objects with load_state_dict, in dicts, lists and tuples, for which `value` has nothing."""
-    if type(live) in NATIVE_TYPES or is_tensor_like(live):
+    if is_tensor_like(live):
         return
     if is_stateful(live):
         if value is _ABSENT:
             yield path
-    elif isinstance(live, dict):
-        saved = value if isinstance(value, dict) else {}
-        for key, item in live.items():
-            yield from objects_without_value(saved.get(key, _ABSENT), item, (*path, key))
+        return
+    pairs: Iterable[tuple[object, Any]] = ()
+    saved: dict[object, Any] = {}
+    if isinstance(live, dict):
+        pairs, saved = live.items(), value if isinstance(value, dict) else {}
     elif isinstance(live, list | tuple):
-        items = value if isinstance(value, list | tuple) else ()
-        for i, item in enumerate(live):
-            yield from objects_without_value(items[i] if i < len(items) else _ABSENT, item, (*path, i))
+        pairs, saved = enumerate(live), dict(enumerate(value)) if isinstance(value, list | tuple) else {}
+    for key, item in pairs:
+        if type(item) not in NATIVE_TYPES:
+            yield from objects_without_value(saved.get(key, _ABSENT), item, (*path, key))
 
 
 def _holds_objects(live: Any) -> bool:
