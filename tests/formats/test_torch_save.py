@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import datetime
 import decimal
 import io
@@ -27,6 +28,12 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools import compare, verify
 from tests.formats.hostile import old, storage, tensor
 from tests.formats.oracle import assert_same, read_tensors, values_of
+
+
+@dataclasses.dataclass
+class Config:
+    layers: int
+
 
 BOTH = pytest.mark.parametrize("new", [True, False], ids=["zip", "old"])
 
@@ -293,6 +300,43 @@ def test_tensors_among_hyperparameters(tmp_path, new):
     bytecheckpoint.load(tmp_path / "it.pt", {"model": other, "optimizer": others})
     assert [group["lr"].item() for group in others.param_groups] == [0.125] * 2
     assert [step(other, others) for _ in range(3)] == [step(model, optimizer) for _ in range(3)]
+
+
+def test_an_unknown_class_beside_wanted_values_is_left_out(tmp_path: Path) -> None:
+    """It is loaded where the live dict shows the class, and refused where that has another value."""
+    model, config = torch.nn.Linear(2, 2), Config(3)
+    torch.save({"model": model.state_dict(), "step": 7, "config": config}, tmp_path / "x.pt")
+
+    def loaded(extra: dict[str, Any]) -> Any:
+        return bytecheckpoint.load(tmp_path / "x.pt", {"model": model, "extra_states": extra}).notes
+
+    wanted: dict[str, Any] = {"step": 0, "best": 1.0}
+    assert loaded(wanted) == (
+        f"extra_states: 'config' is left out: {__name__}.Config is not registered here",
+        "extra_states: the dict here loses what the checkpoint lacks: best",
+    )
+    assert wanted == {"step": 7}
+    assert loaded(wanted := {"config": Config(0)}) == () and wanted == {"config": config, "step": 7}
+    with pytest.raises(IncompatibleCheckpointError, match="not registered here"):
+        loaded({"config": None})
+
+
+def test_steps_of_old_optimizers_are_numbers(tmp_path: Path) -> None:
+    """As torch before 1.12 saved them; the optimizer converts them as in its `load_state_dict`."""
+
+    def made() -> dict[str, Any]:
+        model = torch.nn.Linear(2, 2)
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+    states, other = made(), made()
+    states["model"](torch.ones(1, 2)).sum().backward()
+    states["optimizer"].step()
+    theirs = states["optimizer"].state_dict()
+    old_state = {number: {**slots, "step": int(slots["step"])} for number, slots in theirs["state"].items()}
+    torch.save({"model": states["model"].state_dict(), "optimizer": {**theirs, "state": old_state}}, tmp_path / "x.pt")
+    bytecheckpoint.load(tmp_path / "x.pt", other)
+    for number, slots in other["optimizer"].state_dict()["state"].items():
+        assert_same(dict(sorted(slots.items())), dict(sorted(theirs["state"][number].items())))
 
 
 def test_what_resembles_an_optimizer(tmp_path):

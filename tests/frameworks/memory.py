@@ -29,6 +29,7 @@ class MemoryCheckpoint:
     def __init__(self, ranks: Sequence[list[LiveState]], rank: int = 0) -> None:
         self.rank = rank
         self.shown_names: Mapping[str, Sequence[str]] = {}
+        self.is_foreign = False
         self.ranks: list[dict[str, LiveState]] = [{s.name: s for s in states} for states in ranks]
         self.whole: dict[TensorKey, torch.Tensor] = {}
         self.filled: dict[TensorKey, torch.Tensor] = {}

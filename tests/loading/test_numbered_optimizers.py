@@ -102,7 +102,7 @@ def test_errors_name_what_the_file_holds(tmp_path: Path) -> None:
     with pytest.raises(
         IncompatibleCheckpointError, match=r"^values of 'run': the checkpoint holds an instance of .*Phase"
     ):
-        bytecheckpoint.load(tmp_path / "other.pt", {"model": model, "run": {"epoch": 0}})
+        bytecheckpoint.load(tmp_path / "other.pt", {"model": model, "run": {"epoch": 0, "phase": None}})
 
 
 class Phase(Enum):

@@ -84,6 +84,10 @@ class SavedStates(Protocol):
 
     shown_names: Mapping[str, Sequence[str]]
 
+    @property
+    def is_foreign(self) -> bool:
+        """True if another program wrote the checkpoint."""
+
     def states(self) -> Collection[str]:
         """Return the names of the states that the checkpoint holds."""
 

@@ -64,6 +64,10 @@ class SavedView:
         rows = trees.rows
         self._places = (groups.hulls, groups.file) if groups else (rows.boxes, rows.file)
 
+    @property
+    def is_foreign(self) -> bool:  # noqa: D102 (protocol)
+        return self._catalog.is_foreign
+
     def states(self) -> Collection[str]:  # noqa: D102 (protocol)
         # A state of tensors with names is in parts, which `names_of` selects.
         takes = self._live.selection.takes

@@ -30,9 +30,16 @@ class HeldClasses:
 
     Args:
         live: objects that the load fills.
+        lenient: put placeholders in the places of instances that it cannot make.
+
+    Attributes:
+        unknown: name of the class of each placeholder, by its id.
     """
 
-    def __init__(self, live: object) -> None:
+    def __init__(self, live: object, *, lenient: bool = False) -> None:
+        self.unknown: dict[int, str] = {}
+        self._lenient = lenient
+        self._placeholders: list[object] = []  # keeps their ids in use
         self._live = live
         self._found: dict[str, Registration] | None = None
         self._state_dicts: dict[int, Any] = {}
@@ -46,6 +53,10 @@ class HeldClasses:
         if self._found is None:
             self._found = self._find()
         registration = self._found.get(name)
+        if registration is None and self._lenient:
+            self._placeholders.append(object())
+            self.unknown[id(self._placeholders[-1])] = name
+            return self._placeholders[-1]
         if registration is None:
             raise unregistered_error(name)
         return registration.restore(saved)

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from bytecheckpoint.errors import CorruptCheckpointError
+from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, listed
 from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor
 from bytecheckpoint.frameworks.objects.capture import is_stateful
 from bytecheckpoint.frameworks.objects.classes import HeldClasses
@@ -24,7 +24,7 @@ from bytecheckpoint.frameworks.tensors.plain import is_tensor_like, lists_own_sh
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.values.codec import decode, leaves_with_paths
 from bytecheckpoint.representation.values.numpy_values import array_of_tensor
-from bytecheckpoint.representation.values.registry import registration_of
+from bytecheckpoint.representation.values.registry import registration_of, unregistered_error
 from bytecheckpoint.representation.values.types import NATIVE_TYPES
 
 __all__ = ["ValueReader", "missing_tensor_error", "objects_without_value"]
@@ -48,11 +48,14 @@ class ValueReader:
         saved: the checkpoint.
         destination: receives the plan.
         live: the live value. Classes of which it holds instances need no registration.
+        lenient: read instances of other classes, too; the caller has to call `leave_out_unknown` then.
     """
 
-    def __init__(self, state_name: str, saved: SavedStates, destination: Destination, live: object) -> None:
+    def __init__(
+        self, state_name: str, saved: SavedStates, destination: Destination, live: object, *, lenient: bool = False
+    ) -> None:
         self._state_name = state_name
-        self._classes = HeldClasses(live)
+        self._classes = HeldClasses(live, lenient=lenient)
         self._saved = saved
         self._destination = destination
         # id of the empty tensor, or of its array -> (the saved tensor, the empty tensor, the destination of its elements).
@@ -126,6 +129,24 @@ class ValueReader:
         for _, leaf in leaves_with_paths(value):
             if id(leaf) in self._tensors:
                 self._unwanted[id(leaf)] = self._tensors.pop(id(leaf))
+
+    def leave_out_unknown(self, value: Any, live: Any) -> None:
+        """Remove the entries of a dict that hold instances of unknown classes, and note them.
+
+        Raises:
+            IncompatibleCheckpointError: `live` has such an entry, or the instance is inside another one.
+        """
+        unknown = self._classes.unknown
+        for key in [key for key in value if key not in live] if unknown and isinstance(value, dict) else ():
+            found = {id(leaf) for _, leaf in leaves_with_paths(value[key])} & unknown.keys()
+            if names := sorted({unknown.pop(identity) for identity in found}):
+                del value[key]
+                self._destination.notes.append(
+                    f"{self._state_name}: {key!r} is left out: {listed(names)} is not registered here"
+                )
+        if unknown:
+            error = unregistered_error(next(iter(unknown.values())))
+            raise IncompatibleCheckpointError(f"values of {self._state_name!r}: {error}")
 
     def _pruned(self, value: Any) -> Any:
         if isinstance(value, dict):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Any
 
-from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError
+from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError, listed
 from bytecheckpoint.frameworks.base import Destination, SavedStates
 from bytecheckpoint.frameworks.objects.capture import (
     STATES_BY_NAME,
@@ -46,8 +46,15 @@ def load_object(
     if by_name and isinstance(live, dict | list | tuple) and live:
         _load_named(state_name, live, saved, destination)
         return
-    reader = ValueReader(state_name, saved, destination, live)
+    # Scripts keep their configuration beside the counts; a load of the counts must not need its class.
+    lenient = saved.is_foreign and isinstance(live, dict)
+    reader = ValueReader(state_name, saved, destination, live, lenient=lenient)
     value = _read_everything(state_name, saved, reader, merge=by_name)
+    if lenient:
+        reader.leave_out_unknown(value, live)
+    pairs = live.items() if isinstance(live, dict) and isinstance(value, dict) else ()
+    if lost := [str(key) for key, item in pairs if key not in value and not is_stateful(item)]:
+        destination.notes.append(f"{state_name}: the dict here loses what the checkpoint lacks: {listed(lost)}")
     if provider := saved_provider(value):
         raise IncompatibleCheckpointError(
             f"the checkpoint holds {state_name} as pieces of a {provider}, which a {type(live).__name__} cannot take: load "

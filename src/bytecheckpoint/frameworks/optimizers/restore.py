@@ -156,6 +156,13 @@ def load_optimizers(
         )
     load_globals(state_name, optimizers, trees, destination)
     load_own_values(state_name, optimizers, trees.merged.own_values, destination)
+    destination.finish += [partial(_convert_steps, optimizer) for optimizer in optimizers]
+
+
+def _convert_steps(optimizer: Optimizer) -> None:
+    """Let an optimizer convert steps that an old version of it, torch's before 1.12, counted in numbers."""
+    if any(isinstance(state, dict) and type(state.get("step")) in (int, float) for state in optimizer.state.values()):
+        optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
 def _check_order(state_name: str, groups: Sequence[ParamGroup], trees: SavedTrees, saved: SavedStates) -> None:
