@@ -135,7 +135,8 @@ def check_rename(rename: object) -> Callable[[str], str] | None:
         state, slash, _ = here.partition("/")
         if not slash or not there.startswith(f"{state}/"):
             raise UsageError(
-                f"rename= maps {here!r} to {there!r}: both begin with the same state, as in 'model/encoder.': 'model/'"
+                f"rename= maps {here!r} to {there!r}: both begin with the same state, as in 'model/encoder.': 'model/'. An "
+                "object loads another state of the checkpoint under that state's name, as in {'ema': model}"
             )
     prefixes = sorted(rename.items(), key=lambda item: len(item[0]), reverse=True)
 

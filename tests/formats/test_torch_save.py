@@ -305,15 +305,17 @@ def test_tensors_among_hyperparameters(tmp_path, new):
 def test_an_unknown_class_beside_wanted_values_is_left_out(tmp_path: Path) -> None:
     """It is loaded where the live dict shows the class, and refused where that has another value."""
     model, config = torch.nn.Linear(2, 2), Config(3)
-    torch.save({"model": model.state_dict(), "step": 7, "config": config}, tmp_path / "x.pt")
+    file = {"model": model.state_dict(), "step": 7, "config": config, "arguments": {"layers": 3}}
+    torch.save(file, tmp_path / "x.pt")
 
     def loaded(extra: dict[str, Any]) -> Any:
         return bytecheckpoint.load(tmp_path / "x.pt", {"model": model, "extra_states": extra}).notes
 
-    wanted: dict[str, Any] = {"step": 0, "best": 1.0}
+    wanted: dict[str, Any] = {"step": 0, "best": 1.0, "arguments": {}}
     assert loaded(wanted) == (
         f"extra_states: 'config' is left out: {__name__}.Config is not registered here",
-        "extra_states: the dict here loses what the checkpoint lacks: best",
+        "extra_states: the dict here loses what the checkpoint lacks: best, arguments (arguments: a state of its own "
+        "there)",
     )
     assert wanted == {"step": 7}
     assert loaded(wanted := {"config": Config(0)}) == () and wanted == {"config": config, "step": 7}

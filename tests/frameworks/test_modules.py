@@ -247,6 +247,8 @@ def test_tensors_without_plain_bytes_are_refused_by_name(tensor: Callable[[], to
 def test_lazy_parameters_are_refused() -> None:
     with pytest.raises(UsageError, match="lazy"):
         capture(model=nn.LazyLinear(2))
+    with pytest.raises(UsageError, match="model/weight is an uninitialised lazy tensor"):
+        save({"model": nn.Linear(3, 2)}).load({"model": nn.LazyLinear(2)})
 
 
 def test_a_subclass_without_a_dispatcher_is_plain() -> None:

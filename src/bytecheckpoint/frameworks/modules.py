@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.frameworks.base import Destination, ParameterName, SavedStates, SavedTensor
@@ -21,7 +22,7 @@ from bytecheckpoint.frameworks.tensors.allocation import FilledMemory, empty_lik
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtensors import local_tensor
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_name
-from bytecheckpoint.frameworks.tensors.plain import is_tensor_like, lists_own_shards
+from bytecheckpoint.frameworks.tensors.plain import check_storable, is_tensor_like, lists_own_shards
 from bytecheckpoint.frameworks.wrappers import bare_name, walk_modules
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
 from bytecheckpoint.representation.values.codec import equal
@@ -312,6 +313,8 @@ def load_modules(state_name: str, scan: ModuleScan, saved: SavedStates, destinat
         if found is None:
             continue
         target = tensor.value
+        if is_lazy(target):
+            check_storable(found.key, target)  # which says what to do
         found = choose_saved_weight(saved, found, (tensor.fqn, *tensor.aliases), dtype_name(target.dtype))
         earlier = found if tensor.hook_entry else filled.first_in_memory_of(target, found)
         if earlier.key != found.key:

@@ -54,7 +54,11 @@ def load_object(
         reader.leave_out_unknown(value, live)
     pairs = live.items() if isinstance(live, dict) and isinstance(value, dict) else ()
     if lost := [str(key) for key, item in pairs if key not in value and not is_stateful(item)]:
-        destination.notes.append(f"{state_name}: the dict here loses what the checkpoint lacks: {listed(lost)}")
+        own = [key for key in lost if key in saved.states()]
+        elsewhere = f" ({listed(own)}: a state of its own there)" if own else ""
+        destination.notes.append(
+            f"{state_name}: the dict here loses what the checkpoint lacks: {listed(lost)}{elsewhere}"
+        )
     if provider := saved_provider(value):
         raise IncompatibleCheckpointError(
             f"the checkpoint holds {state_name} as pieces of a {provider}, which a {type(live).__name__} cannot take: load "
