@@ -337,6 +337,28 @@ def test_state_dict_of_an_optimizer(tmp_path, rate):
     assert [step(other, others) for _ in range(3)] == [step(model, optimizer) for _ in range(3)]
 
 
+def test_keys_that_are_numbers(tmp_path: Path) -> None:
+    """DCP makes texts of all keys: a schedule would have no milestones, and an optimizer under other names no state."""
+
+    def made(rate: float) -> dict[str, Any]:
+        torch.manual_seed(int(rate))
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3, 3] if rate == 1 else [4])
+        return {"app": {"model": model, "optim": optimizer}, "scheduler": scheduler, "best": {1: rate, -2: "x"}}
+
+    states, other = made(1.0), made(2.0)
+    states["app"]["model"](torch.ones(1, 2)).sum().backward()
+    states["app"]["optim"].step()
+    states["scheduler"].step()
+    app = {name: item.state_dict() for name, item in states["app"].items()}
+    saved(tmp_path / "x", {"app": app, "scheduler": states["scheduler"].state_dict(), "best": states["best"]})
+    bytecheckpoint.load(tmp_path / "x", other)
+    assert other["best"] == states["best"]
+    assert_same(other["scheduler"].state_dict(), states["scheduler"].state_dict())
+    assert_same(other["app"]["optim"].state_dict()["state"], app["optim"]["state"])
+
+
 def test_items_that_zstd_has_compressed(tmp_path: Path) -> None:
     """torch 2.13 wrote them (`_extensions=[ZStandard()]`, with the package zstandard); damage and bombs are named."""
     torch.manual_seed(0)

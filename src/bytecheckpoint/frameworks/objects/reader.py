@@ -148,6 +148,26 @@ class ValueReader:
             error = unregistered_error(next(iter(unknown.values())))
             raise IncompatibleCheckpointError(f"values of {self._state_name!r}: {error}")
 
+    def with_numbers(self, value: Any, live: Any) -> Any:
+        """Return `value`, its dicts with keys that are numbers where those of `live` are: DCP makes texts of them."""
+        if is_stateful(live) and not is_tensor_like(live):
+            own = self._classes.state_dict(live)
+            if isinstance(live, Optimizer):  # a new one has no state yet
+                numbers = [number for group in own["param_groups"] for number in group["params"]]
+                own = {**own, "state": {number: {} for number in numbers}}
+            live = own
+        if isinstance(value, dict) and isinstance(live, dict):
+            if live and {type(key) for key in live} == {int} and all(map(_is_number, value)):
+                pairs = {int(key): item for key, item in value.items()}
+                value.clear()
+                value = collections.Counter() if isinstance(live, collections.Counter) else value
+                dict.update(value, pairs)
+            for key, item in value.items():
+                value[key] = self.with_numbers(item, live.get(key))
+        elif isinstance(value, list) and isinstance(live, list | tuple):
+            value[: len(live)] = map(self.with_numbers, value, live)
+        return value
+
     def _pruned(self, value: Any) -> Any:
         if isinstance(value, dict):
             for key in [key for key, item in value.items() if id(item) in self._unwanted]:
@@ -291,6 +311,10 @@ def objects_without_value(value: Any, live: Any, path: tuple[object, ...] = ()) 
     for key, item in pairs:
         if type(item) not in NATIVE_TYPES:
             yield from objects_without_value(saved.get(key, _ABSENT), item, (*path, key))
+
+
+def _is_number(key: object) -> bool:
+    return type(key) is str and len(key) < 20 and key.isascii() and key.removeprefix("-").isdecimal()
 
 
 def _holds_objects(live: Any) -> bool:

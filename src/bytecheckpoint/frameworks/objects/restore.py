@@ -52,6 +52,8 @@ def load_object(
     value = _read_everything(state_name, saved, reader, merge=by_name)
     if lenient:
         reader.leave_out_unknown(value, live)
+    if saved.is_foreign:
+        value = reader.with_numbers(value, live)
     pairs = live.items() if isinstance(live, dict) and isinstance(value, dict) else ()
     if lost := [str(key) for key, item in pairs if key not in value and not is_stateful(item)]:
         own = [key for key in lost if key in saved.states()]
