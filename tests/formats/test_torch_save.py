@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import datetime
 import decimal
+import enum
 import io
 import pathlib
 import re
@@ -14,7 +15,7 @@ import struct
 import types
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -28,6 +29,16 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools import compare, verify
 from tests.formats.hostile import old, storage, tensor
 from tests.formats.oracle import assert_same, read_tensors, values_of
+
+
+class Phase(enum.Enum):
+    EARLY = 1
+    LATE = 2
+
+
+class Place(NamedTuple):
+    row: int
+    name: str
 
 
 @dataclasses.dataclass
@@ -321,6 +332,14 @@ def test_an_unknown_class_beside_wanted_values_is_left_out(tmp_path: Path) -> No
     assert loaded(wanted := {"config": Config(0)}) == () and wanted == {"config": config, "step": 7}
     with pytest.raises(IncompatibleCheckpointError, match="not registered here"):
         loaded({"config": None})
+
+
+def test_enums_and_named_tuples_of_shown_classes(tmp_path: Path) -> None:
+    model, values = torch.nn.Linear(2, 2), {"phase": Phase.LATE, "place": [Place(1, "x")], "step": 7}
+    torch.save({"model": model.state_dict(), "progress": values}, tmp_path / "x.pt")
+    found: dict[str, Any] = {"phase": Phase.EARLY, "place": [Place(0, "")], "step": 0}
+    bytecheckpoint.load(tmp_path / "x.pt", {"model": model, "progress": found})
+    assert found == values and type(found["place"][0]) is Place
 
 
 def test_steps_of_old_optimizers_are_numbers(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ modules: it makes instances of classes that the program has registered, or that 
 from __future__ import annotations
 
 import collections
+import enum
+from dataclasses import replace
 from typing import Any
 
 from bytecheckpoint.errors import UsageError
@@ -30,7 +32,7 @@ class HeldClasses:
 
     Args:
         live: objects that the load fills.
-        lenient: put placeholders in the places of instances that it cannot make.
+        lenient: put placeholders in the places of instances that it cannot make; another program wrote the values.
 
     Attributes:
         unknown: name of the class of each placeholder, by its id.
@@ -59,6 +61,10 @@ class HeldClasses:
             return self._placeholders[-1]
         if registration is None:
             raise unregistered_error(name)
+        if self._lenient and isinstance(saved, dict) and saved.keys() == {"args"}:
+            cls: Any = registration.cls  # pickles hold enums and named tuples as calls
+            if issubclass(cls, enum.Enum | tuple):
+                return replace(registration, decode=lambda args: cls(*args)).restore(saved["args"])
         return registration.restore(saved)
 
     def state_dict(self, live: Any) -> Any:
