@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import bytecheckpoint
 from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
@@ -313,7 +314,7 @@ def test_pickles_that_call_are_refused(tmp_path):
 
 @pytest.mark.parametrize("rate", [0.125, torch.tensor(0.125)])
 def test_state_dict_of_an_optimizer(tmp_path, rate):
-    """As `optimizer.state_dict()` gives it: numbers for parameters, of which a frozen one has no state."""
+    """As `optimizer.state_dict()` gives it: numbers for parameters, of which a frozen one has no state; and made a file."""
 
     def made(rate):
         torch.manual_seed(0)
@@ -332,9 +333,12 @@ def test_state_dict_of_an_optimizer(tmp_path, rate):
     step(model, optimizer)
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.save(states, checkpoint_id=tmp_path, no_dist=True)
-    other, others = made(torch.tensor(0.5) if isinstance(rate, torch.Tensor) else 0.5)
-    bytecheckpoint.load(tmp_path, {"model": other, "optimizer": others})
-    assert [step(other, others) for _ in range(3)] == [step(model, optimizer) for _ in range(3)]
+    dcp_to_torch_save(tmp_path, tmp_path / "made.pt")
+    wanted = [step(model, optimizer) for _ in range(3)]
+    for path in (tmp_path, tmp_path / "made.pt"):
+        other, others = made(torch.tensor(0.5) if isinstance(rate, torch.Tensor) else 0.5)
+        bytecheckpoint.load(path, {"model": other, "optimizer": others})
+        assert [step(other, others) for _ in range(3)] == wanted
 
 
 def test_keys_that_are_numbers(tmp_path: Path) -> None:

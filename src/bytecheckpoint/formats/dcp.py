@@ -22,6 +22,7 @@ from bytecheckpoint.formats.files import RangedFile, damage, open_file
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.meanings import CONSTANTS, MEANINGS, dtype_name
 from bytecheckpoint.formats.rows import RowColumns
+from bytecheckpoint.formats.torch_save import numbered
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.formats.unpickling import MAX_PICKLE_BYTES, read_pickle
 from bytecheckpoint.lazy import lazy
@@ -371,10 +372,8 @@ def _as_optimizer(tree: Any) -> dict[str, Any] | None:
     if type(tree.get("state")) is not dict:
         return None
     found = {key: _with_lists(value) for key, value in tree.items() if key != "state"}
-    params = [p for group in found["param_groups"] if isinstance(group, dict) for p in group.get("params", ())]
-    # DCP makes strings of the keys of dicts, and leaves the numbers in lists.
-    numbers = {str(p): p for p in params if type(p) is int}
-    found["state"] = {numbers.get(p, p): _with_lists(slots) for p, slots in tree["state"].items()}
+    state = numbered(tree["state"], found["param_groups"])
+    found["state"] = {p: _with_lists(slots) for p, slots in state.items()}
     return {key: found[key] for key in tree}
 
 

@@ -26,7 +26,16 @@ from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.names import VALUES_NAME
 from bytecheckpoint.storage import Storage
 
-__all__ = ["TorchFiles", "TorchObject", "read_object", "read_torch_save", "states_beside", "states_of", "unpickle"]
+__all__ = [
+    "TorchFiles",
+    "TorchObject",
+    "numbered",
+    "read_object",
+    "read_torch_save",
+    "states_beside",
+    "states_of",
+    "unpickle",
+]
 
 #: First value of a file before torch 1.6, and the version that follows.
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
@@ -117,8 +126,8 @@ def states_of(value: object) -> dict[str, Any]:
     """
     if not isinstance(value, dict):
         return {"model": value}
-    if _optimizers(value):
-        return {"optimizer": value}
+    if optimizer := _optimizers(value):
+        return {"optimizer": optimizer[0]}
     if value.keys() >= _SCHEDULER_KEYS:
         return {"scheduler": value}
     model = next((key for key in _MODEL_KEYS if _holds_tensors(value.get(key))), None)
@@ -167,10 +176,18 @@ def _is_state(value: object) -> bool:
 
 def _optimizers(value: object) -> list[Any]:
     """Return the `state_dict` of an optimizer, or those in a list of nothing else; [] for any other value."""
-    found = value if isinstance(value, list) else [value]
+    found: list[Any] = value if isinstance(value, list) else [value]
     if not all(isinstance(one, dict) and isinstance(one.get("param_groups"), list) and "state" in one for one in found):
         return []
-    return found
+    return [one | {"state": numbered(one["state"], one["param_groups"])} for one in found]
+
+
+def numbered(state: Any, groups: Any) -> Any:
+    """Return the state of an optimizer with the numbers of `groups` as keys, of which DCP makes texts."""
+    lists = [group.get("params") for group in groups if isinstance(group, dict)]
+    params = [p for found in lists if isinstance(found, list | tuple) for p in found]
+    numbers = {str(p): p for p in params if type(p) is int and p.bit_length() < 64}
+    return {numbers.get(p, p): slots for p, slots in state.items()} if numbers and isinstance(state, dict) else state
 
 
 def _holds_tensors(value: object) -> bool:
