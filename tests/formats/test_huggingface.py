@@ -235,9 +235,9 @@ def test_a_file_that_was_cut_short(tmp_path, length):
         (["a.pt", "b.pt"], "files of torch.save .* give one"),
         (
             ["actor/model_world_size_2_rank_0.pt", "actor/model_world_size_2_rank_1.pt"],
-            "around other checkpoints: .*'actor/",
+            r"files of torch.save .*, and checkpoints in folders \('actor'\): give one",
         ),
-        (["pytorch_model_fsdp_0/.metadata", "scheduler.bin", "sampler.bin"], "around other .*'pytorch_model_fsdp_0/"),
+        (["pytorch_model_fsdp_0/.metadata", "scheduler.bin", "sampler.bin"], r"in folders \('pytorch_model_fsdp_0'\)"),
         (["x.safetensors.index.json", "y.safetensors.index.json"], "several indexes"),
     ],
 )

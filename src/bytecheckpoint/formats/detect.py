@@ -45,11 +45,8 @@ _OTHERS: Final = {
     r"blobs/[0-9a-f]{40,64}": "a repository in the cache of Hugging Face: give one of the folders in its 'snapshots'",
     r".*\.(gguf|onnx)|.*\.h5|flax_model.*\.msgpack": "a model of another framework: take the safetensors of the same model",
 }
-
-#: The same for folders with several files of torch.save.
-_AROUND: Final = {
-    r".+/(\.metadata|([^/]*_)?world_size_\d+_rank_\d+\.pth?)": "a folder around other checkpoints: give one of these",
-}
+#: Files of other checkpoints in folders below, with the name of the folder.
+_BELOW: Final = re.compile(r"(.+)/(?:\.metadata|(?:[^/]*_)?world_size_\d+_rank_\d+\.pth?)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +117,12 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
     if torch_files and are_numbered(torch_files):
         return FormatReader("rank-files", read_rank_files)
     if torch_files:
-        _refuse(storage, names, _AROUND)
         listed = ", ".join(torch_files[:5])
+        below = next(
+            (f", and checkpoints in folders ({found[1]!r})" for found in map(_BELOW.fullmatch, names) if found), ""
+        )
         raise IncompatibleCheckpointError(
-            f"{storage.url} has {len(torch_files)} files of torch.save ({listed}, ...): give one"
+            f"{storage.url} has {len(torch_files)} files of torch.save ({listed}, ...){below}: give one"
         )
     raise CheckpointNotFoundError(f"{storage.url} has no checkpoint of a known format (it has {', '.join(names[:5])})")
 

@@ -156,7 +156,9 @@ def load_optimizers(
         )
     load_globals(state_name, optimizers, trees, destination)
     load_own_values(state_name, optimizers, trees.merged.own_values, destination)
-    destination.finish += [partial(_convert_steps, optimizer) for optimizer in optimizers]
+    if saved.is_foreign:
+        own = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]  # others are views of engines
+        destination.finish += [partial(_convert_steps, optimizer) for optimizer in own]
 
 
 def _convert_steps(optimizer: Optimizer) -> None:
