@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, overload
 
@@ -10,7 +11,15 @@ from torch.optim import Optimizer
 
 from bytecheckpoint.frameworks.detection import loaded_class
 
-__all__ = ["bare_name", "children", "known_wrappers", "unwrap_states", "unwrapped", "walk_modules"]
+__all__ = [
+    "bare_name",
+    "children",
+    "known_wrappers",
+    "unwrap_states",
+    "unwrapped",
+    "walk_modules",
+    "without_wrappers",
+]
 
 # (module, class, attribute of the wrapped module, whether state_dict hides the attribute already)
 _WRAPPERS = (
@@ -24,6 +33,9 @@ _WRAPPERS = (
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "_fsdp_wrapped_module", True),
     ("deepspeed.runtime.data_pipeline.data_routing.basic_layer", "RandomLayerTokenDrop", "random_ltd_layer", False),
 )
+
+# Attributes of torch's own wrappers that no other module has. DDP's is not among them: modules of users may have it.
+_IN_NAMES = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 # (module, class, attribute of the wrapped object) of wrappers that have the methods of the object, but not its type
 _OBJECT_WRAPPERS = (
@@ -145,6 +157,11 @@ def children(
                 break
         else:
             yield name, child, f"{bare}{name}.", False
+
+
+def without_wrappers(name: str) -> str:
+    """Return an FQN without the parts that torch's own wrappers, other than DDP, put into it."""
+    return _IN_NAMES.sub("", name)
 
 
 def bare_name(key: str, prefixes: dict[str, str]) -> str:

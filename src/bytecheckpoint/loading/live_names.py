@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
@@ -10,12 +9,12 @@ from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import SavedTensor
 from bytecheckpoint.frameworks.objects.capture import STATES_BY_NAME
 from bytecheckpoint.frameworks.selection import NameSelection
+from bytecheckpoint.frameworks.wrappers import without_wrappers
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
 from bytecheckpoint.representation.shards import TensorKey
 
 __all__ = ["LiveNames", "names_below_wrappers"]
 
-_WRAPPER: Final = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 #: The name of the wrapped module in DDP; modules of users may have it, too.
 _IN_DDP: Final = "module."
 
@@ -28,7 +27,7 @@ def names_below_wrappers(catalog: Catalog) -> Callable[[str], str] | None:
     stored: dict[str, str] = {}
     for state in catalog.states():
         names = {*catalog.fqns(state), *catalog.aliases.get(state, ())}
-        bare = {name: _WRAPPER.sub("", name) for name in names if not name.startswith("#")}
+        bare = {name: without_wrappers(name) for name in names if not name.startswith("#")}
         while len(set(bare.values())) == len(bare):  # else several tensors have one name
             stored |= {f"{state}/{bare[name]}": f"{state}/{name}" for name in bare if bare[name] not in names}
             if not bare or not all(name.startswith(_IN_DDP) for name in bare.values()):

@@ -19,6 +19,7 @@ from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.fsdp1.detection import is_fsdp1
 from bytecheckpoint.frameworks.tensors.dtensors import local_tensor
 from bytecheckpoint.frameworks.tensors.flat_ranges import WHOLE_TENSOR, FlattenedBox, ParameterRange
+from bytecheckpoint.frameworks.wrappers import without_wrappers
 
 __all__ = ["FlatParameter", "OriginalParameter", "original_buffer_dtypes", "read_flat_parameters"]
 
@@ -239,16 +240,10 @@ def original_buffer_dtypes(units: Iterable[Any]) -> dict[int, torch.dtype]:
         low = unit.mixed_precision.buffer_dtype
         if low is None:
             continue
-        known = {_without_wrappers(name): dtype for name, dtype in unit._buffer_name_to_orig_dtype.items()}
-        ignored = set(map(_without_wrappers, unit._ignored_buffer_names))
+        known = {without_wrappers(name): dtype for name, dtype in unit._buffer_name_to_orig_dtype.items()}
+        ignored = set(map(without_wrappers, unit._ignored_buffer_names))
         for name, buffer in unit.named_buffers():
-            dtype = known.get(_without_wrappers(name))
-            if dtype is not None and _without_wrappers(name) not in ignored and buffer.dtype == low != dtype:
+            dtype = known.get(without_wrappers(name))
+            if dtype is not None and without_wrappers(name) not in ignored and buffer.dtype == low != dtype:
                 found[id(buffer)] = dtype
     return found
-
-
-def _without_wrappers(name: str) -> str:
-    for wrapper in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."):
-        name = name.replace(wrapper, "")
-    return name
