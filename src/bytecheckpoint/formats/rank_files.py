@@ -21,7 +21,7 @@ from bytecheckpoint.formats.meanings import StorageRef, StoredTensor
 from bytecheckpoint.formats.sharded import ShardedValue
 from bytecheckpoint.formats.torch_checkpointing import METADATA, RankItems, describes_safetensors
 from bytecheckpoint.formats.torch_save import TorchFiles
-from bytecheckpoint.formats.trees import Tree
+from bytecheckpoint.formats.trees import Tree, decode_containers
 from bytecheckpoint.storage import Storage
 
 __all__ = ["RANK_FILE", "are_numbered", "read_rank_files"]
@@ -69,7 +69,7 @@ def read_rank_files(storage: Storage) -> ForeignCheckpoint:
             raise CheckpointNotFoundError(
                 f"{storage.url} lacks the files of ranks {missing[:5]} of {count} of {state!r}"
             )
-        blobs, settings, sharded, whole = [], set(), [], []
+        blobs, sharded, whole = [], [], []
         for rank in range(count):
             if described and state in described.files:
                 with open_file(storage, names[rank]) as file:
@@ -78,18 +78,18 @@ def read_rank_files(storage: Storage) -> ForeignCheckpoint:
                     whole.append({fqn: one for fqn, one in held.items() if isinstance(one, StoredTensor)})
                 continue
             with files.open(names[rank], rank) as (_, value):
-                if type(value) is dict and "param_groups" in value:
-                    settings.add(tree.encode(value["param_groups"]))
                 blobs.append(tree.encode(value))
                 sharded.append(tree.sharded)
                 whole.append(tree.tensors)
-        if len(settings) > 1:
-            raise IncompatibleCheckpointError(
-                f"{storage.url}: ranks have different 'param_groups' of {state!r}: their files are of several saves"
-            )
         if blobs:
             values[state] = blobs[0]
         if any(blob != blobs[0] for blob in blobs):
+            trees = [own for own in map(decode_containers, blobs) if isinstance(own, dict)]
+            settings = [own["param_groups"] for own in trees if "param_groups" in own]
+            if any(groups != settings[0] for groups in settings):
+                raise IncompatibleCheckpointError(
+                    f"{storage.url}: ranks have different 'param_groups' of {state!r}: their files are of several saves"
+                )
             tree.notes.append(f"{state}: the ranks have different plain values; those of rank 0 are kept")
         divided = divided or any(sharded)
         columns.add_sharded(state, sharded, storage.url)
