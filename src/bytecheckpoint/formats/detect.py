@@ -79,7 +79,9 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
     if not names:
         raise CheckpointNotFoundError(f"{storage.url} is empty, or there is no such folder")
     if METADATA in names:
-        return FormatReader("megatron" if MARKER in names else "dcp", read_megatron)
+        # Values of Megatron are known by their names, too.
+        marked = MARKER in names
+        return FormatReader("megatron" if marked else "dcp", partial(read_megatron, has_marker=marked))
     if metadata_files(names):
         return FormatReader("dcp", read_dcp)
     if UNIVERSAL_FILE in names or any(OPTIMIZER_FILE.fullmatch(name) for name in names):

@@ -19,7 +19,6 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
@@ -67,9 +66,14 @@ SCHEDULER: Final = "opt_param_scheduler"
 """Name of the state of the scheduler."""
 
 
-def read_megatron(storage: Storage) -> ForeignCheckpoint:
-    """Read a checkpoint of Megatron-Core; one of DCP that neither a file nor names of values show to be its, as such."""
-    is_marked, content = _is_marked(storage), read_content(storage)
+def read_megatron(storage: Storage, *, has_marker: bool = True) -> ForeignCheckpoint:
+    """Read a checkpoint of Megatron-Core; one of DCP that neither a file nor names of values show to be its, as such.
+
+    Args:
+        storage: folder of the checkpoint.
+        has_marker: False if it has no `metadata.json`.
+    """
+    is_marked, content = has_marker and _is_marked(storage), read_content(storage)
     if not is_marked and not any(map(_SHARD.fullmatch, content.values)):
         return with_states(storage, content)
     notes = [] if is_marked else [f"{MARKER} of Megatron is missing: it writes it last, and loads nothing without it"]
@@ -79,7 +83,7 @@ def read_megatron(storage: Storage) -> ForeignCheckpoint:
 
 def _is_marked(storage: Storage) -> bool:
     """Return whether a file says that a folder is Megatron's; refuse the formats that are not read."""
-    with suppress(CheckpointNotFoundError), open_file(storage, MARKER) as file, damage(file, "Megatron"):
+    with open_file(storage, MARKER) as file, damage(file, "Megatron"):
         if file.size > _MOST_MARKER_BYTES:
             raise IncompatibleCheckpointError(f"{file.label} has {file.size} bytes, which Megatron's has not")
         facts = json.loads(file.read(0, file.size))
