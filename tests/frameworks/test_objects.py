@@ -249,6 +249,7 @@ def test_objects_inside_containers_that_a_checkpoint_lacks() -> None:
     assert found.missing == ["extra_states/one", "extra_states/inner.nets.0", "extra_states/list.1"]
     assert live == {"step": 3, "one": one, "inner": {"nets": (net, torch.ones(1))}, "list": [5, two]}
     assert (one.count, two.count) == (1, 2)
+    assert found.notes == ["extra_states: the dict here loses what the checkpoint lacks: gone"]
 
 
 def test_an_object_that_rejects_its_state(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from bytecheckpoint.representation.values.numpy_values import array_of_tensor
 from bytecheckpoint.representation.values.registry import registration_of, unregistered_error
 from bytecheckpoint.representation.values.types import NATIVE_TYPES
 
-__all__ = ["ValueReader", "missing_tensor_error", "objects_without_value"]
+__all__ = ["ValueReader", "holds_objects", "missing_tensor_error", "objects_without_value"]
 
 _ABSENT = object()
 
@@ -249,7 +249,7 @@ class ValueReader:
             old = live if isinstance(live, dict) else {}
             pairs = {key: self.build(item, old.get(key)) for key, item in value.items()}
             for key, item in old.items():
-                if key not in value and _holds_objects(item):
+                if key not in value and holds_objects(item):
                     pairs[key] = item
             result = live if isinstance(live, dict) and self._is_reusable(value, live, root) else value
             if isinstance(result, collections.defaultdict) and isinstance(value, collections.defaultdict):
@@ -261,7 +261,7 @@ class ValueReader:
         if type(value) is list or type(value) is tuple or _is_named_tuple(value):
             old_items = live if isinstance(live, list | tuple) else ()
             items = [self.build(item, old_items[i] if i < len(old_items) else None) for i, item in enumerate(value)]
-            items += filter(_holds_objects, old_items[len(items) :])
+            items += filter(holds_objects, old_items[len(items) :])
             if isinstance(value, tuple):
                 return type(value)(*items) if _is_named_tuple(value) else tuple(items)
             target: list[Any] = live if isinstance(live, list) and self._is_reusable(value, live, root) else value
@@ -317,7 +317,8 @@ def _is_number(key: object) -> bool:
     return type(key) is str and len(key) < 20 and key.isascii() and key.removeprefix("-").isdecimal()
 
 
-def _holds_objects(live: Any) -> bool:
+def holds_objects(live: Any) -> bool:
+    """Return whether a value is, or has in its dicts, lists and tuples, an object with load_state_dict."""
     return any(True for _ in objects_without_value(_ABSENT, live))
 
 

@@ -18,7 +18,12 @@ from bytecheckpoint.frameworks.objects.capture import (
     saved_provider,
     tensor_name,
 )
-from bytecheckpoint.frameworks.objects.reader import ValueReader, missing_tensor_error, objects_without_value
+from bytecheckpoint.frameworks.objects.reader import (
+    ValueReader,
+    holds_objects,
+    missing_tensor_error,
+    objects_without_value,
+)
 from bytecheckpoint.frameworks.tensors.allocation import FilledMemory, make_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtensors import PLAIN_TYPES
@@ -55,7 +60,7 @@ def load_object(
     if saved.is_foreign:
         value = reader.with_numbers(value, live)
     pairs = live.items() if isinstance(live, dict) and isinstance(value, dict) else ()
-    if lost := [str(key) for key, item in pairs if key not in value and not is_stateful(item)]:
+    if lost := [str(key) for key, item in pairs if key not in value and not holds_objects(item)]:
         own = [key for key in lost if key in saved.states()]
         elsewhere = f" ({listed(own)}: a state of its own there)" if own else ""
         destination.notes.append(
