@@ -8,6 +8,7 @@ import os
 import shutil
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,6 +263,22 @@ def test_files_of_nothing_but_weights(tmp_path: Path) -> None:
         UsageError, match=r"Lightning has saved .*weights.ckpt without the optimizer, .* has no step: begin"
     ):
         run(tmp_path)
+
+
+@on_ranks(1)
+def test_a_file_with_objects_for_which_fit_is_told_that_it_may_be_unpickled(tmp_path: Path) -> None:
+    class Configured(Net):
+        def __init__(self, config: SimpleNamespace) -> None:
+            super().__init__()
+            self.save_hyperparameters("config")
+
+    config = SimpleNamespace(width=8)
+    stock, net = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=6, save_top_k=-1), Configured(config)
+    make(stock, max_epochs=2).fit(net, loader(False))
+    (tmp_path / "epoch=1-step=12.ckpt").unlink()
+    again = Configured(config)
+    make(ModelCheckpoint(tmp_path), max_epochs=2).fit(again, loader(False), ckpt_path="last", weights_only=False)
+    assert again.losses == after(6, net.losses)
 
 
 @on_ranks(1)

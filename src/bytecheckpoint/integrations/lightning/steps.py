@@ -32,7 +32,7 @@ from bytecheckpoint.integrations.attaching import (
 from bytecheckpoint.integrations.generators import DelayedGenerators
 from bytecheckpoint.integrations.lightning.package import pl
 from bytecheckpoint.integrations.lightning.position import TrainingPosition
-from bytecheckpoint.integrations.lightning.strategy import refuse_edits, states_of_model
+from bytecheckpoint.integrations.lightning.strategy import Nothing, refuse_edits, states_of_model
 from bytecheckpoint.loading import load
 from bytecheckpoint.manager import Cadence, CheckpointManager
 from bytecheckpoint.manager.run_folder import step_number
@@ -76,13 +76,6 @@ class Newest(os.PathLike[str]):
 
     def __format__(self, _: str) -> str:
         return f"{self._root} (the newest step)"
-
-
-class _Nothing(dict[str, Any]):
-    """Result of a load in a new run. It is false, so that Lightning restores nothing."""
-
-    def __bool__(self) -> bool:
-        return False
 
 
 class LightningState:
@@ -289,7 +282,7 @@ class TrainerSteps:
                 raise CheckpointNotFoundError(f"{self._arguments.root} holds no committed step")
         if report is None:
             trainer._checkpoint_connector._ckpt_path = None  # or Lightning says that it has restored something
-            return _Nothing({"pytorch-lightning_version": pl.__version__})
+            return Nothing()
         found = dict(self._state.loaded)
         position = found.pop(POSITION, None)
         if self.running:

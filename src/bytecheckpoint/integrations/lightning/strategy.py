@@ -12,11 +12,22 @@ from typing import Any
 import torch
 
 from bytecheckpoint.errors import UsageError
+from bytecheckpoint.integrations.lightning.package import pl
 
-__all__ = ["checkpointed", "refuse_edits", "states_of_model"]
+__all__ = ["Nothing", "checkpointed", "refuse_edits", "states_of_model"]
 
 #: Strategies whose states another library holds.
 _UNSUPPORTED = ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy")
+
+
+class Nothing(dict[str, Any]):
+    """Result of a load that restores nothing. It is false, so that Lightning restores nothing either."""
+
+    def __init__(self) -> None:
+        super().__init__({"pytorch-lightning_version": pl.__version__})
+
+    def __bool__(self) -> bool:
+        return False
 
 
 def states_of_model(strategy: Any) -> Any:
@@ -47,17 +58,32 @@ def _subclass(kind: Any) -> Any:
         bytecheckpoint: Any
         _of_step = False  # weights and optimizers are loaded by this package
         shown: Any = None  # weights that were shown to hooks of the user
+        is_set_up = False
+        weights_only: bool | None = None  # argument of `fit` and the like
 
         @property
         def restore_checkpoint_after_setup(self) -> bool:
-            return True  # the weights are loaded where they are sharded to, together with the optimizer
+            # The weights are loaded where they are sharded to, together with the optimizer. Lightning asks before the setup
+            # and after it, and passes `weights_only` before it alone.
+            return self.is_set_up
+
+        def setup(self, trainer: Any) -> None:
+            super().setup(trainer)
+            self.is_set_up = True
+
+        def teardown(self) -> None:
+            super().teardown()
+            self.is_set_up, self.weights_only = False, None
 
         @property
         def lightning_restore_optimizer(self) -> bool:
             return not self._of_step and bool(super().lightning_restore_optimizer)
 
         def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-            steps = self.bytecheckpoint
+            if not self.is_set_up:
+                self.weights_only = weights_only
+                return Nothing()
+            steps, weights_only = self.bytecheckpoint, self.weights_only
             file = steps.file_of(checkpoint_path)
             self._of_step = file is None or steps.reads(file)
             if not self._of_step:
