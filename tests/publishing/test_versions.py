@@ -131,8 +131,9 @@ def pair(tmp_path: Path) -> tuple[Trainer, Engine]:
     return trainer, engine
 
 
-@pytest.mark.parametrize("how", ["flip", "cut", "extend", "remove", "index", "prefix"])
-@pytest.mark.parametrize("rank", ["00000", "00001"])
+@pytest.mark.parametrize(
+    ("how", "rank"), crossed(["flip", "cut", "extend", "remove", "index", "prefix"], ["00000", "00001"])
+)
 def test_a_damaged_version_is_never_applied(pair: tuple[Trainer, Engine], how: str, rank: str) -> None:
     trainer, engine = pair
     trainer.publish()

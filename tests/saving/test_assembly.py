@@ -30,6 +30,7 @@ from bytecheckpoint.world import world_of
 from tests.support.catalogs import catalog_at
 from tests.support.layouts import Leaf, bits, coded, grid_boxes
 from tests.support.settings import using
+from tests.support.variants import crossed
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128]
 _DTYPES += [torch.bool, torch.int8, torch.int16, torch.int64, torch.float8_e4m3fn]
@@ -94,8 +95,7 @@ def states(tensors: Mapping[str, Any], rank: int, *, strided: bool = False) -> d
     return {**found, "extra_states": {"rank": rank}}
 
 
-@pytest.mark.parametrize("mode", ["sync", "async", "background", "upload"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("seed", "mode"), crossed(range(6), ["sync", "async", "background", "upload"]))
 def test_cut_tensors_lie_whole(tmp_path: Path, seed: int, mode: str) -> None:
     choose = random.Random(f"{seed}{mode}")
     world = choose.randint(1, 4)
@@ -212,8 +212,7 @@ class Named(Whole):
         return {}, catalog
 
 
-@pytest.mark.parametrize("mode", ["sync", "async", "background", "upload"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("seed", "mode"), crossed(range(6), ["sync", "async", "background", "upload"]))
 def test_files_hold_tensors_of_another_program(tmp_path: Path, seed: int, mode: str) -> None:
     choose = random.Random(f"{seed}{mode}")
     world = choose.randint(1, 4)

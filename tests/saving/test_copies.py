@@ -23,6 +23,7 @@ from tests.support.metrics import collecting, wait_for_operations
 from tests.support.modes import MODES
 from tests.support.ranks import outcomes, succeeded
 from tests.support.seeds import seeded
+from tests.support.variants import crossed
 
 Change = Callable[[torch.nn.Module], object]
 
@@ -264,8 +265,7 @@ def test_strides_do_not_matter(shape: tuple[int, ...], dtype: torch.dtype) -> No
         assert digests[0] == digests[1] != digests[2]
 
 
-@pytest.mark.parametrize("tiled", [False, True])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "tiled"), crossed(list(MODES), [False, True]))
 def test_buffers_are_those_of_the_lowest_rank(tmp_path: Path, mode: str, tiled: bool) -> None:
     """Statistics of batches differ between ranks. A mean of one rank and a variance of another one would be of none."""
 

@@ -30,6 +30,7 @@ from tests.support.memory import new_memory
 from tests.support.modes import MODES
 from tests.support.ranks import outcomes, save_all, succeeded
 from tests.support.settings import using
+from tests.support.variants import crossed
 
 
 def expected(step: int, rows: int = ROWS) -> dict[str, str]:
@@ -44,10 +45,9 @@ def reports(found: list[Any]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("staging_bytes", [0, 4 << 20])
-@pytest.mark.parametrize("direct_io", ["on", "off"])
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(
+    ("mode", "staging_bytes", "direct_io", "world"), crossed(list(MODES), [0, 4 << 20], ["on", "off"], [1, 3])
+)
 def test_every_mode(tmp_path: Path, mode: str, staging_bytes: int, direct_io: str, world: int) -> None:
     path, rows = tmp_path / "step", 20_011
     with using(
