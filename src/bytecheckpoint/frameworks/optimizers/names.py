@@ -122,8 +122,8 @@ def named_groups(state_name: str, optimizers: Sequence[Optimizer], names: Parame
                 if name is None:
                     raise UsageError(
                         f"{state_name}: {type(optimizer).__name__} has a parameter without a name (shape "
-                        f"{tuple(parameter.shape)}, group {index}, position {position}): put its module into the "
-                        "same states, or pass names="
+                        f"{tuple(parameter.shape)}, group {index}, position {position}): give its module a state of "
+                        "its own in the same call (a dict of modules is none), or pass names="
                     )
                 earlier = seen.setdefault(name[0], [])
                 if earlier and (id(parameter) in earlier or id(parameter) not in names.replicas):
