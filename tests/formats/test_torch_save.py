@@ -275,6 +275,21 @@ def test_other_keys_of_programs_are_states(tmp_path: Path) -> None:
     assert found["extra_states"] == {"epoch": 3}
 
 
+def test_modules_and_nothing_else_are_states(tmp_path: Path) -> None:
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    plain = {"first": dict(first.state_dict()), "second": dict(second.state_dict())}  # may be the layers of one model
+    torch.save({"params": first.state_dict(), "params_ema": second.state_dict()}, tmp_path / "both.pt")
+    torch.save({"params_ema": second.state_dict()}, tmp_path / "one.pt")
+    torch.save(plain, tmp_path / "plain.pt")
+    for name, state, expected in (("both", "params", first), ("both", "params_ema", second), ("one", "model", second)):
+        found = torch.nn.Linear(2, 2)
+        bytecheckpoint.load(tmp_path / f"{name}.pt", {state: found})
+        assert_same(dict(found.state_dict()), dict(expected.state_dict()))
+    layers = torch.nn.ModuleDict({"first": torch.nn.Linear(2, 2), "second": torch.nn.Linear(2, 2)})
+    bytecheckpoint.load(tmp_path / "plain.pt", {"model": layers})
+    assert_same(dict(layers["second"].state_dict()), plain["second"])
+
+
 def test_a_load_says_what_was_left_out(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "kind": collections.OrderedDict, "step": 3}, tmp_path / "x.pt")
     states: dict[str, Any] = {"model": {"w": torch.zeros(2)}, "extra_states": {}}

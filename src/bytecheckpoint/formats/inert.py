@@ -24,6 +24,7 @@ __all__ = [
     "build",
     "check_key",
     "frozenset_of",
+    "is_module_state",
     "set_items",
 ]  # fmt: skip
 
@@ -160,6 +161,13 @@ def build(target: object, state: object) -> None:
         raise TypeError(f"a state for a {type(target).__name__}")
     elif (take := getattr(target, "take_state", None)) is not None:
         take(state)
+    elif type(target) is OrderedDict and isinstance(state, dict) and "_metadata" in state:
+        target._metadata = None  # type: ignore[attr-defined]
+
+
+def is_module_state(value: object) -> bool:
+    """Return whether a value is what `state_dict` of a module returned, which has the versions of its modules."""
+    return type(value) is OrderedDict and hasattr(value, "_metadata")
 
 
 def _text(data: bytes) -> str:

@@ -16,7 +16,7 @@ from bytecheckpoint.formats.archives import StoredMember, is_zip, locate, read_d
 from bytecheckpoint.formats.decoded import Decoded
 from bytecheckpoint.formats.files import RangedFile, open_file, refuse_pointer
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
-from bytecheckpoint.formats.inert import GlobalName
+from bytecheckpoint.formats.inert import GlobalName, is_module_state
 from bytecheckpoint.formats.meanings import CONSTANTS, MEANINGS, StorageRef, StoredTensor, storage_of
 from bytecheckpoint.formats.sharded import ShardedValue, rebuilt_tensor
 from bytecheckpoint.formats.trees import Tree, is_module
@@ -121,7 +121,8 @@ def states_of(value: object) -> dict[str, Any]:
     optimizer is the state "optimizer", also in a list (Lightning); several of a list are "optimizer_0" and so on. A file of
     such a `state_dict` alone, or of a scheduler's, is the state "optimizer" or "scheduler", as a Trainer writes them.
     Without one of the usual keys, a dict with the `state_dict` of an optimizer or a plain value beside dicts of tensors is
-    divided in the same way: its only dict of tensors is the state "model", of several (GANs) none is.
+    divided in the same way, and one in which each is the `state_dict` of a module: its only dict of tensors is the state
+    "model", of several (GANs) none is.
     Anything else is the state "model" as a whole, of a module its `state_dict`.
     """
     if not isinstance(value, dict):
@@ -137,7 +138,8 @@ def states_of(value: object) -> dict[str, Any]:
     models = [key for key, item in value.items() if type(key) is str and _holds_tensors(item)]
     if not models or any(isinstance(item, StoredTensor | ShardedValue) for item in others) or "model" in value:
         return {"model": value}
-    if all(isinstance(item, dict) and not _optimizers(item) for item in others):
+    alike = all(is_module_state(value[key]) for key in models)
+    if not alike and all(isinstance(item, dict) and not _optimizers(item) for item in others):
         return {"model": value}
     return states_beside(value, models[0]) if len(models) == 1 else _divided({}, value)
 
