@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -139,6 +140,38 @@ def test_sharded_state_dicts_of_fsdp1(path: str) -> None:
         FullyShardedDataParallel.optim_state_dict_to_load(other, its_optimizer, states["optimizer"])
     )
     assert train_rows(other, its_optimizer, NEXT) == pytest.approx(expected)
+
+
+@on_ranks(2)
+def test_sharded_tensors_are_saved_and_filled(path: str) -> None:
+    """FSDP1's own state_dicts, beside a Stateful that makes them anew for each save and load."""
+
+    class App(Stateful):
+        def __init__(self, seed: int) -> None:
+            torch.manual_seed(seed)
+            self.model = FullyShardedDataParallel(nn.Linear(6, 3), device_id=torch.device("cpu"), use_orig_params=True)
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+            train_rows(self.model, self.optimizer, 1 + seed)
+
+        def state_dict(self) -> dict[str, Any]:
+            model, optimizer = get_state_dict(self.model, self.optimizer)
+            return {"model": model, "optimizer": optimizer}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            model, optimizer = state_dict["model"], state_dict["optimizer"]
+            set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+    app = App(0)
+    assert isinstance(app.state_dict()["model"]["weight"], ShardedTensor)
+    dcp.save({"app": app}, checkpoint_id=f"{path}/torch")
+    bytecheckpoint.save(f"{path}/ours", {"app": app, **app.state_dict()})
+    expected = train_rows(app.model, app.optimizer, NEXT)
+    for name in ("torch", "ours"):
+        other = App(1)
+        bytecheckpoint.load(f"{path}/{name}", {"app": other}, include=["app/*"])
+        assert train_rows(other.model, other.optimizer, NEXT) == expected
+    with bytecheckpoint.open(f"{path}/ours") as found, bytecheckpoint.open(f"{path}/torch") as theirs:
+        assert torch.equal(found["model/weight"][:], theirs["app/model.weight"][:])
 
 
 def load_of(rank_states: dict[str, Any], path: str, **options: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Ask tensors and other objects for the shards that they list themselves, by this package's protocol or by torch's.
 
-`__bytecheckpoint_shards__` (see `SupportsShards`) is for code with its own sharding scheme. torch's protocol for
+`__bytecheckpoint_shards__` (see `SupportsShards`) is for code with its own sharding scheme. A ShardedTensor, as FSDP1
+puts into sharded state_dicts, has a list of its shards. torch's protocol for
 checkpointable tensors (torch/distributed/_checkpointable.py: `__create_write_items__`, `__create_chunk_list__`,
 `__get_tensor_shard__`) is the one that torch's distributed checkpoint uses, so types written for it work here.
 """
@@ -16,7 +17,7 @@ import torch
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor
 from bytecheckpoint.frameworks.tensors.fragments import range_shards, range_table, repeated_box, table_shards
-from bytecheckpoint.frameworks.tensors.plain import lists_own_shards, plain_shard
+from bytecheckpoint.frameworks.tensors.plain import is_sharded_tensor, lists_own_shards, plain_shard
 from bytecheckpoint.garbage_collection import gc_paused
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.shards import LiveShard, TensorKey, boxes_of, each_box
@@ -37,8 +38,12 @@ def add_declared_shards(
             tensor, or is listed twice; the memory of a shard is not a plain tensor; or shards differ in global shape or
             dtype.
     """
-    own = hasattr(type(value), "__bytecheckpoint_shards__")
-    listed = value.__bytecheckpoint_shards__() if own else _listed_by_torch_protocol(key, value)
+    if hasattr(type(value), "__bytecheckpoint_shards__"):
+        listed = value.__bytecheckpoint_shards__()
+    elif is_sharded_tensor(type(value)):
+        listed = [(value.size(), shard.metadata.shard_offsets, shard.tensor) for shard in value.local_shards()]
+    else:
+        listed = _listed_by_torch_protocol(key, value)
     with gc_paused():
         found = list(_shards_of(key, _with_plain_numbers(key, value, listed)))
     if by_content:

@@ -10,6 +10,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import SupportsShards
+from bytecheckpoint.frameworks.detection import loaded_class
 from bytecheckpoint.frameworks.tensors.dtensors import dtensor_type, is_dtensor
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_name
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
@@ -18,6 +19,7 @@ __all__ = [
     "check_storable",
     "is_lazy_view",
     "is_plain",
+    "is_sharded_tensor",
     "is_storable",
     "is_tensor_like",
     "lists_own_shards",
@@ -32,13 +34,19 @@ _ORIGINS = tuple((0,) * n for n in range(65))
 @cache
 def lists_own_shards(cls: type) -> bool:
     """Return whether objects of type `cls` list their own shards (see `tensors/declared.py`)."""
-    if hasattr(cls, "__bytecheckpoint_shards__"):
+    if hasattr(cls, "__bytecheckpoint_shards__") or is_sharded_tensor(cls):
         return True
     if not all(hasattr(cls, name) for name in _TORCH_PROTOCOL):
         return False
     # DTensor has torch's protocol too, but its placements say the same, and the protocol is wrong for interleaved ones.
     dtensor = dtensor_type()
     return dtensor is None or not issubclass(cls, dtensor)
+
+
+def is_sharded_tensor(cls: type) -> bool:
+    """Return whether `cls` is torch's ShardedTensor, which FSDP1 puts into sharded state_dicts."""
+    sharded = loaded_class("torch.distributed._shard.sharded_tensor", "ShardedTensor")
+    return sharded is not None and issubclass(cls, sharded)
 
 
 def is_tensor_like(value: object) -> TypeGuard[torch.Tensor | SupportsShards]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -180,13 +179,12 @@ def _states_of(planner: SavePlanner) -> dict[str, Any]:
     if not planner.flatten_state_dict:
         saved, paths = flatten_state_dict(saved)
     nested = {path[0] for path in paths.values() if len(path) > 1}
-    found = []
-    for name, value in saved.items():
-        if isinstance(value, ShardedTensor):  # of FSDP1
-            shards = value.local_shards()
-            value = TensorParts(value.size(), [(shard.metadata.shard_offsets, shard.tensor) for shard in shards])
-        found.append((*place_of(name, paths[name], nested, is_tensor=is_tensor_like(value)), value))
-    return trees_of(found)
+    return trees_of(
+        [
+            (*place_of(name, paths[name], nested, is_tensor=is_tensor_like(value)), value)
+            for name, value in saved.items()
+        ]
+    )
 
 
 class _Names(dict[str, Any]):
