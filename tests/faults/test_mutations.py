@@ -17,7 +17,7 @@ import bytecheckpoint
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
-from bytecheckpoint.frameworks.optimizers.tree import is_optimizer_tree, unpack_tensors
+from bytecheckpoint.frameworks.optimizer_tree import is_optimizer_tree, unpack_tensors
 from bytecheckpoint.representation.catalog_file import decode, encode
 from bytecheckpoint.representation.checksums import block_sums
 from bytecheckpoint.representation.string_column import StringColumn

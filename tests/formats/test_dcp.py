@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import bytecheckpoint
 from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
@@ -404,3 +405,34 @@ def test_a_tensor_in_a_tuple_may_have_the_name_of_another(tmp_path: Path) -> Non
             "m/a.0": [1, 1],
             "m/a.0#2": [0, 0],
         }
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_state_dicts_of_optimizers_with_names(tmp_path: Path, flat: bool) -> None:
+    """`flatten_optimizer_state_dict` writes them flat, as torchtitan does: into optimizers, and dicts of either form."""
+
+    def made(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(3, 2)
+        groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.3 + seed}]
+        optimizer = torch.optim.AdamW(groups, lr=0.1 + seed)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    def slots(optimizer: tuple[torch.nn.Module, torch.optim.Optimizer], flat: bool) -> dict[str, Any]:
+        return get_optimizer_state_dict(*optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
+
+    first = made(0)
+    expected = {form: slots(first, form) for form in (False, True)}
+    states = {"model": first[0].state_dict(), "optimizer": expected[flat]}
+    saved(tmp_path / "x", states)
+    torch.save(states, tmp_path / "x.pt")
+    for name in ("x", "x.pt"):
+        model, optimizer = made(1)
+        bytecheckpoint.load(tmp_path / name, {"model": model, "optimizer": optimizer})
+        assert_same(slots((model, optimizer), flat=True), expected[True])
+        for form in (False, True):
+            live = slots(made(1), form)
+            bytecheckpoint.load(tmp_path / name, {"optimizer": live})
+            assert_same(live, expected[form])

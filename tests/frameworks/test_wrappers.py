@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import bytecheckpoint
-from bytecheckpoint.frameworks.optimizers.tree import is_optimizer_tree
+from bytecheckpoint.frameworks.optimizer_tree import is_optimizer_tree
 from bytecheckpoint.frameworks.wrappers import unwrap_states
 from bytecheckpoint.representation.values.codec import decode
 

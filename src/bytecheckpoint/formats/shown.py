@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -19,10 +19,12 @@ from bytecheckpoint.representation.names import VALUES_NAME
 from bytecheckpoint.representation.values.tree import PACKED_TENSOR, TensorRef, key_of_path, state_reference
 from bytecheckpoint.storage.base import Storage
 
-__all__ = ["names_of_parameters", "with_values"]
+__all__ = ["names_of_parameters", "nested_optimizer", "with_values"]
 
 #: Longest tensor among hyperparameters.
 _MOST_HYPERPARAMETER_BYTES: Final = 1 << 20
+#: Beginnings of the keys of a flat state_dict of an optimizer.
+_STATE, _GROUPS = "state.", "param_groups."
 #: Names of the masters of parameters in other programs, and here.
 _SLOTS: Final = {"fp32": "master"}
 
@@ -43,7 +45,7 @@ def with_values(checkpoint: ForeignCheckpoint, storage: Storage) -> tuple[Catalo
     facts = {"format": checkpoint.format, **checkpoint.facts}
     for number, (state, blob) in enumerate(checkpoint.values.items()):
         content = blob
-        tree = decode_containers(blob)
+        tree = nested_optimizer(decode_containers(blob))
         if (names := names_of_parameters(tree)) is not None:
             tensors = list(_tensors_in(tree["param_groups"]))
             taken, rows = columns.take(state, tensors, rows) if tensors else ({}, rows)
@@ -129,6 +131,28 @@ def _placed(value: Any, fqn: str, path: tuple[object, ...], places: dict[str, tu
     if type(value) in (list, tuple):
         return type(value)(_placed(item, fqn, (*path, number), places) for number, item in enumerate(value))
     return value
+
+
+def nested_optimizer(tree: Any, identity: Callable[[dict[str, Any]], object] = repr) -> Any:
+    """Return a flat state_dict of an optimizer, as `flatten_optimizer_state_dict` makes it, nested; other values unchanged.
+
+    Args:
+        tree: "state.FQN.slot" and "param_groups.FQN.lr" with their values.
+        identity: function whose results are equal for the settings of parameters of one group.
+    """
+    if not isinstance(tree, dict) or not all(str(key).startswith((_STATE, _GROUPS)) for key in tree):
+        return tree
+    slots: dict[str, dict[str, Any]] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    for key, item in tree.items():
+        found, rest = (slots, key[len(_STATE) :]) if key.startswith(_STATE) else (settings, key[len(_GROUPS) :])
+        fqn, _, name = rest.rpartition(".")
+        if name != "param_names":  # those of the whole group, in its order
+            found.setdefault(fqn, {})[name] = item
+    groups: dict[object, dict[str, Any]] = {}
+    for fqn, group in settings.items():
+        groups.setdefault(identity(group), {"params": [], **group})["params"].append(fqn)
+    return {"state": slots, "param_groups": list(groups.values())} if settings else tree
 
 
 def names_of_parameters(tree: Any) -> dict[Any, str] | None:

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.optimizers.tree import is_optimizer_tree
+from bytecheckpoint.frameworks.optimizer_tree import is_optimizer_tree
 from bytecheckpoint.representation.names import escape, unescape
 from bytecheckpoint.representation.shards import LiveState, TensorKey
 from bytecheckpoint.representation.similar_names import SimilarNames

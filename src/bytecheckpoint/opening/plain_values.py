@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.frameworks.optimizer_tree import unpack_tensors
 from bytecheckpoint.frameworks.optimizers.renaming import renamed_trees
-from bytecheckpoint.frameworks.optimizers.tree import unpack_tensors
 from bytecheckpoint.opening.entry import Entry
 from bytecheckpoint.representation.names import unique_name
 from bytecheckpoint.representation.values.codec import (

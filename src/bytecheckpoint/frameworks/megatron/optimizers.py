@@ -22,9 +22,9 @@ from bytecheckpoint.frameworks.megatron.main_params import (
     is_hybrid,
     main_params,
 )
+from bytecheckpoint.frameworks.optimizer_tree import pack_tensors
 from bytecheckpoint.frameworks.optimizers.capture import capture_optimizers
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames
-from bytecheckpoint.frameworks.optimizers.tree import pack_tensors
 from bytecheckpoint.frameworks.optimizers.view import optimizer_view, placeholder_parameter
 from bytecheckpoint.representation.shards import MASTER, LiveState
 

@@ -24,6 +24,7 @@ from bytecheckpoint.frameworks.objects.reader import (
     missing_tensor_error,
     objects_without_value,
 )
+from bytecheckpoint.frameworks.optimizer_tree import is_optimizer_tree, unpack_tensors
 from bytecheckpoint.frameworks.tensors.allocation import FilledMemory, make_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtensors import PLAIN_TYPES
@@ -134,7 +135,8 @@ def _load_named(state_name: str, live: Any, saved: SavedStates, destination: Des
     def request(path: tuple[object, ...], tensor: Any) -> str:
         name = tensor_name(path, taken)
         taken[name] = tensor
-        found = saved.find(state_name, (name,))
+        fqn, _, slot = name.removeprefix("state.").rpartition(".")  # of an optimizer's state_dict
+        found = saved.find(state_name, (name,)) or saved.stored(TensorKey(state_name, fqn, slot))
         if found is None:
             destination.missing.append(str(TensorKey(state_name, name)))
             return name
@@ -162,9 +164,21 @@ def _load_named(state_name: str, live: Any, saved: SavedStates, destination: Des
         encode(extracted, on_tensor=request, on_array=lambda path, array: "")
     own = saved.tree(state_name)
     reader = ValueReader(state_name, saved, destination, live)
-    value = None if own is None else reader.read(own, on_tensor=skip_tensor)
+    value = None if own is None else _as_state_dict(reader.read(own, on_tensor=skip_tensor), live)
     reader.request_tensors()
     destination.finish.append(lambda: _install_plain(value, live, extractor.state_dicts))
+
+
+def _as_state_dict(value: Any, live: Any) -> Any:
+    """Return the saved values of an optimizer as a state_dict has them, nested or flat as `live`; others unchanged."""
+    if not is_optimizer_tree(value):
+        return value
+    groups = unpack_tensors(value["groups"])
+    if "param_groups" in live:
+        return {"state": value["state"], "param_groups": groups}
+    slots = {f"state.{fqn}.{slot}": item for fqn, found in value["state"].items() for slot, item in found.items()}
+    settings = {f"param_groups.{fqn}.{name}": item for g in groups for fqn in g["params"] for name, item in g.items()}
+    return {key: item for key, item in {**slots, **settings}.items() if key in live}
 
 
 def _install_plain(value: Any, live: Any, state_dicts: dict[int, Any]) -> Any:

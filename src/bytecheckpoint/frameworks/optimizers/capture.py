@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.base import ParameterName
 from bytecheckpoint.frameworks.objects.capture import tensor_name
+from bytecheckpoint.frameworks.optimizer_tree import comparable_bytes, pack_tensors
 from bytecheckpoint.frameworks.optimizers.names import (
     NOT_HYPERPARAMETERS,
     ParameterNames,
@@ -21,7 +22,6 @@ from bytecheckpoint.frameworks.optimizers.names import (
     named_groups,
 )
 from bytecheckpoint.frameworks.optimizers.own_values import pack_own_values
-from bytecheckpoint.frameworks.optimizers.tree import comparable_bytes, pack_tensors
 from bytecheckpoint.frameworks.optimizers.wrapped import capture_wrapped, is_wrapped
 from bytecheckpoint.frameworks.recapture import again_with_optimizers
 from bytecheckpoint.frameworks.tensors.discovery import add_shards

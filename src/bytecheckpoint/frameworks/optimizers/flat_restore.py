@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, listed
 from bytecheckpoint.frameworks.base import Destination, ParameterName, SavedStates, SavedTensor
+from bytecheckpoint.frameworks.optimizer_tree import comparable_bytes, unpack_tensors
 from bytecheckpoint.frameworks.optimizers.flat_tensors import FlatOptimizerTensor
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames
 from bytecheckpoint.frameworks.optimizers.restore import (
@@ -22,7 +23,6 @@ from bytecheckpoint.frameworks.optimizers.restore import (
 from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees
 from bytecheckpoint.frameworks.optimizers.state_dtypes import SINGLE_VALUE_SLOTS, mark_exact_conversions
 from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state, is_reusable, request_state
-from bytecheckpoint.frameworks.optimizers.tree import comparable_bytes, unpack_tensors
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_name
 from bytecheckpoint.frameworks.tensors.flat_ranges import FlatRange, ParameterRange, flat_range_shards
 from bytecheckpoint.representation.shards import TensorKey

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.frameworks.base import Destination
+from bytecheckpoint.frameworks.optimizer_tree import comparable_bytes, unpack_tensors
 from bytecheckpoint.frameworks.optimizers.names import NOT_HYPERPARAMETERS, ParamGroup
 from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees
 from bytecheckpoint.frameworks.optimizers.slots import fixed_settings
-from bytecheckpoint.frameworks.optimizers.tree import comparable_bytes, unpack_tensors
 from bytecheckpoint.frameworks.tensors.dtensors import local_tensor
 
 __all__ = ["load_globals", "load_hyperparameters"]

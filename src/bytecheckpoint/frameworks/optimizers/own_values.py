@@ -15,7 +15,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from bytecheckpoint.frameworks.base import Destination
-from bytecheckpoint.frameworks.optimizers.tree import pack_tensors, unpack_tensors
+from bytecheckpoint.frameworks.optimizer_tree import pack_tensors, unpack_tensors
 from bytecheckpoint.frameworks.optimizers.view import live_optimizer
 
 __all__ = ["load_own_values", "pack_own_values"]

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bytecheckpoint.errors import IncompatibleCheckpointError
+from bytecheckpoint.frameworks.optimizer_tree import comparable_bytes
 from bytecheckpoint.frameworks.optimizers.names import NOT_HYPERPARAMETERS
-from bytecheckpoint.frameworks.optimizers.tree import comparable_bytes
 from bytecheckpoint.frameworks.optimizers.wrapped import wrapped_slots
 
 __all__ = ["renamed_trees"]

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, listed
 from bytecheckpoint.frameworks.base import ParameterName, SavedStates
 from bytecheckpoint.frameworks.objects.classes import HeldClasses
+from bytecheckpoint.frameworks.optimizer_tree import is_optimizer_tree
 from bytecheckpoint.frameworks.optimizers.names import ParamGroup
 from bytecheckpoint.frameworks.optimizers.renaming import renamed_trees
 from bytecheckpoint.frameworks.optimizers.state_dtypes import StateDtypes
 from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state
-from bytecheckpoint.frameworks.optimizers.tree import is_optimizer_tree
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.values.codec import decode, naming_file
 from bytecheckpoint.representation.values.tree import parse_state_reference

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from bytecheckpoint.formats.shown import names_of_parameters
+from bytecheckpoint.formats.shown import names_of_parameters, nested_optimizer
 from bytecheckpoint.frameworks.base import Destination, SavedStates, Strict, UserNames
 from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.frameworks.objects.capture import STATES_BY_NAME
 from bytecheckpoint.frameworks.objects.reader import missing_tensor_error
-from bytecheckpoint.frameworks.optimizers.tree import comparable_bytes, pack_tensors
+from bytecheckpoint.frameworks.optimizer_tree import comparable_bytes, pack_tensors
 from bytecheckpoint.frameworks.registry import register
 from bytecheckpoint.frameworks.tensors.allocation import make_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
@@ -26,7 +26,6 @@ __all__ = ["DCP", "TensorParts"]
 
 #: Name of the adapter, for `framework=`.
 DCP = "dcp"
-_STATE, _GROUPS = "state.", "param_groups."
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,7 @@ register(DCP, DcpFramework)
 
 def _capture_optimizer(state_name: str, value: Any) -> LiveState | None:
     """Describe an optimizer's state_dict as the optimizer is described; None if the value is none, by parameters' names."""
-    tree = _nested(value)
+    tree = nested_optimizer(value, lambda settings: comparable_bytes(pack_tensors(settings)))
     if not isinstance(tree, dict) or "param_groups" not in tree:
         return None
     slots_of: Any = tree.get("state", {})
@@ -123,19 +122,3 @@ def _capture_optimizer(state_name: str, value: Any) -> LiveState | None:
 
     state.tree = encode(found, on_tensor=add_nested)
     return state
-
-
-def _nested(value: Any) -> Any:
-    """Return a flat state_dict of an optimizer ("state.FQN.slot", "param_groups.FQN.lr") nested; other values unchanged."""
-    if not isinstance(value, dict) or not value or not all(str(key).startswith((_STATE, _GROUPS)) for key in value):
-        return value
-    slots: dict[str, dict[str, Any]] = {}
-    settings: dict[str, dict[str, Any]] = {}
-    for key, item in value.items():
-        target, rest = (slots, key[len(_STATE) :]) if key.startswith(_STATE) else (settings, key[len(_GROUPS) :])
-        fqn, _, name = rest.rpartition(".")
-        target.setdefault(fqn, {})[name] = item
-    groups: dict[bytes, dict[str, Any]] = {}
-    for fqn, group in settings.items():
-        groups.setdefault(comparable_bytes(pack_tensors(group)), {"params": [], **group})["params"].append(fqn)
-    return {"state": slots, "param_groups": list(groups.values())}

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 
 from bytecheckpoint.errors import CorruptCheckpointError, UsageError
 from bytecheckpoint.formats.megatron_names import model_or_slot, named_groups, param_groups, unstacked
-from bytecheckpoint.frameworks.optimizers.tree import pack_tensors, unpack_tensors
+from bytecheckpoint.frameworks.optimizer_tree import pack_tensors, unpack_tensors
 from bytecheckpoint.handles import LoadReport, SaveHandle
 from bytecheckpoint.integrations.dcp.adapter import DCP, TensorParts
 from bytecheckpoint.loading import load
