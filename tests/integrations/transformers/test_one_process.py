@@ -97,6 +97,27 @@ def test_a_job_that_runs_is_switched(tmp_path: Path, elsewhere: bool) -> None:
 
 
 @on_ranks(1)
+def test_a_model_of_other_names_in_its_files(tmp_path: Path) -> None:
+    """Trainer itself leaves such weights as they are, with a warning."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    def net(seed: int) -> Any:
+        torch.manual_seed(seed)
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        return MixtralForCausalLM(MixtralConfig(vocab_size=32, num_key_value_heads=1, num_local_experts=2, **sizes))
+
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True}
+    wanted = run(tmp_path, attached=False, net=net(1), **options)
+    shutil.rmtree(tmp_path / "checkpoint-8"), shutil.rmtree(tmp_path / "checkpoint-12")
+    assert run(tmp_path, "auto", net=net(2), **options) == after(4, wanted)
+    best = net(3)
+    run(tmp_path / "best", attached=False, net=net(1), max_steps=4, **options)
+    run(tmp_path / "best", "auto", net=best, max_steps=4, **options)
+    bytecheckpoint.load(tmp_path / "best/checkpoint-4", {"model": (again := net(4))}, layout="auto")
+    assert all(map(torch.equal, best.state_dict().values(), again.state_dict().values()))
+
+
+@on_ranks(1)
 def test_a_folder_of_nothing_but_weights(tmp_path: Path) -> None:
     """Trainer itself would go on with a new optimizer without a word."""
     run(tmp_path, attached=False, save_only_model=True)

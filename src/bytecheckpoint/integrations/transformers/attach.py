@@ -171,6 +171,10 @@ class _CheckpointedTrainer(Mixin):  # type: ignore[misc]
     def _prepare_for_training(self, *_: Any) -> Any:
         return self._prepared
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.bytecheckpoint.load_renamed(resume_from_checkpoint, self.model if model is None else model)
+
     def _run_epoch(self, **arguments: Any) -> Any:
         if self._resumes:
             arguments["resume_from_checkpoint"] = self.bytecheckpoint  # not None, and passed to _load_rng_state

@@ -33,6 +33,7 @@ from bytecheckpoint.integrations.attaching import (
 )
 from bytecheckpoint.integrations.generators import DelayedGenerators
 from bytecheckpoint.integrations.transformers.pretrained import adapter_names, describe_pretrained
+from bytecheckpoint.loading import load
 from bytecheckpoint.manager import Best, Cadence, CheckpointManager, StepInfo
 from bytecheckpoint.manager.run_folder import step_folder, step_number
 from bytecheckpoint.opening import open as open_checkpoint
@@ -247,6 +248,18 @@ class TrainerCheckpoints:
         if message := self.manager.ask_rank_0(look, str):
             raise UsageError(message)
 
+    def load_renamed(self, folder: str | os.PathLike[str], model: Any) -> None:
+        """Load the weights of a folder of Trainer whose files have other names than the model in memory.
+
+        Trainer itself leaves such weights as they are, with a warning.
+        """
+        if self._trainer.is_fsdp_enabled or getattr(model, "peft_config", None):
+            return  # whose files Trainer does not load by these names
+        with open_checkpoint(folder) as checkpoint:
+            names = {key.removeprefix("model/") for key in checkpoint.tensors}
+        if names - model.state_dict().keys():
+            load(folder, {"model": model}, layout="auto")
+
     def restore_generators(self) -> None:
         """Restore the random number generators. Trainer calls it when it has skipped batches."""
         self._generators.restore()
@@ -300,6 +313,7 @@ class TrainerCheckpoints:
         folder = self._trainer.state.best_model_checkpoint
         if folder is not None and seen_by_all(self.manager, folder, lambda: _is_of_trainer(folder)):
             of_trainer()
+            self.load_renamed(folder, self._trainer.model)
             return
         rule = best_rule(self._trainer.args)
         assert rule is not None
