@@ -32,7 +32,8 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".ms
 class AdapterDescription(msgspec.Struct, omit_defaults=True):
     """One adapter of PEFT.
 
-    PEFT writes a tensor without the name of the adapter: `q_proj.lora_A.default.weight` as `q_proj.lora_A.weight`.
+    PEFT writes a tensor without the name of the adapter: `q_proj.lora_A.default.weight` as `q_proj.lora_A.weight`, and
+    `lm_head.modules_to_save.default.weight` as `lm_head.weight`.
 
     Attributes:
         files: texts of its configuration files, by name.
@@ -49,7 +50,7 @@ class AdapterDescription(msgspec.Struct, omit_defaults=True):
             return self.exceptions[key]
         head, found, tail = key.partition(f".{adapter}.")
         if found:
-            return f"{head}.{tail}"
+            return f"{head.removesuffix('.modules_to_save')}.{tail}"
         return key.removesuffix(f".{adapter}") if key.endswith(f".{adapter}") else None
 
 

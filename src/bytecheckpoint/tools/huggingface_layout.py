@@ -87,6 +87,8 @@ def tensors_to_export(
 ) -> tuple[list[OutputTensor], list[str], list[str]]:
     """Return the tensors to write, tied tensors once, the keys of plain values, and those of tensors to leave out.
 
+    Where tensors are renamed, one that is tied is written under each of its names, as PEFT wants it.
+
     Args:
         source: open checkpoint.
         state: name of the state.
@@ -109,9 +111,10 @@ def tensors_to_export(
         if name is None:
             left_out.append(key)
             continue
-        if stored in seen:
+        once = stored if renamed is str else (stored, name)
+        if once in seen:
             continue  # another name of a tied tensor
-        seen.add(stored)
+        seen.add(once)
         entry = source[key]
         assert isinstance(entry, Entry)
         own = str(entry.dtype).removeprefix("torch.")

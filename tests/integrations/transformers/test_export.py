@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -109,6 +110,56 @@ def test_an_adapter(tmp_path: Path, kind: str) -> None:
     attach(again)
     again.train("auto")
     same(tensors(again.model), tensors(trainer.model))
+
+
+@on_ranks(1)
+def test_an_adapter_of_a_model_with_new_tokens(tmp_path: Path) -> None:
+    """The base model in its folder has no rows for them, so they belong to the adapter, frozen or not."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model().save_pretrained(tmp_path / "base")
+
+    def base(seed: int) -> Any:
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        torch.manual_seed(seed)
+        found.resize_token_embeddings(found.config.vocab_size + 3)
+        return found
+
+    trainer, _ = make(tmp_path, max_steps=4, net=kinds()["lora"](base(1)))
+    attach(trainer)
+    trainer.train()
+    tools.export(tmp_path / "step_00000004", tmp_path / "own")
+    same(PeftModel.from_pretrained(base(2), tmp_path / "own").state_dict(), trainer.model.state_dict())
+    again, _ = make(tmp_path, max_steps=4, net=kinds()["lora"](base(3)))
+    attach(again)
+    again.train("auto")
+    same(again.model.state_dict(), trainer.model.state_dict())
+
+
+@pytest.mark.parametrize("described", [True, False])
+@on_ranks(1)
+def test_an_adapter_with_tied_copies_of_embeddings(tmp_path: Path, described: bool) -> None:
+    import peft
+
+    def net() -> Any:
+        base = model()
+        base.config.tie_word_embeddings = True
+        base.tie_weights()
+        lora = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}
+        return peft.get_peft_model(base, peft.LoraConfig(**lora, ensure_weight_tying=True))
+
+    saved = net()
+    for value in saved.parameters():
+        torch.nn.init.normal_(value)
+    saved.save_pretrained(tmp_path / "stock")
+    states = {"model": saved, **({"huggingface": describe_pretrained(saved)} if described else {})}
+    bytecheckpoint.save(tmp_path / "step", states)
+    files = None if described else tmp_path / "stock"
+    tools.export(tmp_path / "step", tmp_path / "own", adapter="default", files_from=files)
+    base = net().unload()
+    found, wanted = (peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / one) for one in ("own", "stock"))
+    same(found.state_dict(), wanted.state_dict())
 
 
 @on_ranks(1)

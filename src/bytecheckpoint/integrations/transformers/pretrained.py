@@ -75,7 +75,23 @@ def adapter_names(model: Any, adapter: str) -> dict[str, str] | None:
         return None
     state = model.state_dict()
     keys = {id(value): key for key, value in state.items()}
-    written = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter, save_embedding_layers=False)
+    resized = _has_other_vocabulary(model, config)
+    written = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter, save_embedding_layers=resized)
     if any(id(value) not in keys for value in written.values()):
         return None
     return {keys[id(value)]: name for name, value in written.items()}
+
+
+def _has_other_vocabulary(model: Any, config: Any) -> bool:
+    """Return whether a model has other tokens than its base model in files. PEFT then writes the embeddings, too.
+
+    PEFT asks the hub; here the base model's configuration is local, because the model was made of it.
+    """
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if not size or not config.base_model_name_or_path:
+        return False
+    try:
+        found = type(model.config).from_pretrained(config.base_model_name_or_path, local_files_only=True)
+    except (OSError, ValueError):  # as PEFT assumes
+        return False
+    return bool(found.vocab_size != size)
