@@ -219,6 +219,25 @@ def test_files_of_an_optimizer_and_of_a_scheduler_alone(tmp_path: Path) -> None:
     assert states["scheduler"].state_dict() == other["scheduler"].state_dict()
 
 
+@pytest.mark.parametrize("kind", ["plateau", "sequence", "chain"])
+def test_files_of_schedules_that_count_otherwise(tmp_path: Path, kind: str) -> None:
+    def make() -> Any:
+        schedules = torch.optim.lr_scheduler
+        optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+        if kind == "plateau":
+            return schedules.ReduceLROnPlateau(optimizer)
+        parts = [schedules.LinearLR(optimizer), schedules.ExponentialLR(optimizer, 0.9)]
+        return (
+            schedules.SequentialLR(optimizer, parts, [1]) if kind == "sequence" else schedules.ChainedScheduler(parts)
+        )
+
+    saved, live = make(), make()
+    saved.step(*([0.5] if kind == "plateau" else []))
+    torch.save(saved.state_dict(), tmp_path / "scheduler.pt")
+    bytecheckpoint.load(tmp_path / "scheduler.pt", {"scheduler": live})
+    assert live.state_dict() == saved.state_dict()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [

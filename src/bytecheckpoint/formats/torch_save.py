@@ -44,7 +44,6 @@ _PROTOCOL: Final = 1001
 _FIRST_READ: Final = 1 << 20
 _MEANINGS: Final = {**MEANINGS, "torch._tensor._rebuild_from_type_v2": rebuilt_tensor}
 #: Keys under which programs keep the state_dict of the model in a larger dict.
-_SCHEDULER_KEYS: Final = {"last_epoch", "_step_count"}
 _MODEL_KEYS: Final = ("state_dict", "model_state_dict", "model", "module")
 #: Name of the state that holds what is neither a dict nor a list.
 _REST: Final = "extra_states"
@@ -129,7 +128,8 @@ def states_of(value: object) -> dict[str, Any]:
         return {"model": value}
     if optimizer := _optimizers(value):
         return {"optimizer": optimizer[0]}
-    if value.keys() >= _SCHEDULER_KEYS:
+    # Of ReduceLROnPlateau and of several in a sequence, too; before torch 1.4 no schedule had the first.
+    if "_last_lr" in value or value.keys() >= {"last_epoch", "_step_count"}:
         return {"scheduler": value}
     model = next((key for key in _MODEL_KEYS if _holds_tensors(value.get(key))), None)
     if model is not None:
