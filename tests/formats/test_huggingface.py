@@ -68,6 +68,17 @@ def test_names_of_another_framework_are_advised_to_look_for_a_layout(tmp_path: P
         load(tmp_path, {"model": {"weight": torch.ones(4, 4)}, "optimizer": {"lr": 0.1}})
 
 
+def test_other_models_and_optimizers_of_accelerate_are_named(tmp_path: Path) -> None:
+    for name in ("pytorch_model.bin", "pytorch_model_1.bin", "optimizer.bin"):
+        torch.save({"weight": torch.ones(2)}, tmp_path / name)
+    assert (
+        "optimizer.bin, pytorch_model_1.bin: not read"
+        in detect(resolve(str(tmp_path))).read(resolve(str(tmp_path))).notes[0]
+    )
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")  # `pytorch_model.bin` has the same once more
+    assert "pytorch_model.bin" not in read_huggingface(resolve(str(tmp_path))).notes[0]
+
+
 def test_one_file(tmp_path):
     save_file(WEIGHTS, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text('{"model_type": "llama", "tie_word_embeddings": true}')

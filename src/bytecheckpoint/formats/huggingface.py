@@ -35,6 +35,8 @@ NUMBERED_FILE: Final = re.compile(r"([^/]+)_(0|[1-9]\d{0,6})\.(?:pt|safetensors)
 """Usual name of a rank's file of torch_checkpointing: state, rank."""
 #: Name of one of several files; those of DCP have the number of the rank in front.
 _OF_SEVERAL = re.compile(r"(?:shard-\d+-)?(.*)-(\d{1,9})-of-(\d{1,9})\.safetensors")
+#: Files in which a hub has the same weights once more.
+_SAME_WEIGHTS = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 _SHARDING: Final = "DCP_SHARDING_INFO"
 #: Bytes of a safetensors file that are read first; few headers are longer.
 _FIRST_READ: Final = 64 << 10
@@ -100,12 +102,13 @@ def read_huggingface(storage: Storage, name: str | None = None) -> ForeignCheckp
     if wanted is None and name is None:
         _check_numbers(storage, names)
     reader = _FolderReader(storage, wanted)
-    # Hubs have the same weights as .bin; other safetensors may be those of an adapter, or of another save.
+    # Other safetensors may be those of an adapter, or of another save.
     others = [
         found
         for found in sizes
         if found not in names
-        and (found.endswith((".pt", ".pth")) or (found.endswith(SAFETENSORS) and "/" not in found))
+        and (found.endswith((".pt", ".pth")) or (found.endswith((SAFETENSORS, ".bin")) and "/" not in found))
+        and not _SAME_WEIGHTS.fullmatch(found)
         and view_generation_of(found) is None
     ]
     facts: dict[str, Any] = {}
