@@ -181,6 +181,21 @@ def test_a_whole_module_has_the_names_of_its_state_dict(tmp_path, new):
     assert_same({name.removeprefix("model/"): tensor for name, tensor in found.items()}, dict(model.state_dict()))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_module_of_torchscript_loads(tmp_path: Path) -> None:
+    def made() -> torch.nn.Module:
+        shared = torch.nn.Linear(3, 3)
+        inner = torch.nn.Sequential(shared, torch.nn.BatchNorm1d(3), torch.nn.ReLU(), shared)
+        return torch.nn.Sequential(inner, torch.nn.LSTM(3, 2))
+
+    module, other = made(), made()
+    module(torch.rand(4, 3))
+    torch.jit.save(torch.jit.script(module), tmp_path / "x.pt")
+    report = bytecheckpoint.load(tmp_path / "x.pt", {"model": other})
+    assert not report.missing and not report.notes
+    assert_same(dict(other.state_dict()), dict(module.state_dict()))
+
+
 @pytest.mark.parametrize("key", [None, "model"])
 def test_a_whole_module_loads(tmp_path: Path, key: str | None) -> None:
     """Without what its `state_dict` leaves out: attributes, and buffers that are not persistent."""

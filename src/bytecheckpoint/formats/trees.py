@@ -5,6 +5,7 @@ Torch is not imported.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final, NoReturn
@@ -37,6 +38,8 @@ _MOST_VALUES: Final = 500_000
 BYTES_PER_VALUE: Final = 64
 _INT64_MIN, _UINT64_MAX = -(2**63), 2**64 - 1
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
+#: Module of the classes of TorchScript.
+_SCRIPT = re.compile(r"__torch__(\.|$)")
 _NUMBERS = frozenset((type(None), bool, int, float))
 _PATHS = frozenset(("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"))
 
@@ -191,8 +194,8 @@ class Tree:
                 self._refuse(f"its modules are nested more than {MAX_DEPTH} levels deep below {prefix[:80]!r}")
             unsaved = one.state.get("_non_persistent_buffers_set")
             children = []
-            for part in _MODULE_PARTS:
-                for key, value in one.state[part].items():
+            for part, members in _parts(one).items():
+                for key, value in members.items():
                     if type(key) is not str:
                         self._refuse("a module has a name that is no text")
                     name = f"{prefix}{key}"
@@ -246,9 +249,24 @@ class Tree:
 
 
 def is_module(value: object) -> bool:
-    """Return whether a value is a `torch.nn.Module` that a pickle holds whole."""
+    """Return whether a value is a `torch.nn.Module` that a pickle holds whole, or one of TorchScript."""
+    return _is_scripted(value) or bool(_parts(value))
+
+
+def _is_scripted(value: object) -> bool:
+    return isinstance(value, CallRecord) and isinstance(value.state, dict) and bool(_SCRIPT.match(value.target.module))
+
+
+def _parts(value: object) -> dict[str, dict[Any, Any]]:
+    """Return the parts of a module by name, {} for any other value."""
     state = value.state if isinstance(value, CallRecord) else None
-    return isinstance(state, dict) and all(isinstance(state.get(part), dict) for part in _MODULE_PARTS)
+    if not isinstance(state, dict):
+        return {}
+    if _is_scripted(value):  # its attributes lie together, and each tensor among them is saved
+        tensors = {key: item for key, item in state.items() if type(item) is StoredTensor}
+        return {"_buffers": tensors, "_modules": {key: item for key, item in state.items() if _is_scripted(item)}}
+    parts: dict[str, Any] = {part: state.get(part) for part in _MODULE_PARTS}
+    return parts if all(isinstance(part, dict) for part in parts.values()) else {}
 
 
 def decode_containers(blob: bytes) -> Any:
