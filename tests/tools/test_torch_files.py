@@ -171,6 +171,16 @@ def test_this_package_reads_it_back(tmp_path: Path, format_: str) -> None:
     )
 
 
+@pytest.mark.parametrize("format_", ["dcp", "torch"])
+def test_models_alone_are_read_back_as_states(tmp_path: Path, format_: str) -> None:
+    states = {"first": torch.nn.Linear(2, 2), "second": torch.nn.Linear(2, 2)}
+    bytecheckpoint.save(tmp_path / "own", dict(states))
+    tools.export(tmp_path / "own", tmp_path / "out", format=format_)  # type: ignore[arg-type]
+    found: dict[str, Any] = {name: torch.nn.Linear(2, 2) for name in states}
+    bytecheckpoint.load(tmp_path / "out", found)
+    assert all(torch.equal(found[name].weight, state.weight) for name, state in states.items())
+
+
 class Phase(Enum):
     """A value of a program that other programs do not have."""
 

@@ -8,6 +8,7 @@ import os
 import pickle
 import secrets
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -282,7 +283,8 @@ def write_torch_file(
     try:
         with torch.serialization.skip_data():
             # A sparse file: without the bytes of tensors.
-            torch.save(mapped(dict(tree), stand_in, (Entry, torch.Tensor)), outline)
+            stood_in = mapped(dict(tree), stand_in, (Entry, torch.Tensor))
+            torch.save({name: _as_module_state(state) for name, state in stood_in.items()}, outline)
         pieces = view.stream([entry.key for entry in entries if entry.nbytes], _PIECE_BYTES)
         with zipfile.ZipFile(outline) as template, zipfile.ZipFile(temporary, "w", allowZip64=True) as target:
             members = {info.filename: info for info in template.infolist()}
@@ -320,6 +322,15 @@ def write_object(value: object, path: str) -> None:
     with open(path, "wb") as file:
         file.write(_saved(value))
         os.fsync(file.fileno())
+
+
+def _as_module_state(state: Any) -> Any:
+    """Return named tensors as `state_dict` of a module returns them, which shows that they are a state."""
+    if type(state) is not dict or not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        return state
+    found = OrderedDict(state)
+    found._metadata = OrderedDict()  # type: ignore[attr-defined]
+    return found
 
 
 def _members_of(members: Mapping[str, zipfile.ZipInfo], tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
