@@ -332,6 +332,15 @@ def test_a_load_says_what_was_left_out(tmp_path: Path) -> None:
     assert states["extra_states"] == {"kind": None, "step": 3}
 
 
+def test_tensors_of_other_layouts_are_left_out(tmp_path: Path) -> None:
+    others = {"a": torch.eye(2).to_sparse(), "b": torch.ones(2, device="meta"), "c": torch.eye(2).to_sparse_csr()}
+    torch.save({"w": torch.ones(2), **others}, tmp_path / "x.pt")
+    report = bytecheckpoint.load(tmp_path / "x.pt", {"model": (found := {"w": torch.zeros(2)})})
+    assert torch.equal(found["w"], torch.ones(2)) and [note[:4] for note in report.notes] == ["a: a", "b: a", "c: a"]
+    with pytest.raises(IncompatibleCheckpointError, match="lacks model/a"):
+        bytecheckpoint.load(tmp_path / "x.pt", {"model": {"w": torch.zeros(2), "a": torch.zeros(2, 2)}})
+
+
 @pytest.mark.parametrize("new", [True, False])
 def test_tensors_among_hyperparameters(tmp_path, new):
     """As compiled optimizers have them; groups may share one."""

@@ -38,6 +38,11 @@ _MOST_VALUES: Final = 500_000
 BYTES_PER_VALUE: Final = 64
 _INT64_MIN, _UINT64_MAX = -(2**63), 2**64 - 1
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
+_OTHER_TENSORS = {
+    "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
+    "torch._utils._rebuild_nested_tensor": "a nested tensor",
+    "torch._utils._rebuild_meta_tensor_no_storage": "a tensor on the device 'meta'",
+}
 #: Module of the classes of TorchScript.
 _SCRIPT = re.compile(r"__torch__(\.|$)")
 _NUMBERS = frozenset((type(None), bool, int, float))
@@ -222,6 +227,8 @@ class Tree:
             return _ext(Code.PATH, [target.name, text or "."])
         if is_module(value):
             return self._dict(self._state_dict(value), depth)
+        if (other := _OTHER_TENSORS.get(target.full)) is not None:
+            return self._left_out(other)
         if target.full == "argparse.Namespace" and type(state) is dict:
             return _ext(Code.ARGPARSE_NAMESPACE, self._native(state, depth))
         match target.full, args, state:
