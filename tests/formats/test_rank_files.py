@@ -58,6 +58,7 @@ states = {
 torch.save(states, f"{folder}/model_world_size_4_rank_{rank}.pt")
 optim = {"state": {0: {"exp_avg": states["both"], "step": torch.tensor(4.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
 torch.save(optim, f"{folder}/optim_world_size_4_rank_{rank}.pt")
+torch.save({"model": states, "optimizer": optim, "epoch": 2}, f"{folder}.rank{rank}")
 torch.save({"rng": torch.full((3,), rank), "epoch": 2}, f"{folder}/extra_state_world_size_4_rank_{rank}.pt")
 if rank == 0:
     torch.save({"w": DTensor.from_local(whole, mesh, [Partial(), Replicate()])}, f"{folder}/partial.pt")
@@ -165,6 +166,32 @@ def test_files_of_torch_checkpointing(saved, tmp_path):
     (tmp_path / "model_3.pt").unlink()
     with pytest.raises(CheckpointNotFoundError, match=r"ranks \[3\] of 4 of 'model'"):
         read_rank_files(storage)
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoint_{}.pt", "rank{}.pt", "rank_{}/model.pt", "a=3-rank={}.ckpt", "m-rank-0{}.pth"]
+)
+def test_one_file_of_each_rank(saved, tmp_path, name):
+    """It is divided into states as any file of torch.save is."""
+    for rank in range(4):
+        (tmp_path / name.format(rank)).parent.mkdir(exist_ok=True)
+        shutil.copy(f"{saved}.rank{rank}", tmp_path / name.format(rank))
+    whole = torch.arange(77.0).view(7, 11)
+    with bytecheckpoint.open(tmp_path) as found:
+        assert torch.equal(found["model/both"][:], whole)
+        assert torch.equal(found["optimizer/state/#0/exp_avg"][:], whole)
+        assert found["extra_states/epoch"] == 2
+    (tmp_path / name.format(3)).unlink()
+    with pytest.raises(CorruptCheckpointError, match="files of other ranks are needed"):
+        bytecheckpoint.open(tmp_path)
+
+
+def test_two_files_of_one_rank(saved, tmp_path):
+    for name in ("model_rank0.pt", "rank_0/model.pt", "model_rank1.pt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(f"{saved}.rank0", tmp_path / name)
+    with pytest.raises(IncompatibleCheckpointError, match="two files of one rank"):
+        bytecheckpoint.open(tmp_path)
 
 
 @pytest.mark.parametrize("names", [["model_0", "model_1", "optim_0", "optim_1"], ["epoch_1", "epoch_2"], ["a", "b_0"]])

@@ -1,9 +1,12 @@
-"""Read folders in which each rank saved its own part: `model_world_size_8_rank_3.pt`, `model_3.pt`, `model_3.safetensors`.
+"""Read folders in which each rank saved its own part.
+
+They are called `model_world_size_8_rank_3.pt`, `model_rank3.pt`, `rank_3/model.pt`, `model_3.pt`, or `model_3.safetensors`.
 
 DTensors and ShardedTensors are joined by the places that their pickles state; those in safetensors, by the places in
 `metadata.pkl` of torch_checkpointing. A plain tensor is one tensor if its ranks have equal bytes, by their CRC32, and
 otherwise a tensor of each rank; `metadata.pkl` calls plain tensors replicated, so those are compared, too. The short
 names are those of torch_checkpointing; a program may number its epochs so, too, whose files hold no part of a tensor.
+Where each rank has one file, that may hold several states, as any file of `torch.save`.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.meanings import StorageRef, StoredTensor
 from bytecheckpoint.formats.sharded import ShardedValue
 from bytecheckpoint.formats.torch_checkpointing import METADATA, RankItems, describes_safetensors
-from bytecheckpoint.formats.torch_save import TorchFiles
+from bytecheckpoint.formats.torch_save import TorchFiles, states_of
 from bytecheckpoint.formats.trees import Tree, decode_containers
 from bytecheckpoint.storage import Storage
 
@@ -29,18 +32,43 @@ __all__ = ["RANK_FILE", "are_numbered", "read_rank_files"]
 RANK_FILE: Final = re.compile(r"(?:([^/]*?)_)?world_size_(\d{1,7})_rank_(\d{1,7})\.(?:pt|pth)")
 """Name of a rank's file: state, number of ranks, rank."""
 _NUMBERED: Final = re.compile(r"([^/]+)_(0|[1-9]\d{0,6})\.pt")
+#: Name with the word "rank" and its number, in its first part: text before, rank, text behind.
+_RANKED: Final = re.compile(r"((?:[^/]*[^/a-zA-Z])?)rank[_=-]?(\d{1,7})((?:\D.*)?)\.(?:pt|pth|bin|ckpt)")
 #: Bytes that are read at a time to compare copies.
 _SUM_BLOCK: Final = 8 << 20
 
 
+class _StateOfRanks:
+    """Content of one state in the files of all ranks.
+
+    Attributes:
+        blobs: the encoded values of each rank that has any.
+        sharded: parts of tensors, by rank.
+        whole: whole tensors, by rank.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.blobs: list[bytes] = []
+        self.sharded: list[dict[str, ShardedValue]] = [{} for _ in range(ranks)]
+        self.whole: list[dict[str, StoredTensor]] = [{} for _ in range(ranks)]
+
+
 def are_numbered(names: Sequence[str]) -> bool:
-    """Return whether files may be those of torch_checkpointing, by their names: each state has all numbers."""
+    """Return whether files may be those of ranks, by their names: of numbers without the word "rank", states have all."""
     numbers: dict[str, set[int]] = {}
     for name in names:
-        if (found := _NUMBERED.fullmatch(name)) is None:
+        if (found := _state_and_rank(name)) is None:
             return False
-        numbers.setdefault(found[1], set()).add(int(found[2]))
+        if not _RANKED.fullmatch(name):
+            numbers.setdefault(found[0], set()).add(found[1])
     return all(held == {*range(len(held))} for held in numbers.values())
+
+
+def _state_and_rank(name: str) -> tuple[str, int] | None:
+    if found := _RANKED.fullmatch(name):
+        return "_".join(filter(None, (found[1].strip("_=-."), found[3].strip("_=-./")))) or "model", int(found[2])
+    found = _NUMBERED.fullmatch(name)
+    return None if found is None else (found[1], int(found[2]))
 
 
 def read_rank_files(storage: Storage) -> ForeignCheckpoint:
@@ -50,10 +78,10 @@ def read_rank_files(storage: Storage) -> ForeignCheckpoint:
     groups = {(state, described.ranks): names for state, names in described.files.items()} if described else {}
     groups |= _ranks_of(storage.url, present)
     others = () if groups and not described else present
-    numbered = [found for name in others if (found := _NUMBERED.fullmatch(name))]
-    ranks = described.ranks if described else 1 + max((int(found[2]) for found in numbered), default=0)
-    for found in numbered:
-        groups.setdefault((found[1], ranks), {})[int(found[2])] = found[0]
+    numbered = {name: found for name in others if (found := _state_and_rank(name))}
+    ranks = described.ranks if described else 1 + max((rank for _, rank in numbered.values()), default=0)
+    for name, (state, rank) in numbered.items():
+        _add_rank(storage.url, groups.setdefault((state, ranks), {}), rank, name)
     if not groups:
         raise CheckpointNotFoundError(f"{storage.url} has no file of a rank")
     counts = {count: min(names.values()) for (_, count), names in groups.items()}
@@ -69,40 +97,28 @@ def read_rank_files(storage: Storage) -> ForeignCheckpoint:
             raise CheckpointNotFoundError(
                 f"{storage.url} lacks the files of ranks {missing[:5]} of {count} of {state!r}"
             )
-        blobs, sharded, whole = [], [], []
+        held: dict[str, _StateOfRanks] = {}
         for rank in range(count):
             if described and state in described.files:
                 with open_file(storage, names[rank]) as file:
-                    held = described.read(file, state, rank, columns)
-                    sharded.append({fqn: one for fqn, one in held.items() if isinstance(one, ShardedValue)})
-                    whole.append({fqn: one for fqn, one in held.items() if isinstance(one, StoredTensor)})
+                    tensors = described.read(file, state, rank, columns)
+                    one = held.setdefault(state, _StateOfRanks(count))
+                    one.sharded[rank] = {fqn: t for fqn, t in tensors.items() if isinstance(t, ShardedValue)}
+                    one.whole[rank] = {fqn: t for fqn, t in tensors.items() if isinstance(t, StoredTensor)}
                 continue
             with files.open(names[rank], rank) as (_, value):
-                blobs.append(tree.encode(value))
-                sharded.append(tree.sharded)
-                whole.append(tree.tensors)
-        if blobs:
-            values[state] = blobs[0]
-        if any(blob != blobs[0] for blob in blobs):
-            trees = [own for own in map(decode_containers, blobs) if isinstance(own, dict)]
-            settings = [own["param_groups"] for own in trees if "param_groups" in own]
-            if any(groups != settings[0] for groups in settings):
-                raise IncompatibleCheckpointError(
-                    f"{storage.url}: ranks have different 'param_groups' of {state!r}: their files are of several saves"
-                )
-            tree.notes.append(f"{state}: the ranks have different plain values; those of rank 0 are kept")
-        divided = divided or any(sharded)
-        columns.add_sharded(state, sharded, storage.url)
-        if different := _different_copies(sharded, files.crcs):
-            tree.notes.append(
-                f"{state}: ranks have different copies of {listed(different)}, as files of several saves have: "
-                "those of the lowest rank are kept"
-            )
-        _sum_copies(storage, columns, whole, files.crcs)
-        _add_whole(columns, state, whole, files)
+                for own, item in states_of(value).items() if len(groups) == 1 else [(state, value)]:
+                    one = held.setdefault(own, _StateOfRanks(count))
+                    one.blobs.append(tree.encode(item))
+                    one.sharded[rank], one.whole[rank] = tree.sharded, tree.tensors
+        for own, one in held.items():
+            divided = divided or any(one.sharded)
+            _add_state(storage, own, one, columns, tree, files)
+            if one.blobs:
+                values[own] = one.blobs[0]
     if ranks > 1 and not divided:
         raise IncompatibleCheckpointError(
-            f"{storage.url} has {len(numbered)} files of torch.save ({numbered[0][0]}, ...), and none holds "
+            f"{storage.url} has {len(numbered)} files of torch.save ({min(numbered)}, ...), and none holds "
             "a part of a tensor: give one"
         )
     facts: dict[str, Any] = {"world_size": max(counts)}
@@ -111,6 +127,29 @@ def read_rank_files(storage: Storage) -> ForeignCheckpoint:
         tree.notes.append(text)
         facts["left_out"] = [text]
     return ForeignCheckpoint("rank-files", columns, values, tree.notes, sums=files.sums(), facts=facts)
+
+
+def _add_state(
+    storage: Storage, state: str, held: _StateOfRanks, columns: ForeignColumns, tree: Tree, files: TorchFiles
+) -> None:
+    """Add the tensors of a state, and notes where ranks differ."""
+    blobs = held.blobs
+    if any(blob != blobs[0] for blob in blobs):
+        trees = [own for own in map(decode_containers, blobs) if isinstance(own, dict)]
+        settings = [own["param_groups"] for own in trees if "param_groups" in own]
+        if any(groups != settings[0] for groups in settings):
+            raise IncompatibleCheckpointError(
+                f"{storage.url}: ranks have different 'param_groups' of {state!r}: their files are of several saves"
+            )
+        tree.notes.append(f"{state}: the ranks have different plain values; those of rank 0 are kept")
+    columns.add_sharded(state, held.sharded, storage.url)
+    if different := _different_copies(held.sharded, files.crcs):
+        tree.notes.append(
+            f"{state}: ranks have different copies of {listed(different)}, as files of several saves have: "
+            "those of the lowest rank are kept"
+        )
+    _sum_copies(storage, columns, held.whole, files.crcs)
+    _add_whole(columns, state, held.whole, files)
 
 
 def _ranks_of(url: str, present: Sequence[str]) -> dict[tuple[str, int], dict[int, str]]:
@@ -122,10 +161,13 @@ def _ranks_of(url: str, present: Sequence[str]) -> dict[tuple[str, int], dict[in
         count, rank = int(found[2]), int(found[3])
         if rank >= count:
             raise IncompatibleCheckpointError(f"{url} has {name!r}, and ranks of {count} are 0 to {count - 1}")
-        other = groups.setdefault((found[1] or "model", count), {}).setdefault(rank, name)
-        if other != name:
-            raise IncompatibleCheckpointError(f"{url} has two files of one rank, {other!r} and {name!r}: keep one")
+        _add_rank(url, groups.setdefault((found[1] or "model", count), {}), rank, name)
     return groups
+
+
+def _add_rank(url: str, names: dict[int, str], rank: int, name: str) -> None:
+    if (other := names.setdefault(rank, name)) != name:
+        raise IncompatibleCheckpointError(f"{url} has two files of one rank, {other!r} and {name!r}: keep one")
 
 
 def _sum_copies(
