@@ -46,6 +46,14 @@ class Config:
     layers: int
 
 
+class Node:
+    """A part of a configuration, as no class of a library."""
+
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = parts
+
+
+_EAST = datetime.timezone(datetime.timedelta(hours=9), "east")
 BOTH = pytest.mark.parametrize("new", [True, False], ids=["zip", "old"])
 
 
@@ -152,10 +160,13 @@ def test_plain_values_keep_their_types(tmp_path, new):
         "milestones": collections.Counter((2, 4, 4)),
         "recent": [collections.deque((1.5, [2]), maxlen=5), collections.deque(), collections.deque((1,))],
         "namespaces": [types.SimpleNamespace(a=1), types.SimpleNamespace()],
-        "times": [datetime.datetime(2026, 2, 3, 4, 5, 6, 7), datetime.timedelta(1, 2, 3)],
+        "times": [datetime.datetime(2026, 2, 3, 4, 5, 6, 7), datetime.timedelta(1, 2, 3), datetime.date(2026, 2, 3)],
+        "zones": [datetime.datetime(2026, 2, 3, tzinfo=zone) for zone in (datetime.UTC, _EAST)],
+        "version": str(torch.__version__),
         "decimal": decimal.Decimal("1.50"),
     }
-    assert_same(values_of(tmp_path, save(tmp_path, theirs, new))["model"], theirs)
+    found = values_of(tmp_path, save(tmp_path, {**theirs, "version": torch.__version__}, new))["model"]
+    assert_same(found, theirs)
 
 
 def test_objects_of_programs_are_records(tmp_path):
@@ -390,6 +401,15 @@ def test_an_unknown_class_beside_wanted_values_is_left_out(tmp_path: Path) -> No
     assert loaded(wanted := {"config": Config(0)}) == () and wanted == {"config": config, "step": 7}
     with pytest.raises(IncompatibleCheckpointError, match="not registered here"):
         loaded({"config": None})
+
+
+def test_an_unknown_class_is_left_out_with_all_that_it_holds(tmp_path: Path) -> None:
+    """As the configurations of Hydra, and generators of numpy."""
+    for number, config in enumerate((Node([Node([]), {"a": Node([1])}]), np.random.default_rng(0))):
+        torch.save({"model": {"w": torch.ones(1)}, "step": 7, "config": config}, path := tmp_path / f"{number}.pt")
+        states: dict[str, Any] = {"model": {"w": torch.zeros(1)}, "extra_states": {"step": 0}}
+        report = bytecheckpoint.load(path, states)
+        assert states["extra_states"] == {"step": 7} and report.notes[0].startswith("extra_states: 'config' is left")
 
 
 def test_enums_and_named_tuples_of_shown_classes(tmp_path: Path) -> None:

@@ -242,9 +242,20 @@ class Tree:
                 return _ext(Code.SIMPLE_NAMESPACE, self._dict(state, depth))
             case "datetime.timedelta", (int(), int(), int()), None:
                 return _ext(Code.TIMEDELTA, list(args))
-            case "datetime.datetime", (bytes() as packed,), None if len(packed) == 10:
+            case "datetime.date", (bytes() as packed,), None if len(packed) == 4:
+                return _ext(Code.DATE, [packed[0] << 8 | packed[1], *packed[2:]])
+            case "datetime.timezone", (CallRecord() as offset, *name), None if (
+                offset.target.full == "datetime.timedelta"
+            ):
+                return _ext(Code.TIMEZONE, [self._native(offset, depth), *name])
+            case "datetime.datetime", (bytes() as packed, *zone), None if len(packed) == 10 and all(
+                map(_is_zone, zone)
+            ):
                 year, micro = packed[0] << 8 | packed[1], int.from_bytes(packed[7:], "big")
-                return _ext(Code.DATETIME, [year, packed[2] & 127, *packed[3:7], micro, packed[2] >> 7, None])
+                known = self._native(zone[0], depth) if zone else None
+                return _ext(Code.DATETIME, [year, packed[2] & 127, *packed[3:7], micro, packed[2] >> 7, known])
+            case "torch.torch_version.TorchVersion", (str(text),), None:
+                return text
             case "decimal.Decimal", (str(text),), None:
                 return _ext(Code.DECIMAL, text)
         if not args and not value.kwargs and value.items is None and (value.pairs is None or state is None):
@@ -253,6 +264,10 @@ class Tree:
         parts = {"args": args, "kwargs": value.kwargs, "state": state, "items": value.items, "pairs": value.pairs}
         given = {name: part for name, part in parts.items() if part}
         return _ext(Code.REGISTERED, [target.full, self._dict(given, depth)])
+
+
+def _is_zone(value: object) -> bool:
+    return isinstance(value, CallRecord) and value.target.full == "datetime.timezone"
 
 
 def is_module(value: object) -> bool:

@@ -20,6 +20,7 @@ from bytecheckpoint.representation.values.registry import (
     registration_of,
     unregistered_error,
 )
+from bytecheckpoint.representation.values.tree import leaves_with_paths
 from bytecheckpoint.representation.values.types import NATIVE_TYPES
 
 __all__ = ["HeldClasses"]
@@ -35,7 +36,7 @@ class HeldClasses:
         lenient: put placeholders in the places of instances that it cannot make; another program wrote the values.
 
     Attributes:
-        unknown: name of the class of each placeholder, by its id.
+        unknown: name of the class of each placeholder that is in no other, by its id.
     """
 
     def __init__(self, live: object, *, lenient: bool = False) -> None:
@@ -56,6 +57,8 @@ class HeldClasses:
             self._found = self._find()
         registration = self._found.get(name)
         if registration is None and self._lenient:
+            for _, leaf in leaves_with_paths(saved):
+                self.unknown.pop(id(leaf), None)  # it is left out with this instance
             self._placeholders.append(object())
             self.unknown[id(self._placeholders[-1])] = name
             return self._placeholders[-1]
