@@ -11,7 +11,7 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.integrations.transformers import attach
-from tests.integrations.conformance import after
+from tests.integrations.conformance import after, collected_warnings
 from tests.integrations.transformers.jobs import Losses, arguments, die_at_commit, make, model, prepare_rank, run
 from tests.support.runs import steps_in
 from tests.support.worlds import Worlds, on_ranks
@@ -82,18 +82,55 @@ def test_adapter_files_and_the_best_step(tmp_path: Path) -> None:
     assert all(torch.equal(value, wanted[name]) for name, value in loaded.items())
 
 
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", "<unk>", *"abcdefghij"]
+    found = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
+    found.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=found, pad_token="<pad>", eos_token="<eos>")
+
+
+@on_ranks(1)
+def test_a_reference_model_that_follows(tmp_path: Path) -> None:
+    """It is no longer the model that the run was given, so steps hold it. Trainer's own checkpoints do not."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    data = Dataset.from_list([{"prompt": "a b", "chosen": f" {c} d", "rejected": f" e {c}"} for c in "abcdefghij" * 2])
+
+    def train(folder: Path, attached: bool, **options: Any) -> dict[int, float]:
+        prepare_rank()
+        losses = Losses()
+        given = arguments(
+            folder, bf16=False, gradient_checkpointing=False, save_steps=2, lr_scheduler_type="constant", **options
+        )
+        trainer = DPOTrainer(
+            model=model(), ref_model=model(), train_dataset=data, processing_class=tokenizer(), callbacks=[losses.callback],
+            args=DPOConfig(**given, sync_ref_model=True, ref_model_sync_steps=1),
+        )  # fmt: skip
+        if attached:
+            attach(trainer)
+        trainer.train("auto" if attached else None)
+        return losses.found
+
+    wanted = train(tmp_path / "whole", False, max_steps=4)
+    train(tmp_path / "run", True, max_steps=2)
+    assert train(tmp_path / "run", True, max_steps=4) == after(2, wanted)
+    train(tmp_path / "own", False, max_steps=2)
+    with collected_warnings() as said:
+        train(tmp_path / "own", True, max_steps=4)
+    assert "do not hold the reference model" in said[-1]
+
+
 def sft(folder: Path, resume: Any = None, *, attached: bool = True, stop_at: int = 0) -> dict[int, float]:
     """Train with SFTTrainer on texts; return the losses."""
     from datasets import Dataset
     from peft import LoraConfig
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
     prepare_rank()
-    words = ["<pad>", "<eos>", "<unk>", *"abcdefghij"]
-    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     numbers = torch.randint(0, 10, (48, 6), generator=torch.Generator().manual_seed(5)).tolist()
     data = Dataset.from_list([{"text": " ".join("abcdefghij"[n] for n in row)} for row in numbers])
     losses = Losses({stop_at: lambda: setattr(trainer.control, "should_training_stop", True)} if stop_at else None)
@@ -101,7 +138,7 @@ def sft(folder: Path, resume: Any = None, *, attached: bool = True, stop_at: int
         model=model(),
         args=SFTConfig(**arguments(folder, max_length=8, bf16=False, gradient_checkpointing=False)),
         train_dataset=data,
-        processing_class=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"),
+        processing_class=tokenizer(),
         peft_config=LoraConfig(r=2, lora_dropout=0.2, target_modules=["q_proj"], task_type="CAUSAL_LM"),
         callbacks=[losses.callback],
     )

@@ -157,6 +157,13 @@ class TrainerCheckpoints:
         self._states |= {"model": trainer.model, "trainer": state, "huggingface": describe_pretrained(trainer.model)}
         if not trainer.args.save_only_model:
             self._states |= {"optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler, "rng": self._generators}
+            if (reference := _synced_reference(trainer)) is not None:
+                self._states["ref_model"] = reference
+                if trainer.state.global_step:
+                    _log.warning(
+                        "Trainer's own checkpoints do not hold the reference model of sync_ref_model: the run continues "
+                        "with the one that it was given"
+                    )
             if getattr(trainer.accelerator, "scaler", None) is not None:
                 self._states["scaler"] = trainer.accelerator.scaler
         if self.manager is None:
@@ -324,6 +331,14 @@ class TrainerCheckpoints:
             return
         manager.restore_from(best.path, only=["model"])
         self._trainer.state.best_model_checkpoint = best.path
+
+
+def _synced_reference(trainer: Any) -> Any:
+    """Return the reference model that a trainer of TRL moves towards its model (`sync_ref_model`), or None."""
+    for callback in trainer.callback_handler.callbacks:
+        if any(kind.__name__ == "SyncRefModelCallback" for kind in type(callback).__mro__):
+            return callback.ref_model
+    return None
 
 
 def _is_of_trainer(path: Any) -> bool:
