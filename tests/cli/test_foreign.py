@@ -66,7 +66,7 @@ def test_ls(cli: Call, folder: Path) -> None:
     code, out, err = cli("ls", folder / "hf")
     assert code == 0 and "huggingface, of another program, " in out and "training_args.pt: not read" in err
     assert as_json(cli, "ls", folder / "dcp")["tensors"] == as_json(cli, "ls", folder / "old.pt")["tensors"] == 2
-    assert cli("ls", folder)[2].endswith("new.pt, old.pt, ...), and checkpoints in folders ('dcp'): give one\n")
+    assert cli("ls", folder)[2].endswith("(new.pt, old.pt) and checkpoints in folders ('dcp', 'hf'): give one\n")
 
 
 def test_ls_of_a_bucket(cli: Call) -> None:

@@ -51,6 +51,19 @@ def test_every_tensor_and_value_is_as_saved(tmp_path):
     check(saved(tmp_path, states()))
 
 
+def test_files_beside_are_named_and_files_of_it_are_no_checkpoints(tmp_path: Path) -> None:
+    saved(tmp_path, {"model": {"w": torch.ones(2)}})
+    torch.save({"epoch": 3}, tmp_path / "meta.pt")  # as Lightning does
+    assert read_dcp(resolve(str(tmp_path))).notes == [
+        "meta.pt: not read, since DCP's files lie beside; give one by name"
+    ]
+    for name in (".metadata", "__0_0.distcp"):
+        with pytest.raises(
+            CheckpointNotFoundError, match=f"{name} is one file of a checkpoint of DCP: give its folder"
+        ):
+            bytecheckpoint.open(tmp_path / name)
+
+
 def test_a_checkpoint_of_torch_2_4():
     check(GOLDEN / "dcp")
 

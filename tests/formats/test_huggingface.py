@@ -246,7 +246,20 @@ def test_a_file_that_was_cut_short(tmp_path, length):
         (["a.pt", "b.pt"], "files of torch.save .* give one"),
         (
             ["actor/model_world_size_2_rank_0.pt", "actor/model_world_size_2_rank_1.pt"],
-            r"files of torch.save .*, and checkpoints in folders \('actor'\): give one",
+            r"has checkpoints in folders \('actor'\): give one",
+        ),
+        (
+            ["checkpoint-3/optimizer.pt", "checkpoint-6/optimizer.pt"],
+            "folders .'checkpoint-3', 'checkpoint-6'.: give one",
+        ),
+        (
+            ["checkpoint-3/model.safetensors", "checkpoint-3/training_args.bin"],
+            "in folders .'checkpoint-3'.: give one",
+        ),
+        (["a/model.safetensors"], r"has checkpoints in folders \('a'\): give one"),
+        (
+            ["rng.pt", "x.pt", "optimizer_0/.metadata", "model_0/.metadata"],
+            "rng.pt, x.pt. and .*.'model_0', 'optimizer_0'",
         ),
         (["pytorch_model_fsdp_0/.metadata", "scheduler.bin", "sampler.bin"], r"in folders \('pytorch_model_fsdp_0'\)"),
         (["x.safetensors.index.json", "y.safetensors.index.json"], "several indexes"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -233,6 +233,7 @@ class DcpContent:
         file: first file of metadata, closed, for messages.
         sums: places of the items, as in `ForeignCheckpoint`.
         made: contents of the items that are compressed, by the names of the files that show them.
+        beside: files of torch.save in the folder that are not DCP's.
     """
 
     columns: ForeignColumns
@@ -243,6 +244,7 @@ class DcpContent:
     file: RangedFile
     sums: Int64s
     made: dict[str, Decoded] = field(default_factory=dict)
+    beside: Sequence[str] = ()
 
 
 def read_dcp(storage: Storage) -> ForeignCheckpoint:
@@ -256,6 +258,8 @@ def with_states(storage: Storage, content: DcpContent) -> ForeignCheckpoint:
     with damage(content.file, "DCP"):
         values = _values(content, tree)
     tree.notes += content.metadata.notes
+    if content.beside:  # of Lightning, say
+        tree.notes.append(f"{', '.join(content.beside[:5])}: not read, since DCP's files lie beside; give one by name")
     return ForeignCheckpoint("dcp", content.columns, values, tree.notes, content.rows, content.sums, made=content.made)
 
 
@@ -327,7 +331,10 @@ def _content(storage: Storage, file: RangedFile, sizes: Mapping[str, int], metad
     archives = np.concatenate([np.stack([at, begin, size], axis=1), np.array(places, np.int64).reshape(-1, 3)])
     stored = np.array([one.name not in made for one in columns.files], bool)
     sums = np.pad(archives[stored[archives[:, 0]]], ((0, 0), (0, 1)), constant_values=-1)
-    return DcpContent(columns, rows, tensors, plain, metadata, file, sums, made)
+    beside = [
+        name for name in sizes if name.endswith((".pt", ".pth", ".bin")) and "/" not in name and name not in numbers
+    ]
+    return DcpContent(columns, rows, tensors, plain, metadata, file, sums, made, beside)
 
 
 def _decompressed(storage: Storage, metadata: _JoinedMetadata) -> dict[str, Decoded]:

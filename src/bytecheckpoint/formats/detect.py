@@ -46,7 +46,9 @@ _OTHERS: Final = {
     r".*\.(gguf|onnx)|.*\.h5|flax_model.*\.msgpack": "a model of another framework: take the safetensors of the same model",
 }
 #: Files of other checkpoints in folders below, with the name of the folder.
-_BELOW: Final = re.compile(r"(.+)/(?:\.metadata|(?:[^/]*_)?world_size_\d+_rank_\d+\.pth?)")
+_BELOW: Final = re.compile(
+    r"(.+)/(?:\.metadata|[^/]+\.(?:pth?|bin|ckpt)|(?:adapter_|pytorch_)?model[^/]*\.safetensors)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +116,20 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
             f"{storage.url} lacks {METADATA}, which DCP and Megatron write last: a save was killed"
         )
     torch_files = [name for name in names if name.endswith(_TORCH)]
-    if len(torch_files) == 1:
+    below = {name: found[1] for name in names if (found := _BELOW.fullmatch(name))}
+    if len(torch_files) == 1 and not below.keys() - set(torch_files):
         return FormatReader("torch-save", partial(read_torch_save, name=torch_files[0]))
     if torch_files and are_numbered(torch_files):
         return FormatReader("rank-files", read_rank_files)
-    if torch_files:
-        listed = ", ".join(torch_files[:5])
-        below = next(
-            (f", and checkpoints in folders ({found[1]!r})" for found in map(_BELOW.fullmatch, names) if found), ""
-        )
-        raise IncompatibleCheckpointError(
-            f"{storage.url} has {len(torch_files)} files of torch.save ({listed}, ...){below}: give one"
-        )
+    if torch_files or below:
+        here, folders = [name for name in torch_files if "/" not in name], sorted(set(below.values()))
+        what = [
+            f"files of torch.save ({', '.join(here[:5])}{', ...' * (len(here) > 5)})" * bool(here),
+            f"checkpoints in folders ({', '.join(map(repr, folders[:5]))}{', ...' * (len(folders) > 5)})"
+            * bool(folders),
+        ]
+        kind = IncompatibleCheckpointError if torch_files else CheckpointNotFoundError
+        raise kind(f"{storage.url} has {' and '.join(filter(None, what))}: give one")
     raise CheckpointNotFoundError(f"{storage.url} has no checkpoint of a known format (it has {', '.join(names[:5])})")
 
 
@@ -141,6 +145,8 @@ def _of_file(storage: Storage, name: str) -> FormatReader | None:
         storage.stat(name)
     except FileNotFoundError:
         return None
+    if name == METADATA or name.endswith(".distcp"):
+        raise CheckpointNotFoundError(f"{storage.url}/{name} is one file of a checkpoint of DCP: give its folder")
     if name.endswith(SAFETENSORS):
         return FormatReader("huggingface", partial(read_huggingface, name=name))
     with open_file(storage, name) as file:
