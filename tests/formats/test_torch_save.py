@@ -404,12 +404,15 @@ def test_an_unknown_class_beside_wanted_values_is_left_out(tmp_path: Path) -> No
 
 
 def test_an_unknown_class_is_left_out_with_all_that_it_holds(tmp_path: Path) -> None:
-    """As the configurations of Hydra, and generators of numpy."""
-    for number, config in enumerate((Node([Node([]), {"a": Node([1])}]), np.random.default_rng(0))):
+    """As the configurations of Hydra, whose parts refer to those around them, and generators of numpy."""
+    root = Node([Node([int, float]), {"a": Node([1])}])
+    root.parts += [root, Node([root])]
+    for number, config in enumerate((root, np.random.default_rng(0))):
         torch.save({"model": {"w": torch.ones(1)}, "step": 7, "config": config}, path := tmp_path / f"{number}.pt")
         states: dict[str, Any] = {"model": {"w": torch.zeros(1)}, "extra_states": {"step": 0}}
         report = bytecheckpoint.load(path, states)
         assert states["extra_states"] == {"step": 7} and report.notes[0].startswith("extra_states: 'config' is left")
+        assert len(report.notes) == 2 and report.notes[1].endswith(" is left out; this object may hold more that is")
 
 
 def test_enums_and_named_tuples_of_shown_classes(tmp_path: Path) -> None:

@@ -72,6 +72,8 @@ class Tree:
         self._file = file
         self._left = self._most = max(_MOST_VALUES, metadata_bytes // BYTES_PER_VALUE)
         self._path: list[object] = []
+        # Ids of the objects that hold the value, outermost first, and whether a note says that they lack one.
+        self._around: dict[int, bool] = {}
         self._taken: Collection[str] = ()
 
     def encode(self, value: object, taken: Collection[str] = ()) -> bytes:
@@ -105,8 +107,12 @@ class Tree:
         raise IncompatibleCheckpointError(f"{self._file}: {what}")
 
     def _left_out(self, what: str) -> object:
-        if len(self.notes) < 100:
-            self.notes.append(f"{key_of_path(tuple(self._path)) or 'the value'}: {what} is left out")
+        outermost = next(iter(self._around), 0)
+        if len(self.notes) < 100 and not self._around.get(outermost):
+            more = "; this object may hold more that is" if outermost else ""
+            self.notes.append(f"{key_of_path(tuple(self._path)) or 'the value'}: {what} is left out{more}")
+        if outermost:
+            self._around[outermost] = True
         return None
 
     def _int(self, value: int, _: int) -> object:
@@ -258,12 +264,16 @@ class Tree:
                 return text
             case "decimal.Decimal", (str(text),), None:
                 return _ext(Code.DECIMAL, text)
+        if id(value) in self._around:
+            return self._left_out("a reference to an object around it")
+        self._around[id(value)] = False
         if not args and not value.kwargs and value.items is None and (value.pairs is None or state is None):
-            saved = dict(value.pairs) if value.pairs is not None else state
-            return _ext(Code.REGISTERED, [target.full, self._native(saved, depth)])
-        parts = {"args": args, "kwargs": value.kwargs, "state": state, "items": value.items, "pairs": value.pairs}
-        given = {name: part for name, part in parts.items() if part}
-        return _ext(Code.REGISTERED, [target.full, self._dict(given, depth)])
+            saved = self._native(dict(value.pairs) if value.pairs is not None else state, depth)
+        else:
+            parts = {"args": args, "kwargs": value.kwargs, "state": state, "items": value.items, "pairs": value.pairs}
+            saved = self._dict({name: part for name, part in parts.items() if part}, depth)
+        del self._around[id(value)]
+        return _ext(Code.REGISTERED, [target.full, saved])
 
 
 def _is_zone(value: object) -> bool:
