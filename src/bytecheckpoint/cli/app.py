@@ -181,7 +181,8 @@ def export(
     format: Annotated[
         str,
         typer.Option(
-            help="hf (safetensors), dcp (of torch.distributed), torch (torch.save), deepspeed-universal or megatron."
+            help="hf (safetensors), dcp (of torch.distributed), torchtitan, torch (torch.save), deepspeed-universal or "
+            "megatron."
         ),
     ] = "hf",
     state: Annotated[

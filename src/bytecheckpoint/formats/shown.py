@@ -19,7 +19,7 @@ from bytecheckpoint.representation.names import VALUES_NAME
 from bytecheckpoint.representation.values.tree import PACKED_TENSOR, TensorRef, key_of_path, state_reference
 from bytecheckpoint.storage.base import Storage
 
-__all__ = ["names_of_parameters", "nested_optimizer", "with_values"]
+__all__ = ["flat_optimizer", "names_of_parameters", "nested_optimizer", "with_values"]
 
 #: Longest tensor among hyperparameters.
 _MOST_HYPERPARAMETER_BYTES: Final = 1 << 20
@@ -153,6 +153,19 @@ def nested_optimizer(tree: Any, identity: Callable[[dict[str, Any]], object] = r
     for fqn, group in settings.items():
         groups.setdefault(identity(group), {"params": [], **group})["params"].append(fqn)
     return {"state": slots, "param_groups": list(groups.values())} if settings else tree
+
+
+def flat_optimizer(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state_dict, with names of parameters, in the flat form; see `nested_optimizer`."""
+    slots = {f"{_STATE}{fqn}.{slot}": item for fqn, found in tree["state"].items() for slot, item in found.items()}
+    settings = {
+        f"{_GROUPS}{fqn}.{name}": item
+        for group in tree["param_groups"]
+        for fqn in group["params"]
+        for name, item in group.items()
+        if name not in {"params", "param_names"}
+    }
+    return slots | settings
 
 
 def names_of_parameters(tree: Any) -> dict[Any, str] | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.formats.megatron import MARKER
+from bytecheckpoint.formats.shown import flat_optimizer
 from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.posix.storage import LocalStorage
@@ -37,7 +38,7 @@ def export(
     checkpoint: Subject,
     target: str | os.PathLike[str],
     *,
-    format: Literal["hf", "dcp", "torch", "deepspeed-universal", "megatron"] = "hf",
+    format: Literal["hf", "dcp", "torchtitan", "torch", "deepspeed-universal", "megatron"] = "hf",
     state: str | None = None,
     dtype: torch.dtype | str | None = None,
     max_shard_bytes: int = 5_000_000_000,
@@ -51,7 +52,8 @@ def export(
 
     "dcp" and "torch" hold all states in nested dicts, as `get_state_dict` returns them: optimizers with their parameters by
     name, and plain values. `dcp.load` and `torch.load(weights_only=True)` take them. Positions of data loaders in streams
-    are left out, because only this package knows them. "torch" writes one file, on a local file system.
+    are left out, because only this package knows them. "torch" writes one file, on a local file system. "torchtitan" is
+    "dcp" with the model at the top and flat optimizers, as torchtitan has them.
 
     "deepspeed-universal" writes a local folder for `engine.load_checkpoint` of a configuration with `"checkpoint":
     {"load_universal": True}`: a model with its optimizer, which DeepSpeed loads at any stage of ZeRO and number of ranks.
@@ -165,6 +167,15 @@ def _prepare_dcp(view: CheckpointView, files: DcpFiles, state: str | None) -> _P
     return _Prepared(total, skipped, lambda advance: write_dcp(view, tree, files, advance))
 
 
+def _prepare_torchtitan(view: CheckpointView, files: DcpFiles, state: str | None) -> _Prepared:
+    tree, skipped, total = _trees(view, state)
+    model = tree.pop("model", {})
+    if both := model.keys() & tree.keys():
+        raise UsageError(f"{view.path}: torchtitan has the model beside the other states, and {min(both)!r} is in both")
+    others = {k: flat_optimizer(item) if f"{k}/param_groups" in view else item for k, item in tree.items()}
+    return _Prepared(total, skipped, lambda advance: write_dcp(view, model | others, files, advance))
+
+
 def _prepare_torch(view: CheckpointView, files: DcpFiles, state: str | None) -> _Prepared:
     tree, skipped, total = _trees(view, state)
 
@@ -199,5 +210,6 @@ def _prepare_megatron(view: CheckpointView, files: DcpFiles, state: str | None) 
 
 
 _PREPARED: Mapping[str, Callable[[CheckpointView, DcpFiles, str | None], _Prepared]] = {
-    "dcp": _prepare_dcp, "torch": _prepare_torch, "deepspeed-universal": _prepare_universal, "megatron": _prepare_megatron,
+    "dcp": _prepare_dcp, "torchtitan": _prepare_torchtitan, "torch": _prepare_torch,
+    "deepspeed-universal": _prepare_universal, "megatron": _prepare_megatron,
 }  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
+from bytecheckpoint.tools import export
 from tests.integrations.conformance import collected_warnings, noted_saves
 from tests.integrations.torchtitan.jobs import (
     STEPS,
@@ -96,6 +97,20 @@ def test_a_checkpoint_holds_everything(tmp_path: Path) -> None:
     (rate,) = trainer.lr_schedulers.schedulers[0].get_last_lr()
     assert trainer.optimizers.optimizers[0].param_groups[0]["lr"] == pytest.approx(rate)
     trainer.close()
+
+
+@on_ranks(1)
+def test_an_export_is_loaded_by_torchtitan(tmp_path: Path) -> None:
+    """Its own manager takes model, optimizers, schedule and counters; the data begin anew."""
+    run(tmp_path / "ours", steps=8, checkpoint=FULL)
+    step = tmp_path / "ours" / "checkpoint" / "step_00000008"
+    export(step, tmp_path / "theirs" / "checkpoint" / "step-8", format="torchtitan")
+    options = {"exclude_from_loading": ["dataloader"], "load_step": 8, **FULL}
+    wanted = run(tmp_path / "ours", checkpoint=options)
+    assert wanted.keys() == {9, 10, 11, 12}
+    assert run(tmp_path / "theirs", checkpoint={"stock": True, **options}) == wanted
+    with bytecheckpoint.open(tmp_path / "theirs" / "checkpoint" / "step-8") as found:
+        assert {"model/norm.weight", "optimizer/state/norm.weight/exp_avg", "train_state/step"} <= set(found)
 
 
 # --- the last step ----------------------------------------------------------------------------------------------------

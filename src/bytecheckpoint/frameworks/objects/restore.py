@@ -10,6 +10,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError, listed
+from bytecheckpoint.formats.shown import flat_optimizer
 from bytecheckpoint.frameworks.base import Destination, SavedStates
 from bytecheckpoint.frameworks.objects.capture import (
     STATES_BY_NAME,
@@ -173,12 +174,8 @@ def _as_state_dict(value: Any, live: Any) -> Any:
     """Return the saved values of an optimizer as a state_dict has them, nested or flat as `live`; others unchanged."""
     if not is_optimizer_tree(value):
         return value
-    groups = unpack_tensors(value["groups"])
-    if "param_groups" in live:
-        return {"state": value["state"], "param_groups": groups}
-    slots = {f"state.{fqn}.{slot}": item for fqn, found in value["state"].items() for slot, item in found.items()}
-    settings = {f"param_groups.{fqn}.{name}": item for g in groups for fqn in g["params"] for name, item in g.items()}
-    return {key: item for key, item in {**slots, **settings}.items() if key in live}
+    found = {"state": value["state"], "param_groups": unpack_tensors(value["groups"])}
+    return found if "param_groups" in live else {k: item for k, item in flat_optimizer(found).items() if k in live}
 
 
 def _install_plain(value: Any, live: Any, state_dicts: dict[int, Any]) -> Any:
