@@ -39,6 +39,11 @@ def _describe(model: Any) -> ModelDescription:
     if getattr(model, "peft_config", None) and hasattr(model, "base_model"):
         found = {name: _adapter(model, name) for name in model.peft_config}
         adapters = {name: one for name, one in found.items() if one is not None}
+        if unknown := found.keys() - adapters.keys():
+            _log.warning(
+                "steps do not describe the adapter %r, because its tensors are not those of PEFT's file, and tools.export "
+                "does not write that file: load a step into the model, and call save_pretrained", min(unknown),
+            )  # fmt: skip
         active = next((name for name in model.active_adapters if name in adapters), "")
         return ModelDescription(adapters=adapters if active else {}, active=active)
     return ModelDescription(files=configuration_files(model))
