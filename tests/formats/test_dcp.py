@@ -51,6 +51,19 @@ def test_every_tensor_and_value_is_as_saved(tmp_path):
     check(saved(tmp_path, states()))
 
 
+@pytest.mark.parametrize(
+    ("states", "wanted"),
+    [
+        ({"state_dict", "optimizer_0"}, {"model", "optimizer_0"}),  # Lightning's
+        ({"state_dict", "model"}, {"state_dict", "model"}),
+    ],
+)
+def test_a_state_dict_is_the_model(tmp_path: Path, states: set[str], wanted: set[str]) -> None:
+    saved(tmp_path, {state: {"w": torch.ones(2)} for state in states})
+    with bytecheckpoint.open(tmp_path) as found:
+        assert set(found.states) == wanted and set(found) == {f"{state}/w" for state in wanted}
+
+
 def test_files_beside_are_named_and_files_of_it_are_no_checkpoints(tmp_path: Path) -> None:
     saved(tmp_path, {"model": {"w": torch.ones(2)}})
     torch.save({"epoch": 3}, tmp_path / "meta.pt")  # as Lightning does

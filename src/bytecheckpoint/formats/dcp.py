@@ -52,6 +52,8 @@ _MOST_BESIDE: Final = 1 << 20
 #: States of a tensor or value that lies at the top of the saved dict.
 _TOP, _REST = "model", "extra_states"
 _WHOLE_STATES = ("optimizer", "optim")
+#: State that Lightning calls so, which is the model.
+_OF_LIGHTNING: Final = "state_dict"
 
 
 def metadata_files(names: list[str]) -> list[str]:
@@ -217,7 +219,11 @@ class _JoinedMetadata:
 
     def place(self, name: str) -> tuple[str, tuple[Any, ...]]:
         """Return the state of a name, and its path inside of the state."""
-        return place_of(name, self.paths.get(name), self._nested, is_tensor=name in self.tensors)
+        nested = self._nested
+        if is_renamed := _OF_LIGHTNING in nested and _TOP not in nested:
+            nested = nested | {_TOP}
+        state, path = place_of(name, self.paths.get(name), nested, is_tensor=name in self.tensors)
+        return (_TOP if is_renamed and state == _OF_LIGHTNING else state), path
 
 
 @dataclass

@@ -261,7 +261,7 @@ class TrainerSteps:
         """Load such a folder; return the content that Lightning expects in its own files."""
         module, own_io = self._trainer.lightning_module, self._trainer.strategy.checkpoint_io
         optimizers = {f"optimizer_{number}": one for number, one in enumerate(self._trainer.optimizers)}
-        load(path, {"state_dict": module, **optimizers}, strict={"state_dict": module.strict_loading})
+        load(path, {"model": module, **optimizers}, strict={"model": module.strict_loading})
         found: dict[str, Any] = own_io.load_checkpoint(os.path.join(path, _REST_OF_FOLDER), weights_only=weights_only)
         return found | {"state_dict": module.state_dict()}
 
