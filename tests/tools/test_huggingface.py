@@ -39,6 +39,15 @@ def test_one_file_from_any_layout(saved: Path, tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt"}
 
 
+def test_names_lead_through_no_wrappers(tmp_path: Path) -> None:
+    """As `from_pretrained` wants them, of a file that DDP around a compiled model has written; tied tensors once."""
+    weight, bias = torch.ones(2), torch.zeros(3)
+    names = {"module._orig_mod.a.weight": weight, "module._orig_mod.head.weight": weight, "module.b": bias}
+    torch.save({"model": names, "step": 3}, tmp_path / "ddp.pt")
+    export(tmp_path / "ddp.pt", tmp_path / "hf")
+    assert load_file(tmp_path / "hf/model.safetensors").keys() == {"a.weight", "b"}
+
+
 @pytest.fixture
 def tied(tmp_path: Path) -> tuple[Path, torch.nn.ModuleDict]:
     model = torch.nn.ModuleDict({f"layer{i}": torch.nn.Linear(16, 16) for i in range(4)})

@@ -19,8 +19,8 @@ __all__ = ["LiveNames", "names_below_wrappers"]
 _IN_DDP: Final = "module."
 
 
-def names_below_wrappers(catalog: Catalog) -> Callable[[str], str] | None:
-    """Return `rename` for a checkpoint of another program, whose names lead through DDP or torch.compile; None for others.
+def names_below_wrappers(catalog: Catalog) -> dict[str, str]:
+    """Return stored keys of another program's checkpoint that lead through DDP or torch.compile, by the same without them.
 
     Live names lead through no wrappers. A name that the checkpoint has as it is, is that one.
     """
@@ -33,7 +33,7 @@ def names_below_wrappers(catalog: Catalog) -> Callable[[str], str] | None:
             if not bare or not all(name.startswith(_IN_DDP) for name in bare.values()):
                 break
             bare = {name: below.removeprefix(_IN_DDP) for name, below in bare.items()}
-    return (lambda name: stored.get(name, name)) if stored else None
+    return stored
 
 
 class LiveNames:

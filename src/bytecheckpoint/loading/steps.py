@@ -313,7 +313,8 @@ class Load:
             selection = copy.deepcopy(matching.selection)
             rename = matching.rename
             if rename is None and laid is None and catalog.is_foreign:
-                rename = names_below_wrappers(catalog)
+                stored = names_below_wrappers(catalog)
+                rename = (lambda name: stored.get(name, name)) if stored else None
             live = LiveNames(selection, rename, request.states.keys())
             shown = {} if laid is None else laid.names
             view = SavedView(catalog, checkpoint.trees, self._collective.rank, live, groups, shown)

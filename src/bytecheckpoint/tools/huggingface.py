@@ -22,6 +22,7 @@ from bytecheckpoint.concurrency import Workers, call_with_timeout
 from bytecheckpoint.engine.tensor_bytes import flat_bytes
 from bytecheckpoint.engine.view_files import VIEW_INDEX as _INDEX
 from bytecheckpoint.errors import CheckpointError, UsageError
+from bytecheckpoint.loading.live_names import names_below_wrappers
 from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.storage import NewFile, Storage, resolve
 from bytecheckpoint.storage.base import call_timeout
@@ -97,8 +98,10 @@ def export_huggingface(
         view = CheckpointView.of(source)
         description = ModelDescription.of(view) if state == "model" else ModelDescription()
         name, described = description.adapter(adapter)
-        renamed = str if described is None else partial(described.name, name)
-        tensors, skipped, left_out = tensors_to_export(view, state, wanted, renamed)
+        below = names_below_wrappers(view.catalog) if view.catalog.is_foreign else {}
+        bare = {stored.removeprefix(f"{state}/"): live.removeprefix(f"{state}/") for live, stored in below.items()}
+        renamed = (lambda fqn: bare.get(fqn, fqn)) if described is None else partial(described.name, name)
+        tensors, skipped, left_out = tensors_to_export(view, state, wanted, renamed, all_names=described is not None)
         if described is not None and not tensors:
             raise UsageError(f"{source.path} has no tensors of an adapter {name!r} in {state!r}")
         files = distribute(tensors, *((max_shard_bytes, ranks.count) if described is None else (sys.maxsize, 1)))

@@ -83,17 +83,21 @@ def export_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def tensors_to_export(
-    source: CheckpointView, state: str, wanted: torch.dtype | None, renamed: Callable[[str], str | None] = str
+    source: CheckpointView,
+    state: str,
+    wanted: torch.dtype | None,
+    renamed: Callable[[str], str | None] = str,
+    *,
+    all_names: bool = False,
 ) -> tuple[list[OutputTensor], list[str], list[str]]:
     """Return the tensors to write, tied tensors once, the keys of plain values, and those of tensors to leave out.
-
-    Where tensors are renamed, one that is tied is written under each of its names, as PEFT wants it.
 
     Args:
         source: open checkpoint.
         state: name of the state.
         wanted: dtype of floating tensors, or None.
         renamed: function that returns the exported name of a tensor, or None to leave it out.
+        all_names: write a tied tensor under each of its names, as PEFT wants it.
 
     Raises:
         IncompatibleCheckpointError: a dtype or name that safetensors cannot hold.
@@ -111,7 +115,7 @@ def tensors_to_export(
         if name is None:
             left_out.append(key)
             continue
-        once = stored if renamed is str else (stored, name)
+        once = (stored, name) if all_names else stored
         if once in seen:
             continue  # another name of a tied tensor
         seen.add(once)
