@@ -124,6 +124,29 @@ def test_a_reference_model_that_follows(tmp_path: Path) -> None:
     assert "do not hold the reference model" in said[-1]
 
 
+@on_ranks(1)
+def test_a_resume_in_the_middle_of_completions(tmp_path: Path) -> None:
+    """TRL does not save them."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    def train(steps: int) -> list[str]:
+        prepare_rank()
+        options = {"bf16": False, "gradient_checkpointing": False, "num_iterations": 2, "num_generations": 2}
+        given = arguments(tmp_path, max_steps=steps, save_steps=1, max_completion_length=2, **options)
+        trainer = GRPOTrainer(
+            model=model(), args=GRPOConfig(**given), processing_class=tokenizer(),
+            reward_funcs=lambda completions, **_: [float(len(one)) for one in completions],
+            train_dataset=Dataset.from_list([{"prompt": f"{a} b"} for a in "abcdefghij" * 2]),
+        )  # fmt: skip
+        attach(trainer)
+        with collected_warnings() as said:
+            trainer.train("auto")
+        return [line for line in said if "in the middle of completions for 2 batches" in line]
+
+    assert [len(train(steps)) for steps in (1, 2, 3)] == [0, 1, 0]
+
+
 def sft(folder: Path, resume: Any = None, *, attached: bool = True, stop_at: int = 0) -> dict[int, float]:
     """Train with SFTTrainer on texts; return the losses."""
     from datasets import Dataset

@@ -166,6 +166,7 @@ class _CheckpointedTrainer(Mixin):  # type: ignore[misc]
                 position = super()._init_training_state(*counts, folder, trial)
             if self.state.global_step >= max_steps:  # Trainer would look at this after one more step
                 position = num_train_epochs, 0
+        self.bytecheckpoint.warn_of_completions()
         return position
 
     def _prepare_for_training(self, *_: Any) -> Any:

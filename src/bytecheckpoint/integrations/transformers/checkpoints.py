@@ -278,6 +278,19 @@ class TrainerCheckpoints:
         if not os.path.isfile(os.path.join(folder, name)):
             _log.warning("%s has no %s: dropout and the like draw other numbers than without the stop", folder, name)
 
+    def warn_of_completions(self) -> None:
+        """Warn if a trainer of TRL resumes in the middle of completions that it drew for several steps (GRPO, RLOO)."""
+        trainer = self._trainer
+        if not hasattr(trainer, "_buffered_inputs"):
+            return
+        every = trainer.args.steps_per_generation * getattr(trainer, "num_iterations", 1)
+        if trainer.state.global_step * trainer.args.gradient_accumulation_steps % every:
+            _log.warning(
+                "the run continues at step %d, in the middle of completions for %d batches, which %s draws anew; its "
+                "losses will be others than without the stop: choose save_steps so that saves fall between completions",
+                trainer.state.global_step, every, type(trainer).__name__,
+            )  # fmt: skip
+
     def save(self) -> None:
         """Save, because the trainer wants to."""
         assert self.manager is not None
