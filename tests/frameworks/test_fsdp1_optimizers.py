@@ -18,6 +18,7 @@ from bytecheckpoint.frameworks import registry
 from bytecheckpoint.frameworks.fsdp1.adapter import FSDP1Framework
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.values.codec import decode
+from bytecheckpoint.tools import compare
 from tests.frameworks.fsdp1_models import (
     States,
     UnevenModel,
@@ -351,3 +352,23 @@ def test_parameters_that_are_left_alone_keep_state_of_another_dtype(tmp_path: Pa
         expected = before.clone()
         expected[inside] = saved["optimizer"].state[saved["model"].first.weight]["exp_avg"].flatten()
         assert after.dtype == torch.float64 and torch.equal(after[: len(expected)], expected)
+
+
+def test_numbers_of_parameters_follow_the_order_of_the_model(tmp_path: Path) -> None:
+    """Flat parameters have another order, the outer modules' first: with equal shapes, moments got to other parameters."""
+
+    def made() -> nn.Sequential:
+        model = coordinates(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))))
+        assert isinstance(model, nn.Sequential)
+        return model
+
+    plain = trained_states(made())
+    torch.save({name: item.state_dict() for name, item in plain.items()}, tmp_path / "numbered.pt")
+    bytecheckpoint.save(tmp_path / "named", plain)
+    with as_rank(0, 1):
+        model = made()
+        model[1], model[2] = (unit(model[n], use_orig_params=False) for n in (1, 2))
+        live = fresh_states(unit(model, use_orig_params=False))
+        bytecheckpoint.load(tmp_path / "numbered.pt", live)
+        bytecheckpoint.save(tmp_path / "loaded", live)
+    assert compare(tmp_path / "named", tmp_path / "loaded").differences == ()

@@ -78,4 +78,6 @@ class FSDP1Framework(NativeFramework):
 
 
 def _table(scan: Scan) -> FlatParameterTable:
-    return FlatParameterTable.build([flat for found in scan.modules.values() for flat in found.flats])
+    flats = [flat for found in scan.modules.values() for flat in found.flats]
+    scanned = (module for found in scan.modules.values() for module in found.rest.modules)
+    return FlatParameterTable.build(flats, [owner for module in scanned for owner in module.owners.values()])

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
@@ -34,16 +35,21 @@ class FlatParameterTable:
         flat: flat parameters.
         originals: original parameters of which this rank has a flat range.
         unsharded: original parameters that are whole on every rank (NO_SHARD).
+        places: place in the model of a module, and of the module of a parameter that FSDP1 does not flatten.
     """
 
     flat: dict[int, FlatParameter] = field(default_factory=dict)
     originals: dict[int, tuple[FlatParameter, OriginalParameter]] = field(default_factory=dict)
     unsharded: set[int] = field(default_factory=set)
+    places: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
-    def build(flats: Sequence[FlatParameter]) -> FlatParameterTable:
-        """Build the table of all flat parameters of the modules in the states."""
+    def build(flats: Sequence[FlatParameter], owners: Sequence[nn.Module]) -> FlatParameterTable:
+        """Build the table of all flat parameters of the modules in the states; `owners` are in the order of the model."""
         table = FlatParameterTable()
+        for place, owner in enumerate(owners):
+            for held in (owner, *owner._parameters.values()):
+                table.places.setdefault(id(held), place)
         for flat in flats:
             if not flat.use_orig_params:
                 table.flat[id(flat.tensor)] = flat
@@ -96,12 +102,16 @@ class _OptimizerViews:
         self._table = table
         self._by_id = dict(names.by_id)
         self._elements: dict[int, torch.Tensor] = {}  # id of a flat parameter -> one element like its own
+        self._places: dict[int, int] = {}  # id of a placeholder -> place of its module
         self.flat_tensors: list[FlatOptimizerTensor] = []
         self.optimizers: list[Optimizer] = []
         for optimizer in optimizers:
             view = optimizer_view(type(optimizer).__name__, optimizer)
             for group in optimizer.param_groups:
-                view.param_groups.append({**group, "params": list(self._originals(optimizer, view, group["params"]))})
+                params = list(self._originals(optimizer, view, group["params"]))
+                if table.flat:  # as in other programs, which number parameters; flat ones begin with the outer modules'
+                    params.sort(key=lambda p: self._places.get(id(p), table.places.get(id(p), -1)))
+                view.param_groups.append({**group, "params": params})
             if share_state:
                 view.state = optimizer.state
             else:
@@ -165,6 +175,7 @@ class _OptimizerViews:
             placeholder = placeholder_parameter(original.shape, element, requires_grad=original.requires_grad)
             tensor.placeholders.append(placeholder)
             self._by_id[id(placeholder)] = name
+            self._places[id(placeholder)] = self._table.places.get(id(original.owner), -1)
             yield placeholder
 
     def copy_hyperparameters_back(self) -> None:
