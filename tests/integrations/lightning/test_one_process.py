@@ -416,6 +416,23 @@ def test_hooks_of_the_module(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
+def test_one_file_of_a_module_with_an_extra_state(tmp_path: Path) -> None:
+    class WithExtraState(Net):
+        seen: Any = None
+
+        def get_extra_state(self) -> Any:
+            return {"scales": [1, 2], "history": torch.arange(3)}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.seen = state
+
+    run(tmp_path, net=WithExtraState(), max_epochs=1)
+    export_ckpt(tmp_path / "step_00000004", tmp_path / "x.ckpt")
+    seen = WithExtraState.load_from_checkpoint(tmp_path / "x.ckpt").seen
+    assert seen["scales"] == [1, 2] and torch.equal(seen["history"], torch.arange(3))
+
+
+@on_ranks(1)
 def test_one_file_of_lightning(tmp_path: Path) -> None:
     net = Extended()
     net.save_hyperparameters({"dropout": 0.0, "interval": "epoch"})

@@ -11,6 +11,8 @@ from bytecheckpoint.collectives import SingleProcess, use
 from bytecheckpoint.integrations.lightning.steps import POSITION, LightningState
 from bytecheckpoint.loading import load
 from bytecheckpoint.opening import open as open_checkpoint
+from bytecheckpoint.opening.view import CheckpointView
+from bytecheckpoint.tools.state_dicts import mapped, state_dict_of
 
 __all__ = ["export_ckpt"]
 
@@ -35,8 +37,8 @@ def export_ckpt(step: str | os.PathLike[str], file: str | os.PathLike[str]) -> N
         load(step, {"lightning": state})
     found: dict[str, Any] = {name: value for name, value in state.loaded.items() if name not in _LEFT_OUT}
     with open_checkpoint(step) as checkpoint:
-        names = [key for key in checkpoint if key.startswith("model/")]
-        found["state_dict"] = {key.removeprefix("model/"): checkpoint[key][...] for key in names}
+        weights = state_dict_of(CheckpointView.of(checkpoint), "model")
+        found["state_dict"] = mapped(weights, lambda entry: entry[...])
     temporary = f"{os.fspath(file)}.{os.getpid()}.tmp"
     try:
         torch.save(found, temporary)  # noqa: TID251  the format of Lightning
