@@ -433,6 +433,20 @@ def test_one_file_of_a_module_with_an_extra_state(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
+def test_one_file_of_a_module_that_compiles_itself(tmp_path: Path) -> None:
+    class Compiled(Net):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.layers = torch.compile(self.layers, backend="eager")
+
+    net = Compiled()
+    run(tmp_path, net=net, max_epochs=1)
+    export_ckpt(tmp_path / "step_00000004", tmp_path / "x.ckpt")
+    assert Compiled.load_from_checkpoint(tmp_path / "x.ckpt").state_dict().keys() == net.state_dict().keys()
+    assert min(run(tmp_path, net=Compiled())) == 5
+
+
+@on_ranks(1)
 def test_one_file_of_lightning(tmp_path: Path) -> None:
     net = Extended()
     net.save_hyperparameters({"dropout": 0.0, "interval": "epoch"})

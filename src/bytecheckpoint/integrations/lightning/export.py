@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bytecheckpoint.collectives import SingleProcess, use
-from bytecheckpoint.integrations.lightning.steps import POSITION, LightningState
+from bytecheckpoint.integrations.lightning.steps import POSITION, WRAPPED_NAMES, LightningState
 from bytecheckpoint.loading import load
 from bytecheckpoint.opening import open as open_checkpoint
 from bytecheckpoint.opening.view import CheckpointView
@@ -17,7 +17,7 @@ from bytecheckpoint.tools.state_dicts import mapped, state_dict_of
 __all__ = ["export_ckpt"]
 
 #: Entries without use in a file that holds no optimizers.
-_LEFT_OUT = (POSITION, "callbacks", "loops", "lr_schedulers")
+_LEFT_OUT = (POSITION, WRAPPED_NAMES, "callbacks", "loops", "lr_schedulers")
 
 
 def export_ckpt(step: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
@@ -38,7 +38,8 @@ def export_ckpt(step: str | os.PathLike[str], file: str | os.PathLike[str]) -> N
     found: dict[str, Any] = {name: value for name, value in state.loaded.items() if name not in _LEFT_OUT}
     with open_checkpoint(step) as checkpoint:
         weights = state_dict_of(CheckpointView.of(checkpoint), "model")
-        found["state_dict"] = mapped(weights, lambda entry: entry[...])
+        names = state.loaded.get(WRAPPED_NAMES, {})
+        found["state_dict"] = mapped({names.get(key, key): one for key, one in weights.items()}, lambda one: one[...])
     temporary = f"{os.fspath(file)}.{os.getpid()}.tmp"
     try:
         torch.save(found, temporary)  # noqa: TID251  the format of Lightning

@@ -20,6 +20,7 @@ from bytecheckpoint.errors import (
     UsageError,
 )
 from bytecheckpoint.frameworks.base import is_strict
+from bytecheckpoint.frameworks.wrappers import without_wrappers
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.integrations.attaching import (
     OPTIMIZER,
@@ -42,10 +43,12 @@ from bytecheckpoint.step_fence import fence
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
 
-__all__ = ["POSITION", "LightningState", "Newest", "TrainerSteps", "averaging_callback"]
+__all__ = ["POSITION", "WRAPPED_NAMES", "LightningState", "Newest", "TrainerSteps", "averaging_callback"]
 
 #: Name of the `TrainingPosition` in the state that Lightning dumps.
 POSITION = "bytecheckpoint"
+#: Names in the module of weights inside `torch.compile`, by those in the step.
+WRAPPED_NAMES = "bytecheckpoint_names"
 #: Step in the name of a file of Lightning's; "train_step=7" may be a metric, so such a file is read.
 _STEP_IN_NAME = re.compile(r"(?<![A-Za-z0-9_])step=(\d+)")
 #: File of a sharded folder with what is no tensor.
@@ -222,6 +225,8 @@ class TrainerSteps:
             weights = found.pop("current_model_state")
         refuse_edits("on_save_checkpoint", shown, weights)
         found.pop("optimizer_states", None)
+        if names := {bare: name for name in weights if (bare := without_wrappers(name)) != name}:
+            found[WRAPPED_NAMES] = names
         if self.position.cut is not None:
             found["loops"]["fit_loop"] = self.position.cut
         return _checked({**found, POSITION: self.position.state()})
@@ -285,6 +290,7 @@ class TrainerSteps:
             return Nothing()
         found = dict(self._state.loaded)
         position = found.pop(POSITION, None)
+        found.pop(WRAPPED_NAMES, None)
         if self.running:
             self._loaded_path = report.path
             self.position.resume(position)
