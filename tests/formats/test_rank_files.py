@@ -59,6 +59,7 @@ torch.save(states, f"{folder}/model_world_size_4_rank_{rank}.pt")
 optim = {"state": {0: {"exp_avg": states["both"], "step": torch.tensor(4.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
 torch.save(optim, f"{folder}/optim_world_size_4_rank_{rank}.pt")
 torch.save({"model": states, "optimizer": optim, "epoch": 2}, f"{folder}.rank{rank}")
+torch.save({"0._flat_param": states["both"]}, f"{folder}.flat{rank}")
 torch.save({"rng": torch.full((3,), rank), "epoch": 2}, f"{folder}/extra_state_world_size_4_rank_{rank}.pt")
 if rank == 0:
     torch.save({"w": DTensor.from_local(whole, mesh, [Partial(), Replicate()])}, f"{folder}/partial.pt")
@@ -184,6 +185,14 @@ def test_one_file_of_each_rank(saved, tmp_path, name):
     (tmp_path / name.format(3)).unlink()
     with pytest.raises(CorruptCheckpointError, match="files of other ranks are needed"):
         bytecheckpoint.open(tmp_path)
+
+
+def test_flat_parameters_of_fsdp1(saved, tmp_path):
+    """Files of LOCAL_STATE_DICT have no names of parameters: a note says what to save."""
+    for rank in range(4):
+        shutil.copy(f"{saved}.flat{rank}", tmp_path / f"rank{rank}.pt")
+    (note,) = read_rank_files(resolve(str(tmp_path))).notes
+    assert "model: flat parameters of FSDP1 (LOCAL_STATE_DICT)" in note
 
 
 def test_two_files_of_one_rank(saved, tmp_path):

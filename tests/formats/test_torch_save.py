@@ -267,7 +267,7 @@ def test_files_of_schedules_that_count_otherwise(tmp_path: Path, kind: str) -> N
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [
-        ("x", None, "is empty, or there is no such folder"),
+        ("x", None, "has no files, nor have its folders, or there is no such folder"),
         ("x.gguf", "GGUF", "x.gguf is no file of safetensors or torch.save"),
     ],
 )

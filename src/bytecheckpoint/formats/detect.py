@@ -79,7 +79,7 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
     if CATALOG_NAME in names:
         raise CheckpointNotFoundError(f"{storage.url} is a checkpoint of this package, not of another program")
     if not names:
-        raise CheckpointNotFoundError(f"{storage.url} is empty, or there is no such folder")
+        raise CheckpointNotFoundError(f"{storage.url} has no files, nor have its folders, or there is no such folder")
     if METADATA in names:
         # Values of Megatron are known by their names, too.
         marked = MARKER in names

@@ -148,6 +148,11 @@ def _add_state(
             f"{state}: ranks have different copies of {listed(different)}, as files of several saves have: "
             "those of the lowest rank are kept"
         )
+    if any(fqn.endswith("_flat_param") for tensors in held.sharded for fqn in tensors):
+        tree.notes.append(
+            f"{state}: flat parameters of FSDP1 (LOCAL_STATE_DICT), of which only its module knows the parts: save "
+            "SHARDED_STATE_DICT or FULL_STATE_DICT"
+        )
     _sum_copies(storage, columns, held.whole, files.crcs)
     _add_whole(columns, state, held.whole, files)
 

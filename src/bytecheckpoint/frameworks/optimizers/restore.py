@@ -178,7 +178,8 @@ def _check_order(state_name: str, groups: Sequence[ParamGroup], trees: SavedTree
         raise IncompatibleCheckpointError(
             f"{state_name}: the checkpoint knows parameters by their numbers only, in groups of "
             f"{listed(list(map(str, trees.merged.group_sizes)))}, and the optimizer here has groups of "
-            f"{listed(list(map(str, here)))}: give it the groups of the run that saved"
+            f"{listed(list(map(str, here)))}: give it the groups of the run that saved (of FSDP1 with flat parameters, "
+            "FSDP.optim_state_dict has their names)"
         )
     for group in groups:
         for parameter, (fqn, aliases) in zip(group.params, group.names, strict=True):
