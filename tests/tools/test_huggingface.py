@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +199,31 @@ def test_a_killed_forced_export_leaves_no_mixture(saved: Path, tmp_path: Path, m
         export(saved, tmp_path / "hf", max_shard_bytes=100, force=True)
     with pytest.raises(CheckpointNotFoundError, match=r"1 of the 2 files .*, and no index"):
         bytecheckpoint.load(tmp_path / "hf", {"model": {}})
+
+
+def test_of_two_forced_exports_at_once_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (1, 2):
+        states = {"model": {name: torch.full((50,), float(number)) for name in "abcd"}}
+        bytecheckpoint.save(tmp_path / f"own{number}", states)
+    export(tmp_path / "own1", tmp_path / "hf")
+    rename, amidst = os.replace, threading.Event()
+
+    def replace(old: str, new: str) -> None:
+        rename(old, new)
+        if "hf" in Path(new).parts and not amidst.is_set():
+            amidst.set()
+            time.sleep(0.3)  # enough for the other one
+
+    monkeypatch.setattr(os, "replace", replace)
+    options: dict[str, Any] = {"max_shard_bytes": 200, "force": True}
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(export, tmp_path / "own1", tmp_path / "hf", **options)
+        assert amidst.wait(60)
+        export(tmp_path / "own2", tmp_path / "hf", **options)
+        first.result()
+    found: dict[str, Any] = {"model": {}}
+    bytecheckpoint.load(tmp_path / "hf", found)
+    assert len({float(element) for tensor in found["model"].values() for element in tensor}) == 1
 
 
 @pytest.mark.parametrize("layout", [None, Layout("mine", "hf", "mine", rules=[Rule({"w": "h"}, {"renamed": "h"})])])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -324,6 +325,16 @@ def _install(temporary: str, folder: str, files: Sequence[str], force: bool) -> 
         os.rename(temporary, folder)  # replaces an empty folder, and fails if another export has filled it
         fsync_directory(parent)
         return
+    with contextlib.ExitStack() as stack:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        stack.callback(os.close, descriptor)
+        with contextlib.suppress(OSError):  # file systems without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # of two exports at once, one comes after the other as a whole
+        _replace(temporary, folder, files)
+
+
+def _replace(temporary: str, folder: str, files: Sequence[str]) -> None:
+    """Replace the weights in a folder by complete files."""
     old = [name for name in os.listdir(folder) if _WEIGHTS.fullmatch(name)]
     old.sort(key=lambda name: name != _INDEX)
 
