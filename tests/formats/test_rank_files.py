@@ -195,6 +195,38 @@ def test_flat_parameters_of_fsdp1(saved, tmp_path):
     assert "model: flat parameters of FSDP1 (LOCAL_STATE_DICT)" in note
 
 
+@pytest.mark.parametrize("name", ["model_{}.pt", "model_rank{}.pt"])
+def test_files_beside_those_of_ranks(saved, tmp_path, name):
+    """They are named, and so they are by the refusal of a load that lacks them."""
+    for rank in range(4):
+        shutil.copy(f"{saved}.rank{rank}", tmp_path / name.format(rank))
+    for other in ("args.pt", "best.ckpt"):
+        torch.save({"w": torch.zeros(3)}, tmp_path / other)
+    found = detect(resolve(str(tmp_path))).read(resolve(str(tmp_path)))
+    assert [note for note in found.notes if "args.pt, best.ckpt: not read" in note]
+    assert torch.equal(read_tensors(tmp_path, found)["model/both"], torch.arange(77.0).view(7, 11))
+    with pytest.raises(IncompatibleCheckpointError, match=r"lacks other.*best\.ckpt: not read"):
+        bytecheckpoint.load(tmp_path, {"other": {"w": torch.ones(3)}})
+
+
+def test_epochs_of_one_rank(tmp_path):
+    """DTensors of a world of one rank are whole in each file, which are those of several saves."""
+    run = (
+        RANKS.replace("world_size=4", "world_size=1").partition("mesh = ")[0]
+        + """
+mesh = init_device_mesh("cpu", (1,))
+for number in (0, 1):
+    torch.save({"w": distribute_tensor(torch.full((3,), number), mesh, [Shard(0)])}, f"{folder}/epoch_{number}.pt")
+"""
+    )
+    subprocess.run(forked("-c", run, 0, tmp_path), check=True)
+    (tmp_path / "init").unlink(missing_ok=True)
+    with pytest.raises(IncompatibleCheckpointError, match=r"none holds a part of a tensor: give one"):
+        bytecheckpoint.open(tmp_path)
+    with bytecheckpoint.open(tmp_path / "epoch_1.pt") as found:
+        assert found["model/w"][:].tolist() == [1, 1, 1]
+
+
 def test_two_files_of_one_rank(saved, tmp_path):
     for name in ("model_rank0.pt", "rank_0/model.pt", "model_rank1.pt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -203,7 +235,10 @@ def test_two_files_of_one_rank(saved, tmp_path):
         bytecheckpoint.open(tmp_path)
 
 
-@pytest.mark.parametrize("names", [["model_0", "model_1", "optim_0", "optim_1"], ["epoch_1", "epoch_2"], ["a", "b_0"]])
+@pytest.mark.parametrize(
+    "names",
+    [["model_0", "model_1", "optim_0", "optim_1"], ["epoch_1", "epoch_2"], ["a", "b_0"], ["lora_rank4", "lora_rank8"]],
+)
 def test_numbers_that_are_no_ranks(tmp_path, names):
     """A script that numbers its epochs has whole tensors in each file."""
     for number, name in enumerate(names):

@@ -23,14 +23,13 @@ from bytecheckpoint.formats.orbax import METADATA as METADATA_OF_ORBAX
 from bytecheckpoint.formats.orbax import item_folder, read_orbax
 from bytecheckpoint.formats.rank_files import RANK_FILE, are_numbered, read_rank_files
 from bytecheckpoint.formats.torch_checkpointing import describes_safetensors
-from bytecheckpoint.formats.torch_save import read_torch_save
+from bytecheckpoint.formats.torch_save import SUFFIXES, read_torch_save
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.wrappers import wrapped_like
 
 __all__ = ["FormatReader", "as_checkpoint", "detect", "find_checkpoint", "find_instead"]
 
-_TORCH: Final = (".pt", ".pth", ".bin", ".ckpt")
 #: First byte of a pickle since protocol 2.
 _PICKLE: Final = b"\x80"
 #: Pattern of a file's name -> description of a folder that has such a file. The first that fits counts.
@@ -115,7 +114,7 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
         raise CheckpointNotFoundError(
             f"{storage.url} lacks {METADATA}, which DCP and Megatron write last: a save was killed"
         )
-    torch_files = [name for name in names if name.endswith(_TORCH)]
+    torch_files = [name for name in names if name.endswith(SUFFIXES)]
     below = {name: found[1] for name in names if (found := _BELOW.fullmatch(name))}
     if len(torch_files) == 1 and not below.keys() - set(torch_files):
         return FormatReader("torch-save", partial(read_torch_save, name=torch_files[0]))

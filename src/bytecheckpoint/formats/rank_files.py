@@ -11,10 +11,12 @@ Where each rank has one file, that may hold several states, as any file of `torc
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, listed
@@ -23,7 +25,7 @@ from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
 from bytecheckpoint.formats.meanings import StorageRef, StoredTensor
 from bytecheckpoint.formats.sharded import ShardedValue
 from bytecheckpoint.formats.torch_checkpointing import METADATA, RankItems, describes_safetensors
-from bytecheckpoint.formats.torch_save import TorchFiles, states_of
+from bytecheckpoint.formats.torch_save import SUFFIXES, TorchFiles, states_of
 from bytecheckpoint.formats.trees import Tree, decode_containers
 from bytecheckpoint.storage import Storage
 
@@ -54,14 +56,19 @@ class _StateOfRanks:
 
 
 def are_numbered(names: Sequence[str]) -> bool:
-    """Return whether files may be those of ranks, by their names: of numbers without the word "rank", states have all."""
+    """Return whether files may be those of ranks, by their names; others may lie beside those of several ranks.
+
+    Each state has the rank 0; of numbers without the word "rank" it has all.
+    """
+    ranked = {name: found for name in names if (found := _state_and_rank(name))}
     numbers: dict[str, set[int]] = {}
-    for name in names:
-        if (found := _state_and_rank(name)) is None:
-            return False
-        if not _RANKED.fullmatch(name):
-            numbers.setdefault(found[0], set()).add(found[1])
-    return all(held == {*range(len(held))} for held in numbers.values())
+    for state, rank in ranked.values():
+        numbers.setdefault(state, set()).add(rank)
+    worded = {state for name, (state, _) in ranked.items() if _RANKED.fullmatch(name)}
+    several = max(map(len, numbers.values()), default=0) > 1
+    return (several or len(ranked) == len(names)) and all(
+        0 in held if state in worded else held == {*range(len(held))} for state, held in numbers.items()
+    )
 
 
 def _state_and_rank(name: str) -> tuple[str, int] | None:
@@ -112,7 +119,7 @@ def read_rank_files(storage: Storage) -> ForeignCheckpoint:
                     one.blobs.append(tree.encode(item))
                     one.sharded[rank], one.whole[rank] = tree.sharded, tree.tensors
         for own, one in held.items():
-            divided = divided or any(one.sharded)
+            divided = divided or any(map(_is_divided, chain.from_iterable(parts.values() for parts in one.sharded)))
             _add_state(storage, own, one, columns, tree, files)
             if one.blobs:
                 values[own] = one.blobs[0]
@@ -121,11 +128,15 @@ def read_rank_files(storage: Storage) -> ForeignCheckpoint:
             f"{storage.url} has {len(numbered)} files of torch.save ({min(numbered)}, ...), and none holds "
             "a part of a tensor: give one"
         )
-    facts: dict[str, Any] = {"world_size": max(counts)}
+    left_out = []
     if described and described.others:
-        text = f"{', '.join(described.others[:5])}: not read, since {METADATA} does not say the places of their tensors"
-        tree.notes.append(text)
-        facts["left_out"] = [text]
+        names_of = ", ".join(described.others[:5])
+        left_out.append(f"{names_of}: not read, since {METADATA} does not say the places of their tensors")
+    read = {name for names in groups.values() for name in names.values()}
+    if beside := [name for name in present if name.endswith(SUFFIXES) and name not in read]:
+        left_out.append(f"{', '.join(beside[:5])}: not read, since files of ranks lie beside; give one by name")
+    tree.notes += left_out
+    facts: dict[str, Any] = {"world_size": max(counts)} | ({"left_out": left_out} if left_out else {})
     return ForeignCheckpoint("rank-files", columns, values, tree.notes, sums=files.sums(), facts=facts)
 
 
@@ -168,6 +179,11 @@ def _ranks_of(url: str, present: Sequence[str]) -> dict[tuple[str, int], dict[in
             raise IncompatibleCheckpointError(f"{url} has {name!r}, and ranks of {count} are 0 to {count - 1}")
         _add_rank(url, groups.setdefault((found[1] or "model", count), {}), rank, name)
     return groups
+
+
+def _is_divided(value: ShardedValue) -> bool:
+    """Return whether a file holds less than the whole tensor, as none does that a world of one rank wrote."""
+    return sum(math.prod(part.shape) for _, part in value.parts) < math.prod(value.shape)
 
 
 def _add_rank(url: str, names: dict[int, str], rank: int, name: str) -> None:

@@ -27,6 +27,7 @@ from bytecheckpoint.representation.names import VALUES_NAME
 from bytecheckpoint.storage import Storage
 
 __all__ = [
+    "SUFFIXES",
     "TorchFiles",
     "TorchObject",
     "numbered",
@@ -37,6 +38,8 @@ __all__ = [
     "unpickle",
 ]
 
+SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
+"""Ends of the names of files that programs write by `torch.save`."""
 #: First value of a file before torch 1.6, and the version that follows.
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
 _PROTOCOL: Final = 1001
