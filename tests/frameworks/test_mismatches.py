@@ -189,6 +189,17 @@ def test_another_learning_rate_schedule(tmp_path: Path, saved: Any, live: Any) -
         bytecheckpoint.load(tmp_path / "s", schedule(live))
 
 
+def test_one_object_for_a_list(tmp_path: Path) -> None:
+    torch.save({"state_dict": nn.Linear(2, 2).state_dict(), "lr_schedulers": [{"last_epoch": 3}]}, tmp_path / "f.ckpt")
+    model, scheduler = nn.Linear(2, 2), schedule(cosine)["extra_states"]["schedule"]
+    before = model.weight.detach().clone()
+    with pytest.raises(
+        IncompatibleCheckpointError, match="has a list of 1 where the program has one CosineAnnealingLR"
+    ):
+        bytecheckpoint.load(tmp_path / "f.ckpt", {"model": model, "lr_schedulers": scheduler})
+    assert torch.equal(model.weight, before)
+
+
 def test_the_same_learning_rate_schedule(tmp_path: Path) -> None:
     bytecheckpoint.save(tmp_path / "s", schedule(joined(LinearLR, cosine)))
     assert not bytecheckpoint.load(tmp_path / "s", schedule(joined(LinearLR, cosine))).notes

@@ -104,7 +104,10 @@ def export_huggingface(
         renamed = (lambda fqn: bare.get(fqn, fqn)) if described is None else partial(described.name, name)
         tensors, skipped, left_out = tensors_to_export(view, state, wanted, renamed, all_names=described is not None)
         if described is not None and not tensors:
-            raise UsageError(f"{source.path} has no tensors of an adapter {name!r} in {state!r}")
+            raise UsageError(
+                f"{source.path} has no tensors of an adapter {name!r} in {state!r} that are those of PEFT's file: if the "
+                "model has that adapter, load them into it, and call save_pretrained"
+            )
         files = distribute(tensors, *((max_shard_bytes, ranks.count) if described is None else (sys.maxsize, 1)))
         if described is not None:
             files[0].name = ADAPTER_FILE

@@ -467,10 +467,11 @@ def test_final_weights(tmp_path: Path) -> None:
     assert all(torch.equal(value, loaded[name]) for name, value in trainer.model.state_dict().items())
 
 
+@pytest.mark.parametrize("attached", [True, False])
 @on_ranks(1)
-def test_a_run_that_is_done(tmp_path: Path) -> None:
+def test_a_run_that_is_done(tmp_path: Path, attached: bool) -> None:
     """Nothing is trained any more; Trainer itself would take one step more, in the middle of an epoch."""
-    run(tmp_path, max_steps=9)
+    run(tmp_path, max_steps=9, attached=attached)
     trainer, losses = make(tmp_path, max_steps=9)
     attach(trainer)
     trainer.train("auto")

@@ -200,7 +200,7 @@ class ValueReader:
                     self._tensors[id(value)] = (found, empty, empty_like_layout(live, live.dtype))
         elif is_stateful(live) and not is_tensor_like(live):
             own = self._classes.state_dict(live)
-            _check_schedule(self._state_name, live, value, own, self._destination)
+            _check_state(self._state_name, live, value, own, self._destination)
             self.match_live(value, own, in_place=False)
             if isinstance(live, Optimizer) and isinstance(value, dict):
                 self._match_parameters(value, live)
@@ -341,20 +341,24 @@ def _fits(live: torch.Tensor, found: SavedTensor) -> bool:
 _IGNORED = frozenset({"verbose"})
 
 
-def _check_schedule(state_name: str, live: object, saved: object, own: object, destination: Destination) -> None:
-    """Report to `destination` if a scheduler of torch would get the state of another kind of schedule.
+def _check_state(state_name: str, live: object, saved: object, own: object, destination: Destination) -> None:
+    """Report to `destination` if an object would get a list of states, or a scheduler of torch another schedule's.
 
     Args:
         state_name: name of the state.
-        live: any object; only a scheduler of torch is checked.
+        live: any object.
         saved: its state in the checkpoint.
         own: its state_dict now.
         destination: plan that receives a mismatch if the saved state has settings that the scheduler lacks, or a note if
             it lacks some.
     """
+    name = type(live).__name__
+    if isinstance(saved, list) and isinstance(own, dict):
+        destination.mismatches.append(
+            f"{state_name}: the checkpoint has a list of {len(saved)} where the program has one {name}: give a list"
+        )
     if not isinstance(live, LRScheduler) or not isinstance(saved, dict) or not isinstance(own, dict):
         return
-    name = type(live).__name__
     if more := _settings(saved) - _settings(own):
         destination.mismatches.append(
             f"{state_name}: the checkpoint has the state of another learning rate schedule than {name}, with "
@@ -370,7 +374,7 @@ def _check_schedule(state_name: str, live: object, saved: object, own: object, d
         )
         return
     for schedule, state, current in zip(inner, states, now, strict=False):
-        _check_schedule(state_name, schedule, state, current, destination)
+        _check_state(state_name, schedule, state, current, destination)
 
 
 def _settings(state: dict[Any, Any]) -> set[str]:

@@ -164,8 +164,8 @@ class _CheckpointedTrainer(Mixin):  # type: ignore[misc]
                 with open(os.path.join(folder, "trainer_state.json"), "w", encoding="utf-8") as file:
                     file.write(found)
                 position = super()._init_training_state(*counts, folder, trial)
-            if self.state.global_step >= max_steps:  # Trainer would look at this after one more step
-                position = num_train_epochs, 0
+        if self.state.global_step >= max_steps:  # Trainer would look at this after one more step
+            position = num_train_epochs, 0
         self.bytecheckpoint.warn_of_completions()
         return position
 
@@ -174,7 +174,9 @@ class _CheckpointedTrainer(Mixin):  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.bytecheckpoint.load_renamed(resume_from_checkpoint, self.model if model is None else model)
+        live = self.model if model is None else model
+        self.bytecheckpoint.load_renamed(resume_from_checkpoint, live)
+        self.bytecheckpoint.warn_of_lost(resume_from_checkpoint, live)
 
     def _run_epoch(self, **arguments: Any) -> Any:
         if self._resumes:

@@ -19,6 +19,7 @@ from bytecheckpoint.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
     UsageError,
+    listed,
 )
 from bytecheckpoint.integrations.attaching import (
     OPTIMIZER,
@@ -266,6 +267,25 @@ class TrainerCheckpoints:
             names = {key.removeprefix("model/") for key in checkpoint.tensors}
         if names - model.state_dict().keys():
             load(folder, {"model": model}, layout="auto")
+
+    def warn_of_lost(self, folder: str | os.PathLike[str], model: Any) -> None:
+        """Warn if adapters in a folder of Trainer lack parameters that are trained, which Trainer leaves as they are."""
+        if self._trainer.is_fsdp_enabled or not getattr(model, "peft_config", None):
+            return
+        held = set()
+        for adapter in model.peft_config:
+            folders = [os.path.join(folder, *part) for part in ([], [adapter])]
+            if files := [path for one in folders for path in glob.glob(f"{glob.escape(one)}/adapter_model.*")]:
+                with open_checkpoint(files[-1]) as checkpoint:
+                    found = {key.removeprefix("model/") for key in checkpoint.tensors}
+                held |= {key for key, name in (adapter_names(model, adapter) or {}).items() if name in found}
+        parameters = list(model.named_parameters(remove_duplicate=False))
+        whole = {id(one) for name, one in parameters if name in held}
+        if lost := [name for name, one in parameters if one.requires_grad and id(one) not in whole]:
+            _log.warning(
+                "%s does not hold %s, which the run trains: it continues with the values that the model was given",
+                folder, listed(lost),
+            )  # fmt: skip
 
     def restore_generators(self) -> None:
         """Restore the random number generators. Trainer calls it when it has skipped batches."""

@@ -25,8 +25,8 @@ def describe_pretrained(model: Any) -> dict[str, str]:
     `attach` does so by itself. Leave the state out of loads: `load(..., include=["model/*", ...])`, or another dict.
 
     Args:
-        model: a `PreTrainedModel`, or a `PeftModel` with adapters of any kind but prompts. Other models, and those whose
-            configuration cannot be written, have an empty description.
+        model: a `PreTrainedModel`, or a `PeftModel`. Other models, and those whose configuration cannot be written, have
+            an empty description.
     """
     try:
         return _describe(model).state()
@@ -37,22 +37,21 @@ def describe_pretrained(model: Any) -> dict[str, str]:
 
 def _describe(model: Any) -> ModelDescription:
     if getattr(model, "peft_config", None) and hasattr(model, "base_model"):
-        found = {name: _adapter(model, name) for name in model.peft_config}
-        adapters = {name: one for name, one in found.items() if one is not None}
-        if unknown := found.keys() - adapters.keys():
-            _log.warning(
-                "steps do not describe the adapter %r, because its tensors are not those of PEFT's file, and tools.export "
-                "does not write that file: load a step into the model, and call save_pretrained", min(unknown),
-            )  # fmt: skip
-        active = next((name for name in model.active_adapters if name in adapters), "")
-        return ModelDescription(adapters=adapters if active else {}, active=active)
+        return ModelDescription(
+            adapters={name: _adapter(model, name) for name in model.peft_config},
+            active=next(iter(model.active_adapters), ""),
+        )
     return ModelDescription(files=configuration_files(model))
 
 
-def _adapter(model: Any, name: str) -> AdapterDescription | None:
+def _adapter(model: Any, name: str) -> AdapterDescription:
     names = adapter_names(model, name)
     if names is None:
-        return None
+        _log.warning(
+            "steps do not describe the adapter %r, because its tensors are not those of PEFT's file, and tools.export "
+            "does not write that file: load a step into the model, and call save_pretrained", name,
+        )  # fmt: skip
+        return AdapterDescription(exceptions=dict.fromkeys(model.state_dict()))
     config = copy.deepcopy(model.peft_config[name])
     config.inference_mode = True  # as PEFT writes it
     for field, value in vars(config).items():
@@ -76,12 +75,17 @@ def adapter_names(model: Any, adapter: str) -> dict[str, str] | None:
     from peft import get_peft_model_state_dict
 
     config = model.peft_config[adapter]
-    if config.is_prompt_learning or getattr(model, "_tp_size", None):
+    if getattr(model, "_tp_size", None):
         return None
     state = model.state_dict()
+    prompt = [key for key in state if key.startswith(f"prompt_encoder.{adapter}.")]
+    if config.is_prompt_learning and (len(prompt) != 1 or hasattr(state[prompt[0]], "placements")):
+        return None
     keys = {id(value): key for key, value in state.items()}
     resized = _has_other_vocabulary(model, config)
     written = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter, save_embedding_layers=resized)
+    if config.is_prompt_learning:  # PEFT looks all rows of this one tensor up
+        keys[id(written["prompt_embeddings"])] = prompt[0]
     if any(id(value) not in keys for value in written.values()):
         return None
     return {keys[id(value)]: name for name, value in written.items()}
