@@ -28,6 +28,7 @@ _LONGEST = 4096
 def configuration_of(states: Mapping[str, object]) -> dict[str, bool | int | float | str]:
     """Return the plain values in the configurations of modules, under "hf." (transformers) or "megatron.".
 
+    A model of torchtitan has its name, `torchtitan.model`, alone.
     A module in which transformers 5 has stacked the experts of a layer has `hf.fused_experts` and `hf5.model_type`, too.
     A module whose configuration cannot be read has no values: with a part of them, layouts would take the defaults of the
     others for the model's.
@@ -64,7 +65,8 @@ def _values(config: Any, module: nn.Module) -> dict[str, object]:
         return found
     if is_configuration(config):
         return flattened("megatron", model_facts(config, module))
-    return {}
+    program, _, model = type(config).__module__.partition(".models.")
+    return {"torchtitan.model": model.partition(".")[0]} if program == "torchtitan" else {}
 
 
 def _plain(values: Mapping[str, object]) -> dict[str, bool | int | float | str]:
