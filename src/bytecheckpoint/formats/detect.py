@@ -36,7 +36,7 @@ _PICKLE: Final = b"\x80"
 _PROGRAMS: Final = {
     r"latest(_universal)?|.*/(bf16_)?zero_pp_rank_.*": "the folder of a DeepSpeed run: give the folder of one step",
     r"(zero_pp_rank|mp_rank_\d+_model_states|layer_\d+).*\.pt": "of DeepSpeed without the optimizer's files: give one file",
-    r"latest_checkpointed_iteration\.txt": "the folder of a Megatron run: give the folder of one iteration",
+    r"latest_checkpointed_iteration\.txt": "the folder of a run of Megatron or verl: give the folder of one step",
     r"_CHECKPOINT_METADATA|manifest\.ocdbt|(.*/)?ocdbt\.process_.*": "of Orbax, without the '_METADATA' of one item",
 }
 #: The same for folders without weights that are read.
