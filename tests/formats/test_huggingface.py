@@ -235,12 +235,12 @@ def test_a_file_that_was_cut_short(tmp_path, length):
 @pytest.mark.parametrize(
     ("files", "text"),
     [
-        ([], "is empty"),
+        ([], "has no files"),
         (["notes.txt"], "no checkpoint of a known format"),
         (["metadata.parquet"], "of this package"),
         (["latest", "global_step1/mp_rank_00_model_states.pt"], "give the folder of one step"),
         (["zero_pp_rank_0_mp_rank_00_model_states.pt"], "DeepSpeed"),
-        (["latest_checkpointed_iteration.txt"], "one iteration"),
+        (["latest_checkpointed_iteration.txt"], "one step"),
         (["_CHECKPOINT_METADATA", "manifest.ocdbt"], "Orbax"),
         (["model.gguf"], "another framework"),
         (["a.pt", "b.pt"], "files of torch.save .* give one"),
