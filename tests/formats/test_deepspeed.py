@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import bytecheckpoint
 from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -160,6 +161,21 @@ def test_missing_ranks_are_refused(tmp_path, stage):
     )
     with pytest.raises(CheckpointNotFoundError, match="data-parallel rank 1 of model-parallel rank 1"):
         read_deepspeed(storage)
+
+
+def test_without_zero(tmp_path):
+    """One file holds all, the optimizer, too: the folder is given as any other of DeepSpeed."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    saved = {"module": model.state_dict(), "optimizer": optimizer.state_dict(), "lr_scheduler": None, "global_steps": 1}
+    torch.save(saved, tmp_path / "mp_rank_00_model_states.pt")
+    again = torch.nn.Linear(3, 2)
+    other = torch.optim.AdamW(again.parameters())
+    bytecheckpoint.load(tmp_path, {"model": again, "optimizer": other})
+    assert torch.equal(again.weight, model.weight)
+    assert torch.equal(other.state[again.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
 
 
 def test_files_of_several_saves_are_refused(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ from bytecheckpoint.storage.wrappers import wrapped_like
 
 __all__ = ["FormatReader", "as_checkpoint", "detect", "find_checkpoint", "find_instead"]
 
+#: The only file of DeepSpeed without ZeRO and without parallel models: it holds the optimizer, too.
+_WITHOUT_ZERO: Final = "mp_rank_00_model_states.pt"
 #: First byte of a pickle since protocol 2.
 _PICKLE: Final = b"\x80"
 #: Pattern of a file's name -> description of a folder that has such a file. The first that fits counts.
@@ -96,6 +98,9 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
         return FormatReader("orbax", partial(read_orbax, folder=folder))
     if any(MODEL_FILE.fullmatch(name) for name in names):
         return FormatReader("megatron-ranks", read_megatron_ranks)
+    torch_files = [name for name in names if name.endswith(SUFFIXES)]
+    if torch_files == [_WITHOUT_ZERO]:
+        return FormatReader("torch-save", partial(read_torch_save, name=_WITHOUT_ZERO))
     _refuse(storage, names, _PROGRAMS)
     try:
         index, files = weight_files(names)
@@ -114,7 +119,6 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
         raise CheckpointNotFoundError(
             f"{storage.url} lacks {METADATA}, which DCP and Megatron write last: a save was killed"
         )
-    torch_files = [name for name in names if name.endswith(SUFFIXES)]
     below = {name: found[1] for name in names if (found := _BELOW.fullmatch(name))}
     if len(torch_files) == 1 and not below.keys() - set(torch_files):
         return FormatReader("torch-save", partial(read_torch_save, name=torch_files[0]))
