@@ -700,6 +700,27 @@ def test_hyperparameters(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
+def test_configurations_of_omegaconf(tmp_path: Path) -> None:
+    """Hydra makes them. One of its own keeps its interpolations, a part of another has their values."""
+    create = pytest.importorskip("omegaconf", reason="omegaconf is not installed").OmegaConf.create
+    config = create({**Net().hparams, "width": 2, "net": {"name": "a", "width": "${width}"}})
+
+    class Configured(Net):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters(config)
+
+    for number, given in enumerate([config, {"config": config.net, "list": create([1, "x"])}]):
+        folder = tmp_path / str(number)
+        run(folder, net=Configured(given), max_epochs=1)
+        assert run(folder, net=Configured(given)).keys() >= {5}
+        export_ckpt(max(folder.glob("step_*")), folder / "e.ckpt")
+        found = torch.load(folder / "e.ckpt", weights_only=False)
+        assert found["hyper_parameters"] == Configured(given).hparams
+        assert type(found["hyper_parameters"]) is found.get("hparams_type", dict)
+
+
+@on_ranks(1)
 def test_only_the_weights(tmp_path: Path) -> None:
     run(tmp_path, checkpoint={"save_weights_only": True})
     with bytecheckpoint.open(tmp_path / "step_00000008") as checkpoint:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bytecheckpoint.collectives import SingleProcess, use
-from bytecheckpoint.integrations.lightning.steps import POSITION, WRAPPED_NAMES, LightningState
+from bytecheckpoint.integrations.lightning.steps import HYPERPARAMETERS, POSITION, WRAPPED_NAMES, LightningState
 from bytecheckpoint.loading import load
 from bytecheckpoint.opening import open as open_checkpoint
 from bytecheckpoint.opening.view import CheckpointView
@@ -36,6 +36,9 @@ def export_ckpt(step: str | os.PathLike[str], file: str | os.PathLike[str]) -> N
     with use(SingleProcess()):  # although other ranks may do something else
         load(step, {"lightning": state})
     found: dict[str, Any] = {name: value for name, value in state.loaded.items() if name not in _LEFT_OUT}
+    for key, kind in HYPERPARAMETERS.items():
+        if key in found and not isinstance(found[key], dict):
+            found[kind] = type(found[key])
     with open_checkpoint(step) as checkpoint:
         weights = state_dict_of(CheckpointView.of(checkpoint), "model")
         names = state.loaded.get(WRAPPED_NAMES, {})

@@ -39,12 +39,26 @@ from bytecheckpoint.manager import Cadence, CheckpointManager
 from bytecheckpoint.manager.run_folder import step_number
 from bytecheckpoint.opening import open as open_checkpoint
 from bytecheckpoint.representation.names import CATALOG_NAME
+from bytecheckpoint.representation.values.registry import register
 from bytecheckpoint.step_fence import fence
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
 
-__all__ = ["POSITION", "WRAPPED_NAMES", "LightningState", "Newest", "TrainerSteps", "averaging_callback"]
+__all__ = [
+    "HYPERPARAMETERS",
+    "POSITION",
+    "WRAPPED_NAMES",
+    "LightningState",
+    "Newest",
+    "TrainerSteps",
+    "averaging_callback",
+]
 
+#: Entries of Lightning with hyperparameters, and beside each the one with its class if that is one of OmegaConf.
+HYPERPARAMETERS = {
+    one.CHECKPOINT_HYPER_PARAMS_KEY: one.CHECKPOINT_HYPER_PARAMS_TYPE
+    for one in (pl.LightningModule, pl.LightningDataModule)
+}
 #: Name of the `TrainingPosition` in the state that Lightning dumps.
 POSITION = "bytecheckpoint"
 #: Names in the module of weights inside `torch.compile`, by those in the step.
@@ -92,6 +106,7 @@ class LightningState:
     """
 
     def __init__(self, dump: Callable[[], Mapping[str, Any]] = dict) -> None:
+        _register_configurations()
         self._dump = dump
         self.loaded: dict[str, Any] = {}
 
@@ -102,6 +117,18 @@ class LightningState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep a state for Lightning, which restores it."""
         self.loaded = dict(state)
+
+
+def _register_configurations() -> None:
+    """Let configurations of OmegaConf, as Hydra makes them, be hyperparameters."""
+    with contextlib.suppress(ImportError):
+        from omegaconf import DictConfig, ListConfig, OmegaConf
+
+        def plain(config: Any) -> Any:  # with interpolations, if they lead nowhere but into the same configuration
+            return OmegaConf.to_container(config, resolve=config._get_parent() is not None)
+
+        for kind in (DictConfig, ListConfig):
+            register(kind, encode=plain, decode=OmegaConf.create)
 
 
 class TrainerSteps:
@@ -210,9 +237,8 @@ class TrainerSteps:
             # A load, or a save that is being prepared: hooks of the user are called for real saves only. Instances of the
             # user's classes are here, so that they can be made again.
             objects = self._trainer.lightning_module, self._trainer.datamodule
-            return _checked(
-                {one.CHECKPOINT_HYPER_PARAMS_KEY: dict(one.hparams) for one in objects if one and one.hparams}
-            )
+            hparams = {one.CHECKPOINT_HYPER_PARAMS_KEY: one.hparams for one in objects if one and one.hparams}
+            return _checked({key: dict(one) if isinstance(one, dict) else one for key, one in hparams.items()})
         self.dumping = True
         try:
             found = self._trainer._checkpoint_connector.dump_checkpoint(self._weights_only)
@@ -224,7 +250,8 @@ class TrainerSteps:
             refuse_edits("on_save_checkpoint", self._averaged.entries(weights), weights)
             weights = found.pop("current_model_state")
         refuse_edits("on_save_checkpoint", shown, weights)
-        found.pop("optimizer_states", None)
+        for key in ("optimizer_states", *HYPERPARAMETERS.values()):
+            found.pop(key, None)
         if names := {bare: name for name in weights if (bare := without_wrappers(name)) != name}:
             found[WRAPPED_NAMES] = names
         if self.position.cut is not None:
