@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,3 +128,32 @@ def test_an_empty_container_is_filled(path: str, saved: Any) -> None:
     states: dict[str, Any] = {"extra_states": type(saved)()}
     bytecheckpoint.load(path, states)
     assert states["extra_states"] == saved
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one, as Lookahead of timm: the state is in the inner one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, defaultdict(dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_an_optimizer_around_another_one(tmp_path: Path, by_torch: bool) -> None:
+    saved, live = (nn.Linear(2, 2) for _ in range(2))
+    inner = torch.optim.Adam(saved.parameters(), lr=0.5)
+    saved(torch.ones(1, 2)).sum().backward()
+    inner.step()
+    if by_torch:
+        torch.save({"model": saved.state_dict(), "optimizer": inner.state_dict()}, tmp_path / "s")
+    else:
+        bytecheckpoint.save(tmp_path / "s", {"model": saved, "optimizer": Around(inner)})
+    around = Around(torch.optim.Adam(live.parameters()))
+    bytecheckpoint.load(tmp_path / "s", {"model": live, "optimizer": around})
+    assert around.param_groups[0]["lr"] == 0.5
+    assert torch.equal(around.inner.state[live.weight]["exp_avg"], inner.state[saved.weight]["exp_avg"])

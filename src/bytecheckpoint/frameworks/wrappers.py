@@ -1,4 +1,4 @@
-"""Look through wrappers around modules (DDP, FSDP, torch.compile, ...) and optimizers (accelerate)."""
+"""Look through wrappers around modules (DDP, FSDP, torch.compile, ...) and optimizers (accelerate, timm)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def unwrap_states(states: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     wrappers = [(c, attribute) for place, name, attribute in _OBJECT_WRAPPERS if (c := loaded_class(place, name))]
     unwrapped: dict[str, Any] = {}
-    for state_name, value in states.items() if wrappers else ():
+    for state_name, value in states.items():
         found: Any = _unwrap(value, wrappers)
         # Other containers are values of their own, which a load fills in place; an empty one is such a container.
         if type(value) is dict and value and all(isinstance(item, Optimizer) for item in value.values()):
@@ -89,6 +89,12 @@ def _unwrap(value: Any, wrappers: list[tuple[type, str]]) -> Any:
     for cls, attribute in wrappers:
         while isinstance(value, cls):
             value = getattr(value, attribute)
+    # An optimizer around another one (Lookahead of timm), whose state is all in that one.
+    while isinstance(value, Optimizer) and not getattr(value, "state", True):
+        inside = [one for one in vars(value).values() if isinstance(one, Optimizer)]
+        if len(inside) != 1 or inside[0].param_groups is not value.param_groups or inside[0].state is value.state:
+            break
+        value = inside[0]
     return value
 
 
