@@ -200,6 +200,27 @@ def test_one_object_for_a_list(tmp_path: Path) -> None:
     assert torch.equal(model.weight, before)
 
 
+class Converting(Adam):
+    """An optimizer with one value for each parameter, and moments in bfloat16, as NovoGrad and Adafactor of timm."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for slots in self.state.values():
+            slots["exp_avg"] = slots["exp_avg"].bfloat16()
+
+
+def test_state_of_dtypes_and_shapes_of_its_own(tmp_path: Path) -> None:
+    saved, live = (nn.Linear(2, 2, bias=False) for _ in range(2))
+    optimizer = Converting(saved.parameters())
+    slots = {"exp_avg": torch.ones(2, 2).bfloat16(), "exp_avg_sq": torch.tensor(3.0), "step": torch.tensor(1.0)}
+    optimizer.state[saved.weight] = slots
+    torch.save({"model": saved.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "s.pt")
+    bytecheckpoint.load(tmp_path / "s.pt", {"model": live, "optimizer": (here := Converting(live.parameters()))})
+    assert {key: (one.dtype, one.shape) for key, one in here.state[live.weight].items()} == {
+        key: (one.dtype, one.shape) for key, one in slots.items()
+    }
+
+
 def test_the_same_learning_rate_schedule(tmp_path: Path) -> None:
     bytecheckpoint.save(tmp_path / "s", schedule(joined(LinearLR, cosine)))
     assert not bytecheckpoint.load(tmp_path / "s", schedule(joined(LinearLR, cosine))).notes

@@ -158,12 +158,13 @@ def load_optimizers(
     load_own_values(state_name, optimizers, trees.merged.own_values, destination)
     if saved.is_foreign:
         own = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]  # others are views of engines
-        destination.finish += [partial(_convert_steps, optimizer) for optimizer in own]
+        destination.finish += [partial(_convert_state, optimizer) for optimizer in own]
 
 
-def _convert_steps(optimizer: Optimizer) -> None:
-    """Let an optimizer convert steps that an old version of it, torch's before 1.12, counted in numbers."""
-    if any(isinstance(state, dict) and type(state.get("step")) in (int, float) for state in optimizer.state.values()):
+def _convert_state(optimizer: Optimizer) -> None:
+    """Let an optimizer convert what torch's before 1.12 counted in numbers, and one that is not torch's all its state."""
+    numbers = any(isinstance(one, dict) and type(one.get("step")) in (int, float) for one in optimizer.state.values())
+    if numbers or not type(optimizer).__setstate__.__module__.startswith("torch."):
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
@@ -184,9 +185,10 @@ def _check_order(state_name: str, groups: Sequence[ParamGroup], trees: SavedTree
     for group in groups:
         for parameter, (fqn, aliases) in zip(group.params, group.names, strict=True):
             for found in saved.slots(state_name, (fqn, *aliases)):
-                if found.key.slot in _BY_ELEMENT and found.global_shape != tuple(parameter.shape):
+                shape = found.global_shape  # () of one value for a whole parameter (NovoGrad)
+                if found.key.slot in _BY_ELEMENT and shape and shape != tuple(parameter.shape):
                     raise IncompatibleCheckpointError(
-                        f"{found.key} has shape {found.global_shape}, and the parameter with this number here, {fqn}, has "
+                        f"{found.key} has shape {shape}, and the parameter with this number here, {fqn}, has "
                         f"{tuple(parameter.shape)}: the optimizer's parameters have another order"
                     )
 
