@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +62,17 @@ def test_values_of_an_overridden_state_dict() -> None:
         assert torch.equal(two.state[same]["exp_avg"], one.state[parameter]["exp_avg"])
         assert two.state[same]["exp_avg"].dtype == torch.float32, "torch's part of load_state_dict casts"
     assert torch.optim.Optimizer.load_state_dict.__qualname__ == "Optimizer.load_state_dict"
+
+
+def test_values_of_a_file_of_torch_save(tmp_path: Path) -> None:
+    model, one = trained(Decaying, count=0.25)
+    torch.save({"model": model.state_dict(), "optimizer": one.state_dict()}, tmp_path / "x.pt")
+    other, two = trained(Decaying, steps=0)
+    assert not bytecheckpoint.load(tmp_path / "x.pt", {"model": other, "optimizer": two}).notes
+    assert two.count == 0.25 and two.count.dtype == torch.float32
+    plain = torch.optim.AdamW(other.parameters())
+    (note,) = bytecheckpoint.load(tmp_path / "x.pt", {"model": other, "optimizer": plain}, cast=True).notes
+    assert "has no place for 'count', 'form'" in note
 
 
 def test_a_wrapper_of_torch_that_counts() -> None:

@@ -17,7 +17,7 @@ from bytecheckpoint.formats.rows import RowColumns
 from bytecheckpoint.formats.sharded import ShardedValue
 from bytecheckpoint.formats.trees import Tree
 from bytecheckpoint.lazy import lazy
-from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major
+from bytecheckpoint.representation.boxes import BoxTable, Int64s, row_major, row_major_of
 from bytecheckpoint.representation.catalog import (
     FOREIGN,
     SHARED,
@@ -164,6 +164,19 @@ class ForeignColumns:
                 self.rows.append((found[0], *rows[same][1:]))
             for number in found:
                 self.keys[number] = TensorKey(state, fqn, slot)
+
+    def small_tensors(self, state: str, most: int) -> set[str]:
+        """Return the names of a state's tensors of at most `most` bytes that lie whole and dense in one of `self.rows`."""
+        rows: dict[int, list[Any]] = {}
+        for row in self.rows:
+            rows.setdefault(row[0], []).append(row)
+        found = set()
+        for number, key in enumerate(self.keys):
+            shape, lying = self.shapes[number], rows.get(number, ())
+            dense = len(lying) == 1 and tuple(lying[0][5]) == row_major_of(shape)
+            if key.state == state and dense and math.prod(shape) * itemsize(self.dtypes[number]) <= most:
+                found.add(key.fqn)
+        return found | {alias for alias, name in self.aliases.get(state, {}).items() if name in found}
 
     def take(
         self, state: str, names: Collection[str], rows: RowColumns | None

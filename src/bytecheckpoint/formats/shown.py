@@ -35,7 +35,7 @@ def with_values(checkpoint: ForeignCheckpoint, storage: Storage) -> tuple[Catalo
     Tensors of optimizers get the names of parameters and slots. Where parameters have numbers and the groups do not name
     them, their names are "#0", "#1" and so on, and the catalog's info lists the state under "numbered": only the live
     optimizer knows which parameter has which number. Tensors among the hyperparameters, such as a rate of a compiled
-    optimizer, become plain values, as in saves of this package.
+    optimizer, and beside the state become plain values, as in saves of this package.
 
     Args:
         checkpoint: the checkpoint.
@@ -47,10 +47,15 @@ def with_values(checkpoint: ForeignCheckpoint, storage: Storage) -> tuple[Catalo
         content = blob
         tree = nested_optimizer(decode_containers(blob))
         if (names := names_of_parameters(tree)) is not None:
-            tensors = list(_tensors_in(tree["param_groups"]))
+            own = {key: value for key, value in tree.items() if key not in ("state", "param_groups")}
+            small = columns.small_tensors(state, _MOST_HYPERPARAMETER_BYTES) if own else set()
+            own = {key: value for key, value in own.items() if small.issuperset(_tensors_in(value))}
+            tensors = [*_tensors_in(tree["param_groups"]), *_tensors_in(own)]
             taken, rows = columns.take(state, tensors, rows) if tensors else ({}, rows)
             packed = {name: _packed(storage, made, *one) for name, one in taken.items()}
             values = _by_parameters(columns, state, tree, names, packed)
+            if own:
+                values["own"] = [_with_packed(own, packed)]
             most = len(blob)  # as many values as bytes: the reader has counted them
             content = Tree(storage.url, BYTES_PER_VALUE * most).encode(values)
             if any(name.startswith("#") for name in names.values()):
