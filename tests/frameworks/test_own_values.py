@@ -68,10 +68,12 @@ def test_values_of_a_file_of_torch_save(tmp_path: Path) -> None:
     model, one = trained(Decaying, count=0.25)
     torch.save({"model": model.state_dict(), "optimizer": one.state_dict()}, tmp_path / "x.pt")
     other, two = trained(Decaying, steps=0)
-    assert not bytecheckpoint.load(tmp_path / "x.pt", {"model": other, "optimizer": two}).notes
-    assert two.count == 0.25 and two.count.dtype == torch.float32
-    plain = torch.optim.AdamW(other.parameters())
-    (note,) = bytecheckpoint.load(tmp_path / "x.pt", {"model": other, "optimizer": plain}, cast=True).notes
+
+    def notes(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+        return bytecheckpoint.load(tmp_path / "x.pt", {"model": other, "optimizer": optimizer}, cast=True).notes
+
+    assert not notes(two) and two.count == 0.25 and two.count.dtype == torch.float32
+    (note,) = notes(torch.optim.AdamW(other.parameters()))
     assert "has no place for 'count', 'form'" in note
 
 
