@@ -702,7 +702,9 @@ def test_hyperparameters(tmp_path: Path) -> None:
 @on_ranks(1)
 def test_configurations_of_omegaconf(tmp_path: Path) -> None:
     """Hydra makes them. One of its own keeps its interpolations, a part of another has their values."""
-    create = pytest.importorskip("omegaconf", reason="omegaconf is not installed").OmegaConf.create
+    from omegaconf import OmegaConf
+
+    create = OmegaConf.create
     config = create({**Net().hparams, "width": 2, "net": {"name": "a", "width": "${width}"}})
 
     class Configured(Net):
