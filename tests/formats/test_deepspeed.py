@@ -178,6 +178,13 @@ def test_without_zero(tmp_path):
     assert torch.equal(other.state[again.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
 
 
+def test_a_folder_of_zero_without_its_optimizer_is_refused(tmp_path):
+    """The weights of its file are those in 16 bits."""
+    shutil.copy(GOLDEN / "zero1/mp_rank_00_model_states.pt", tmp_path)
+    with pytest.raises(IncompatibleCheckpointError, match="without the optimizer's files: give one file"):
+        bytecheckpoint.load(tmp_path, {"model": {}})
+
+
 def test_files_of_several_saves_are_refused(tmp_path: Path) -> None:
     """A save of the same name was killed, or was of more ranks: the parts of parameters would be of different steps."""
     begin, step = b"\0\0\0\x40", b"\0\0\x40\x40"  # 2.0 and 3.0 steps

@@ -100,7 +100,7 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
         return FormatReader("megatron-ranks", read_megatron_ranks)
     torch_files = [name for name in names if name.endswith(SUFFIXES)]
     if torch_files == [_WITHOUT_ZERO]:
-        return FormatReader("torch-save", partial(read_torch_save, name=_WITHOUT_ZERO))
+        return FormatReader("torch-save", _read_without_zero)
     _refuse(storage, names, _PROGRAMS)
     try:
         index, files = weight_files(names)
@@ -134,6 +134,13 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
         kind = IncompatibleCheckpointError if torch_files else CheckpointNotFoundError
         raise kind(f"{storage.url} has {' and '.join(filter(None, what))}: give one")
     raise CheckpointNotFoundError(f"{storage.url} has no checkpoint of a known format (it has {', '.join(names[:5])})")
+
+
+def _read_without_zero(storage: Storage) -> ForeignCheckpoint:
+    found = read_torch_save(storage, _WITHOUT_ZERO)
+    if "param_shapes" in found.values:  # by which ZeRO divides the optimizer
+        _refuse(storage, [_WITHOUT_ZERO], _PROGRAMS)
+    return found
 
 
 def _refuse(storage: Storage, names: list[str], known: Mapping[str, str]) -> None:
