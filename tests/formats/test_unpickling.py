@@ -58,7 +58,8 @@ def test_containers_of_references():
     }
     assert decode_containers(Tree("f").encode(value)) == value
     named = CallRecord(GlobalName("torch", "Tensor"), (), state=[1])
-    assert decode_containers(Tree("f").encode([named, named])) == [[1], [1]]
+    instances = Tree("f").encode([named, {"a": named}])
+    assert Tree("f").encode(decode_containers(instances)) == instances
 
 
 def test_long_containers_and_shared_objects():

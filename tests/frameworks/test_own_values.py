@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import threading
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 import bytecheckpoint
+from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.optimizers.own_values import pack_own_values
 from tests.frameworks.memory import save
 from tests.support.worlds import on_ranks
@@ -75,6 +78,57 @@ def test_values_of_a_file_of_torch_save(tmp_path: Path) -> None:
     assert not notes(two) and two.count == 0.25 and two.count.dtype == torch.float32
     (note,) = notes(torch.optim.AdamW(other.parameters()))
     assert "has no place for 'count', 'form'" in note
+
+
+class Norm(enum.Enum):
+    AUTO = 1
+    SIGN = 2
+
+
+class Queued(torch.optim.SGD):
+    """Has an enum among its settings, a queue of tensors, and a value for each row of a matrix (pytorch_optimizer)."""
+
+    def __init__(self, parameters: Any, norm: Norm = Norm.AUTO) -> None:
+        super().__init__(parameters)
+        self.param_groups[0]["norm"] = norm
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state.setdefault("queue", deque(maxlen=3)).append(p.grad.clone())
+            state["exp_avg_sq"] = p.grad.square().sum(-1, keepdim=True)
+
+
+def test_forms_of_values_of_a_file(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    one = Queued(model.parameters(), Norm.SIGN)
+    for _ in range(2):
+        model(torch.rand(4, 3)).sum().backward()
+        one.step()
+    torch.save({"model": model.state_dict(), "optimizer": one.state_dict()}, tmp_path / "x.pt")
+    other = nn.Linear(3, 2)
+    two = Queued(other.parameters())
+    bytecheckpoint.load(tmp_path / "x.pt", {"model": other, "optimizer": two})
+    assert two.param_groups[0]["norm"] is Norm.SIGN
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert two.state[q]["queue"].maxlen == 3
+        assert all(map(torch.equal, one.state[p]["queue"], two.state[q]["queue"]))
+        assert torch.equal(one.state[p]["exp_avg_sq"], two.state[q]["exp_avg_sq"])
+
+
+class Slow(torch.optim.Optimizer):
+    """An optimizer around another one, both with a state (Lookahead of pytorch_optimizer)."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+        self.state = defaultdict(dict, {p: {"slow": p.detach().clone()} for p in inner.param_groups[0]["params"]})
+
+
+def test_two_states_in_one_optimizer_are_refused(tmp_path: Path) -> None:
+    """The inner one's was left out without a word."""
+    model, inner = trained(torch.optim.Adam)
+    with pytest.raises(UsageError, match="Slow holds another optimizer, Adam, with a state of its own"):
+        bytecheckpoint.save(tmp_path / "x", {"model": model, "optimizer": Slow(inner)})
 
 
 def test_a_wrapper_of_torch_that_counts() -> None:

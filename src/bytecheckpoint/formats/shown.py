@@ -12,7 +12,7 @@ from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.formats.decoded import Decoded
 from bytecheckpoint.formats.files import open_file
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
-from bytecheckpoint.formats.trees import BYTES_PER_VALUE, Tree, decode_containers
+from bytecheckpoint.formats.trees import BYTES_PER_VALUE, Tree, decode_containers, with_references
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.names import VALUES_NAME
@@ -135,7 +135,12 @@ def _placed(value: Any, fqn: str, path: tuple[object, ...], places: dict[str, tu
         return {key: _placed(item, fqn, (*path, key), places) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_placed(item, fqn, (*path, number), places) for number, item in enumerate(value))
-    return value
+
+    def renamed(name: str) -> str:
+        places[name] = fqn, key_of_path((*path, len(places)))  # a place of its own
+        return state_reference(*places[name])
+
+    return with_references(value, renamed)
 
 
 def nested_optimizer(tree: Any, identity: Callable[[dict[str, Any]], object] = repr) -> Any:

@@ -30,7 +30,7 @@ from bytecheckpoint.formats.sharded import ShardedValue
 from bytecheckpoint.representation.values.codes import Code
 from bytecheckpoint.representation.values.tree import MAX_DEPTH, TENSOR_CLASS, TensorRef, key_of_path
 
-__all__ = ["BYTES_PER_VALUE", "Tree", "decode_containers", "is_module"]
+__all__ = ["BYTES_PER_VALUE", "Tree", "decode_containers", "is_module", "with_references"]
 
 #: Values of all trees of one file, if it is no metadata of many tensors; long ones are counted by their bytes. A pickle may
 #: refer to one object from many places, so a small pickle can be a huge tree.
@@ -304,7 +304,7 @@ def _parts(value: object) -> dict[str, dict[Any, Any]]:
 def decode_containers(blob: bytes) -> Any:
     """Decode an encoded value as far as its lists, tuples, dicts and references to tensors.
 
-    Any other value with a code stays an `Ext`, which `Tree.encode` takes. An instance of a class becomes its plain value.
+    Any other value with a code stays an `Ext`, which `Tree.encode` takes, an instance of a class among them.
     """
     return _decoded(_unpack(blob[2:]))
 
@@ -325,7 +325,7 @@ def _decoded(value: Any) -> Any:
         match found:
             case [name, [TensorRef(name=tensor), bool(parameter), bool(requires_grad)]] if name == TENSOR_CLASS:
                 return TensorRef(tensor, parameter, requires_grad)
-        return found[1]
+        return value
     try:
         pairs = (OrderedDict if value.code == Code.ORDERED_DICT else dict)(zip(*found, strict=True))
     except TypeError:  # a key is an `Ext`, which has no hash
@@ -333,7 +333,22 @@ def _decoded(value: Any) -> Any:
     return pairs if len(pairs) == len(found[0]) else value
 
 
+def with_references(value: Any, renamed: Callable[[str], str]) -> Any:
+    """Return a value of `decode_containers` with other names of the tensors inside of its `Ext`s."""
+    if type(value) is list:
+        return [with_references(item, renamed) for item in value]
+    if type(value) is dict:
+        return {key: with_references(item, renamed) for key, item in value.items()}
+    if type(value) is not Ext or value.code not in _NESTED:
+        return value
+    inner = _unpack(value.data)
+    return Ext(value.code, _pack(renamed(inner) if value.code == Code.TENSOR else with_references(inner, renamed)))
+
+
 _CONTAINERS = frozenset((Code.TENSOR, Code.TUPLE, Code.REGISTERED, Code.DICT, Code.ORDERED_DICT))
+
+
+_NESTED = _CONTAINERS | {Code.DEFAULT_DICT, Code.DEQUE, Code.SIMPLE_NAMESPACE, Code.ARGPARSE_NAMESPACE}
 
 
 def _reference(value: TensorRef) -> Ext:

@@ -33,15 +33,17 @@ class HeldClasses:
 
     Args:
         live: objects that the load fills.
-        lenient: put placeholders in the places of instances that it cannot make; another program wrote the values.
+        lenient: put placeholders in the places of instances that it cannot make.
+        pickled: another program wrote the values; pickles hold enums and named tuples as calls.
 
     Attributes:
         unknown: name of the class of each placeholder that is in no other, by its id.
     """
 
-    def __init__(self, live: object, *, lenient: bool = False) -> None:
+    def __init__(self, live: object, *, lenient: bool = False, pickled: bool = False) -> None:
         self.unknown: dict[int, str] = {}
         self._lenient = lenient
+        self._pickled = pickled
         self._placeholders: list[object] = []  # keeps their ids in use
         self._live = live
         self._found: dict[str, Registration] | None = None
@@ -64,8 +66,8 @@ class HeldClasses:
             return self._placeholders[-1]
         if registration is None:
             raise unregistered_error(name)
-        if self._lenient and isinstance(saved, dict) and saved.keys() == {"args"}:
-            cls: Any = registration.cls  # pickles hold enums and named tuples as calls
+        if self._pickled and isinstance(saved, dict) and saved.keys() == {"args"}:
+            cls: Any = registration.cls
             if issubclass(cls, enum.Enum | tuple):
                 return replace(registration, decode=lambda args: cls(*args)).restore(saved["args"])
         return registration.restore(saved)

@@ -55,7 +55,7 @@ class ValueReader:
         self, state_name: str, saved: SavedStates, destination: Destination, live: object, *, lenient: bool = False
     ) -> None:
         self._state_name = state_name
-        self._classes = HeldClasses(live, lenient=lenient)
+        self._classes = HeldClasses(live, lenient=lenient, pickled=saved.is_foreign)
         self._saved = saved
         self._destination = destination
         # id of the empty tensor, or of its array -> (the saved tensor, the empty tensor, the destination of its elements).

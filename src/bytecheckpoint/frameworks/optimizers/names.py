@@ -100,6 +100,14 @@ def as_optimizers(state_name: str, value: object) -> list[Optimizer] | None:
     return found if len(found) == len(items) and (found or may_be_empty) else None
 
 
+def _optimizer_inside(optimizer: Optimizer) -> Optimizer | None:
+    """Return the optimizer around which another one with state is; of those without state, `unwrap_states` takes it."""
+    if not isinstance(optimizer, Optimizer) or not optimizer.state:
+        return None
+    others = (one for one in vars(optimizer).values() if isinstance(one, Optimizer))
+    return next((one for one in others if one.state is not optimizer.state), None)
+
+
 def named_groups(state_name: str, optimizers: Sequence[Optimizer], names: ParameterNames) -> list[ParamGroup]:
     """Return all param groups of `optimizers` with the names of their parameters.
 
@@ -112,6 +120,11 @@ def named_groups(state_name: str, optimizers: Sequence[Optimizer], names: Parame
         if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
             raise UsageError(
                 f"{state_name}: ZeroRedundancyOptimizer is not supported: use fully_shard (FSDP2) to shard its state"
+            )
+        if (inner := _optimizer_inside(optimizer)) is not None:
+            raise UsageError(
+                f"{state_name}: {type(optimizer).__name__} holds another optimizer, {type(inner).__name__}, with a state "
+                "of its own: save its state_dict() as a state, load into that of the new one, and call load_state_dict"
             )
         for index, group in enumerate(optimizer.param_groups):
             params: list[torch.Tensor] = group["params"]

@@ -168,6 +168,13 @@ def _convert_state(optimizer: Optimizer) -> None:
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
+def _follows(shape: Sequence[int], parameter: Sequence[int]) -> bool:
+    """Return whether a state may be that of a parameter: of each element, each row or column, or one for all (NovoGrad)."""
+    if not shape:
+        return True
+    return len(shape) == len(parameter) and all(n in (1, of) for n, of in zip(shape, parameter, strict=True))
+
+
 def _check_order(state_name: str, groups: Sequence[ParamGroup], trees: SavedTrees, saved: SavedStates) -> None:
     """Check that parameters that a checkpoint knows by number are those here, as far as it says what they are.
 
@@ -185,8 +192,8 @@ def _check_order(state_name: str, groups: Sequence[ParamGroup], trees: SavedTree
     for group in groups:
         for parameter, (fqn, aliases) in zip(group.params, group.names, strict=True):
             for found in saved.slots(state_name, (fqn, *aliases)):
-                shape = found.global_shape  # () of one value for a whole parameter (NovoGrad)
-                if found.key.slot in _BY_ELEMENT and shape and shape != tuple(parameter.shape):
+                shape = found.global_shape
+                if found.key.slot in _BY_ELEMENT and not _follows(shape, parameter.shape):
                     raise IncompatibleCheckpointError(
                         f"{found.key} has shape {shape}, and the parameter with this number here, {fqn}, has "
                         f"{tuple(parameter.shape)}: the optimizer's parameters have another order"

@@ -76,7 +76,8 @@ class SavedTrees:
         self._state_name = state_name
         self._saved = saved
         self._live = live
-        self._classes = HeldClasses([(group.live, dict(group.optimizer.state)) for group in live])
+        holders = [(group.live, dict(group.optimizer.state)) for group in live]
+        self._classes = HeldClasses(holders, pickled=saved.is_foreign)
         self._taken: set[int] = set()  # ids of the values that a parameter has got
         self._live_parameters: dict[str, tuple[torch.Tensor, Optimizer]] | None = None  # by saved name
         missing = [name for group in live for name in group.names if self._names(*name)]
