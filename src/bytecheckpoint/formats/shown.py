@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -12,6 +12,7 @@ from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.formats.decoded import Decoded
 from bytecheckpoint.formats.files import open_file
 from bytecheckpoint.formats.foreign import ForeignCheckpoint, ForeignColumns
+from bytecheckpoint.formats.optimizer_dicts import names_of_parameters, nested_optimizer
 from bytecheckpoint.formats.trees import BYTES_PER_VALUE, Tree, decode_containers, with_references
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.dtypes import itemsize
@@ -19,12 +20,10 @@ from bytecheckpoint.representation.names import VALUES_NAME
 from bytecheckpoint.representation.values.tree import PACKED_TENSOR, TensorRef, key_of_path, state_reference
 from bytecheckpoint.storage.base import Storage
 
-__all__ = ["flat_optimizer", "names_of_parameters", "nested_optimizer", "with_values"]
+__all__ = ["with_values"]
 
 #: Longest tensor among hyperparameters.
 _MOST_HYPERPARAMETER_BYTES: Final = 1 << 20
-#: Beginnings of the keys of a flat state_dict of an optimizer.
-_STATE, _GROUPS = "state.", "param_groups."
 #: Names of the masters of parameters in other programs, and here.
 _SLOTS: Final = {"fp32": "master"}
 
@@ -141,59 +140,3 @@ def _placed(value: Any, fqn: str, path: tuple[object, ...], places: dict[str, tu
         return state_reference(*places[name])
 
     return with_references(value, renamed)
-
-
-def nested_optimizer(tree: Any, identity: Callable[[dict[str, Any]], object] = repr) -> Any:
-    """Return a flat state_dict of an optimizer, as `flatten_optimizer_state_dict` makes it, nested; other values unchanged.
-
-    Args:
-        tree: "state.FQN.slot" and "param_groups.FQN.lr" with their values.
-        identity: function whose results are equal for the settings of parameters of one group.
-    """
-    if not isinstance(tree, dict) or not all(str(key).startswith((_STATE, _GROUPS)) for key in tree):
-        return tree
-    slots: dict[str, dict[str, Any]] = {}
-    settings: dict[str, dict[str, Any]] = {}
-    for key, item in tree.items():
-        found, rest = (slots, key[len(_STATE) :]) if key.startswith(_STATE) else (settings, key[len(_GROUPS) :])
-        fqn, _, name = rest.rpartition(".")
-        if name != "param_names":  # those of the whole group, in its order
-            found.setdefault(fqn, {})[name] = item
-    groups: dict[object, dict[str, Any]] = {}
-    for fqn, group in settings.items():
-        groups.setdefault(identity(group), {"params": [], **group})["params"].append(fqn)
-    return {"state": slots, "param_groups": list(groups.values())} if settings else tree
-
-
-def flat_optimizer(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state_dict, with names of parameters, in the flat form; see `nested_optimizer`."""
-    slots = {f"{_STATE}{fqn}.{slot}": item for fqn, found in tree["state"].items() for slot, item in found.items()}
-    settings = {
-        f"{_GROUPS}{fqn}.{name}": item
-        for group in tree["param_groups"]
-        for fqn in group["params"]
-        for name, item in group.items()
-        if name not in {"params", "param_names"}
-    }
-    return slots | settings
-
-
-def names_of_parameters(tree: Any) -> dict[Any, str] | None:
-    """Return the name of each parameter in an optimizer's state_dict; None if the tree is none."""
-    if not (isinstance(tree, dict) and {"state", "param_groups"} <= tree.keys() and isinstance(tree["state"], dict)):
-        return None
-    groups = tree["param_groups"]
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        return None
-    names: dict[Any, str] = {}
-    for group in groups:
-        params, given = group.get("params"), group.get("param_names")
-        if not isinstance(params, list) or {*map(type, params)} not in (set(), {int}, {str}):
-            return None
-        if not isinstance(given, list) or [*map(type, given)] != [str] * len(params):
-            given = [p if isinstance(p, str) else f"#{p}" for p in params]
-        names.update(zip(params, given, strict=True))
-    sound = all(isinstance(slots, dict) for slots in tree["state"].values())
-    if all(isinstance(name, str) for name in names):  # a tied parameter may have its state under each of its names
-        names = {**{name: name for name in tree["state"] if isinstance(name, str)}, **names}
-    return names if sound and tree["state"].keys() <= names.keys() else None

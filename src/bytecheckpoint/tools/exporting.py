@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.formats.megatron import MARKER
-from bytecheckpoint.formats.shown import flat_optimizer
+from bytecheckpoint.formats.optimizer_dicts import flat_optimizer
 from bytecheckpoint.opening.view import CheckpointView
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.posix.storage import LocalStorage

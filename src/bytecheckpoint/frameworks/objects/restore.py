@@ -10,7 +10,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError, listed
-from bytecheckpoint.formats.shown import flat_optimizer
+from bytecheckpoint.formats.optimizer_dicts import flat_optimizer
 from bytecheckpoint.frameworks.base import Destination, SavedStates
 from bytecheckpoint.frameworks.objects.capture import (
     STATES_BY_NAME,

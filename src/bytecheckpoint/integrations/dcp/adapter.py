@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bytecheckpoint.formats.shown import names_of_parameters, nested_optimizer
+from bytecheckpoint.formats.optimizer_dicts import names_of_parameters, nested_optimizer
 from bytecheckpoint.frameworks.base import Destination, SavedStates, Strict, UserNames
 from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.frameworks.objects.capture import STATES_BY_NAME
