@@ -15,6 +15,7 @@ __all__ = [
     "bare_name",
     "children",
     "known_wrappers",
+    "optimizers_inside",
     "unwrap_states",
     "unwrapped",
     "walk_modules",
@@ -91,7 +92,7 @@ def _unwrap(value: Any, wrappers: list[tuple[type, str]]) -> Any:
             value = getattr(value, attribute)
     # An optimizer around another one (Lookahead of timm), whose state is all in that one.
     while isinstance(value, Optimizer) and not getattr(value, "state", True):
-        inside = [one for one in vars(value).values() if isinstance(one, Optimizer)]
+        inside = optimizers_inside(value)
         if len(inside) != 1 or inside[0].param_groups is not value.param_groups or inside[0].state is value.state:
             break
         value = inside[0]
@@ -163,6 +164,11 @@ def children(
                 break
         else:
             yield name, child, f"{bare}{name}.", False
+
+
+def optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that another one, which is around them, has as attributes."""
+    return [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
 
 
 def without_wrappers(name: str) -> str:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import ParameterName, UserNames
+from bytecheckpoint.frameworks.wrappers import optimizers_inside
 
 __all__ = ["NOT_HYPERPARAMETERS", "ParamGroup", "ParameterNames", "as_optimizers", "named_groups"]
 
@@ -104,15 +105,15 @@ def _optimizer_inside(optimizer: Optimizer) -> Optimizer | None:
     """Return the optimizer around which another one with state is; of those without state, `unwrap_states` takes it."""
     if not isinstance(optimizer, Optimizer) or not optimizer.state:
         return None
-    others = (one for one in vars(optimizer).values() if isinstance(one, Optimizer))
-    return next((one for one in others if one.state is not optimizer.state), None)
+    return next((one for one in optimizers_inside(optimizer) if one.state is not optimizer.state), None)
 
 
 def named_groups(state_name: str, optimizers: Sequence[Optimizer], names: ParameterNames) -> list[ParamGroup]:
     """Return all param groups of `optimizers` with the names of their parameters.
 
     Raises:
-        UsageError: a parameter has no name or stands in two groups, or two parameters that are not replicas share a name.
+        UsageError: a parameter has no name or stands in two groups, two parameters that are not replicas share a name, or
+            an optimizer is around another one, and both have a state.
     """
     seen: dict[str, list[int]] = {}  # name -> ids of its parameters
     groups: list[ParamGroup] = []

@@ -1,9 +1,9 @@
 """Ask tensors and other objects for the shards that they list themselves, by this package's protocol or by torch's.
 
 `__bytecheckpoint_shards__` (see `SupportsShards`) is for code with its own sharding scheme. A ShardedTensor, as FSDP1
-puts into sharded state_dicts, has a list of its shards. torch's protocol for
-checkpointable tensors (torch/distributed/_checkpointable.py: `__create_write_items__`, `__create_chunk_list__`,
-`__get_tensor_shard__`) is the one that torch's distributed checkpoint uses, so types written for it work here.
+puts into sharded state_dicts, has a list of its shards. torch's protocol for checkpointable tensors
+(torch/distributed/_checkpointable.py: `__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`) is the
+one that torch's distributed checkpoint uses, so types written for it work here.
 """
 
 from __future__ import annotations
