@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError, listed
 from bytecheckpoint.formats.alike_objects import column
 from bytecheckpoint.formats.dcp_items import ItemReader, checked_boxes, decompressed, same_items
 from bytecheckpoint.formats.decoded import Decoded
@@ -265,7 +265,7 @@ def with_states(storage: Storage, content: DcpContent) -> ForeignCheckpoint:
         values = _values(content, tree)
     tree.notes += content.metadata.notes
     if content.beside:  # of Lightning, say
-        tree.notes.append(f"{', '.join(content.beside[:5])}: not read, since DCP's files lie beside; give one by name")
+        tree.notes.append(f"{listed(content.beside)}: not read, since DCP's files lie beside; give one by name")
     return ForeignCheckpoint("dcp", content.columns, values, tree.notes, content.rows, content.sums, made=content.made)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError
+from bytecheckpoint.errors import CheckpointNotFoundError, IncompatibleCheckpointError, listed
 from bytecheckpoint.formats.archives import is_zip
 from bytecheckpoint.formats.dcp import METADATA, metadata_files, read_dcp
 from bytecheckpoint.formats.deepspeed import OPTIMIZER_FILE, UNIVERSAL_FILE, read_deepspeed
@@ -126,13 +126,10 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
         return FormatReader("rank-files", read_rank_files)
     if torch_files or below:
         here, folders = [name for name in torch_files if "/" not in name], sorted(set(below.values()))
-        what = [
-            f"files of torch.save ({', '.join(here[:5])}{', ...' * (len(here) > 5)})" * bool(here),
-            f"checkpoints in folders ({', '.join(map(repr, folders[:5]))}{', ...' * (len(folders) > 5)})"
-            * bool(folders),
-        ]
+        what = [f"files of torch.save ({listed(here)})"] if here else []
+        what += [f"checkpoints in folders ({listed([*map(repr, folders)])})"] if folders else []
         kind = IncompatibleCheckpointError if torch_files else CheckpointNotFoundError
-        raise kind(f"{storage.url} has {' and '.join(filter(None, what))}: give one")
+        raise kind(f"{storage.url} has {' and '.join(what)}: give one")
     raise CheckpointNotFoundError(f"{storage.url} has no checkpoint of a known format (it has {', '.join(names[:5])})")
 
 

@@ -130,11 +130,11 @@ def read_rank_files(storage: Storage) -> ForeignCheckpoint:
         )
     left_out = []
     if described and described.others:
-        names_of = ", ".join(described.others[:5])
-        left_out.append(f"{names_of}: not read, since {METADATA} does not say the places of their tensors")
+        unplaced = listed(described.others)
+        left_out.append(f"{unplaced}: not read, since {METADATA} does not say the places of their tensors")
     read = {name for names in groups.values() for name in names.values()}
     if beside := [name for name in present if name.endswith(SUFFIXES) and name not in read]:
-        left_out.append(f"{', '.join(beside[:5])}: not read, since files of ranks lie beside; give one by name")
+        left_out.append(f"{listed(beside)}: not read, since files of ranks lie beside; give one by name")
     tree.notes += left_out
     facts: dict[str, Any] = {"world_size": max(counts)} | ({"left_out": left_out} if left_out else {})
     return ForeignCheckpoint("rank-files", columns, values, tree.notes, sums=files.sums(), facts=facts)

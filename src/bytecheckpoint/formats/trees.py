@@ -38,6 +38,7 @@ _MOST_VALUES: Final = 500_000
 BYTES_PER_VALUE: Final = 64
 _INT64_MIN, _UINT64_MAX = -(2**63), 2**64 - 1
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
+#: Calls in pickles that make tensors without a place in the file -> what these are.
 _OTHER_TENSORS = {
     "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
     "torch._utils._rebuild_nested_tensor": "a nested tensor",
@@ -282,7 +283,7 @@ def _is_zone(value: object) -> bool:
 
 def is_module(value: object) -> bool:
     """Return whether a value is a `torch.nn.Module` that a pickle holds whole, or one of TorchScript."""
-    return _is_scripted(value) or bool(_parts(value))
+    return bool(_parts(value))
 
 
 def _is_scripted(value: object) -> bool:
@@ -346,8 +347,7 @@ def with_references(value: Any, renamed: Callable[[str], str]) -> Any:
 
 
 _CONTAINERS = frozenset((Code.TENSOR, Code.TUPLE, Code.REGISTERED, Code.DICT, Code.ORDERED_DICT))
-
-
+# Codes of values that may hold tensors.
 _NESTED = _CONTAINERS | {Code.DEFAULT_DICT, Code.DEQUE, Code.SIMPLE_NAMESPACE, Code.ARGPARSE_NAMESPACE}
 
 
