@@ -161,6 +161,34 @@ def test_state_made_from_local_tensors() -> None:
         assert equal(dict(optimizer.state[p]), dict(again.state[p]))
 
 
+def weighed_state(p: torch.Tensor, state: dict[str, Any]) -> None:
+    """Make a plain tensor of one element beside DTensors, as QHAdam does."""
+    state.update(average=torch.zeros_like(p) + p.detach(), weight=torch.full((1,), 3.0))
+
+
+@on_ranks(WORLD)
+def test_one_value_beside_shards_of_one_element() -> None:
+    """It was taken for a part of the parameter, which the optimizer got back six times as long."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = fully_shard(nn.Linear(2, WORLD), mesh=mesh(dp=WORLD))
+        return net, OwnState(net.parameters(), weighed_state)
+
+    (net, one), (live, two) = build(), build()
+    one.step()
+    saved = checkpoint({"model": net, "optimizer": one})
+    for again in (False, True):  # into the memory of the first load, then
+        saved.load({"model": live, "optimizer": two})
+        for p, q in zip(net.parameters(), live.parameters(), strict=True):
+            assert two.state[q]["weight"].shape == (1,) and float(two.state[q]["weight"]) == 3, again
+            assert equal(one.state[p]["average"], two.state[q]["average"])
+            two.state[q]["weight"].zero_()
+    local = OwnState(live.parameters(), weighed_state)
+    local.step()
+    saved.load({"model": live, "optimizer": local})
+    assert local.state[live.bias]["weight"] == 3 and type(local.state[live.bias]["weight"]) is torch.Tensor
+
+
 def factored_state(p: torch.Tensor, state: dict[str, Any]) -> None:
     """Update state in place that has another shape than the parameter."""
     rows = p.detach().mean(dim=-1, keepdim=True)

@@ -82,7 +82,7 @@ def capture_optimizers(
         owner = owners[fqn]
         slot = tensor_name(path[2:], owner.slots)
         owner.slots[slot] = tensor
-        like = layout_of(tensor, owner.parameter)
+        like = layout_of(tensor, owner.parameter, owner.slots)
         add_shards(state.shards, TensorKey(state_name, fqn, slot), tensor, aliases=owner.aliases, like=like)
         return state_reference(fqn, slot)
 
@@ -190,7 +190,7 @@ def _capture_state(
             values[slot] = capture_wrapped(TensorKey(state_name, fqn, slot), value, aliases, shards)
         elif isinstance(value, torch.Tensor) and type(slot) is str and slot:
             slots[slot] = value
-            like = layout_of(value, parameter) if sharded else None
+            like = layout_of(value, parameter, own) if sharded else None
             add_shards(shards, TensorKey(state_name, fqn, slot), value, aliases=aliases, like=like)
         else:
             values[slot] = value
@@ -206,11 +206,18 @@ def _check_equal_state(state_name: str, fqn: str, first: _CapturedParameter, oth
         )
 
 
-def layout_of(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:
+def layout_of(value: torch.Tensor, parameter: torch.Tensor, state: Mapping[Any, Any]) -> torch.Tensor | None:
     """Return `parameter` if `value` is a plain tensor that an optimizer made like the local part of that DTensor.
 
-    A plain tensor of the whole parameter's shape is replicated: None.
+    A plain tensor of the whole parameter's shape is replicated, and so is one element beside DTensors: None.
+
+    Args:
+        value: a tensor of the parameter's state.
+        parameter: the parameter.
+        state: all of its state.
     """
     if not is_dtensor(parameter) or is_dtensor(value):
         return None
-    return parameter if value.shape == local_tensor(parameter).shape and value.shape != parameter.shape else None
+    if value.shape != local_tensor(parameter).shape or value.shape == parameter.shape:
+        return None
+    return None if value.numel() == 1 and any(map(is_dtensor, state.values())) else parameter

@@ -255,7 +255,7 @@ class PlainParameterRestore:
                     target = allocate_state(found, self._parameter, dtype, on_device=self._on_device)
                 used.add(id(target))
                 self._tensors[slot] = target
-            like = layout_of(target, self._parameter)
+            like = self._layout_of(target, found)
             request_state(destination, found, target, aliases=self._aliases, like=like)
         if self._aliases:
             # Tied here, but stored separately (two pipeline stages): the load knows the other copies.
@@ -284,5 +284,10 @@ class PlainParameterRestore:
         self._optimizer.state.pop(self._parameter, None)
 
     def _fits(self, live: torch.Tensor, found: SavedTensor, dtype: torch.dtype) -> bool:
-        whole = live if layout_of(live, self._parameter) is None else self._parameter
+        whole = live if self._layout_of(live, found) is None else self._parameter
         return tuple(whole.shape) == found.global_shape and live.dtype == dtype and is_writable(live)
+
+    def _layout_of(self, live: torch.Tensor, found: SavedTensor) -> torch.Tensor | None:
+        """Return `layout_of` a tensor that is a part only if the saved one is as large as the parameter."""
+        is_by_element = found.global_shape == tuple(self._parameter.shape)
+        return layout_of(live, self._parameter, {}) if is_by_element else None
