@@ -189,7 +189,7 @@ def test_a_live_optimizer_fills_an_empty_dict() -> None:
     live: dict[str, Any] = {}
     save({"model": net, "optimizer": optimizer}).load({"optimizer": live})
     assert torch.equal(live["state"]["weight"]["exp_avg"], optimizer.state[net.weight]["exp_avg"])
-    assert live["groups"][0]["lr"] == 0.001
+    assert live["param_groups"][0]["lr"] == 0.001
 
 
 def rows(first: int, data: torch.Tensor) -> Any:

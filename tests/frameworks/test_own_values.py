@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 import bytecheckpoint
-from bytecheckpoint.errors import UsageError
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.optimizers.own_values import pack_own_values
+from bytecheckpoint.tools import export
 from tests.frameworks.memory import save
 from tests.support.worlds import on_ranks
 
@@ -114,6 +115,97 @@ def test_forms_of_values_of_a_file(tmp_path: Path) -> None:
         assert two.state[q]["queue"].maxlen == 3
         assert all(map(torch.equal, one.state[p]["queue"], two.state[q]["queue"]))
         assert torch.equal(one.state[p]["exp_avg_sq"], two.state[q]["exp_avg_sq"])
+
+
+class Counting(torch.optim.SGD):
+    """Keeps counts beside the state of its parameters (MADGRAD, SPAM), and moments in other forms than theirs."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        state: Any = self.state
+        state.setdefault("k", torch.tensor([0])).add_(1)
+        state["ema"] = {"short": 0.5}
+        for p in self.param_groups[0]["params"]:
+            state[p]["exp_avg"] = p.grad.flatten().bfloat16()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["exp_avg"] = self.state[p]["exp_avg"].bfloat16()
+
+
+def counted(steps: int = 2) -> tuple[nn.Module, Counting]:
+    model = nn.Linear(3, 2)
+    optimizer = Counting(model.parameters())
+    for _ in range(steps):
+        model(torch.rand(4, 3)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def assert_counted(model: nn.Module, optimizer: Counting, other: nn.Module, got: Counting) -> None:
+    assert got.state["k"] == 2 and got.state["ema"] == {"short": 0.5}  # type: ignore[index]
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.state[p]["exp_avg"], got.state[q]["exp_avg"])
+        assert got.state[q]["exp_avg"].dtype == torch.bfloat16
+
+
+def test_state_of_no_parameter_in_a_file(tmp_path: Path) -> None:
+    """It was refused; the moments became float32, with which the next step of such an optimizer failed."""
+    (model, one), (other, two), (_, three) = counted(), counted(0), counted(0)
+    torch.save({"model": model.state_dict(), "optimizer": one.state_dict()}, tmp_path / "x.pt")
+    assert not bytecheckpoint.load(tmp_path / "x.pt", {"model": other, "optimizer": two}).notes
+    assert_counted(model, one, other, two)
+    states: dict[str, Any] = {"model": other, "optimizer": {}}
+    bytecheckpoint.load(tmp_path / "x.pt", states)
+    assert states["optimizer"].keys() == {"state", "param_groups"}
+    assert states["optimizer"]["state"].keys() == {"k", "ema", 0, 1}
+    three.load_state_dict(states["optimizer"])
+    assert three.state["k"] == 2  # type: ignore[index]
+
+
+@pytest.mark.parametrize("format_", ["torch", "dcp"])
+def test_state_of_no_parameter_is_exported(tmp_path: Path, format_: Any) -> None:
+    """It was left out without a word: MADGRAD began anew with its rate."""
+    (model, one), (other, two) = counted(), counted(0)
+    bytecheckpoint.save(tmp_path / "own", {"model": model, "optimizer": one})
+    export(tmp_path / "own", tmp_path / "out.pt", format=format_)
+    bytecheckpoint.load(tmp_path / "out.pt", {"model": other, "optimizer": two})
+    assert_counted(model, one, other, two)
+
+
+def test_state_that_names_parameters_by_numbers_is_refused(tmp_path: Path) -> None:
+    """Only the optimizer knows whether its numbers are those of parameters (TRAC)."""
+    model, one = counted()
+    state = {**one.state_dict()["state"], "ema": [{0: torch.ones(2)}]}
+    torch.save({"model": model.state_dict(), "optimizer": {**one.state_dict(), "state": state}}, tmp_path / "x.pt")
+    with pytest.raises(IncompatibleCheckpointError, match="load it into a dict"):
+        bytecheckpoint.load(tmp_path / "x.pt", {"model": model, "optimizer": one})
+
+
+class Warming(torch.optim.SGD):
+    """Has an optimizer inside that steps something else, among the values of its state_dict (SPAM)."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.inner = torch.optim.SGD([nn.Parameter(torch.zeros(1))], momentum=0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.inner.load_state_dict(state_dict["inner"])
+
+
+def test_an_optimizer_among_the_values() -> None:
+    """Its state was lost."""
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    one, two = Warming(model.parameters()), Warming(other.parameters())
+    one.inner.param_groups[0]["params"][0].grad = torch.ones(1)
+    one.inner.step()
+    save({"model": model, "optimizer": one}).load({"model": other, "optimizer": two})
+    assert next(iter(two.inner.state.values()))["momentum_buffer"] == 1
 
 
 class Slow(torch.optim.Optimizer):

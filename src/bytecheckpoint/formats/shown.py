@@ -47,14 +47,17 @@ def with_values(checkpoint: ForeignCheckpoint, storage: Storage) -> tuple[Catalo
         tree = nested_optimizer(decode_containers(blob))
         if (names := names_of_parameters(tree)) is not None:
             own = {key: value for key, value in tree.items() if key not in ("state", "param_groups")}
-            small = columns.small_tensors(state, _MOST_HYPERPARAMETER_BYTES) if own else set()
+            shared = {key: value for key, value in tree["state"].items() if key not in names}
+            small = columns.small_tensors(state, _MOST_HYPERPARAMETER_BYTES) if own or shared else set()
             own = {key: value for key, value in own.items() if small.issuperset(_tensors_in(value))}
-            tensors = [*_tensors_in(tree["param_groups"]), *_tensors_in(own)]
+            shared = {key: value for key, value in shared.items() if small.issuperset(_tensors_in(value))}
+            tensors = [*_tensors_in(tree["param_groups"]), *_tensors_in([own, shared])]
             taken, rows = columns.take(state, tensors, rows) if tensors else ({}, rows)
             packed = {name: _packed(storage, made, *one) for name, one in taken.items()}
             values = _by_parameters(columns, state, tree, names, packed)
             if own:
                 values["own"] = [_with_packed(own, packed)]
+            values["globals"] = [_with_packed(shared, packed)]
             most = len(blob)  # as many values as bytes: the reader has counted them
             content = Tree(storage.url, BYTES_PER_VALUE * most).encode(values)
             if any(name.startswith("#") for name in names.values()):
@@ -111,7 +114,7 @@ def _by_parameters(
     places: dict[str, tuple[str, str]] = {}
     plain: dict[str, dict[str, Any]] = {}
     for parameter, slots in tree["state"].items():
-        for slot, value in slots.items():
+        for slot, value in slots.items() if parameter in names else ():
             if isinstance(value, TensorRef):
                 places[value.name] = names[parameter], _SLOTS.get(slot, slot)
             else:

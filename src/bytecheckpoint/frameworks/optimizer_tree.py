@@ -26,6 +26,7 @@ from bytecheckpoint.representation.values.tree import PACKED_TENSOR
 __all__ = [
     "comparable_bytes",
     "is_optimizer_tree",
+    "optimizer_state_dict",
     "pack_tensors",
     "unpack_tensors",
 ]
@@ -59,6 +60,14 @@ def is_optimizer_tree(value: Any) -> bool:
             "the optimizer's values do not have the form of an optimizer; use another checkpoint"
         )
     return True
+
+
+def optimizer_state_dict(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the tree of optimizers as one's state_dict has its values; those of several beside parameters are no part."""
+    globals_, own = ([unpack_tensors(one) for one in tree.get(part, ())] for part in ("globals", "own"))
+    groups = unpack_tensors(tree["groups"])
+    state = {**(globals_[0] if len(globals_) == 1 else {}), **tree["state"]}
+    return {"state": state, "param_groups": groups, **(own[0] if len(own) == 1 else {})}
 
 
 def _are(kind: type, values: Any) -> bool:

@@ -58,7 +58,10 @@ def parameters_of(
     if f"{optimizer}/param_groups" not in view:
         raise UsageError(f"{view.path}: {optimizer!r} has no param groups: it is no optimizer")
     saved = state_dict_of(view, optimizer)
-    steps = _steps(view, f"{optimizer}/state/", saved["state"])
+    trained = {
+        fqn: saved["state"][fqn] for group in saved["param_groups"] for fqn in group["params"] if fqn in saved["state"]
+    }
+    steps = _steps(view, f"{optimizer}/state/", trained)
     parameters: dict[str, Parameter] = {}
     groups: list[dict[str, Any]] = []
     for group in saved["param_groups"]:

@@ -22,13 +22,14 @@ def state_dict_of(view: CheckpointView, state: str, *, param_names: bool = False
     """Return the values of a state in their containers, with an `Entry` for each tensor.
 
     An optimizer becomes {"state": {name: {slot: value}}, "param_groups": [...]} with parameters by name, as torch's
-    `get_optimizer_state_dict` returns it; modules become {name: tensor}.
+    `get_optimizer_state_dict` returns it, and further entries that its own state_dict has; modules become {name: tensor}.
 
     Args:
         view: the checkpoint.
         state: name of the state.
         param_names: give param groups the names of their parameters, as those of an optimizer of named parameters have
-            them. DCP loads what the live optimizer has, so that others leave them.
+            them, and leave out further entries. DCP loads what the live optimizer has, so that others leave them, and
+            makes texts of keys.
 
     Raises:
         IncompatibleCheckpointError: a value is an instance of a class that is not registered here.
@@ -36,7 +37,7 @@ def state_dict_of(view: CheckpointView, state: str, *, param_names: bool = False
     tensors = {key: view[key] for key in view.keys_of(state) if view.stored_under(key) is not None}
     groups = f"{state}/param_groups"
     if groups in view:
-        found = _optimizer(view, state, tensors)
+        found = _optimizer(view, state, tensors, own=not param_names)
         if param_names:
             found["param_groups"] = [{**group, "param_names": [*group["params"]]} for group in found["param_groups"]]
         return found
@@ -48,8 +49,17 @@ def state_dict_of(view: CheckpointView, state: str, *, param_names: bool = False
     return {key.removeprefix(f"{state}/"): entry for key, entry in tensors.items() if key not in inside} | tree
 
 
-def _optimizer(view: CheckpointView, state: str, tensors: dict[str, Entry]) -> dict[str, Any]:
+def _optimizer(view: CheckpointView, state: str, tensors: dict[str, Entry], *, own: bool) -> dict[str, Any]:
+    """Return the state_dict of an optimizer; with `own`, its entries beside "state" and "param_groups" too."""
     found: dict[str, Any] = {"state": {}, "param_groups": view[f"{state}/param_groups"]}
+    for part, place in (("globals", found["state"]), ("own", found if own else {})):
+        values = view.get(f"{state}/{part}", [])
+        if len(values) > 1:
+            _log.warning(
+                "%s: values of several optimizers in %r that belong to no parameter are left out", view.path, state
+            )
+        elif values:
+            place.update(values[0])
     containers = view.containers_of(state)
     if containers and view.is_renamed:
         raise IncompatibleCheckpointError(

@@ -25,7 +25,7 @@ from bytecheckpoint.frameworks.objects.reader import (
     missing_tensor_error,
     objects_without_value,
 )
-from bytecheckpoint.frameworks.optimizer_tree import is_optimizer_tree, unpack_tensors
+from bytecheckpoint.frameworks.optimizer_tree import is_optimizer_tree, optimizer_state_dict
 from bytecheckpoint.frameworks.tensors.allocation import FilledMemory, make_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtensors import PLAIN_TYPES
@@ -91,11 +91,12 @@ def load_object(
 def _read_everything(state_name: str, saved: SavedStates, reader: ValueReader, *, merge: bool) -> Any:
     """Read all that the checkpoint holds of the state: this rank's tree, or with `merge` all trees and all tensors."""
     own = saved.tree(state_name)
+    value: Any = {} if own is None else reader.read(own)
+    merge = merge or is_optimizer_tree(value)
     if own is not None and not merge:
-        return reader.read(own)
+        return value
     # In the states by name, the ranks' trees are parts of one (pipeline stages), and the tensors of a live module or
     # optimizer are in no tree.
-    value: Any = {} if own is None else reader.read(own)
     for blob in saved.trees(state_name):
         if blob != own:
             value = _merge_dicts(value, reader.read(blob))
@@ -117,7 +118,19 @@ def _read_everything(state_name: str, saved: SavedStates, reader: ValueReader, *
                 value.setdefault("state", {}).setdefault(key.fqn, {})[key.slot] = reader.empty(found)
             else:
                 value[key.fqn] = reader.empty(found)
-    return value
+    return _optimizer_state_dict(value) if is_optimizer_tree(value) else value
+
+
+def _optimizer_state_dict(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of an optimizer as its state_dict has them, with numbers where only these are known."""
+
+    def number(name: str) -> str | int:
+        return int(name[1:]) if name.startswith("#") else name
+
+    found = optimizer_state_dict(tree)
+    state = {number(name): slots for name, slots in found["state"].items()}
+    groups = [{**group, "params": [*map(number, group["params"])]} for group in found["param_groups"]]
+    return {**found, "state": state, "param_groups": groups}
 
 
 def _merge_dicts(first: Any, second: Any) -> Any:
@@ -174,7 +187,7 @@ def _as_state_dict(value: Any, live: Any) -> Any:
     """Return the saved values of an optimizer as a state_dict has them, nested or flat as `live`; others unchanged."""
     if not is_optimizer_tree(value):
         return value
-    found = {"state": value["state"], "param_groups": unpack_tensors(value["groups"])}
+    found = optimizer_state_dict(value)
     return found if "param_groups" in live else {k: item for k, item in flat_optimizer(found).items() if k in live}
 
 

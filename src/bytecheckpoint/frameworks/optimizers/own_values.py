@@ -18,7 +18,7 @@ from bytecheckpoint.frameworks.base import Destination
 from bytecheckpoint.frameworks.optimizer_tree import pack_tensors, unpack_tensors
 from bytecheckpoint.frameworks.optimizers.view import live_optimizer
 
-__all__ = ["load_own_values", "pack_own_values"]
+__all__ = ["load_own_values", "loads_itself", "pack_own_values"]
 
 _PATCHED = threading.Lock()
 
@@ -33,7 +33,7 @@ def _own_values(live: Optimizer | None) -> dict[str, Any]:
     overridden = _method(live, "state_dict") is not Optimizer.state_dict
     if live is None or not (overridden or getattr(live, "_optimizer_state_dict_post_hooks", None)):
         return {}  # a call would cost time
-    with _without_torchs_part():
+    with _without_torchs_part(live):
         return {key: value for key, value in live.state_dict().items() if key not in ("state", "param_groups")}
 
 
@@ -58,13 +58,18 @@ def load_own_values(
                 f"{state_name}: {name} keeps {_quoted(lacking)} of its state_dict, which the checkpoint does not have"
             )
         before, after = _load_hooks(live)
-        takes = before or _method(live, "load_state_dict") is not Optimizer.load_state_dict
+        takes = before or loads_itself(optimizer)
         if values and not takes:
             destination.notes.append(
                 f"{state_name}: {name} has no place for {_quoted(values)}, which the checkpoint has"
             )
         if live is not None and (before or after or (values and takes)):
             destination.finish.append(partial(_load, live, values))
+
+
+def loads_itself(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer's class has a load_state_dict of its own."""
+    return _method(live_optimizer(optimizer), "load_state_dict") is not Optimizer.load_state_dict
 
 
 def _method(live: Optimizer | None, name: str) -> object:
@@ -76,7 +81,7 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def _load(live: Optimizer, values: Mapping[str, Any]) -> None:
-    with _without_torchs_part():
+    with _without_torchs_part(live):
         if values:
             live.load_state_dict({**live.state_dict(), **unpack_tensors(values)})
         else:
@@ -84,20 +89,25 @@ def _load(live: Optimizer, values: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _without_torchs_part() -> Iterator[None]:
-    """Let state_dict and load_state_dict of torch's Optimizer run hooks, and do nothing else, in this thread.
+def _without_torchs_part(optimizer: Optimizer) -> Iterator[None]:
+    """Let torch's state_dict and load_state_dict of an optimizer run hooks, and do nothing else, in this thread.
 
     State and groups are saved and loaded by other means: torch would cast the state and replace the groups. ZeRO's stage 3
     takes the parameters out of the groups, and torch's state_dict then fails.
+
+    An optimizer inside that has the same state counts as the same one; another one is a value among others.
     """
     base: Any = Optimizer
-    own = threading.get_ident()
+    own, state = threading.get_ident(), getattr(optimizer, "state", None)
+
+    def is_same(live: Optimizer) -> bool:
+        return threading.get_ident() == own and (live is optimizer or live.state is state)
 
     def state_dict(live: Optimizer) -> dict[str, Any]:
-        return _hyperparameters(live) if threading.get_ident() == own else save(live)
+        return _hyperparameters(live) if is_same(live) else save(live)
 
     def load_state_dict(live: Optimizer, state_dict: dict[str, Any]) -> None:
-        (_run_load_hooks if threading.get_ident() == own else load)(live, state_dict)
+        (_run_load_hooks if is_same(live) else load)(live, state_dict)
 
     with _PATCHED:
         save, load = base.state_dict, base.load_state_dict

@@ -28,7 +28,7 @@ from bytecheckpoint.frameworks.optimizers.master_weights import is_unused_master
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames, ParamGroup, named_groups
 from bytecheckpoint.frameworks.optimizers.own_values import load_own_values
 from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees
-from bytecheckpoint.frameworks.optimizers.slots import SlotCheck
+from bytecheckpoint.frameworks.optimizers.slots import SlotCheck, slots_of
 from bytecheckpoint.frameworks.optimizers.state_dtypes import converts_exactly
 from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state, request_state
 from bytecheckpoint.frameworks.optimizers.wrapped import is_wrapped, make_wrapped, wrapped_slots
@@ -189,15 +189,27 @@ def _check_order(state_name: str, groups: Sequence[ParamGroup], trees: SavedTree
             f"{listed(list(map(str, here)))}: give it the groups of the run that saved (of FSDP1 with flat parameters, "
             "FSDP.optim_state_dict has their names)"
         )
+    shapes: set[tuple[int, ...]] = set()
+    wrong: list[str] = []
     for group in groups:
         for parameter, (fqn, aliases) in zip(group.params, group.names, strict=True):
             for found in saved.slots(state_name, (fqn, *aliases)):
                 shape = found.global_shape
-                if found.key.slot in _BY_ELEMENT and not _follows(shape, parameter.shape):
-                    raise IncompatibleCheckpointError(
+                if found.key.slot not in _BY_ELEMENT:
+                    continue
+                shapes.add(shape)
+                if not _follows(shape, parameter.shape):
+                    wrong.append(
                         f"{found.key} has shape {shape}, and the parameter with this number here, {fqn}, has "
                         f"{tuple(parameter.shape)}: the optimizer's parameters have another order"
                     )
+    # Optimizers of other packages have forms of their own (a part of the elements, all in one row).
+    here_too = {tuple(parameter.shape) for group in groups for parameter in group.params}
+    if wrong and (
+        any(slots_of(type(group.optimizer)) for group in groups)
+        or all(any(_follows(shape, one) for one in here_too) for shape in shapes)
+    ):
+        raise IncompatibleCheckpointError(wrong[0])
 
 
 class PlainParameterRestore:

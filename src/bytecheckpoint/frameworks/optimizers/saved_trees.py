@@ -71,7 +71,8 @@ class SavedTrees:
 
     def __init__(self, state_name: str, saved: SavedStates, live: Sequence[ParamGroup]) -> None:
         self.merged = MergedTrees()
-        self.dtypes = StateDtypes(state_name, saved, self.merged.optimizer_types)
+        names = [(fqn, *aliases) for group in live for fqn, aliases in group.names]
+        self.dtypes = StateDtypes(state_name, saved, self.merged.optimizer_types, names)
         self.nested: dict[tuple[str, str], torch.Tensor] = {}
         self._state_name = state_name
         self._saved = saved

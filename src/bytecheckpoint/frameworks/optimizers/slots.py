@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from bytecheckpoint.representation.shards import MASTER
 
-__all__ = ["SlotCheck", "fixed_settings"]
+__all__ = ["SlotCheck", "fixed_settings", "slots_of"]
 
 _ADAM = ({"exp_avg", "exp_avg_sq"}, {"max_exp_avg_sq"})
 #: Name of a class -> the slots that every parameter has, and those that some settings add.
@@ -50,7 +50,7 @@ class SlotCheck:
     """
 
     def __init__(self, optimizer: Optimizer, saved_types: Collection[str]) -> None:
-        self._own = _slots_of(type(optimizer))
+        self._own = slots_of(type(optimizer))
         self._saved_types = saved_types
         name = type(optimizer).__name__
         self._is_same = name in saved_types and (self._own is None or len(saved_types) == 1)
@@ -91,7 +91,7 @@ def _usual(slots: tuple[set[str], set[str]]) -> set[str]:
     return needed or optional
 
 
-def _slots_of(cls: type) -> tuple[set[str], set[str]] | None:
+def slots_of(cls: type) -> tuple[set[str], set[str]] | None:
     """Return the slots of a class of torch, of one that inherits its step from that, or of a view of such an optimizer."""
     inherits = getattr(getattr(cls, "step", None), "__module__", "").startswith("torch.optim.")
     places = "torch.optim." if inherits else __name__.partition(".")[0]

@@ -2,18 +2,20 @@
 
 An optimizer makes its state in the dtype of the tensor that it steps: a parameter, or its float32 master weight. Saved
 state that has the dtype of the saved optimizer's stepped tensor is cast to the dtype of the live one. State of another
-dtype (moments in eight bits) was a choice of the optimizer, and an optimizer of the same type gets it unchanged.
+dtype (moments in eight bits) was a choice of the optimizer, and an optimizer of the same type gets it unchanged. Files of
+other programs do not name the type: there, one that loads state itself gets it unchanged, where torch would cast it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch.optim import Optimizer
 
 from bytecheckpoint.frameworks.base import SavedStates, SavedTensor
 from bytecheckpoint.frameworks.optimizers.master_weights import optimizer_state_name
+from bytecheckpoint.frameworks.optimizers.own_values import loads_itself
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
 from bytecheckpoint.representation.shards import MASTER, LiveShard, TensorKey
 
@@ -31,12 +33,16 @@ class StateDtypes:
         state_name: name of the state.
         saved: the checkpoint.
         optimizer_types: names of the types of the saved optimizers.
+        names: names of each live parameter, in the order in which checkpoints number them.
     """
 
-    def __init__(self, state_name: str, saved: SavedStates, optimizer_types: Collection[str]) -> None:
+    def __init__(
+        self, state_name: str, saved: SavedStates, optimizer_types: Collection[str], names: Sequence[Sequence[str]]
+    ) -> None:
         self._state_name = state_name
         self._saved = saved
         self._optimizer_types = optimizer_types
+        self._names = names
         state_names = list(saved.states())
         self._model_states = [
             model for model in state_names if optimizer_state_name(model) == state_name
@@ -75,13 +81,17 @@ class StateDtypes:
     def _has_own_dtype(self, found: SavedTensor, optimizer: Optimizer) -> bool:
         """Return whether the state has a dtype that optimizers of the live type choose for themselves."""
         name = type(optimizer).__name__
-        if not any(saved == name or saved.endswith(f"({name})") for saved in self._optimizer_types):
+        if self._optimizer_types or not self._saved.is_foreign:
+            if not any(saved == name or saved.endswith(f"({name})") for saved in self._optimizer_types):
+                return False
+        elif not loads_itself(optimizer):
             return False
         fqn = found.key.fqn
         stepped = [self._saved.stored(TensorKey(self._state_name, fqn, MASTER))]
         if stepped[0] is None:
             # States of other names may hold several models, an average of the weights in another precision among them.
-            stepped = [self._saved.stored(TensorKey(state_name, fqn)) for state_name in self._model_states]
+            names = self._names[int(fqn[1:])] if fqn.startswith("#") else (fqn,)
+            stepped = [self._saved.stored(TensorKey(state, n)) for state in self._model_states for n in names]
         return all(weight is None or weight.dtype != found.dtype for weight in stepped)
 
 

@@ -104,6 +104,8 @@ def _capture_optimizer(state_name: str, value: Any) -> LiveState | None:
     if names is None or any(name.startswith("#") for name in names.values()) or tree.keys() - {"state", "param_groups"}:
         return None
     state, plain = LiveState(state_name, merged=True), dict[str, dict[str, Any]]()
+    if slots_of.keys() - names.keys():
+        return None
     for parameter, slots in slots_of.items():
         for slot, item in slots.items():
             if is_tensor_like(item):
