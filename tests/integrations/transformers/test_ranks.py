@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.integrations.transformers import attach
-from tests.integrations.conformance import after
-from tests.integrations.transformers.jobs import FSDP2, make, run
+from tests.integrations.conformance import after, collected_warnings
+from tests.integrations.transformers.jobs import FSDP2, make, model, run
 from tests.support.runs import steps_in
 from tests.support.worlds import Worlds, on_ranks
 
@@ -46,6 +46,28 @@ def test_a_job_that_runs_is_switched(worlds: Worlds, tmp_path: Path, layout: str
     assert steps_in(tmp_path / "run") == [10]
     got = worlds.run(1, run, tmp_path / "run", "auto", lr_scheduler_type="constant")
     assert got[0].keys() == {11, 12}
+
+
+def adapters_and_norms(folder: Path, resume: Any = None, **options: Any) -> list[str]:
+    """Train adapters of PEFT together with norms of the base model under FSDP2; return the warnings."""
+    import peft
+
+    net = peft.get_peft_model(model(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad or "norm" in name)
+    with collected_warnings() as said:
+        run(folder, resume, net=net, **options)
+    return said
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_adapters_in_sharded_folders_of_trainer(worlds: Worlds, tmp_path: Path, kind: str) -> None:
+    """The sharded ones hold the adapters alone, the whole ones everything."""
+    options = {**FSDP2, "fsdp_config": {**FSDP2["fsdp_config"], "state_dict_type": kind}}
+    worlds.run(2, adapters_and_norms, tmp_path, attached=False, max_steps=4, **options)
+    for said in worlds.run(2, adapters_and_norms, tmp_path, "auto", max_steps=5, **options):
+        lost = [line for line in said if "does not hold" in line]
+        assert len(lost) == (kind == "SHARDED_STATE_DICT") and not any("lora" in line for line in lost)
 
 
 @on_ranks(2)

@@ -270,15 +270,18 @@ class TrainerCheckpoints:
 
     def warn_of_lost(self, folder: str | os.PathLike[str], model: Any) -> None:
         """Warn if adapters in a folder of Trainer lack parameters that are trained, which Trainer leaves as they are."""
-        if self._trainer.is_fsdp_enabled or not getattr(model, "peft_config", None):
+        if not getattr(model, "peft_config", None) or (
+            self._trainer.is_fsdp_enabled and not self._trainer.accelerator.is_fsdp2  # whose state_dict gathers
+        ):
             return
         held = set()
         for adapter in model.peft_config:
-            folders = [os.path.join(folder, *part) for part in ([], [adapter])]
-            if files := [path for one in folders for path in glob.glob(f"{glob.escape(one)}/adapter_model.*")]:
+            places = [os.path.join(glob.escape(os.fspath(folder)), *part) for part in ([], [adapter])]
+            kinds = "adapter_model.*", "pytorch_model_fsdp*"  # the second ones with names of either kind
+            if files := [path for place in places for kind in kinds for path in glob.glob(os.path.join(place, kind))]:
                 with open_checkpoint(files[-1]) as checkpoint:
                     found = {key.removeprefix("model/") for key in checkpoint.tensors}
-                held |= {key for key, name in (adapter_names(model, adapter) or {}).items() if name in found}
+                held |= found | {key for key, name in (adapter_names(model, adapter) or {}).items() if name in found}
         parameters = list(model.named_parameters(remove_duplicate=False))
         whole = {id(one) for name, one in parameters if name in held}
         if lost := [name for name, one in parameters if one.requires_grad and id(one) not in whole]:
