@@ -223,6 +223,19 @@ def test_two_states_in_one_optimizer_are_refused(tmp_path: Path) -> None:
         bytecheckpoint.save(tmp_path / "x", {"model": model, "optimizer": Slow(inner)})
 
 
+class Masters(torch.optim.Optimizer):
+    def __init__(self) -> None:
+        """Have no groups (SafeFP16Optimizer of pytorch_optimizer)."""
+
+
+def test_optimizers_that_only_their_own_methods_can_save(tmp_path: Path) -> None:
+    model, around = trained(torch.optim.Adam)
+    around.state["trac"] = {p: p.detach().clone() for p in model.parameters()}  # TRAC
+    for optimizer, reason in ((around, "Adam keeps tensors by parameter under 'trac'"), (Masters(), "no param_groups")):
+        with pytest.raises(UsageError, match=f"{reason}.*: save its state_dict\\(\\) as a state"):
+            bytecheckpoint.save(tmp_path / "x", {"model": model, "optimizer": optimizer})
+
+
 def test_a_wrapper_of_torch_that_counts() -> None:
     """Its param groups are those of the optimizer inside, also after a load: schedulers change them."""
 

@@ -9,9 +9,11 @@ from typing import Any, overload
 from torch import nn
 from torch.optim import Optimizer
 
+from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.detection import loaded_class
 
 __all__ = [
+    "BY_STATE_DICT",
     "bare_name",
     "children",
     "known_wrappers",
@@ -43,6 +45,10 @@ _OBJECT_WRAPPERS = (
     ("accelerate.optimizer", "AcceleratedOptimizer", "optimizer"),
     ("accelerate.scheduler", "AcceleratedScheduler", "scheduler"),
 )
+
+
+BY_STATE_DICT = "save its state_dict() as a state, load into that of the new one, and call load_state_dict"
+"""Advice about optimizers that only their own methods can save."""
 
 
 class _UnwrappedStates(dict[str, Any]):
@@ -90,6 +96,10 @@ def _unwrap(value: Any, wrappers: list[tuple[type, str]]) -> Any:
     for cls, attribute in wrappers:
         while isinstance(value, cls):
             value = getattr(value, attribute)
+    if isinstance(value, Optimizer) and not hasattr(value, "param_groups"):
+        raise UsageError(
+            f"{type(value).__name__} has no param_groups, which an optimizer of torch has: {BY_STATE_DICT}"
+        )
     # An optimizer around another one (Lookahead of timm), whose state is all in that one.
     while isinstance(value, Optimizer) and not getattr(value, "state", True):
         inside = optimizers_inside(value)

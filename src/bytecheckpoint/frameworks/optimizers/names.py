@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import ParameterName, UserNames
-from bytecheckpoint.frameworks.wrappers import optimizers_inside
+from bytecheckpoint.frameworks.wrappers import BY_STATE_DICT, optimizers_inside
 
 __all__ = ["NOT_HYPERPARAMETERS", "ParamGroup", "ParameterNames", "as_optimizers", "named_groups"]
 
@@ -108,6 +108,12 @@ def _optimizer_inside(optimizer: Optimizer) -> Optimizer | None:
     return next((one for one in optimizers_inside(optimizer) if one.state is not optimizer.state), None)
 
 
+def _key_with_parameters(optimizer: Optimizer) -> object:
+    """Return the key of an entry of the state that belongs to no parameter, and has parameters as keys; None for none."""
+    others = ((key, value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor))
+    return next((k for k, v in others if isinstance(v, dict) and any(isinstance(one, torch.Tensor) for one in v)), None)
+
+
 def named_groups(state_name: str, optimizers: Sequence[Optimizer], names: ParameterNames) -> list[ParamGroup]:
     """Return all param groups of `optimizers` with the names of their parameters.
 
@@ -125,7 +131,12 @@ def named_groups(state_name: str, optimizers: Sequence[Optimizer], names: Parame
         if (inner := _optimizer_inside(optimizer)) is not None:
             raise UsageError(
                 f"{state_name}: {type(optimizer).__name__} holds another optimizer, {type(inner).__name__}, with a state "
-                "of its own: save its state_dict() as a state, load into that of the new one, and call load_state_dict"
+                f"of its own: {BY_STATE_DICT}"
+            )
+        if (key := _key_with_parameters(optimizer)) is not None:
+            raise UsageError(
+                f"{state_name}: {type(optimizer).__name__} keeps tensors by parameter under {key!r} of its state: "
+                f"{BY_STATE_DICT}"
             )
         for index, group in enumerate(optimizer.param_groups):
             params: list[torch.Tensor] = group["params"]

@@ -122,7 +122,8 @@ class SavedTrees:
             if not is_optimizer_tree(tree):
                 what = f"a dict of {listed([*tree])}" if type(tree) is dict else type(tree).__name__
                 raise IncompatibleCheckpointError(
-                    f"{self._state_name} was saved as {what}, which has not the form of an optimizer: load it into a dict"
+                    f"{self._state_name} was saved as {what}, which has not the form of an optimizer: load it into a dict, "
+                    "and give that to load_state_dict"
                 )
         self.merged.optimizer_types.update(tree["optimizers"])
         if references and self._saved.shown_names:
