@@ -223,6 +223,30 @@ def test_two_states_in_one_optimizer_are_refused(tmp_path: Path) -> None:
         bytecheckpoint.save(tmp_path / "x", {"model": model, "optimizer": Slow(inner)})
 
 
+class Lookback(torch.optim.Optimizer):
+    """Has no state before it has stepped (LookSAM), or never any, around several (Muon with Adam)."""
+
+    def __init__(self, *inside: torch.optim.Optimizer) -> None:
+        self.inside, self.first, self.state = inside, inside[0], defaultdict(dict)
+        self.last, self.param_groups = inside[-1], inside[0].param_groups
+        if len(inside) > 1:
+            self.param_groups = [group for one in inside for group in one.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": {}, "param_groups": self.first.state_dict()["param_groups"], "first": self.first.state_dict()}
+
+
+def test_states_inside_of_a_new_optimizer_are_refused(tmp_path: Path) -> None:
+    """They were loaded from a file, or saved, as if there were none, without a word."""
+    model, inner = trained(torch.optim.Adam)
+    torch.save({"model": model.state_dict(), "optimizer": Lookback(inner).state_dict()}, tmp_path / "x.pt")
+    with pytest.raises(UsageError, match="Lookback holds another optimizer, Adam, with a state of its own"):
+        bytecheckpoint.load(tmp_path / "x.pt", {"model": model, "optimizer": Lookback(inner)})
+    two = Lookback(torch.optim.SGD([model.weight]), torch.optim.SGD([model.bias]))
+    with pytest.raises(UsageError, match="Lookback holds another optimizer, SGD, with a state of its own"):
+        bytecheckpoint.save(tmp_path / "x", {"model": model, "optimizer": two})
+
+
 class Masters(torch.optim.Optimizer):
     def __init__(self) -> None:
         """Have no groups (SafeFP16Optimizer of pytorch_optimizer)."""

@@ -105,6 +105,8 @@ def _unwrap(value: Any, wrappers: list[tuple[type, str]]) -> Any:
         inside = optimizers_inside(value)
         if len(inside) != 1 or inside[0].param_groups is not value.param_groups or inside[0].state is value.state:
             break
+        if value.state_dict().keys() - {"state", "param_groups"}:
+            break  # it will have a state of its own (LookSAM of pytorch_optimizer)
         value = inside[0]
     return value
 
