@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import bytecheckpoint
-from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.optimizers.own_values import pack_own_values
 from bytecheckpoint.tools import export
 from tests.frameworks.memory import save
@@ -174,13 +174,39 @@ def test_state_of_no_parameter_is_exported(tmp_path: Path, format_: Any) -> None
     assert_counted(model, one, other, two)
 
 
-def test_state_that_names_parameters_by_numbers_is_refused(tmp_path: Path) -> None:
-    """Only the optimizer knows whether its numbers are those of parameters (TRAC)."""
-    model, one = counted()
-    state = {**one.state_dict()["state"], "ema": [{0: torch.ones(2)}]}
-    torch.save({"model": model.state_dict(), "optimizer": {**one.state_dict(), "state": state}}, tmp_path / "x.pt")
-    with pytest.raises(IncompatibleCheckpointError, match="load it into a dict"):
-        bytecheckpoint.load(tmp_path / "x.pt", {"model": model, "optimizer": one})
+class Hiding(torch.optim.SGD):
+    """Hides its state in a dict of its state_dict (bitsandbytes), and has tensors by parameter under one key (TRAC)."""
+
+    def step(self, closure: Any = None) -> None:
+        params = self.param_groups[0]["params"]
+        for p in params:
+            self.state[p]["state1"] = p.grad.to(torch.uint8)
+        self.state["trac"] = {p: p.detach().clone() for p in params}  # type: ignore[index]
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        trac = found["state"].pop("trac", {})
+        hidden = {key: {"hidden": dict(slots)} for key, slots in found["state"].items()}
+        return {**found, "state": {**hidden, "trac": dict(enumerate(trac.values()))}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        params = self.param_groups[0]["params"]
+        state = {params[key]: slots["hidden"] for key, slots in state_dict["state"].items() if key != "trac"}
+        trac = {params[key]: value for key, value in state_dict["state"]["trac"].items()}
+        self.__setstate__({"state": defaultdict(dict, {**state, "trac": trac}), "param_groups": self.param_groups})
+
+
+def test_a_file_has_the_form_of_the_optimizers_own_state_dict(tmp_path: Path) -> None:
+    """Only its own load_state_dict knows the state behind that form; the next step failed."""
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    one, two = Hiding(model.parameters()), Hiding(other.parameters())
+    model(torch.ones(4, 3)).sum().backward()
+    one.step()
+    torch.save({"model": model.state_dict(), "optimizer": one.state_dict()}, tmp_path / "x.pt")
+    bytecheckpoint.load(tmp_path / "x.pt", {"model": other, "optimizer": two})
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert two.state[q].keys() == {"state1"} and torch.equal(two.state[q]["state1"], one.state[p]["state1"])
+        assert torch.equal(two.state["trac"][q], p)  # type: ignore[index]
 
 
 class Warming(torch.optim.SGD):

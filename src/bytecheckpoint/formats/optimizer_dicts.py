@@ -49,7 +49,7 @@ def flat_optimizer(tree: Mapping[str, Any]) -> dict[str, Any]:
 def names_of_parameters(tree: Any) -> dict[Any, str] | None:
     """Return the name of each parameter in an optimizer's state_dict; None if the tree is none.
 
-    Its "state" may have further entries, with texts as keys, that belong to no parameter; they hold none by its number.
+    Its "state" may have further entries, with texts as keys, that belong to no parameter.
     """
     if not (isinstance(tree, dict) and {"state", "param_groups"} <= tree.keys() and isinstance(tree["state"], dict)):
         return None
@@ -71,11 +71,4 @@ def names_of_parameters(tree: Any) -> dict[Any, str] | None:
         tied = {key for key, found in others.items() if isinstance(found, dict) and found.keys() in forms}
         names = {**{key: key for key in tied if isinstance(key, str)}, **names}
     sound = all(isinstance(found, dict) for found in slots.values())
-    rest = [(key, found) for key, found in others.items() if key not in names]
-    return names if sound and all(type(key) is str and not _has_key(found, names) for key, found in rest) else None
-
-
-def _has_key(value: Any, names: Mapping[Any, str]) -> bool:
-    """Return whether a value has dicts with parameters as keys: only the optimizer knows what these numbers are."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
-    return any((isinstance(value, dict) and key in names) or _has_key(item, names) for key, item in items)
+    return names if sound and all(type(key) is str for key in others if key not in names) else None

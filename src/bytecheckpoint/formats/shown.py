@@ -34,7 +34,8 @@ def with_values(checkpoint: ForeignCheckpoint, storage: Storage) -> tuple[Catalo
     Tensors of optimizers get the names of parameters and slots. Where parameters have numbers and the groups do not name
     them, their names are "#0", "#1" and so on, and the catalog's info lists the state under "numbered": only the live
     optimizer knows which parameter has which number. Tensors among the hyperparameters, such as a rate of a compiled
-    optimizer, and beside the state become plain values, as in saves of this package.
+    optimizer, and beside the state of parameters become plain values, as in saves of this package. Where these are large,
+    the state remains a dict.
 
     Args:
         checkpoint: the checkpoint.
@@ -45,12 +46,15 @@ def with_values(checkpoint: ForeignCheckpoint, storage: Storage) -> tuple[Catalo
     for number, (state, blob) in enumerate(checkpoint.values.items()):
         content = blob
         tree = nested_optimizer(decode_containers(blob))
-        if (names := names_of_parameters(tree)) is not None:
-            own = {key: value for key, value in tree.items() if key not in ("state", "param_groups")}
-            shared = {key: value for key, value in tree["state"].items() if key not in names}
-            small = columns.small_tensors(state, _MOST_HYPERPARAMETER_BYTES) if own or shared else set()
-            own = {key: value for key, value in own.items() if small.issuperset(_tensors_in(value))}
-            shared = {key: value for key, value in shared.items() if small.issuperset(_tensors_in(value))}
+        names = names_of_parameters(tree)
+        own = (
+            {key: value for key, value in tree.items() if key not in ("state", "param_groups")}
+            if names is not None
+            else {}
+        )
+        shared = {key: value for key, value in tree["state"].items() if key not in names} if names is not None else {}
+        small = columns.small_tensors(state, _MOST_HYPERPARAMETER_BYTES) if own or shared else set()
+        if names is not None and small.issuperset(_tensors_in([own, shared])):
             tensors = [*_tensors_in(tree["param_groups"]), *_tensors_in([own, shared])]
             taken, rows = columns.take(state, tensors, rows) if tensors else ({}, rows)
             packed = {name: _packed(storage, made, *one) for name, one in taken.items()}

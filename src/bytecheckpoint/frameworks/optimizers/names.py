@@ -103,8 +103,6 @@ def as_optimizers(state_name: str, value: object) -> list[Optimizer] | None:
 
 def _optimizer_inside(optimizer: Optimizer) -> Optimizer | None:
     """Return the optimizer around which another one with a state of its own is, that steps parameters of both."""
-    if not isinstance(optimizer, Optimizer):
-        return None
     others = [one for one in optimizers_inside(optimizer) if one.state is not optimizer.state]
     own = {id(p) for group in optimizer.param_groups for p in group["params"]} if others else set()
     return next(

@@ -38,15 +38,23 @@ def _own_values(live: Optimizer | None) -> dict[str, Any]:
 
 
 def load_own_values(
-    state_name: str, optimizers: Sequence[Optimizer], saved: Sequence[Mapping[str, Any]], destination: Destination
+    state_name: str,
+    optimizers: Sequence[Optimizer],
+    saved: Sequence[Mapping[str, Any]],
+    destination: Destination,
+    *,
+    is_foreign: bool,
 ) -> None:
     """Plan the load of such values, by the optimizer's position. Hooks of load_state_dict run, with or without values.
+
+    A file of another program has all state as a state_dict of the class made it: its load_state_dict undoes that.
 
     Args:
         state_name: name of the state.
         optimizers: all of the state.
         saved: the values of each optimizer in the checkpoint.
         destination: receives the plan.
+        is_foreign: True if another program wrote the checkpoint.
     """
     if len(saved) != len(optimizers):
         saved = [{}] * len(optimizers)
@@ -59,12 +67,13 @@ def load_own_values(
             )
         before, after = _load_hooks(live)
         takes = before or loads_itself(optimizer)
+        undoes = is_foreign and loads_itself(optimizer)
         if values and not takes:
             destination.notes.append(
                 f"{state_name}: {name} has no place for {_quoted(values)}, which the checkpoint has"
             )
-        if live is not None and (before or after or (values and takes)):
-            destination.finish.append(partial(_load, live, values))
+        if live is not None and (before or after or undoes or (values and takes)):
+            destination.finish.append(partial(_load, live, values, whole=undoes or bool(values)))
 
 
 def loads_itself(optimizer: Optimizer) -> bool:
@@ -80,10 +89,19 @@ def _quoted(names: Iterable[str]) -> str:
     return ", ".join(sorted(map(repr, names)))
 
 
-def _load(live: Optimizer, values: Mapping[str, Any]) -> None:
+def _load(live: Optimizer, values: Mapping[str, Any], *, whole: bool) -> None:
+    """Call the optimizer's own load_state_dict with its loaded state and groups, or run its hooks alone."""
+    numbers: dict[Any, int] = {}
+    groups = [
+        {**group, "params": [numbers.setdefault(p, len(numbers)) for p in group["params"]]}
+        for group in live.param_groups
+    ]
+    held: Mapping[Any, Any] = live.state
+    state = {numbers.get(key, key): dict(own) if key in numbers else own for key, own in held.items()}
     with _without_torchs_part(live):
-        if values:
-            live.load_state_dict({**live.state_dict(), **unpack_tensors(values)})
+        if whole:
+            own = live.state_dict() | {"state": state, "param_groups": groups} | unpack_tensors(values)
+            live.load_state_dict(own)
         else:
             _run_load_hooks(live, live.state_dict())
 
@@ -128,10 +146,13 @@ def _hyperparameters(live: Optimizer) -> dict[str, Any]:
 
 
 def _run_load_hooks(live: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Do what torch's load_state_dict does beside the state of parameters and the groups."""
     before, after = _load_hooks(live)
     state_dict = dict(state_dict)
     for hook in before.values():
         state_dict = hook(live, state_dict) or state_dict
+    held: dict[Any, Any] = live.state
+    held.update({key: value for key, value in state_dict.get("state", {}).items() if isinstance(key, str)})
     for hook in after.values():
         hook(live)
 

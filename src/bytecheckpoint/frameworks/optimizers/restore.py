@@ -155,7 +155,7 @@ def load_optimizers(
             f"{state_name}: {len(stateless)} parameters have no state in the checkpoint and none now: {listed(stateless)}"
         )
     load_globals(state_name, optimizers, trees, destination)
-    load_own_values(state_name, optimizers, trees.merged.own_values, destination)
+    load_own_values(state_name, optimizers, trees.merged.own_values, destination, is_foreign=saved.is_foreign)
     if saved.is_foreign:
         own = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]  # others are views of engines
         destination.finish += [partial(_convert_state, optimizer) for optimizer in own]
