@@ -232,6 +232,24 @@ def test_prompts_that_peft_computes(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
+def test_a_frozen_part_of_an_adapter_that_peft_computes(tmp_path: Path) -> None:
+    import peft
+
+    def cartridge(seed: int) -> Any:
+        net = model()
+        torch.manual_seed(seed)
+        return peft.get_peft_model(net, peft.CartridgeConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+    trainer, _ = make(tmp_path, max_steps=4, net=cartridge(1))
+    attach(trainer)
+    trainer.train()
+    again, _ = make(tmp_path, max_steps=4, net=cartridge(2))
+    attach(again)
+    again.train("auto")
+    same(again.model.state_dict(), trainer.model.state_dict())
+
+
+@on_ranks(1)
 def test_a_model_that_another_program_saves(tmp_path: Path) -> None:
     """By the command line, with the tokenizer of the base model; and an adapter without a description."""
     from peft import LoraConfig, PeftModel, get_peft_model

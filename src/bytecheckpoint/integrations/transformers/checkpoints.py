@@ -199,9 +199,11 @@ class TrainerCheckpoints:
         if not getattr(model, "peft_config", None):
             return []
         parameters = model.named_parameters(remove_duplicate=False)  # with both names of tied embeddings
-        # A frozen part of an adapter is in no base model, and may have been drawn by chance.
-        own = set().union(*(adapter_names(model, name) or () for name in model.peft_config))
-        return [f"model/{glob.escape(name)}" for name, one in parameters if not (one.requires_grad or name in own)]
+        frozen = [name for name, one in parameters if not one.requires_grad]
+        # A frozen part of an adapter is in no base model, and may have been drawn by chance. Its name holds the adapter's.
+        written = set().union(*(adapter_names(model, name) or () for name in model.peft_config))
+        own = {name for name in frozen if name in written or model.peft_config.keys() & name.split(".")}
+        return [f"model/{glob.escape(name)}" for name in frozen if name not in own]
 
     def _refuse_newer(self, manager: CheckpointManager) -> None:
         trainer = self._trainer
