@@ -164,6 +164,33 @@ def test_state_of_no_parameter_in_a_file(tmp_path: Path) -> None:
     assert three.state["k"] == 2  # type: ignore[index]
 
 
+@pytest.mark.parametrize("foreign", [False, True])
+@pytest.mark.parametrize("filled", [False, True])
+def test_tensors_in_lists_are_loaded_into_dicts(tmp_path: Path, foreign: bool, filled: bool) -> None:
+    """The file was called damaged, or the state missing (SOAP, LBFGS)."""
+    model = nn.Linear(3, 2)
+    one = Queued(model.parameters())
+    del one.param_groups[0]["norm"]  # no destination here would know its class
+    model(torch.rand(4, 3)).sum().backward()
+    one.step()
+    for slots in one.state.values():
+        slots["queue"] = [*slots["queue"]]
+    if foreign:
+        torch.save({"model": model.state_dict(), "optimizer": one.state_dict()}, tmp_path / "x")
+    else:
+        bytecheckpoint.save(tmp_path / "x", {"model": model, "optimizer": one})
+    names = [0, 1] if foreign else ["weight", "bias"]
+    live: dict[str, Any] = {"state": {}, "param_groups": [{"params": names}]} if filled else {}
+    for name, p in zip(names if filled else (), model.parameters(), strict=False):
+        live["state"][name] = {"queue": [torch.zeros_like(p)], "exp_avg_sq": torch.zeros(*p.shape[:-1], 1)}
+    states = {"model": nn.Linear(3, 2), "optimizer": live}
+    bytecheckpoint.load(tmp_path / "x", states)
+    state: Any = states["optimizer"]["state"]  # type: ignore[index]
+    for name, p in zip(names, model.parameters(), strict=True):
+        assert torch.equal(state[name]["queue"][0], one.state[p]["queue"][0])
+        assert torch.equal(state[name]["exp_avg_sq"], one.state[p]["exp_avg_sq"])
+
+
 @pytest.mark.parametrize("format_", ["torch", "dcp"])
 def test_state_of_no_parameter_is_exported(tmp_path: Path, format_: Any) -> None:
     """It was left out without a word: MADGRAD began anew with its rate."""

@@ -25,6 +25,7 @@ from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.values.codec import decode, leaves_with_paths
 from bytecheckpoint.representation.values.numpy_values import array_of_tensor
 from bytecheckpoint.representation.values.registry import registration_of, unregistered_error
+from bytecheckpoint.representation.values.tree import parse_state_reference
 from bytecheckpoint.representation.values.types import NATIVE_TYPES
 
 __all__ = ["ValueReader", "holds_objects", "missing_tensor_error", "objects_without_value"]
@@ -97,14 +98,21 @@ class ValueReader:
         return empty
 
     def _empty_named(self, name: str) -> torch.Tensor:
-        found = self._saved.find_by_content(self._state_name, name)
-        if found is not None:
-            self._by_content.add(found.key)
-        else:
-            found = self._saved.stored(TensorKey(self._state_name, name))
+        found = self.find(name)
         if found is None:
             raise missing_tensor_error(self._state_name, name)
         return self.empty(found)
+
+    def find(self, name: str) -> SavedTensor | None:
+        """Find the tensor that the values name, in an optimizer's by a `state_reference`."""
+        found = self._saved.find_by_content(self._state_name, name)
+        if found is not None:
+            self._by_content.add(found.key)
+            return found
+        found = self._saved.stored(TensorKey(self._state_name, name))
+        if found is None and name.partition(":")[0].isdecimal():
+            found = self._saved.stored(TensorKey(self._state_name, *parse_state_reference(name)))
+        return found
 
     def empty(self, found: SavedTensor) -> torch.Tensor:
         """Allocate a tensor for `found`."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError, listed
 from bytecheckpoint.formats.optimizer_dicts import flat_optimizer
-from bytecheckpoint.frameworks.base import Destination, SavedStates
+from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor
 from bytecheckpoint.frameworks.objects.capture import (
     STATES_BY_NAME,
     TensorExtractor,
@@ -143,18 +143,19 @@ def _merge_dicts(first: Any, second: Any) -> Any:
 def _load_named(state_name: str, live: Any, saved: SavedStates, destination: Destination) -> None:
     """Plan the load of a state_dict-like value: request its own tensors, which stay the same objects."""
     taken: dict[str, Any] = {}
+    filled_slots: dict[TensorKey, Any] = {}
     filled = FilledMemory()
     wanted = destination.wanted
 
     def request(path: tuple[object, ...], tensor: Any) -> str:
         name = tensor_name(path, taken)
         taken[name] = tensor
-        fqn, _, slot = name.removeprefix("state.").rpartition(".")  # of an optimizer's state_dict
-        found = saved.find(state_name, (name,)) or saved.stored(TensorKey(state_name, fqn, slot))
+        found = saved.find(state_name, (name,)) or _stored_slot(state_name, saved, *_slot_of(path, name))
         if found is None:
             destination.missing.append(str(TensorKey(state_name, name)))
             return name
         destination.recognized.add(found.key)
+        filled_slots[found.key] = tensor
         earlier = filled.first_in_memory_of(tensor, found)
         if earlier.key != found.key:
             destination.tied.append((earlier, found))
@@ -168,9 +169,10 @@ def _load_named(state_name: str, live: Any, saved: SavedStates, destination: Des
 
     def skip_tensor(name: str) -> object:
         # `request` has found the destination's own tensors; the checkpoint must at least hold the others.
-        if name not in taken and saved.find_by_content(state_name, name) is None:
+        found = None if name in taken else reader.find(name)
+        if name not in taken and found is None:
             raise missing_tensor_error(state_name, name)
-        return taken.get(name, _FILLED_BY_NAME)
+        return taken[name] if found is None else filled_slots.get(found.key, _FILLED_BY_NAME)
 
     extractor = TensorExtractor(request)
     extracted = extractor.extract(live)
@@ -183,11 +185,24 @@ def _load_named(state_name: str, live: Any, saved: SavedStates, destination: Des
     destination.finish.append(lambda: _install_plain(value, live, extractor.state_dicts))
 
 
+def _slot_of(path: tuple[object, ...], name: str) -> tuple[str, str]:
+    """Return the parameter and the slot of a tensor in an optimizer's state_dict, nested or flat."""
+    if len(path) > 2 and path[0] == "state":
+        return str(path[1]), key_of_path(path[2:])
+    fqn, _, slot = name.removeprefix("state.").rpartition(".")
+    return fqn, slot
+
+
+def _stored_slot(state_name: str, saved: SavedStates, fqn: str, slot: str) -> SavedTensor | None:
+    """Find a tensor of an optimizer's state, also by the number of its parameter."""
+    return saved.stored(TensorKey(state_name, fqn, slot)) or saved.stored(TensorKey(state_name, f"#{fqn}", slot))
+
+
 def _as_state_dict(value: Any, live: Any) -> Any:
     """Return the saved values of an optimizer as a state_dict has them, nested or flat as `live`; others unchanged."""
     if not is_optimizer_tree(value):
         return value
-    found = optimizer_state_dict(value)
+    found = _optimizer_state_dict(value)
     return found if "param_groups" in live else {k: item for k, item in flat_optimizer(found).items() if k in live}
 
 
