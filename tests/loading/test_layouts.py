@@ -197,6 +197,24 @@ def test_a_rank_with_another_layout_or_other_files(path: str, odd: str | None) -
         bytecheckpoint.load(folder / source, states, layout=layout)
 
 
+def test_names_that_fit_both_sides(tmp_path: Path) -> None:
+    """As nanoGPT has the names of GPT-2, with other orders of dims: nobody guesses whose they are, a user states it."""
+    file = tmp_path / "nano.layout"
+    file.write_text("layout nano hf <-> nano\nrules\n<x>.weight : i o <-> <x>.weight : o i\n")
+    weight = torch.arange(6.0).reshape(2, 3)
+    save_file({"h.0.c_fc.weight": weight}, tmp_path / "model.safetensors")
+    states = {"model": {"h.0.c_fc.weight": torch.zeros(3, 2)}}
+    with pytest.raises(UsageError, match=r"fit both sides: state whose they are, as in layout='\S*nano.layout:hf' or"):
+        bytecheckpoint.load(tmp_path, states, layout=file)
+    bytecheckpoint.load(tmp_path / "model.safetensors", states, layout=f"{file}:hf")
+    assert torch.equal(states["model"]["h.0.c_fc.weight"], weight.T)
+    bytecheckpoint.save(tmp_path / "own", states)
+    with bytecheckpoint.open(tmp_path / "own", layout=f"{file}:nano") as shown:
+        assert torch.equal(shown.tensors["model/h.0.c_fc.weight"][...], weight)
+    with pytest.raises(UsageError, match="layout nano has no side 'own': its sides are hf and nano"):
+        bytecheckpoint.load(tmp_path, states, layout=f"{file}:own")
+
+
 def test_tensors_with_two_names_on_both_sides(tmp_path: Path) -> None:
     """The program ties them, and the file has one of the names, the other, or both."""
     layout = Layout.from_text(

@@ -155,6 +155,10 @@ class Layout(Content):
                 raise UsageError(f"layout {self.name!r}: '{name}' is no name: use letters, digits, '_', '-' and '.'")
         if self.left == self.right:
             raise UsageError(f"layout {self.name}: both sides are called '{self.left}'")
+        if self.stored and self.stored not in self.sides:
+            raise UsageError(
+                f"layout {self.name} has no side '{self.stored}': its sides are {' and '.join(self.sides)}"
+            )
         start = SourcePlace(self.label)
         for key, text in self.dims.items():
             with _Placed(SourcePlace(f"{start}: dim '{key}'")):
@@ -330,7 +334,13 @@ def find(name: str, beside: str = "") -> Layout:
 
 
 def find_or_read(text: str) -> Layout:
-    """Return the layout that a user names: the file if the text has a slash or ends in ".layout", else one built in."""
+    """Return the layout that a user names: the file if the text has a slash or ends in ".layout", else one built in.
+
+    After a colon may stand the side whose names the checkpoint has.
+    """
+    name, colon, side = text.rpartition(":")
+    if colon and _WORD.fullmatch(side) and (name.endswith(".layout") or os.sep not in name):
+        return replace(find_or_read(name), stored=side)
     return Layout.read(text) if os.sep in text or text.endswith(".layout") else find(text)
 
 
@@ -343,7 +353,7 @@ def identity_of(layouts: Sequence[Layout] | Literal["auto"] | None) -> str:
     """Return an argument of a call in a form that ranks compare, and that a message shows."""
     if layouts is None or layouts == "auto":
         return repr(layouts)
-    text = "\n".join(layout.to_text() for layout in layouts)
+    text = "\n".join(f"{layout.to_text()}{layout.stored}" for layout in layouts)
     return f"{'+'.join(layout.name for layout in layouts)} ({xxhash.xxh3_64_hexdigest(text.encode())[:8]})"
 
 

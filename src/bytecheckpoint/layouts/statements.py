@@ -165,6 +165,7 @@ class Content:
         scales: tensors of scales.
         prefixes: prefixes of names in the rules, also in those of included layouts.
         file: name of the file that the layout comes from.
+        stored: name of the side whose names checkpoints have, for names that fit both sides; it is in no text.
     """
 
     name: str
@@ -181,3 +182,4 @@ class Content:
     scales: Sequence[Scales] = ()
     prefixes: Sequence[Prefix] = ()
     file: str = field(default="", compare=False)
+    stored: str = ""

@@ -386,11 +386,16 @@ def stored_side(layout: Layout, names: Sequence[str]) -> int | None:
         fits[-1] += sum(t.match(name) is not None for t in scales for name in names)
     if not any(fits):
         return None
+    if layout.stored:
+        return layout.sides.index(layout.stored)
     if fits[0] == fits[1]:  # names that one side ignores are of that side
         patterns = [ignored_patterns(layout, side, {}) for side in (0, 1)]
         fits = [sum(any(p.fullmatch(name) for p in own) for name in names) for own in patterns]
     if fits[0] == fits[1]:
-        raise UsageError(f"{layout.label}: the names of the checkpoint ({listed(names, 3)}) fit both sides")
+        raise UsageError(
+            f"{layout.label}: the names of the checkpoint ({listed(names, 3)}) fit both sides: state whose they are, as in "
+            f"layout='{layout.label}:{layout.left}' or '{layout.label}:{layout.right}' (stored= of a Layout)"
+        )
     return int(fits[1] > fits[0])
 
 

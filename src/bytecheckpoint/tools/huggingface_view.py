@@ -178,6 +178,8 @@ class _ModelView(ViewOfSave):
         layouts = layout_of_model(catalog) if layouts == "auto" else layouts
         laid, last = lay_out_through(catalog, layouts), layouts[-1]  # which refuses what does not fit
         side = stored_side(last, laid.catalog.fqns(state))
+        if side is not None and last.stored:  # of the names that led there
+            side = 1 - side
         if side is None or not last.sides[side].startswith("hf"):
             raise UsageError(f"HuggingFaceView: layout {last.label} does not lead {state!r} to names of Hugging Face")
         return laid
