@@ -54,7 +54,8 @@ def test_every_tensor_and_value_is_as_saved(tmp_path):
 @pytest.mark.parametrize(
     ("states", "wanted"),
     [
-        ({"state_dict", "optimizer_0"}, {"model", "optimizer_0"}),  # Lightning's
+        ({"state_dict", "optimizer_0"}, {"model", "optimizer"}),  # Lightning's
+        ({"state_dict", "optimizer_0", "optimizer_1"}, {"model", "optimizer_0", "optimizer_1"}),
         ({"state_dict", "model"}, {"state_dict", "model"}),
     ],
 )

@@ -52,8 +52,8 @@ _MOST_BESIDE: Final = 1 << 20
 #: States of a tensor or value that lies at the top of the saved dict.
 _TOP, _REST = "model", "extra_states"
 _WHOLE_STATES = ("optimizer", "optim")
-#: State that Lightning calls so, which is the model.
-_OF_LIGHTNING: Final = "state_dict"
+#: States of folders of Lightning: the model, and the first optimizer, which is often the only one.
+_OF_LIGHTNING: Final = "state_dict", "optimizer_0"
 
 
 def metadata_files(names: list[str]) -> list[str]:
@@ -219,11 +219,18 @@ class _JoinedMetadata:
 
     def place(self, name: str) -> tuple[str, tuple[Any, ...]]:
         """Return the state of a name, and its path inside of the state."""
-        nested = self._nested
-        if is_renamed := _OF_LIGHTNING in nested and _TOP not in nested:
-            nested = nested | {_TOP}
+        nested = self._nested | {*self._usual.values()}
         state, path = place_of(name, self.paths.get(name), nested, is_tensor=name in self.tensors)
-        return (_TOP if is_renamed and state == _OF_LIGHTNING else state), path
+        return self._usual.get(state, state), path
+
+    @lazy
+    def _usual(self) -> dict[str, str]:
+        """The usual names of the states that Lightning calls otherwise."""
+        found, (model, optimizer) = self._nested, _OF_LIGHTNING
+        if model not in found or _TOP in found:
+            return {}
+        is_only = optimizer in found and not found & {"optimizer", "optimizer_1"}
+        return {model: _TOP, **({optimizer: "optimizer"} if is_only else {})}
 
 
 @dataclass

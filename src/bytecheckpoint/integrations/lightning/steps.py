@@ -292,10 +292,12 @@ class TrainerSteps:
     def read_folder(self, path: str, weights_only: bool | None) -> dict[str, Any]:
         """Load such a folder; return the content that Lightning expects in its own files."""
         module, own_io = self._trainer.lightning_module, self._trainer.strategy.checkpoint_io
-        optimizers = {f"optimizer_{number}": one for number, one in enumerate(self._trainer.optimizers)}
+        found = self._trainer.optimizers
+        names = ["optimizer"] if len(found) == 1 else [f"optimizer_{number}" for number in range(len(found))]
+        optimizers = dict(zip(names, found, strict=True))
         load(path, {"model": module, **optimizers}, strict={"model": module.strict_loading})
-        found: dict[str, Any] = own_io.load_checkpoint(os.path.join(path, _REST_OF_FOLDER), weights_only=weights_only)
-        return found | {"state_dict": module.state_dict()}
+        rest: dict[str, Any] = own_io.load_checkpoint(os.path.join(path, _REST_OF_FOLDER), weights_only=weights_only)
+        return rest | {"state_dict": module.state_dict()}
 
     def restore(self, path: Any) -> dict[str, Any]:
         """Load a step; return the content that Lightning expects in its own files.
