@@ -158,6 +158,9 @@ def test_plain_values_keep_their_types(tmp_path, new):
         "args": argparse.Namespace(lr=0.1),
         "rng": np.random.RandomState(1).get_state(),
         "milestones": collections.Counter((2, 4, 4)),
+        "counts": [
+            collections.defaultdict(factory, {3: 1}) for factory in (int, str, list, collections.OrderedDict, None)
+        ],
         "recent": [collections.deque((1.5, [2]), maxlen=5), collections.deque(), collections.deque((1,))],
         "namespaces": [types.SimpleNamespace(a=1), types.SimpleNamespace()],
         "times": [datetime.datetime(2026, 2, 3, 4, 5, 6, 7), datetime.timedelta(1, 2, 3), datetime.date(2026, 2, 3)],

@@ -46,6 +46,12 @@ _OTHER_TENSORS = {
 }
 #: Module of the classes of TorchScript.
 _SCRIPT = re.compile(r"__torch__(\.|$)")
+#: Names of the factories of defaultdicts in pickles, those of protocol 2 too -> in encoded values.
+_FACTORIES = {
+    **{f"builtins.{name}": name for name in ("bool", "bytes", "dict", "float", "frozenset", "int", "list", "set")},
+    **{f"collections.{name}": name for name in ("OrderedDict", "Counter", "deque")},
+    "builtins.str": "str", "builtins.tuple": "tuple", "builtins.long": "int", "builtins.unicode": "str",
+}  # fmt: skip
 _NUMBERS = frozenset((type(None), bool, int, float))
 _PATHS = frozenset(("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"))
 
@@ -239,7 +245,11 @@ class Tree:
         if target.full == "argparse.Namespace" and type(state) is dict:
             return _ext(Code.ARGPARSE_NAMESPACE, self._native(state, depth))
         match target.full, args, state:
-            case "collections.defaultdict", _, _:
+            case "collections.defaultdict", (), _:
+                return _ext(Code.DEFAULT_DICT, [None, *self._pairs(dict(value.pairs or ()), depth)])
+            case "collections.defaultdict", (GlobalName(full=factory),), _ if factory in _FACTORIES:
+                return _ext(Code.DEFAULT_DICT, [_FACTORIES[factory], *self._pairs(dict(value.pairs or ()), depth)])
+            case "collections.defaultdict", _, _:  # of a function of the program
                 return self._dict(dict(value.pairs or ()), depth)
             case "collections.Counter", (dict() as counts,), None:
                 return _ext(Code.COUNTER, self._pairs(counts, depth))
@@ -328,10 +338,10 @@ def _decoded(value: Any) -> Any:
                 return TensorRef(tensor, parameter, requires_grad)
         return value
     try:
-        pairs = (OrderedDict if value.code == Code.ORDERED_DICT else dict)(zip(*found, strict=True))
+        pairs = (OrderedDict if value.code == Code.ORDERED_DICT else dict)(zip(*found[-2:], strict=True))
     except TypeError:  # a key is an `Ext`, which has no hash
         return value
-    return pairs if len(pairs) == len(found[0]) else value
+    return pairs if len(pairs) == len(found[-1]) else value
 
 
 def with_references(value: Any, renamed: Callable[[str], str]) -> Any:
@@ -346,9 +356,9 @@ def with_references(value: Any, renamed: Callable[[str], str]) -> Any:
     return Ext(value.code, _pack(renamed(inner) if value.code == Code.TENSOR else with_references(inner, renamed)))
 
 
-_CONTAINERS = frozenset((Code.TENSOR, Code.TUPLE, Code.REGISTERED, Code.DICT, Code.ORDERED_DICT))
+_CONTAINERS = frozenset((Code.TENSOR, Code.TUPLE, Code.REGISTERED, Code.DICT, Code.ORDERED_DICT, Code.DEFAULT_DICT))
 # Codes of values that may hold tensors.
-_NESTED = _CONTAINERS | {Code.DEFAULT_DICT, Code.DEQUE, Code.SIMPLE_NAMESPACE, Code.ARGPARSE_NAMESPACE}
+_NESTED = _CONTAINERS | {Code.DEQUE, Code.SIMPLE_NAMESPACE, Code.ARGPARSE_NAMESPACE}
 
 
 def _reference(value: TensorRef) -> Ext:
