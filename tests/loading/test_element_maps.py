@@ -46,6 +46,9 @@ def test_scales_are_not_forgotten_without_a_layout(tmp_path: Path, options: dict
     with pytest.raises(IncompatibleCheckpointError, match=r"with scales in w_scale_inv, .*layout='fp8'"):
         bytecheckpoint.load(path, {"model": dict(live)}, **(options or {"strict": False}))
     assert not live["w"].any()
+    rows = saved(tmp_path / "rows", {"w.weight": torch.ones(2, 2, dtype=torch.int8), "w.SCB": torch.ones(2)})
+    with pytest.raises(IncompatibleCheckpointError, match=r"with scales in w\.SCB"):
+        bytecheckpoint.load(rows, {"model": {"w.weight": torch.zeros(2, 2)}}, **(options or {"strict": False}))
     bytecheckpoint.load(path, {"model": live}, layout="fp8", cast=True)
     assert torch.equal(live["w"], meant)
     bytecheckpoint.load(saved(tmp_path / "plain", {"w": quantised}), {"model": live}, cast=True)

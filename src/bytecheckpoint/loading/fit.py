@@ -44,8 +44,8 @@ _DATALOADER = "dataloader"
 
 #: Names that a message lists; the others are counted.
 _SHOWN = 5
-#: Ends of the names of tensors that scale the one without them.
-_SCALES = ("_scale_inv", "_scale", "_scales")
+#: Ends of the names of tensors that scale the one without them, and of a name that bitsandbytes puts in its place.
+_SCALES, _SCALES_OF_ROWS = ("_scale_inv", "_scale", "_scales"), "SCB"
 #: How alike two names are if one may be meant by the other: a prefix such as "base_model.model." may be the difference.
 _SIMILAR = 0.5
 _SMALLEST_READ = 1 << 20
@@ -368,7 +368,9 @@ def _scales_of(tensor: SavedTensor, names: Callable[[], Collection[tuple[str, st
         names: function that returns the state and FQN of all tensors of the checkpoint.
     """
     key, dtype, _ = tensor
-    likely = (key.fqn + suffix for suffix in _SCALES) if itemsize(dtype) == 1 and not key.slot else ()
+    if itemsize(dtype) != 1 or key.slot:
+        return ""
+    likely = [*(key.fqn + suffix for suffix in _SCALES), key.fqn.removesuffix("weight") + _SCALES_OF_ROWS]
     return next((name for name in likely if (key.state, name) in names()), "")
 
 
