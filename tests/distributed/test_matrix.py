@@ -30,6 +30,8 @@ CHOSEN = {
 }
 #: The short pass loads into each layout what the one at this distance in the list has saved.
 DISTANCE = 5
+#: Of the tied family, the short pass loads these four pairs: test_models.py saves a tied pair in every kind of layout.
+TIED = {"one": "full4-orig", "tp2-fsdp2": "grad2-flat", "pp2-fsdp2": "fsdp3", "full3-flat": "pp2"}
 
 
 def pairs() -> list[Any]:
@@ -38,7 +40,7 @@ def pairs() -> list[Any]:
     for family, slow in CHOSEN.items():
         names = [member.name for member in FAMILIES[family].members]
         for number, destination in enumerate(names):
-            short = names[(number + DISTANCE) % len(names)]
+            short = TIED.get(destination) if family == "torch-tied" else names[(number + DISTANCE) % len(names)]
             for source in names:
                 marks = [pytest.mark.slow] if slow or source != short else []
                 found.append(pytest.param(family, source, destination, marks=marks))
@@ -61,7 +63,7 @@ def test_open_shows_whole_tensors(matrices: Matrices, name: str) -> None:
     matrices.of("torch").check_opened(name)
 
 
-@pytest.mark.parametrize("name", [member.name for member in FAMILIES["torch-tied"].members])
+@pytest.mark.parametrize("name", sorted(TIED.values()))
 def test_both_names_of_a_tied_pair_show_it(matrices: Matrices, name: str) -> None:
     with bytecheckpoint.open(matrices.of("torch-tied").path(name)) as checkpoint:
         for key in ("model/{}.weight", "optimizer/state/{}.weight/exp_avg", "optimizer/state/{}.weight/step"):

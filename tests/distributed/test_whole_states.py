@@ -93,7 +93,7 @@ def load_filled(layout: str, path: str) -> None:
         pytest.param("tp2", "pp2", id="tp-to-pp"),
         pytest.param("pp2", "tp2", id="pp-to-tp"),
         pytest.param("ep2-fsdp2", "one", id="ep-to-one"),
-        pytest.param("ep2-fsdp2", "tp2", id="ep-to-tp"),
+        pytest.param("ep2-fsdp2", "tp2", id="ep-to-tp", marks=pytest.mark.slow),
         pytest.param("fsdp3", "fsdp2", id="settings-of-groups"),
         pytest.param("fsdp3", "one", id="sharded-fp32-state"),
         pytest.param("ddp2", "fsdp3", id="replicated-fp32-state"),

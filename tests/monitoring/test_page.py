@@ -321,7 +321,7 @@ def test_the_tables_show_the_last_and_the_worst(
         Fault("fail", [2], first=20, last=20),
         Fault("missing", [1], first=7, last=7),
     ]
-    write_metrics(tmp_path, SimulatedRun({"dp": 4}, saves=300, faults=faults).records())
+    write_metrics(tmp_path, SimulatedRun({"dp": 4}, saves=100, faults=faults).records())
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     for name, value in {"COLUMNS": "80", "TERM": "dumb"}.items():
         monkeypatch.setenv(name, value)
@@ -329,15 +329,15 @@ def test_the_tables_show_the_last_and_the_worst(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 110 and (not terminal or max(map(len, lines)) <= 80)
     before, last = (
-        next(i for i, line in enumerate(lines) if text in line) for text in ("slowest operations", "the last 10 of 301")
+        next(i for i, line in enumerate(lines) if text in line) for text in ("slowest operations", "the last 10 of 101")
     )
     worst, newest = lines[before + 2 : last - 1], lines[last + 2 : last + 12]
     assert len(worst) == 10 and "failed" in "".join(worst) and "1 missing" in "".join(worst)
-    assert [line.split()[1] for line in newest] == [str(step) for step in range(29_100, 30_100, 100)]
+    assert [line.split()[1] for line in newest] == [str(step) for step in range(9_100, 10_100, 100)]
     assert sum("rank 3" in line for line in worst) >= 8
     assert any(line == "and 31 more (--all)" for line in lines)
     assert command(["report", str(tmp_path), "--all"]) == 0
-    assert sum(line.startswith("save ") for line in capsys.readouterr().out.splitlines()) == 341
+    assert sum(line.startswith("save ") for line in capsys.readouterr().out.splitlines()) == 141
 
 
 def test_a_folder_whose_name_is_not_utf_8(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A publisher and a follower that are killed again and again, over fifty versions."""
+"""A publisher and a follower that are killed again and again, over thirty versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bytecheckpoint.cli.main import run
 from bytecheckpoint.manager.run_folder import RunFolder
 from bytecheckpoint.publishing import Follower, Publisher
 
-STEPS = 50
+STEPS = 30
 
 
 def weights_at(step: int) -> torch.Tensor:
@@ -54,19 +54,19 @@ def follow_to_the_end(root: str, seen: str) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_fifty_versions_with_kills_of_publisher_and_follower(tmp_path: Path) -> None:
+def test_thirty_versions_with_kills_of_publisher_and_follower(tmp_path: Path) -> None:
     root, seen, pace = str(tmp_path / "versions"), tmp_path / "seen", random.Random(0)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "bytecheckpoint", "tests.support.versions"])
     targets = {"publisher": (publish_to_the_end, (root,)), "follower": (follow_to_the_end, (root, str(seen)))}
     alive: dict[str, Any] = {}
     kills = 0
-    while not alive or any(process.is_alive() for process in alive.values()) or kills < 8:
+    while not alive or any(process.is_alive() for process in alive.values()) or kills < 6:
         for name, (target, arguments) in targets.items():
             if name not in alive or (alive[name].exitcode or 0) < 0:
                 alive[name] = context.Process(target=target, args=arguments)
                 alive[name].start()
-        if kills < 8:
+        if kills < 6:
             time.sleep(pace.uniform(0.2, 1.5))
             name = ("publisher", "follower")[kills % 2]
             if alive[name].is_alive():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from tests.support.damage import flip_bit, storage_file
 from tests.support.fsdp1_layouts import WORLD_SIZE, Trainer, build
 from tests.support.tiny_model import source_values, target_values, train_rows
 from tests.support.torch_layouts import mesh
-from tests.support.variants import crossed
+from tests.support.variants import quick
 from tests.support.worlds import Worlds, on_ranks
 
 NEXT = 3
@@ -83,22 +84,22 @@ def load_by_ours(layout: str, path: str, flat: bool) -> list[float]:
     return trainer.train(NEXT)
 
 
+WAYS = [
+    (save_by_dcp, "fsdp2", load_by_dcp, "fsdp2"),
+    (save_by_dcp, "tp2-fsdp2", load_by_ours, "one"),
+    (save_by_dcp, "fsdp3", load_by_ours, "tp2"),
+    (save_by_dcp, "pp2-fsdp2", load_by_ours, "fsdp2"),
+    (save_by_ours, "fsdp3", load_by_dcp, "tp2-fsdp2"),
+    (save_by_dcp, "one", load_by_ours, "fsdp3"),
+    (save_by_ours, "fsdp2", load_by_dcp, "one"),
+    (save_by_dcp, "hsdp2x2", load_by_dcp, "ddp2"),
+    (save_by_ours, "tp2", load_by_dcp, "fsdp2"),
+]
+
+
 @pytest.mark.parametrize(
     ("way", "flat"),
-    crossed(
-        [
-            (save_by_dcp, "fsdp2", load_by_dcp, "fsdp2"),
-            (save_by_dcp, "fsdp3", load_by_ours, "tp2"),
-            (save_by_dcp, "tp2-fsdp2", load_by_ours, "one"),
-            (save_by_dcp, "pp2-fsdp2", load_by_ours, "fsdp2"),
-            (save_by_ours, "fsdp3", load_by_dcp, "tp2-fsdp2"),
-            (save_by_dcp, "one", load_by_ours, "fsdp3"),
-            (save_by_ours, "fsdp2", load_by_dcp, "one"),
-            (save_by_dcp, "hsdp2x2", load_by_dcp, "ddp2"),
-            (save_by_ours, "tp2", load_by_dcp, "fsdp2"),
-        ],
-        [False, True],
-    ),
+    quick(product(WAYS, [False, True]), every=3),
 )
 def test_a_training_continues(worlds: Worlds, tmp_path: Path, way: tuple[Any, ...], flat: bool) -> None:
     saving, saved, loading, loaded = way
