@@ -25,7 +25,7 @@ TESTED := cli,s3-profiles,fsspec,hdfs,prometheus,otlp,monitor,dev
 SEED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types imports format check test test-all test-shuffled servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-verl test-vllm test-sglang test-ray test-metrics-sinks test-extras test-integrations-all test-elastic soak demo demo-short demo-trainer bench bench-guard bench-short bench-storage bench-storage-short bench-frameworks docs lock vendor clean
+.PHONY: help venv lint types imports static format check test test-all test-shuffled servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-verl test-vllm test-sglang test-ray test-metrics-sinks test-extras test-integrations-all test-elastic soak demo demo-short demo-trainer bench bench-guard bench-short bench-storage bench-storage-short bench-frameworks docs lock vendor clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-21s %s\n", $$1, $$2}'
@@ -45,6 +45,10 @@ types: venv
 imports: venv
 	$(BIN)/lint-imports
 
+# At the same time: mypy takes one core for a minute in a fresh clone.
+static: venv
+	@$(MAKE) --no-print-directory -j3 --output-sync lint types imports
+
 format: venv ## sort imports, fix what can be fixed, format
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
@@ -53,15 +57,15 @@ format: venv ## sort imports, fix what can be fixed, format
 QUICK := representation layouts planning engine saving opening golden tools roundtrip cli docs demo frameworks \
 	collectives/test_agreement.py collectives/test_threads.py storage/test_registry.py storage/test_ranged.py \
 	storage/test_wrappers.py
-check: venv lint types imports ## the inner loop: linters, types, and the tests of the quick packages, in under two minutes
+check: venv static ## the inner loop: linters, types, and the tests of the quick packages, in under two minutes
 	$(PYTEST) $(QUICK:%=tests/%) --ignore=tests/frameworks/test_world.py
 
-test: venv lint types imports ## linters, types, and all tests but slow, soak and server: about ten minutes on two cores
+test: venv static ## linters, types, and all tests but slow, soak and server: about ten minutes on two cores
 	$(if $(COVERAGE),$(PY) -m coverage erase)
 	$(PYTEST)
 	$(call coverage)
 
-test-all: venv lint types imports ## the same, with the slow tests (tests/README.md lists them)
+test-all: venv static ## the same, with the slow tests (tests/README.md lists them)
 	HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-full} $(PYTEST) -m "not soak and not server"
 
 test-shuffled: venv ## the tests of `make test` in an order of chance; another one with SEED=
