@@ -23,6 +23,7 @@ from tests.support.metrics import collecting, wait_for_operations
 from tests.support.modes import MODES
 from tests.support.ranks import outcomes, succeeded
 from tests.support.seeds import seeded
+from tests.support.settings import writer_threads  # noqa: F401  for all tests here
 from tests.support.variants import crossed
 
 Change = Callable[[torch.nn.Module], object]

@@ -17,6 +17,7 @@ from tests.support.coded import load_step, states
 from tests.support.modes import MODES
 from tests.support.ranks import outcomes, succeeded
 from tests.support.seeds import seeded
+from tests.support.settings import writer_threads  # noqa: F401  for all tests here
 from tests.support.variants import crossed
 
 
