@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import sys
 from hashlib import sha256
@@ -27,9 +28,16 @@ def weights_of(worker: Any) -> dict[str, str]:
 def main() -> None:
     folder, options, prompt = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
     generate, held, given = options.pop("generate", True), options.pop("held", False), options.pop("engine", {})
+    spawned = options.pop("spawned", False)
     load_format = given.pop("load_format", "bytecheckpoint")
     ranks = given.get("tensor_parallel_size", 1) * given.get("pipeline_parallel_size", 1)
     os.environ.update(ENVIRONMENT, VLLM_CPU_OMP_THREADS_BIND="|".join("01"[:ranks]), VLLM_LOGGING_LEVEL="WARNING")
+    import vllm.utils.system_utils
+
+    if not spawned:  # an import of vLLM takes ten seconds of a core: the engine's processes are forked after it
+        vllm.utils.system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+        import vllm.v1.engine.core
+        import vllm.v1.worker.cpu_worker
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 

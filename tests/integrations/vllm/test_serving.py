@@ -18,8 +18,18 @@ PROGRAM = Path(__file__).with_name("engine.py")
 TWO = {"tensor_parallel_size": 2}
 
 
+def save_as_megatron(model: torch.nn.Module, folder: Path) -> str:
+    """Save the weights as Megatron names and fuses them; return the path."""
+    bytecheckpoint.save(folder / "hf", {"model": model})
+    with bytecheckpoint.open(folder / "hf", layout="llama") as checkpoint:
+        tensors = {key.removeprefix("model/"): entry[...] for key, entry in checkpoint.tensors.items()}
+    assert any("linear_qkv" in name for name in tensors)
+    bytecheckpoint.save(folder / "fused", {"model": tensors})
+    return str(folder / "fused")
+
+
 def test_two_ranks_serve_a_run_and_load_newer_steps(tmp_path: Path, engines: list[Engine]) -> None:
-    first, second = llama(0), llama(1)
+    first, second, third = llama(0), llama(1), llama(2)
     describe(first, tmp_path / "config")
     bytecheckpoint.configure(fingerprint=True)
     run = tmp_path / "run"
@@ -32,6 +42,9 @@ def test_two_ranks_serve_a_run_and_load_newer_steps(tmp_path: Path, engines: lis
     reads = [read for read, _ in result["reports"]]
     assert sum(reads) < 1.2 * size, "each byte is read once, blocks at borders twice"
     assert max(reads) < 0.65 * size
+    fused = engines[0].reload(save_as_megatron(third, tmp_path))
+    assert not fused["failed"] and fused["tokens"] == tokens_of(third) != tokens_of(first)
+    assert not engines[0].reload("call bytecheckpoint_prove")["failed"]
     save_sharded(run / "step_00000002", second, 3)
     other = engines[0].reload(str(run))
     assert not other["failed"] and other["tokens"] == tokens_of(second) != tokens_of(first)
@@ -86,7 +99,7 @@ def test_two_ranks_follow_a_publisher(tmp_path: Path, engines: list[Engine]) -> 
     assert len(seen) > 1
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_experts_of_transformers_by_a_layout(ranks: int, tmp_path: Path, engines: list[Engine]) -> None:
     model = mixture()
     describe(model, tmp_path / "config")
@@ -96,19 +109,6 @@ def test_experts_of_transformers_by_a_layout(ranks: int, tmp_path: Path, engines
     assert engines[0].result()["tokens"] == tokens_of(model)
     refused = engines[0].reload("call bytecheckpoint_fingerprint")["failed"]
     assert "does not hold model.layers.0.mlp.experts.0.down_proj.weight" in refused, "which vLLM packs on a CPU"
-
-
-def test_fused_weights_of_megatron_are_proven(tmp_path: Path, engines: list[Engine]) -> None:
-    model = llama(0)
-    describe(model, tmp_path / "config")
-    bytecheckpoint.save(tmp_path / "hf", {"model": model})
-    with bytecheckpoint.open(tmp_path / "hf", layout="llama") as checkpoint:
-        tensors = {key.removeprefix("model/"): entry[...] for key, entry in checkpoint.tensors.items()}
-    assert any("linear_qkv" in name for name in tensors)
-    bytecheckpoint.save(tmp_path / "step", {"model": tensors})
-    options = {"checkpoint": str(tmp_path / "step"), "prove": True, "engine": TWO}
-    engines.append(Engine(PROGRAM, tmp_path / "config", options))
-    assert engines[0].result()["tokens"] == tokens_of(model)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("stages", marks=pytest.mark.slow), "experts"])
@@ -136,6 +136,7 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path: Path, engines: list[Eng
     model.config.num_hidden_layers = 5
     describe(model, tmp_path / "config")
     bytecheckpoint.save(tmp_path / "step", {"model": model})
-    engines.append(Engine(PROGRAM, tmp_path / "config", {"checkpoint": str(tmp_path / "step")}))
+    # Its process finds the loader by the entry point, as those of a user do.
+    engines.append(Engine(PROGRAM, tmp_path / "config", {"checkpoint": str(tmp_path / "step"), "spawned": True}))
     with pytest.raises(AssertionError, match=r"lacks weights of \d+ parameters of LlamaForCausalLM"):
         engines[0].result()
