@@ -50,6 +50,7 @@ _SINGLE_TESTS = (
     "tests/collectives/test_torch_world.py",
     "tests/faults/test_kill.py",
     "tests/monitoring/test_sinks.py",
+    "tests/packaging/test_extras.py",
     "tests/storage/test_local_faults.py",
     "tests/storage/test_object_contact.py",
     "tests/tiers/test_cooldown.py",
