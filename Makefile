@@ -74,12 +74,14 @@ test-shuffled: venv ## the tests of `make test` in an order of chance; another o
 servers: ## install the servers that test-servers needs (SERVERS_DIR)
 	./scripts/install-servers.sh
 
+# The files that have such tests: of the others each worker would import and leave out ten thousand tests.
+SERVER_TESTS = $(shell grep -rl "mark\.server" tests --include="test_*.py")
 test-servers: venv servers ## the storages against real servers, without the slow tests; a missing server is a failure
-	BYTECHECKPOINT_REQUIRE_SERVERS=1 $(PYTEST) -m "server and not slow"
+	BYTECHECKPOINT_REQUIRE_SERVERS=1 $(PYTEST) -m "server and not slow" $(SERVER_TESTS)
 
 test-servers-all: venv servers ## the same, with the slow tests, MinIO, and a collector of OpenTelemetry
 	./scripts/install-servers.sh minio otelcol
-	BYTECHECKPOINT_REQUIRE_SERVERS=1 $(PYTEST) -m server
+	BYTECHECKPOINT_REQUIRE_SERVERS=1 $(PYTEST) -m server $(SERVER_TESTS)
 
 # What a change of Python can break; the many parallel layouts are tested on one Python only.
 test-oldest: ## the quick packages on Python 3.11, the oldest that is supported (environment: .venv-oldest)

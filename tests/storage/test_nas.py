@@ -105,7 +105,7 @@ def test_a_reader_sees_the_old_or_the_new_one_while_the_other_machine_overwrites
     A load begins again when it finds its checkpoint replaced. If that happens three times in a row it gives up by design.
     """
     here, there = places
-    steps = 60
+    steps = 30
     bytecheckpoint.save(here / "s", states(step=1))
     writer = subprocess.Popen(python("-c", _OVERWRITE, here / "s", steps), env=environment())
     seen = []

@@ -15,8 +15,11 @@ from tests.support.worlds import Worlds
 pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
 
 MEMBERS = ("one", "ddp2", "fsdp3", "tp2-fsdp2")
+#: An object store and HDFS; all kinds of storage with the slow tests.
+ROOTS = ["s3", "hdfs", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("az", "mem", "minio"))]
 
 
+@pytest.mark.parametrize("root", ROOTS, indirect=True)
 def test_every_layout_loads_every_layout(worlds: Worlds, root: str, tmp_path: Path) -> None:
     """Whole states are right, and the losses that follow are equal."""
     check_members(worlds, root, tmp_path, FAMILIES["torch"], MEMBERS)
