@@ -75,7 +75,6 @@ def test_nothing_is_communicated_over_process_groups(layout: str, path: str) -> 
     crossed(
         ["full4-orig", "full3-flat", "grad2-flat", "grad3-orig", "low2-orig", "low3-flat"],
         ["evaluation", "evaluation with grad", "train with grad"],
-        every=2,
     ),
 )
 @in_layout
