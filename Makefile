@@ -159,12 +159,12 @@ test-frameworks-servers: ## real frameworks on real HDFS and S3, with the exampl
 	BYTECHECKPOINT_REQUIRE_SERVERS=1 $(WITH_FRAMEWORKS) -m pytest -m server tests/storage/test_frameworks.py \
 		tests/storage/test_hdfs.py -k "framework or figure_6"
 
-# Real training tools of other people, which decide when to save.
+# Real training tools of other people, which decide when to save. DCP is a part of torch: `make test` runs its tests.
 test-integrations: ## real Hugging Face Accelerate, Trainer, TRL, PEFT and Lightning (environment: .venv-integrations)
 	VENV=.venv-integrations PYTHON=3.12 EXTRAS=$(TESTED),accelerate,transformers,lightning PINNED=constraints-integrations.txt \
 		./scripts/bootstrap.sh
 	BYTECHECKPOINT_REQUIRE_INTEGRATIONS=1 .venv-integrations/bin/python -m pytest -n $(WORKERS) tests/integrations \
-		$(patsubst %,--ignore=tests/integrations/%,torchtitan ray vllm sglang verl veomni) $(WITH_SLOW)
+		$(patsubst %,--ignore=tests/integrations/%,torchtitan ray vllm sglang verl veomni dcp) $(WITH_SLOW)
 
 # torchtitan wants older datasets and huggingface-hub than the other tools.
 test-torchtitan: ## real torchtitan on the CPU (environment: .venv-torchtitan)
