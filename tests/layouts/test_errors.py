@@ -104,6 +104,9 @@ WRONG_TEXTS = {
         "t.layout:3: a number directly beside another digit in 'w.{l}{e}' has no clear end",
     HEAD + "w.(a{e}|b) : a\n<-> u.{e} : a": "t.layout:3: an alternative in 'w.(a{e}|b)' lacks {e}",
     HEAD + "w.<x> : a\n<-> u : a": "t.layout:3: <x> does not stand in all names of the rule",
+    HEAD + "w.<m>.<x> : a\n<-> u.<m>.<x> : a\n  names q = wq":
+        "t.layout:3: 'names' needs one text, as <x>, in each name of the rule, which has 2: write the others as "
+    "alternatives, as (weight|bias)",
     HEAD + "w : q = e h\n<-> u : [q: h]": "t.layout:3: part 'q' has dim 'e' on the a side only",
     HEAD + "w : q = h\n<-> u : [q: h | k: h]": "t.layout:4: part 'k' stands on the b side only",
     HEAD + "w : q = h\nx : q = h\n<-> u : [q: h]": "t.layout:4: part 'q' stands twice on the a side",
@@ -148,7 +151,9 @@ WRONG_TENSORS = {
     ),
     "no configuration": (
         HF, MEGATRON, {},
-        "llama.layout:9: the sizes of 'g', 'r', 'd' do not follow from the shapes: give some of them under 'dims'",
+        "llama.layout:9: the sizes of 'g', 'r', 'd' do not follow from the shapes: no configuration here has "
+        "hf.num_key_value_heads or hf.num_attention_heads or megatron.num_query_groups for 'g': give it a number under "
+        "'dims', or by with_sizes",
     ),
     "a requirement": (HF, MEGATRON, CONFIG | {"megatron.rotary_interleaved": True},
         "llama.layout:5: the layout llama requires megatron.rotary_interleaved = false, but "
@@ -190,7 +195,11 @@ WRONG_TENSORS = {
     "a misspelled tensor": (changed(HF, "embed.weight", embedd__weight=(7, 4)), None, CONFIG,
         "llama.layout: no rule fits embedd.weight of the hf side; the most similar is 'embed.weight' (llama.layout:7)"),
     "two names of one tensor": (HF, changed(MEGATRON, decoder__0__linear_qkv__layer_norm_weight=(4,)), CONFIG,
-        "llama.layout:16: decoder.0.norm.weight and decoder.0.linear_qkv.layer_norm_weight name one tensor"),
+        "llama.layout:16: decoder.0.norm.weight and decoder.0.linear_qkv.layer_norm_weight name one tensor; "
+        "alternatives that not all names of a rule have are spellings: for several tensors write <x>, and 'names'"),
+    "two shapes of one tensor": (HF, changed(MEGATRON, decoder__0__linear_qkv__layer_norm_weight=(5,)), CONFIG,
+        "llama.layout:16: decoder.0.linear_qkv.layer_norm_weight and decoder.0.norm.weight name one tensor; "
+        "alternatives that not all names of a rule have are spellings: for several tensors write <x>, and 'names'"),
     "leading zeros": (changed(HF, "layers.1.norm.weight", layers__01__norm__weight=(4,)), MEGATRON, CONFIG,
         "llama.layout:15: layers.1.norm.weight is missing on the hf side: decoder.1.norm.weight of the megatron side "
         "needs it"),

@@ -9,8 +9,10 @@ import numpy as np
 
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.layouts.axes import REST, Dim, affine, axis_texts, dims_of, size_of
+from bytecheckpoint.layouts.config import keys_of
 from bytecheckpoint.layouts.lowering import Lowering
 from bytecheckpoint.layouts.members import Expected, Members, Namer, unknown_number
+from bytecheckpoint.layouts.names import Group
 from bytecheckpoint.layouts.parts import Component, Variant
 from bytecheckpoint.layouts.sizes import Equation, padding_dims, solved, without_rest
 from bytecheckpoint.representation.boxes import Int64s, Mask
@@ -153,6 +155,8 @@ class Instances:
         if len(differs):
             row, other = int(differs[0]), int(first[instance[differs[0]]])
             names = [side.side.names[member.tensor[r]] for r in (row, other)]
+            if (member.own[row] == member.own[first[instance[row]]]).all():
+                raise _one_tensor(member, names)
             sizes = [list(side.side.shapes[member.tensor[r]]) for r in (row, other)]
             raise IncompatibleCheckpointError(
                 f"{member.variant.family.place}: {names[0]} has shape {sizes[0]}, but {names[1]} has shape {sizes[1]}"
@@ -201,10 +205,15 @@ class Instances:
             needed = dict.fromkeys((*(name for axis in axes for name in dims_of(axis)), *variant.dims))
             if unknown := [name for name in needed if name not in sizes and name not in self._component.shared]:
                 names = ", ".join(f"'{name}'" for name in unknown)
-                several = f"the sizes of {names} do not follow from the shapes: give some of them"
-                single = f"the size of {names} does not follow from the shapes: give it"
-                text = several if len(unknown) > 1 else single
-                raise IncompatibleCheckpointError(f"{variant.family.place}: {text} under 'dims'")
+                several, single = f"the sizes of {names} do not follow", f"the size of {names} does not follow"
+                text = f"{several if len(unknown) > 1 else single} from the shapes"
+                advice = f"give {'some of them' if len(unknown) > 1 else 'it'} under 'dims'"
+                if of := next((name for name in unknown if name in self._expected.dims), None):
+                    keys = " or ".join(dict.fromkeys(keys_of(self._expected.dims[of])))
+                    advice = (
+                        f"no configuration here has {keys} for '{of}': give it a number under 'dims', or by with_sizes"
+                    )
+                raise IncompatibleCheckpointError(f"{variant.family.place}: {text}: {advice}")
         return sizes
 
     def _check_present(self, present: Sequence[Mask]) -> None:
@@ -240,9 +249,7 @@ class Instances:
             twice = int(np.flatnonzero(np.bincount(inverse) > 1)[0])
             names = [side.side.names[member.tensor[r]] for r in np.flatnonzero(inverse == twice)[:2]]
             if len(set(names)) == 2:
-                raise IncompatibleCheckpointError(
-                    f"{member.variant.family.place}: {names[0]} and {names[1]} name one tensor"
-                )
+                raise _one_tensor(member, names)
         if not member.own_dims:
             return
         own = sizes[self._group[instance]][:, : len(member.own_dims)]
@@ -346,6 +353,17 @@ class Instances:
             return np.zeros(len(tensors), bool)
         match = self._component.variants[v].family.template.match
         return np.array([match(side.side.names[tensor]) is None for tensor in tensors.tolist()], bool)
+
+
+def _one_tensor(member: Members, names: Sequence[str]) -> IncompatibleCheckpointError:
+    """Return the error of two names of one tensor."""
+    family = member.variant.family
+    text = f"{family.place}: {names[0]} and {names[1]} name one tensor"
+    if any(isinstance(piece, Group) for piece in family.template.pieces):
+        text += (
+            "; alternatives that not all names of a rule have are spellings: for several tensors write <x>, and 'names'"
+        )
+    return IncompatibleCheckpointError(text)
 
 
 def _expanded(dims: Sequence[str], rest: int) -> tuple[str, ...]:

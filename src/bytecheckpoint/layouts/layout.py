@@ -297,7 +297,8 @@ def _with_texts(families: list[Family], rule: Rule) -> list[Family]:
             raise TextError(f"<{missing[0]}> does not stand in all names of the rule")
     plain = [name for name in names[0] if not name.startswith("alternatives")]
     if rule.names and len(plain) != 1:
-        raise TextError(f"'names' needs one text, as <x>, in each name of the rule, which has {len(plain)}")
+        advice = ": write the others as alternatives, as (weight|bias)" if plain else ""
+        raise TextError(f"'names' needs one text, as <x>, in each name of the rule, which has {len(plain)}{advice}")
     if len(set(rule.names.values())) < len(rule.names):
         raise TextError("'names' gives one name twice")
     return changed

@@ -88,7 +88,7 @@ class Expected:
     """
 
     def __init__(self, layout: Layout, matched: Sequence[MatchedSide | None], config: Config) -> None:
-        self.sides, self._matched = layout.sides, matched
+        self.sides, self.dims, self._matched = layout.sides, layout.all_dims, matched
         self._patterns: dict[tuple[str, str], list[re.Pattern[str]]] = defaultdict(list)
         for word in ("ignore", "optional"):
             for statement in layout.merged(word):
