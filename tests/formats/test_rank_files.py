@@ -13,6 +13,7 @@ from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointErro
 from bytecheckpoint.formats.detect import detect
 from bytecheckpoint.formats.rank_files import read_rank_files
 from bytecheckpoint.formats.torch_save import read_torch_save
+from bytecheckpoint.layouts import Layout
 from bytecheckpoint.storage import resolve
 from tests.formats.oracle import read_tensors, values_of
 from tests.support.programs import forked
@@ -249,3 +250,24 @@ def test_numbers_that_are_no_ranks(tmp_path, names):
         (tmp_path / f"{name}.pt").unlink()
     with bytecheckpoint.open(tmp_path) as found:
         assert found["model/w"][:].tolist() == [0.0] * 3
+
+
+def test_consolidated_files_of_ranks(tmp_path):
+    """No file says how Meta's ranks divide a tensor: a layout does."""
+    rows, columns, norm = torch.randn(6, 4), torch.randn(4, 6), torch.randn(4)
+    for rank in (0, 1):
+        part = {"w1": rows.chunk(2)[rank].clone(), "w2": columns.chunk(2, 1)[rank].clone(), "norm": norm}
+        torch.save(part, tmp_path / f"consolidated.0{rank}.pth")
+    layout = Layout.from_text(
+        "layout meta own <-> files\nrules\n"
+        "up   : (r f) h <-> consolidated.{r:02}:w1   : f h\n"
+        "down : h (r f) <-> consolidated.{r:02}:w2   : h f\n"
+        "norm : h       <-> consolidated.{r:02}:norm : h same r\n"
+    )
+    model = {"up": torch.zeros(6, 4), "down": torch.zeros(4, 6), "norm": torch.zeros(4)}
+    report = bytecheckpoint.load(tmp_path, {"model": model}, layout=layout)
+    assert all(map(torch.equal, model.values(), (rows, columns, norm)))
+    assert any("which a layout can join" in note for note in report.notes)
+    (tmp_path / "consolidated.00.pth").rename(tmp_path / "consolidated.02.pth")
+    with pytest.raises(CheckpointNotFoundError, match=r"lacks the files of ranks \[0\], beside consolidated\.02\.pth"):
+        bytecheckpoint.open(tmp_path)

@@ -21,7 +21,7 @@ from bytecheckpoint.formats.megatron import MARKER, read_megatron
 from bytecheckpoint.formats.megatron_ranks import MODEL_FILE, read_megatron_ranks
 from bytecheckpoint.formats.orbax import METADATA as METADATA_OF_ORBAX
 from bytecheckpoint.formats.orbax import item_folder, read_orbax
-from bytecheckpoint.formats.rank_files import RANK_FILE, are_numbered, read_rank_files
+from bytecheckpoint.formats.rank_files import CONSOLIDATED, RANK_FILE, are_numbered, read_consolidated, read_rank_files
 from bytecheckpoint.formats.torch_checkpointing import describes_safetensors
 from bytecheckpoint.formats.torch_save import SUFFIXES, read_torch_save
 from bytecheckpoint.representation.names import CATALOG_NAME
@@ -122,6 +122,8 @@ def detect(storage: Storage, name: str | None = None) -> FormatReader:
     below = {name: found[1] for name in names if (found := _BELOW.fullmatch(name))}
     if len(torch_files) == 1 and not below.keys() - set(torch_files):
         return FormatReader("torch-save", partial(read_torch_save, name=torch_files[0]))
+    if torch_files and all(map(CONSOLIDATED.fullmatch, torch_files)):
+        return FormatReader("rank-files", partial(read_consolidated, names=torch_files))
     if torch_files and are_numbered(torch_files):
         return FormatReader("rank-files", read_rank_files)
     if torch_files or below:

@@ -29,10 +29,12 @@ from bytecheckpoint.formats.torch_save import SUFFIXES, TorchFiles, states_of
 from bytecheckpoint.formats.trees import Tree, decode_containers
 from bytecheckpoint.storage import Storage
 
-__all__ = ["RANK_FILE", "are_numbered", "read_rank_files"]
+__all__ = ["CONSOLIDATED", "RANK_FILE", "are_numbered", "read_consolidated", "read_rank_files"]
 
 RANK_FILE: Final = re.compile(r"(?:([^/]*?)_)?world_size_(\d{1,7})_rank_(\d{1,7})\.(?:pt|pth)")
 """Name of a rank's file: state, number of ranks, rank."""
+CONSOLIDATED: Final = re.compile(r"consolidated\.(\d\d)\.(?:pth|pt)")
+"""Name of a file of a tensor-parallel rank, as Meta publishes weights."""
 _NUMBERED: Final = re.compile(r"([^/]+)_(0|[1-9]\d{0,6})\.pt")
 #: Name with the word "rank" and its number, in its first part: text before, rank, text behind.
 _RANKED: Final = re.compile(r"((?:[^/]*[^/a-zA-Z])?)rank[_=-]?(\d{1,7})((?:\D.*)?)\.(?:pt|pth|bin|ckpt)")
@@ -138,6 +140,27 @@ def read_rank_files(storage: Storage) -> ForeignCheckpoint:
     tree.notes += left_out
     facts: dict[str, Any] = {"world_size": max(counts)} | ({"left_out": left_out} if left_out else {})
     return ForeignCheckpoint("rank-files", columns, values, tree.notes, sums=files.sums(), facts=facts)
+
+
+def read_consolidated(storage: Storage, names: Sequence[str]) -> ForeignCheckpoint:
+    """Read `consolidated.00.pth`, `consolidated.01.pth` and so on, as Meta publishes the weights of tensor-parallel ranks.
+
+    No file says how a tensor is divided: each rank has its own, called "consolidated.01:<name>", for a layout to join.
+    """
+    found = {int(match[1]): name for name in names if (match := CONSOLIDATED.fullmatch(name))}
+    if missing := [rank for rank in range(1 + max(found)) if rank not in found]:
+        raise CheckpointNotFoundError(f"{storage.url} lacks the files of ranks {missing[:5]}, beside {max(names)}")
+    columns, tree = ForeignColumns(), Tree(storage.url)
+    files = TorchFiles(storage, columns)
+    for rank, name in sorted(found.items()):
+        with files.open(name, rank) as (_, value):
+            tree.encode(value)
+            columns.add_whole("model", {f"consolidated.{rank:02}:{fqn}": t for fqn, t in tree.tensors.items()})
+    tree.notes.append(
+        f"nothing says how the tensors of {len(found)} ranks are divided: each of them has tensors "
+        '"consolidated.00:<name>", which a layout can join'
+    )
+    return ForeignCheckpoint("rank-files", columns, {}, tree.notes, sums=files.sums())
 
 
 def _add_state(

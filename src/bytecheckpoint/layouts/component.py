@@ -169,6 +169,7 @@ class Instances:
     def _solved(self, instance: int) -> dict[str, int]:
         """Return the sizes of one instance."""
         equations: list[Equation] = []
+        counted: list[Equation] = []
         rest = 0
         for v, member in enumerate(self._members):
             row = int(self._first[v][instance])
@@ -188,16 +189,16 @@ class Instances:
                 Equation(axis, size, f"dim {k} of {name}", family.place)
                 for k, (axis, size) in enumerate(zip(axes, shape, strict=True))
             ]
-            if not side.side.partial:
-                mine = member.own[(self._instance[v] == instance)]
-                equations += [
-                    Equation(
-                        Dim(dim), int(mine[:, k].max()) + 1, f"numbers of {{{dim}}} in names as {name}", family.place
-                    )
-                    for k, dim in enumerate(member.own_dims)
-                    if any(hole == Dim(dim) for hole in member.variant.holes)
-                ]
+            mine = member.own[(self._instance[v] == instance)]
+            (counted if side.side.partial else equations).extend(
+                Equation(Dim(dim), int(mine[:, k].max()) + 1, f"numbers of {{{dim}}} in names as {name}", family.place)
+                for k, dim in enumerate(member.own_dims)
+                if any(hole == Dim(dim) for hole in member.variant.holes)
+            )
         sizes = solved(equations, self._known)
+        # Some of a side's names say how many there are only if nothing else does, as with 'same'.
+        if last := [equation for equation in counted if str(equation.axis) not in sizes]:
+            sizes = solved([*equations, *last], self._known)
         for variant, member in zip(self._component.variants, self._members, strict=True):
             axes = without_rest(variant.family.axes, rest)
             if member is None:
