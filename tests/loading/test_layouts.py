@@ -337,6 +337,25 @@ def test_a_load_that_is_not_strict_leaves_what_no_rule_fits(tmp_path: Path) -> N
         assert_holds(module, expected | {"value_head.weight": torch.full((1, WIDTH), 7.0)})
 
 
+def test_what_a_load_does_not_select_may_have_another_shape(tmp_path: Path) -> None:
+    """As the head of a model for other classes."""
+    layout = Layout(
+        "mine", "old", "new", rules=[Rule({"body": "a b"}, {"trunk": "b a"}), Rule({"fc": "c a"}, {"head": "c a"})]
+    )
+    body = torch.arange(6.0).view(2, 3)
+    torch.save({"body": body, "fc": torch.ones(5, 2)}, tmp_path / "old.pt")
+    model = {"trunk": torch.zeros(3, 2), "head": torch.zeros(7, 2)}
+    with pytest.raises(IncompatibleCheckpointError, match=r"dim 0 of head: 7 here, but c is 5"):
+        bytecheckpoint.load(tmp_path / "old.pt", {"model": model}, layout=layout)
+    with pytest.raises(IncompatibleCheckpointError, match=r"holds model/fc"):
+        bytecheckpoint.load(tmp_path / "old.pt", {"model": model}, layout=layout, exclude=["model/head"])
+    bytecheckpoint.load(tmp_path / "old.pt", {"model": model}, layout=layout, exclude=["model/head", "model/fc"])
+    assert torch.equal(model["trunk"], body.T) and not model["head"].any()
+    wrong = {"trunk": torch.zeros(3, 4), "head": torch.zeros(7, 2)}
+    with pytest.raises(IncompatibleCheckpointError, match=r"dim 1 of trunk: 4 here, but a is 2"):
+        bytecheckpoint.load(tmp_path / "old.pt", {"model": wrong}, layout=layout, exclude=["model/head", "model/fc"])
+
+
 def test_what_a_load_does_not_select_needs_no_rule(tmp_path: Path) -> None:
     """A strict load stays strict about the rest, also where it names what no rule fits on either side."""
     head, sinks = "value_head.weight", "model.layers.0.self_attn.sinks"

@@ -132,20 +132,22 @@ class NamesReport(msgspec.Struct, frozen=True):
     Attributes:
         shapes: global shape of each tensor, by state and name.
         config: plain values of the configurations of the modules.
+        left_out: state and name of the tensors that the load does not select.
     """
 
     shapes: dict[str, dict[str, list[int]]] = {}
     config: dict[str, bool | int | float | str] = {}
+    left_out: list[tuple[str, str]] = []
 
     def live_side(self, lenient: Collection[str]) -> LiveSide:
         """Return them for planning; a load is not strict about the states in `lenient`."""
         shapes = {state: {name: tuple(shape) for name, shape in own.items()} for state, own in self.shapes.items()}
-        return LiveSide(shapes, self.config, lenient)
+        return LiveSide(shapes, self.config, lenient, {*self.left_out})
 
 
 def join_names(reports: Sequence[NamesReport]) -> NamesReport:
     """Join the names of all ranks."""
-    joined = NamesReport({}, {})
+    joined = NamesReport({}, {}, list({pair for report in reports for pair in report.left_out}))
     for report in reports:
         joined.config.update(report.config)
         for state, own in report.shapes.items():

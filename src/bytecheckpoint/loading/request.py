@@ -79,6 +79,7 @@ class LoadRequest:
             )
         captured = self.framework.capture(modules, names=self.matching.names) if modules else []
         shapes: dict[str, dict[str, list[int]]] = {}
+        left_out: list[tuple[str, str]] = []
         for state in captured:
             own = shapes.setdefault(state.name, {})
             for shard in state.shards:
@@ -86,7 +87,9 @@ class LoadRequest:
                 if (rename := self.matching.rename) is not None:
                     name = rename(f"{state.name}/{name}").removeprefix(f"{state.name}/")
                 own[name] = [*shard.global_shape]
-        return NamesReport(shapes, configuration_of(modules))
+                if not self.matching.selection.takes_any(shard.key, shard.aliases):
+                    left_out.append((state.name, name))
+        return NamesReport(shapes, configuration_of(modules), left_out)
 
     def layout_of_tables(self, catalog: Catalog, live: LiveSide) -> Layout | None:
         """Return the layout of transformers' own tables, if a model of it has other names in the checkpoint than here."""

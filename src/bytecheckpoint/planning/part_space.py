@@ -39,17 +39,26 @@ class LiveSide:
         shapes: global shape of each tensor, by state and name; None: names and shapes follow from the checkpoint.
         config: configuration of the program, as {"megatron.num_query_groups": 8}.
         lenient: states of which names that fit no rule of a layout stay as they are.
+        left_out: state and name of the tensors that the load does not select.
     """
 
     shapes: Mapping[str, Mapping[str, tuple[int, ...]]] | None
     config: Mapping[str, Any]
     lenient: Collection[str] = ()
+    left_out: Collection[tuple[str, str]] = ()
 
-    def of(self, state: str) -> Mapping[str, tuple[int, ...]] | None:
-        """Return the tensors of a state; of one without modules, such as an optimizer, those of all modules."""
+    def of(self, state: str, *, selected: bool = False) -> Mapping[str, tuple[int, ...]] | None:
+        """Return the tensors of a state; of one without modules, such as an optimizer, those of all modules.
+
+        Args:
+            state: name of the state.
+            selected: return the tensors that the load selects alone.
+        """
         if self.shapes is None:
             return None
-        return self.shapes.get(state) or {name: shape for own in self.shapes.values() for name, shape in own.items()}
+        states = [state] if self.shapes.get(state) else [*self.shapes]
+        left_out = self.left_out if selected else ()
+        return {name: shape for s in states for name, shape in self.shapes[s].items() if (s, name) not in left_out}
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,14 +281,12 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
                 laid_states.add(state)
             stored_names, tensors = _names(catalog, state, numbers, _templates(layout, own_side))
             shapes = [catalog.shape(n) for n in tensors.tolist()]
-            other = None if live is None else live.of(state)
-            sides: list[Side | None] = [None, None]
             strict = live is None or state not in live.lenient
-            sides[own_side] = Side(stored_names, shapes, partial=other is not None, strict=strict)
-            if other is not None:
-                sides[1 - own_side] = Side(list(other), list(other.values()), partial=True, strict=strict)
+            own_tensors = Side(
+                stored_names, shapes, partial=live is not None and live.shapes is not None, strict=strict
+            )
             try:
-                bound = bind(layout, sides[0], sides[1], config)
+                bound = _bound(layout, own_side, own_tensors, live, state, config)
             except IncompatibleCheckpointError as error:
                 if not slot:
                     raise
@@ -331,6 +338,31 @@ def lay_out(catalog: Catalog, layout: Layout, live: LiveSide | None = None) -> L
         done.catalog, concatenated([*rows, done.rows]), groups, done.alone, done.stored, names, done.twins,
         maps, list(dict.fromkeys(notes)),
     )  # fmt: skip
+
+
+def _bound(
+    layout: Layout, own_side: int, own: Side, live: LiveSide | None, state: str, config: Mapping[str, Any]
+) -> Binding:
+    """Bind the layout to the tensors of a state: those of the checkpoint, on its side `own_side`, and the live ones.
+
+    A live tensor that the load does not select may have any shape, as the head of another number of classes.
+    """
+    every = None if live is None else live.of(state)
+    chosen = every if live is None else live.of(state, selected=True)
+
+    def bound(other: Mapping[str, tuple[int, ...]] | None) -> Binding:
+        sides: list[Side | None] = [own, own]
+        sides[1 - own_side] = (
+            None if other is None else Side([*other], [*other.values()], partial=True, strict=own.strict)
+        )
+        return bind(layout, sides[0], sides[1], config)
+
+    try:
+        return bound(every)
+    except IncompatibleCheckpointError:
+        if chosen == every:
+            raise
+    return bound(chosen)
 
 
 def _unread_twins(own: BoundSide, tensors: Int64s) -> list[str]:
