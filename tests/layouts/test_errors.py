@@ -343,3 +343,14 @@ def test_random_edits_are_refused_or_mean_something():
             except CheckpointError:
                 pass
     assert parsed > 20
+
+
+def test_the_most_similar_rule_with_a_text():
+    """Numbers and texts of a rule do not make it less similar to a name."""
+    layout = Layout.from_text(
+        HEAD + "nrom.<x> : h\n<-> u.<x> : h\nblocks.{l}.attn.weight : h\n<-> v.{l}.weight : h\n", "t.layout"
+    )
+    with pytest.raises(
+        CheckpointError, match=r"no rule fits norm.weight of the a side; the most similar is 'nrom.<x>'"
+    ):
+        bind(layout, Side(["norm.weight"], [(4,)]))

@@ -243,9 +243,10 @@ def check_left_over(layout: Layout, number: int, matched: MatchedSide, rules: Se
     left = [matched.side.names[tensor] for tensor in matched.left_over if tensor not in matched.copies]
     if not left or not matched.side.strict:
         return
-    families = {f.template.source: f for parsed in rules for f in parsed.families if f.side == number}
-    near = SimilarNames(families).of(left[0], cutoff=0)
-    advice = f"; the most similar is '{near[0]}' ({families[near[0]].place})" if near else ""
+    families = [f for parsed in rules for f in parsed.families if f.side == number]
+    written = {f.template.example(left[0].rpartition(".")[2]): f for f in families}
+    near = [written[name] for name in SimilarNames(written).of(left[0], cutoff=0) if name in written]
+    advice = f"; the most similar is '{near[0].template.source}' ({near[0].place})" if near else ""
     if matched.side.partial:
         advice += "; a load with strict=False, or with exclude= for them, lets them lie"
     more = f" and {len(left) - _MOST_SHOWN} more" if len(left) > _MOST_SHOWN else ""

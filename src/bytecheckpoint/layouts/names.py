@@ -135,6 +135,11 @@ class Template:
             return lambda numbers: pattern % tuple(numbers)
         return lambda numbers: pattern % tuple(numbers[k] for k in order)
 
+    def example(self, text: str) -> str:
+        """Return a name that fits, with number 0 in each hole, and `text` for each text that may be any."""
+        texts = {found.name: found.choices[0] if found.choices else text for found in self.texts}
+        return self.writer(texts)([0] * len(self.holes))
+
     def renamed(self, name: str, other: Template) -> str | None:
         """Return the name of another template with the numbers and texts of a name, None if the name does not fit."""
         match = self.match(name)
