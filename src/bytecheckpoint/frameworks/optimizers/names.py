@@ -103,7 +103,8 @@ def as_optimizers(state_name: str, value: object) -> list[Optimizer] | None:
 
 def _optimizer_inside(optimizer: Optimizer) -> Optimizer | None:
     """Return the optimizer around which another one with a state of its own is, that steps parameters of both."""
-    others = [one for one in optimizers_inside(optimizer) if one.state is not optimizer.state]
+    is_view = not isinstance(optimizer, Optimizer)  # by the parameters before sharding, of the live one
+    others = [] if is_view else [one for one in optimizers_inside(optimizer) if one.state is not optimizer.state]
     own = {id(p) for group in optimizer.param_groups for p in group["params"]} if others else set()
     return next(
         (one for one in others if any(id(p) in own for group in one.param_groups for p in group["params"])), None
