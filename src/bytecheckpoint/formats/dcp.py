@@ -219,9 +219,13 @@ class _JoinedMetadata:
 
     def place(self, name: str) -> tuple[str, tuple[Any, ...]]:
         """Return the state of a name, and its path inside of the state."""
-        nested = self._nested | {*self._usual.values()}
-        state, path = place_of(name, self.paths.get(name), nested, is_tensor=name in self.tensors)
+        state, path = place_of(name, self.paths.get(name), self._states, is_tensor=name in self.tensors)
         return self._usual.get(state, state), path
+
+    @lazy
+    def _states(self) -> set[Any]:
+        """The states of the saved dict, also by their usual names."""
+        return self._nested | {*self._usual.values()}
 
     @lazy
     def _usual(self) -> dict[str, str]:

@@ -56,9 +56,10 @@ class LiveSide:
         """
         if self.shapes is None:
             return None
+        if not selected:
+            return self.shapes.get(state) or {name: size for own in self.shapes.values() for name, size in own.items()}
         states = [state] if self.shapes.get(state) else [*self.shapes]
-        left_out = self.left_out if selected else ()
-        return {name: shape for s in states for name, shape in self.shapes[s].items() if (s, name) not in left_out}
+        return {name: size for s in states for name, size in self.shapes[s].items() if (s, name) not in self.left_out}
 
 
 @dataclass(frozen=True, eq=False)
@@ -348,7 +349,6 @@ def _bound(
     A live tensor that the load does not select may have any shape, as the head of another number of classes.
     """
     every = None if live is None else live.of(state)
-    chosen = every if live is None else live.of(state, selected=True)
 
     def bound(other: Mapping[str, tuple[int, ...]] | None) -> Binding:
         sides: list[Side | None] = [own, own]
@@ -360,6 +360,7 @@ def _bound(
     try:
         return bound(every)
     except IncompatibleCheckpointError:
+        chosen = None if live is None else live.of(state, selected=True)
         if chosen == every:
             raise
     return bound(chosen)

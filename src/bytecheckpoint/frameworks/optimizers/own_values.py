@@ -66,8 +66,8 @@ def load_own_values(
                 f"{state_name}: {name} keeps {_quoted(lacking)} of its state_dict, which the checkpoint does not have"
             )
         before, after = _load_hooks(live)
-        takes = before or loads_itself(optimizer)
-        undoes = is_foreign and loads_itself(optimizer)
+        itself = loads_itself(optimizer)
+        takes, undoes = before or itself, is_foreign and itself
         if values and not takes:
             destination.notes.append(
                 f"{state_name}: {name} has no place for {_quoted(values)}, which the checkpoint has"
