@@ -47,12 +47,7 @@ def with_values(checkpoint: ForeignCheckpoint, storage: Storage) -> tuple[Catalo
         content = blob
         tree = nested_optimizer(decode_containers(blob))
         names = names_of_parameters(tree)
-        own = (
-            {key: value for key, value in tree.items() if key not in ("state", "param_groups")}
-            if names is not None
-            else {}
-        )
-        shared = {key: value for key, value in tree["state"].items() if key not in names} if names is not None else {}
+        own, shared = ({}, {}) if names is None else _beside_parameters(tree, names)
         small = columns.small_tensors(state, _MOST_HYPERPARAMETER_BYTES) if own or shared else set()
         if names is not None and small.issuperset(_tensors_in([own, shared])):
             tensors = [*_tensors_in(tree["param_groups"]), *_tensors_in([own, shared])]
@@ -101,6 +96,12 @@ def _with_packed(value: Any, packed: Mapping[str, Any]) -> Any:
     if isinstance(value, dict):
         return {key: _with_packed(item, packed) for key, item in value.items()}
     return type(value)(_with_packed(item, packed) for item in value) if type(value) in (list, tuple) else value
+
+
+def _beside_parameters(tree: dict[str, Any], names: Mapping[Any, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the entries beside an optimizer's state and groups, and those of its state that belong to no parameter."""
+    own = {key: value for key, value in tree.items() if key not in ("state", "param_groups")}
+    return own, {key: value for key, value in tree["state"].items() if key not in names}
 
 
 def _by_parameters(
